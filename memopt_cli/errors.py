@@ -169,6 +169,17 @@ class Terminated(KeyboardInterrupt):
     """Another process asked this one to end: unlike after Ctrl-C, the best plan so far is not measured and verified."""
 
 
+def error_chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error``, then the errors that caused it or that were handled when it was raised, each once."""
+    pending, seen = [error], set[int]()
+    while pending:
+        each = pending.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            pending += [earlier for earlier in (each.__context__, each.__cause__) if earlier is not None]
+
+
 def first_line(error: BaseException) -> str:
     """Return ``error`` as one line: its type, and the first line of its text, cut to :data:`_LONGEST_LINE` characters.
 

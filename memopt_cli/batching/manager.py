@@ -26,6 +26,7 @@ from memopt_cli.batching.validator import BatchShapeValidator
 from memopt_cli.errors import BatchShapeError, UsageError
 from memopt_cli.records import BatchShaping
 from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.text.units import dtype_name
 
 logger = logging.getLogger("memopt_cli.batching")
 
@@ -310,7 +311,7 @@ class BatchShapeManager:
         if shape[1:] in self._validated_shapes:
             return
         self._validated_shapes.add(shape[1:])
-        dtype = str(inputs.dtype).removeprefix("torch.")
+        dtype = dtype_name(inputs.dtype)
         _, issues = self.validator.validate_batch_shape(shape, self._model, dtype=dtype)
         for issue in issues:
             logger.log(logging.DEBUG if issue.startswith("performance:") else logging.WARNING, "%s: %s", shape, issue)

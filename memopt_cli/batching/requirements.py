@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import BatchShapeError
 from memopt_cli.records import from_data
+from memopt_cli.text.units import dtype_name
 
 _CONDITIONS: dict[str, tuple[Callable[[int, int], bool], str]] = {
     "fixed": (operator.eq, ""),
@@ -101,16 +102,16 @@ def _layer_requirements(layer: nn.Module) -> ShapeRequirements | None:
     if isinstance(layer, nn.Embedding):
         return ShapeRequirements(dtype="int64", values_below=layer.num_embeddings)
     if isinstance(layer, nn.Linear):
-        return ShapeRequirements(fixed={-1: layer.in_features}, dtype=_dtype(layer.weight))
+        return ShapeRequirements(fixed={-1: layer.in_features}, dtype=dtype_name(layer.weight.dtype))
     if isinstance(layer, nn.RNNBase):
-        return ShapeRequirements(ndim=(3,), fixed={-1: layer.input_size}, dtype=_dtype(layer.weight_hh_l0))
+        return ShapeRequirements(ndim=(3,), fixed={-1: layer.input_size}, dtype=dtype_name(layer.weight_hh_l0.dtype))
     if isinstance(layer, nn.RNNCellBase):
-        return ShapeRequirements(fixed={-1: layer.input_size}, dtype=_dtype(layer.weight_hh))
+        return ShapeRequirements(fixed={-1: layer.input_size}, dtype=dtype_name(layer.weight_hh.dtype))
     if isinstance(layer, _CONVOLUTIONS):
         spatial = len(layer.kernel_size)
         minimum = {2 + i: _min_size(layer, i) for i in range(spatial)}
         return ShapeRequirements(
-            ndim=(spatial + 2,), fixed={1: layer.in_channels}, minimum=minimum, dtype=_dtype(layer.weight)
+            ndim=(spatial + 2,), fixed={1: layer.in_channels}, minimum=minimum, dtype=dtype_name(layer.weight.dtype)
         )
     return None
 
@@ -119,10 +120,6 @@ def _min_size(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, i: int) -> int:
     """Return the smallest size of spatial dimension ``i``: the span of the dilated kernel minus the padding."""
     span = layer.dilation[i] * (layer.kernel_size[i] - 1) + 1
     return 1 if isinstance(layer.padding, str) else max(1, span - 2 * int(layer.padding[i]))
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _axis_issues(

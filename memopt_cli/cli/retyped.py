@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container
 
 import typer
 
@@ -17,17 +17,15 @@ def is_typed(context: typer.Context, name: str) -> bool:
 
 def typed_flags(context: typer.Context, *, only: Container[str]) -> tuple[str, ...]:
     """Return the typed flags of ``context`` with their values, quoted for a shell, for the parameters in ``only``."""
-    return tuple(_typed(context, only))
-
-
-def _typed(context: typer.Context, only: Container[str]) -> Iterator[str]:
+    flags: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""
         if name not in only or not is_typed(context, name):
             continue
         value = context.params[name]
         if isinstance(value, bool):
-            yield parameter.opts[0] if value else parameter.secondary_opts[0]
+            flags.append(parameter.opts[0] if value else parameter.secondary_opts[0])
             continue
-        for one in value if isinstance(value, list | tuple) else [value]:
-            yield quoted_flag(parameter.opts[-1], str(one))
+        values = value if isinstance(value, list | tuple) else [value]
+        flags += [quoted_flag(parameter.opts[-1], str(each)) for each in values]
+    return tuple(flags)

@@ -23,11 +23,17 @@ _FULL = 0.95
 """Share at which a bar that fills by time stops until its stage is over: the estimated time may be too short."""
 
 
-class LogProgress(Progress):
-    """Progress as plain lines on stderr, one for each event."""
+class _TerminalProgress(Progress):
+    """Progress on a terminal, which shows that Ctrl-C was noticed as it shows a note."""
 
-    def __init__(self) -> None:
-        self._stage = ""
+    _stage = ""
+
+    def interrupted(self, text: str) -> None:
+        self.note(text)
+
+
+class LogProgress(_TerminalProgress):
+    """Progress as plain lines on stderr, one for each event."""
 
     def stage(self, text: str, takes: Span | None = None) -> None:
         self._stage = text
@@ -38,9 +44,6 @@ class LogProgress(Progress):
 
     def note(self, text: str) -> None:
         print(no_commands(printable(text)), file=sys.stderr, flush=True)
-
-    def interrupted(self, text: str) -> None:
-        self.note(text)
 
 
 class _StageBar(BarColumn):
@@ -55,11 +58,10 @@ class _StageBar(BarColumn):
         return bar
 
 
-class BarProgress(Progress):
+class BarProgress(_TerminalProgress):
     """Progress as one live line, removed at the end: ``level 2 · split features.1 · 380.1 MiB → 341.7 MiB · 3/12``."""
 
     def __init__(self, console: Console) -> None:
-        self._stage = ""
         self._bar = Bar(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -83,9 +85,6 @@ class BarProgress(Progress):
 
     def note(self, text: str) -> None:
         self._bar.console.print(printable(text), markup=False, highlight=False)
-
-    def interrupted(self, text: str) -> None:
-        self.note(text)
 
     def close(self) -> None:
         self._bar.stop()

@@ -152,12 +152,12 @@ def read_frontier(path: Path) -> ShownFrontier:
     except (OSError, ValueError, UsageError) as err:
         raise UsageError(
             f"{path} does not hold the plans of a frontier: {_reason(err)}",
-            hint="`memopt optimize --frontier --force` writes it anew.",
+            hint=_FRONTIER_HINT,
         ) from err
     if any(point.plan.by is not None for point in shown.points):
         raise UsageError(
             f"{path} holds a plan by length, which no frontier has",
-            hint="`memopt optimize --frontier --force` writes it anew.",
+            hint=_FRONTIER_HINT,
         )
     return shown
 
@@ -290,6 +290,7 @@ def _upgrade(data: Any) -> Any:
 
 _Record = TypeVar("_Record")
 _MAX_LEVELS = 200  # of nested modules in a baseline
+_FRONTIER_HINT = "`memopt optimize --frontier --force` writes it anew."
 _RECORD_HINT = "Record one with `memopt baseline MODEL … -o FILE`."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 

@@ -27,6 +27,7 @@ from memopt_cli.loading.safetensors_file import read_header
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.records import GlobalVerdict, Inspection, StoredTensor, TensorKind, Trust
 from memopt_cli.text.documents import printable
+from memopt_cli.text.units import dtype_name
 
 _REGISTERS = re.compile(
     r"^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n  __buffers__ = \[(.*)\]$", re.MULTILINE
@@ -162,7 +163,7 @@ def _safetensors(file: ModelFile) -> _Found:
     entries, remarks = read_header(file.data, file.path)
     contents = Contents()
     for name, entry in entries.items():
-        dtype, size = str(entry.dtype).removeprefix("torch."), entry.end - entry.start
+        dtype, size = dtype_name(entry.dtype), entry.end - entry.start
         stored = StoredTensor(name=printable(name), kind="tensor", shape=entry.shape, dtype=dtype, size_bytes=size)
         contents.add_tensor(stored, home=-1, memory=name)
     return _Found(format="safetensors", contents=contents, versions=remarks)

@@ -20,6 +20,7 @@ from torch import Tensor
 from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, find_operator
 from memopt_cli.runtime.lifted.program import is_attribute, is_constant, is_method, is_parameter, without_unused
 from memopt_cli.runtime.private_torch import children_of
+from memopt_cli.text.units import dtype_name
 
 Path = tuple[str, ...]
 
@@ -287,7 +288,7 @@ def _raise(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
 def _constant(value: Any, node: Any) -> Any:
     stored = tuple(value) if isinstance(value, list) else value
     if isinstance(stored, torch.dtype):
-        stored = DTYPES.index(str(stored).removeprefix("torch."))
+        stored = DTYPES.index(dtype_name(stored))
     if not is_constant(stored):
         raise Unliftable(f"a constant {type(value).__name__} ({_where(node)})")
     return stored

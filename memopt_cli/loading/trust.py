@@ -164,7 +164,7 @@ def _is_here(wanted: Global) -> bool:
 
 
 def _defined_as(wanted: Global) -> Definition:
-    """Return how the source of its module defines ``wanted``; the source is read, and the module not imported."""
+    """Return the definition of ``wanted`` in the source of its module, which is read, not imported."""
     try:
         spec = importlib.util.find_spec(wanted.package)
         for length in range(2, wanted.module.count(".") + 2):

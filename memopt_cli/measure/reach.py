@@ -31,7 +31,7 @@ class UserFunction:
 
 
 def locate_function(function: str | Callable[..., Any] | None, what: str) -> UserFunction:
-    """Return how a step reaches the user's ``function``, given itself or by reference; messages call it a ``what``."""
+    """Return the way to reach the user's ``function``, given itself or by reference; messages call it a ``what``."""
     if function is None or isinstance(function, str):
         return UserFunction(reference=function or "")
     name = getattr(function, "__qualname__", type(function).__name__)

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from memopt_cli.errors import error_chain
 from memopt_cli.measure import seccomp
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
@@ -156,14 +157,12 @@ def is_refusal(error: BaseException) -> bool:
     This is judged by types above all: a file can choose the texts of exceptions, and must not be able to show the user
     :data:`HINT`, which names the switch that turns the sandbox off.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        says = str(seen).partition("\n")[0] if type(seen).__name__ in _ERROR_CLASSES else ""
-        if isinstance(seen, PermissionError) or _REFUSALS.fullmatch(says):
-            path = getattr(seen, "filename", None)
+    for each in error_chain(error):
+        first = str(each).partition("\n")[0] if type(each).__name__ in _ERROR_CLASSES else ""
+        if isinstance(each, PermissionError) or _REFUSALS.fullmatch(first):
+            path = getattr(each, "filename", None)
             is_unreadable = isinstance(path, str | bytes) and os.path.exists(path) and not os.access(path, os.R_OK)
             return not is_unreadable  # a file whose mode forbids reading is unreadable without a sandbox as well
-        seen = seen.__cause__ or seen.__context__
     return False
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.model_batching.extension import AbstractBatchModule, batch_class_of
 from memopt_cli.runtime import uninitialized
 from memopt_cli.runtime.private_torch import buffers_of, parameters_of
+from memopt_cli.runtime.runs import child_path
 
 StateDict = Mapping[str, Tensor]
 
@@ -40,7 +41,7 @@ class Slot:
 def slots_of(model: nn.Module) -> list[Slot]:
     """Return the filled slots of ``model``, in the order of ``named_parameters``, tied ones included."""
     return [
-        Slot(f"{path}.{key}" if path else key, tensors, key, is_buffer)
+        Slot(child_path(path, key), tensors, key, is_buffer)
         for path, module in model.named_modules(remove_duplicate=False)
         for is_buffer, tensors in ((False, parameters_of(module)), (True, buffers_of(module)))
         for key, tensor in tensors.items()
@@ -55,13 +56,12 @@ def stack_model(model: nn.Module, models: int) -> nn.Module:
     batched.
     """
     refuse_unsupported(model)
-    stacked: dict[int, Any] = {}
-    for slot in slots_of(model):
-        tensor = slot.tensor
-        if id(tensor) not in stacked:
-            copies = tensor.detach().expand(models, *tensor.shape).clone(memory_format=torch.contiguous_format)
-            stacked[id(tensor)] = copies if slot.is_buffer else nn.Parameter(copies, tensor.requires_grad)
-    return replace_modules(_copy(model, stacked), model, models)
+
+    def stack(slot: Slot) -> Tensor:
+        tensor = slot.tensor.detach()
+        return tensor.expand(models, *tensor.shape).clone(memory_format=torch.contiguous_format)
+
+    return replace_modules(_copy(model, stack), model, models)
 
 
 def share_first(tree: nn.Module, model: nn.Module) -> None:
@@ -90,12 +90,11 @@ def placeholder_copy(tree: nn.Module) -> nn.Module:
     A route puts tensors in when it runs the model.  Batch modules are replaced by the modules that they replaced.
     """
     shared = shared_names(tree)
-    empty: dict[int, Any] = {}
-    for slot in slots_of(tree):
-        tensor = slot.tensor
-        shape = tensor.shape if slot.name in shared else tensor.shape[1:]
-        meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        empty.setdefault(id(tensor), meta if slot.is_buffer else nn.Parameter(meta, tensor.requires_grad))
+
+    def empty(slot: Slot) -> Tensor:
+        shape = slot.tensor.shape if slot.name in shared else slot.tensor.shape[1:]
+        return torch.empty(shape, dtype=slot.tensor.dtype, device="meta")
+
     model = _copy(tree, empty)
     for path, module in list(model.named_modules()):
         if isinstance(module, AbstractBatchModule):
@@ -117,19 +116,19 @@ def _put_module(tree: nn.Module, path: str, module: nn.Module) -> nn.Module:
 def first_models(tree: nn.Module, count: int, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of ``tree`` with the first ``count`` of its models, its floating tensors in ``dtype``."""
     shared = shared_names(tree)
-    tensors: dict[int, Any] = {}
-    for slot in slots_of(tree):
+
+    def first(slot: Slot) -> Tensor:
         tensor = slot.tensor.detach()
-        first = tensor if slot.name in shared else tensor[:count]
-        first = first.to(dtype if first.is_floating_point() else None, copy=True)
-        tensors.setdefault(id(slot.tensor), first if slot.is_buffer else nn.Parameter(first, slot.tensor.requires_grad))
-    return _copy(tree, tensors)
+        tensor = tensor if slot.name in shared else tensor[:count]
+        return tensor.to(dtype if tensor.is_floating_point() else None, copy=True)
+
+    return _copy(tree, first)
 
 
 def shared_names(tree: nn.Module) -> set[str]:
     """Return the names of the buffers that all models of ``tree`` share."""
     return {
-        f"{path}.{name}" if path else name
+        child_path(path, name)
         for path, module in tree.named_modules()
         if isinstance(module, AbstractBatchModule)
         for name in module.shared_buffers
@@ -187,7 +186,13 @@ def _unsupported(module: nn.Module) -> str:
     return ""
 
 
-def _copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copy(model: nn.Module, copy_of: Callable[[Slot], Tensor]) -> nn.Module:
+    """Return a copy of ``model`` in which ``copy_of`` makes each parameter and buffer; ties stay ties."""
+    memo: dict[int, Any] = {}
+    for slot in slots_of(model):
+        if id(slot.tensor) not in memo:
+            tensor = copy_of(slot)
+            memo[id(slot.tensor)] = tensor if slot.is_buffer else nn.Parameter(tensor, slot.tensor.requires_grad)
     try:
         return copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
 from memopt_cli.runtime.private_torch import buffers_of, tree_leaves
+from memopt_cli.runtime.runs import child_path
 
 Initializer = Callable[..., Tensor]
 """Function called as ``initializer(shape, dtype=..., device=...)``: ``torch.zeros``, ``torch.rand`` and their like."""
@@ -169,7 +170,7 @@ def declare_state(
 def states_of(model: nn.Module) -> dict[str, State]:
     """Return dotted path -> state, for every state declared in ``model``."""
     return {
-        f"{path}.{name}" if path else name: State(module, name)
+        child_path(path, name): State(module, name)
         for path, module in model.named_modules()
         for name in _declarations(module)
     }
@@ -179,7 +180,7 @@ def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield dotted path and tensor for each tensor in an attribute or buffer of ``model``, or in a container there."""
     for path, module in model.named_modules():
         for name, value in (*buffers_of(module).items(), *vars(module).items()):
-            place = f"{path}.{name}" if path else name
+            place = child_path(path, name)
             if isinstance(value, Tensor):
                 yield place, value
             elif isinstance(value, list | tuple | dict | deque) and name not in _MODULE_ATTRIBUTES:

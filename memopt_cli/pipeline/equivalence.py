@@ -326,7 +326,7 @@ class _Judge:
         return None
 
     def _cause_by_compiled_drawing(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> Cause | None:
-        """Return how random numbers explain the gaps of a compiled candidate; ``None`` if they do not.
+        """Return the explanation of a compiled candidate's gaps by random numbers; ``None`` if there is none.
 
         The candidate is run again with the random numbers of the uncompiled model.  If it agrees then, the cause is
         harmless.  If only forward agrees, backward recomputes with other numbers, and the gradients are wrong: the two
@@ -412,7 +412,7 @@ def _mode_notes(reference: FollowedSteps, candidate: FollowedSteps) -> tuple[str
 
 
 def _cause_by_drawing(gaps: Sequence[TensorGap]) -> Cause | None:
-    """Return how other random numbers explain the gaps of a candidate that is not compiled; ``None`` if they do not.
+    """Return the explanation of an eager candidate's gaps by other random numbers; ``None`` if there is none.
 
     If the outputs differ, forward draws other numbers; if only gradients differ, recomputation in backward does.
     """
@@ -444,7 +444,7 @@ def _cause_by_mode(reference: FollowedSteps, candidate: FollowedSteps) -> Cause:
 
 
 def _compare_hooks(reference: FollowedSteps, candidate: FollowedSteps) -> tuple[str, tuple[str, ...]]:
-    """Return how calls of the shared hooks differ (empty if not), and notes on hooks that recomputation calls again."""
+    """Return the differences in calls of shared hooks, and notes on hooks that recomputation calls once more."""
     notes: dict[str, None] = {}
     for reference_step, candidate_step in zip(reference.steps, candidate.steps, strict=True):
         reference_calls, candidate_calls = reference_step.hooks, candidate_step.hooks

@@ -154,7 +154,7 @@ def opening_of(
     fake: bool = False,
     backend: str | None = None,
 ) -> Opening:
-    """Return how the model of ``request`` is opened, for a step of ``settings`` here or of a device elsewhere.
+    """Return the data and device with which to open the model of ``request``, for a step here or on a device elsewhere.
 
     For a ``card``, and for one rank of a ``layout``, the step is recorded on the CPU.  For a card, and if ``fake``,
     only a few samples run.  For a layout, and for a fake step of a model that code builds, nothing runs on data, and

@@ -85,7 +85,7 @@ class SearchProbes:
         return answer
 
     def chunking(self, path: str, *, allow_inexact: bool) -> ChunkRule | Refused:
-        """Return how the module at ``path`` may run in chunks, or why it may not."""
+        """Return the way in which the module at ``path`` may run in chunks, or a refusal."""
         return _rule_in(self.ask(ChunkingJob(path=path, allow_inexact=allow_inexact)))
 
     def has_improved(self, original: Counted) -> bool:
@@ -101,7 +101,7 @@ class SearchProbes:
 
 
 def _rule_in(answer: object) -> ChunkRule | Refused:
-    """Return how a module may run in chunks by the ``answer`` to a :class:`ChunkingJob`; a failure is a refusal."""
+    """Return the ``answer`` to a :class:`ChunkingJob`, with a refusal in place of a failure."""
     match answer:
         case ChunkRule() | Refused():
             return answer

@@ -31,7 +31,7 @@ def headline(comparison: Comparison) -> Iterator[str]:
 
 
 def _unexceeded(part: Comparison) -> str:
-    """Return how the tensor peak of ``part`` changed, which exceeds no limit, and the allocated peak if it did, too."""
+    """Return the changes of the tensor peak of ``part``, which exceeds no limit, and of the allocated peak, if any."""
     change = {change.metric: change for change in part.changes}
     said = _where(part.at) + _change(change["peak"])
     allocated = change.get("allocated")
@@ -129,7 +129,7 @@ def module_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def _resized(comparison: Comparison) -> Iterator[str]:
-    """Yield which modules now have parameters or buffers of another size, those that changed most first."""
+    """Yield the modules whose parameters or buffers changed in size, largest changes first."""
     for kind in ("parameters", "buffers"):
         grown = [(m, m.growth_bytes[kind]) for m in comparison.modules if kind in m.growth_bytes]
         grown.sort(key=lambda pair: -abs(pair[1]))
@@ -150,7 +150,7 @@ def _places(comparison: Comparison) -> Iterator[str]:
 
 
 def circumstances(comparison: Comparison) -> Iterator[str]:
-    """Yield what differs beside the model, such as the version of PyTorch, and what to do about it."""
+    """Yield differences outside the model, such as the version of PyTorch, and what to do about each."""
     if Path(comparison.before.model).name != Path(comparison.after.model).name:
         yield f"another file than before: {comparison.before.model} → {comparison.after.model}"
     if comparison.surroundings:

@@ -19,7 +19,7 @@ _SHOWN = 12
 
 
 def headline(explanation: Explanation) -> Iterator[str]:
-    """Yield how much memory the step of ``explanation`` needs, how much there is, and where it runs out."""
+    """Yield the memory that the step of ``explanation`` needs, the memory there is, and where it runs out."""
     if explanation.event:
         yield explanation.event
     if outcome := _outcome(explanation):

@@ -103,7 +103,7 @@ def settings(training: FastestTraining) -> Iterator[str]:
 
 
 def remarks(training: FastestTraining) -> Iterator[str]:
-    """Yield how many runs the answer of ``training`` rests on, how long they took, and notes."""
+    """Yield the number of runs behind the answer of ``training``, their time, and notes."""
     if training.verification is not None:
         yield verification(training.verification)
     yield (

@@ -70,7 +70,7 @@ def _equal(found: Verification | None) -> str:
 
 
 def _rounding(found: Verification) -> str:
-    """Return how far apart tensors are by ``found``: `` (about 2e-07 of the norm)``; empty if none differed."""
+    """Return the distance between tensors by ``found``: `` (about 2e-07 of the norm)``; empty if none differed."""
     of_norm = found.measured.worst_difference if found.measured is not None else 0.0
     if of_norm := of_norm or found.rounding:
         return f" (about {of_norm:.0e} of the norm)"
@@ -420,7 +420,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
 
 
 def details(summary: MemOptSummary) -> Iterator[str]:
-    """Yield what ``-v`` adds to :func:`remarks`: how the plan was verified, and what else was found."""
+    """Yield the lines that ``-v`` adds to :func:`remarks`: the plan's verification, and other findings."""
     if summary.verification is not None or not summary.frontier:
         yield from _of_the_applied_plan(summary)
     yield from _rough_times(summary)
@@ -430,7 +430,7 @@ def details(summary: MemOptSummary) -> Iterator[str]:
 
 
 def outlook(result: OptimizeResult) -> Iterator[str]:
-    """Yield what was written, the batch that fits, and last the line of Python that uses the plan."""
+    """Yield the written files, the batch that fits, and last the line of Python that uses the plan."""
     summary = result.summary
     written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
     # Another search, such as one that a remedy advises, would stop at these files; it replaces that of a frontier.
@@ -450,7 +450,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
 
 
 def _next_in_python(result: OptimizeResult) -> Iterator[str]:
-    """Yield what to type next with the answer of a function of Python's, whatever the user's variable is called."""
+    """Yield the next thing to type after a Python function's answer, whatever the user's variable is called."""
     if result.summary.offers_choice:
         yield "nothing is applied; memopt_cli.apply_plan(model, plan) takes the result's .summary.frontier[N - 1].plan"
     elif result.summary.is_applied:

@@ -41,7 +41,7 @@ def _under(row: RanksRow) -> str:
 
 
 def _fewer(recommendation: RanksRecommendation, fewest: RanksRow) -> str:
-    """Return what is known of numbers of ranks below ``fewest``."""
+    """Return a sentence on numbers of ranks below ``fewest``."""
     smaller = [row.layout.ranks for row in recommendation.rows if row.layout.ranks < fewest.layout.ranks]
     if smaller:
         return f", of those tried; {smaller[-1]} {'does' if smaller[-1] == 1 else 'do'} not"
@@ -72,7 +72,7 @@ def _cells(row: RanksRow) -> tuple[str, ...]:
 
 
 def remarks(recommendation: RanksRecommendation) -> Iterator[str]:
-    """Yield how the numbers of ``recommendation`` were predicted, how long it took, and notes."""
+    """Yield the source of the numbers of ``recommendation``, the time it took, and notes."""
     yield "batches are within 1 % of the largest that fit; exchanged bytes count whole tensors"
     yield NOTE
     total_time = format_seconds(recommendation.spent_s)

@@ -69,7 +69,7 @@ def _fastest(main: BatchRow) -> str | None:
 
 
 def _gain(advice: ReplicaAdvice) -> str:
-    """Return how much faster several copies of the model train as one, according to ``advice``."""
+    """Return the speed-up of several copies of the model that train as one, according to ``advice``."""
     first, best = advice.probes[0], advice.best
     route = f" ({best.route})" if best.route else ""
     if best is first:
@@ -224,7 +224,7 @@ def _replica_settings(
 
 
 def remarks(recommendation: BatchRecommendation) -> Iterator[str]:
-    """Yield how many runs the answer of ``recommendation`` rests on, how long they took, and notes."""
+    """Yield the number of runs behind the answer of ``recommendation``, their time, and notes."""
     total_time = format_seconds(recommendation.spent_s)
     yield f"{recommendation.probes} runs on data, {recommendation.dry_runs} without; total time {total_time}"
     yield from busy(run.waited for row in recommendation.rows for run in _runs(row))

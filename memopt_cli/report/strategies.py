@@ -12,7 +12,7 @@ from memopt_cli.text.units import format_bytes, format_seconds
 
 
 def headline(comparison: StrategyComparison) -> Iterator[str]:
-    """Yield what the table of ``comparison`` shows, and the memory limit."""
+    """Yield a heading for the table of ``comparison``, and the memory limit."""
     yield f"memory of a training step by its time steps {comparison.symbol}, batch {comparison.batch}"
     yield f"memory limit: {comparison.limit}"
 
@@ -42,7 +42,7 @@ def verdicts(comparison: StrategyComparison) -> Iterator[str]:
 
 
 def remarks(comparison: StrategyComparison) -> Iterator[str]:
-    """Yield what the marks in the table mean, notes, and the total time."""
+    """Yield the meaning of the marks in the table, notes, and the total time."""
     points = [point for curve in comparison.curves for point in curve.points]
     if not all(point.measured for point in points):
         yield "~: an estimate by the line through the peaks that were measured"

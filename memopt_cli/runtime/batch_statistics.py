@@ -92,7 +92,7 @@ class ReachedNorm:
     written since.
     """
     values: Tensor | None
-    """The norm's input, until the next pass has taken it.  ``None``: the next pass computes it again."""
+    """The norm's input, until the next pass has taken it.  ``None``: the next pass recomputes it."""
     running: tuple[Tensor, ...]
     """The running statistics that the norm updates."""
 
@@ -276,7 +276,7 @@ class _Norms(TorchFunctionMode):
         link = None if reached is None else reached.link
         output = call() if reached is None or link is None else _linked(_values(reached, call), link, is_seen=True)
         # Inside a ``torch.utils.checkpoint`` of the user's own, which sets hooks on saving, no operator may be skipped:
-        # the checkpoint runs them all again in backward, and compares the numbers of tensors that they save.
+        # the checkpoint recomputes them all in backward, and compares the numbers of tensors that they save.
         is_own = hooks_on_saving() == self._hooks
         self._last = _Output(ref(output), version_of(output), output.requires_grad) if is_own else None
         self._costly += 1

@@ -113,7 +113,7 @@ def mixing(piece: Piece) -> Complaint:
 
 
 def _other_shape(piece: Piece, whole: _Result, cut: _Result) -> Complaint:
-    """Return how the joined outputs of two halves differ in shape from the output of the whole."""
+    """Return a complaint if the joined outputs of two halves differ in shape from the output of the whole."""
     shapes = [tuple(tuple(tensor.shape) for tensor in result.tensors) for result in (whole, cut)]
     if shapes[0] == shapes[1]:
         return ""

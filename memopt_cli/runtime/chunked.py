@@ -192,7 +192,7 @@ def _one_by_one(
     module, pieces, states = call.module, call.pieces, call.states
     config = config_of(module)
     codec = codec_of(module, config)
-    # A segment around this one drops all that is stored here, and makes it again in backward.
+    # An outer segment drops everything that is stored here, and recomputes it in backward.
     makes_states_again = config.recompute_states and not is_in_segment()
     starts = ChunkStarts(module) if makes_states_again else None
     resumes = _resumes(module)

@@ -111,7 +111,7 @@ class SpikeCompressor:
         raise NotImplementedError
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        """Return what :meth:`_encode` was given: ``numel`` elements of ``dtype``, 1-D and contiguous."""
+        """Return the input of :meth:`_encode`: ``numel`` elements of ``dtype``, 1-D and contiguous."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -278,7 +278,7 @@ class Codec(Protocol):
         """Return any object from which :meth:`decompress` can restore ``x``; the codec itself keeps no state."""
 
     def decompress(self, packed: Any) -> Tensor:
-        """Return the tensor again, with its device, dtype and shape.
+        """Return the restored tensor, with its device, dtype and shape.
 
         If the method has a second parameter that has no default or is called ``shape``, as in SpikingJelly's codecs, it
         gets the shape as well.
@@ -309,7 +309,7 @@ class OwnCompressor(SpikeCompressor):
         return self._try(x)[0].nbytes
 
     def misfit(self, x: Tensor) -> str:
-        """Return how the codec fails to give back ``x``, or an empty text."""
+        """Return a complaint if the codec fails to give back ``x``, or an empty text."""
         return self._try(x)[1]
 
     def _try(self, x: Tensor) -> tuple[Packed, str]:
@@ -348,7 +348,7 @@ class OwnCompressor(SpikeCompressor):
 
 
 def _difference(restored: Any, x: Tensor) -> str:
-    """Return how ``restored``, which a codec gave back, differs from ``x``, or an empty text."""
+    """Return a complaint if ``restored``, which a codec gave back, differs from ``x``, or an empty text."""
     if not isinstance(restored, Tensor):
         return f"its decompress gives back {type(restored).__name__}, which is not a tensor"
     for property in ("dtype", "shape"):

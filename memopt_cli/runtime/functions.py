@@ -1,4 +1,4 @@
-"""Functions as segments: the tensors that a call saves for backward are computed again instead of being kept."""
+"""Functions as segments: the tensors that a call saves for backward are recomputed instead of being kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint(
     time_dim: int = 0,
     **kwargs: Any,
 ) -> Any:
-    """Return ``function(*args, **kwargs)``, and run the function again in backward instead of keeping what it saves.
+    """Return ``function(*args, **kwargs)``, and recompute it in backward instead of keeping the tensors that it saves.
 
     The state of modules that the function uses advances only once, as in a segment: batch statistics, hidden states.
     Such modules are the function itself, the object whose method it is, and modules in variables that it refers to.
@@ -72,7 +72,7 @@ def to_gc_function(x_compressor: Any = None, f_forward: Callable[..., Any] | Non
         The codec of the stored arguments, as ``compressor`` in :func:`checkpoint`.  If it is a function, that is taken
         for ``f_forward``, so that ``@to_gc_function`` works as a decorator.
     f_forward:
-        The function to run again in backward; ``None`` returns a decorator.
+        The function to recompute in backward; ``None`` returns a decorator.
 
     Returns
     -------

@@ -411,7 +411,7 @@ padding_of: Final[Callable[[Any], list[int]]] = attrgetter("_reversed_padding_re
 
 
 def convolve(convolution: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what ``convolution`` makes of ``x``, its padding included, with another ``weight`` and ``bias``."""
+    """Return ``convolution`` of ``x``, its padding included, with another ``weight`` and ``bias``."""
     y: Tensor = convolution._conv_forward(x, weight, bias)
     return y
 

@@ -66,12 +66,12 @@ def _overwriting(module: nn.Module) -> str:
 
 
 def misfit(module: nn.Module, config: SegmentConfig) -> str:
-    """Return what is wrong with ``config`` for ``module``."""
+    """Return the reason why ``config`` is wrong for ``module``."""
     return misplaced(module, config) or keep_refusal(config.keep) or _misfit_chunks(module, config)
 
 
 def misplaced(module: nn.Module, config: SegmentConfig) -> str:
-    """Return what is wrong with ``config`` for ``module``, whatever its mode and PyTorch's version.
+    """Return the reason why ``config`` is wrong for ``module``, whatever its mode and PyTorch's version.
 
     A module that is loaded gets this check alone: it may have become a segment in another mode or version.
     """
@@ -85,7 +85,7 @@ def misplaced(module: nn.Module, config: SegmentConfig) -> str:
 
 
 def wrong_settings(config: SegmentConfig) -> str:
-    """Return what is wrong with ``config`` for any module."""
+    """Return the reason why ``config`` is wrong for any module."""
     for setting in fields(config):
         value, kind = getattr(config, setting.name), type(setting.default)
         is_of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

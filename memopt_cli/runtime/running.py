@@ -2,7 +2,7 @@
 
 A segment B within a segment A, in one step::
 
-    forward    A ( B ( ) )                B is nested: A makes its inputs again, so B does not hold them
+    forward    A ( B ( ) )                B is nested: A recomputes its inputs, so B does not hold them
     backward   A recomputes ( B ( ) )     recomputing: A; B's new inputs must stay as they are until A is done
                  B recomputes ( )         recomputing: A, B
 """

@@ -112,6 +112,11 @@ def find_part(model: nn.Module, path: str) -> nn.Module:
     return model
 
 
+def child_path(path: str, name: str) -> str:
+    """Return the path of ``name``, a child, parameter or buffer of the module at ``path``."""
+    return f"{path}.{name}" if path else name
+
+
 def named_parts(
     module: nn.Module, path: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
@@ -121,7 +126,7 @@ def named_parts(
         seen.add(module)
         yield path, module
         for name, part in _parts_of(module).items():
-            yield from named_parts(part, f"{path}.{name}" if path else name, seen)
+            yield from named_parts(part, child_path(path, name), seen)
 
 
 def _runs_of(module: nn.Module) -> dict[str, Run]:

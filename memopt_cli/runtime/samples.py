@@ -41,7 +41,7 @@ def nothing_sampled() -> Iterator[None]:
 
 
 class Turns:
-    """The schedule by which the calls of a segment are watched, and compared when they run again."""
+    """The schedule by which the calls of a segment are watched, and compared when they are recomputed."""
 
     def __init__(self) -> None:
         self._runs, self._next = 0, _TURN_FACTOR

@@ -1,9 +1,9 @@
-"""Call a segment: decide whether its forward can run again, and store its inputs and starting state until then.
+"""Call a segment: decide whether its forward can be recomputed, and store its inputs and starting state until then.
 
 Containers call :func:`call_checkpointed`.  There are four cases:
 
 - a compiler traces the call: PyTorch's own checkpoint runs it;
-- forward cannot run again: it runs plainly;
+- forward cannot be recomputed: it runs plainly;
 - the call runs inside the recomputation of another segment: nothing is stored;
 - any other call: ``segment_run.py`` takes over.
 """

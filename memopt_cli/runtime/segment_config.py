@@ -49,8 +49,8 @@ class SegmentConfig:
     packs: bool = True
     """Whether what autograd saves is packed, if it is not recomputed; if not, it is only sent to its place."""
     recompute_states: bool = False
-    """Whether the states that chunks hand on in attributes are made again in backward.  It has no effect inside another
-    segment, whose recomputation makes them again, and under ``torch.compile``."""
+    """Whether the states that chunks hand on in attributes are recomputed in backward.  It has no effect inside another
+    segment, whose recomputation includes them, and under ``torch.compile``."""
     path: str = field(default="", compare=False)
     """The path in the plan, by which messages name the segment."""
 

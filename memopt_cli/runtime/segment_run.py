@@ -1,4 +1,4 @@
-"""Run one call of a segment: drop what autograd saves in forward, and make it again when backward asks for it.
+"""Run one call of a segment: drop what autograd saves in forward, and recompute it when backward asks for it.
 
 The mechanism is the same as in PyTorch's non-reentrant checkpoint, hooks on the tensors that autograd saves::
 
@@ -6,13 +6,13 @@ The mechanism is the same as in PyTorch's non-reentrant checkpoint, hooks on the
     backward    a node asks for the 4th     forward runs again; the tensors that autograd saves now are put into the
                                             five _Saved, and after the fifth an exception ends the run, for it is done
 
-The tensors are held until forward has ended, because only then is it known whether forward can run again.  That does
-not raise the peak of a step: all of them exist together once more when forward runs for the second time.  If a node of
-autograd is freed before, its _Saved is freed with it, and nothing is put there.
+The tensors are held until forward has ended, because only then is it known whether forward can be recomputed.  This
+does not raise the peak of a step: all of them exist together once more when forward runs for the second time.  If a
+node of autograd is freed before, its _Saved is freed with it, and nothing is put there.
 
-If a segment is called inside another, the outer one saves the inner one's inputs as it saves any tensor, so that its
-recomputation makes them again.  A segment that runs inside the recomputation of another drops what it saves: backward
-never asks for that, unless the outer segment's forward computes gradients itself.
+If a segment is called inside another, the outer segment saves the inner segment's inputs as it saves any tensor, so
+that its recomputation includes them.  A segment that runs inside the recomputation of another drops the tensors that it
+saves: backward never asks for them, unless the outer segment's forward computes gradients itself.
 
 References point from autograd's nodes to :class:`_Saved`, from there to :class:`SegmentRun`, and from there to inputs
 and state without the graphs that made them.  So a call is freed together with its graph.
@@ -54,7 +54,7 @@ from memopt_cli.runtime.unsafe import cannot_repeat, run_plainly, this_moment, u
 from memopt_cli.runtime.waiting import wait_for
 
 Repeat = Callable[[Sequence[Tensor], Sequence[Any]], object]
-"""A function that runs a forward again, on the tensors and the other objects among its arguments."""
+"""A function that recomputes a forward from the tensors and the other objects among its arguments."""
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Autograd's hooks on saving: one that packs a tensor, and one that unpacks it."""
 
@@ -64,7 +64,7 @@ class Unrepeatable(RuntimeError):
 
 
 class _Complete(Exception):
-    """The signal that ends a recomputation: everything that forward saved has been made again.
+    """The signal that ends a recomputation: everything that forward saved has been recomputed.
 
     It is an ``Exception``, since ``nn.Module`` calls its ``always_call`` hooks only for those.
     """
@@ -78,13 +78,13 @@ class _Saved:
     """
 
     run: SegmentRun | None
-    """The call that makes it again.  ``None``: the call cannot run again."""
+    """The call that recomputes the tensor.  ``None``: the call cannot be recomputed."""
     tensor: Tensor | None
     """The tensor.  ``None``: it is dropped."""
     version: int
     """The tensor's version when it was saved."""
     packed: Any = None
-    """The unpacking hook around the segment, and the packed form, if its call cannot run again."""
+    """The unpacking hook around the segment, and the packed form, if its call cannot be recomputed."""
     is_input = False
     """Whether it is an input of a segment inside this one."""
     broken = ""
@@ -115,7 +115,7 @@ class SegmentRun:
         repeat: Repeat,
         kept: KeptOutputs | NothingKept,
     ) -> None:
-        """Prepare a call of ``module`` that starts from ``start``; ``repeat`` runs its forward again.
+        """Prepare a call of ``module`` that starts from ``start``; ``repeat`` recomputes its forward.
 
         ``learned``: the knowledge from earlier calls; ``kept``: keeps the outputs of some operators, which are then not
         recomputed.
@@ -226,7 +226,7 @@ class SegmentRun:
             raise Unrepeatable("computes gradients in its forward, through batch statistics that its chunks share")
 
     def _drop_saved(self, results: Any) -> None:
-        """Drop the saved tensors, since forward can run again; ``results`` hold its outputs."""
+        """Drop the saved tensors, since forward can be recomputed; ``results`` hold its outputs."""
         if self._watch is not None:
             noise = noise_since(self._first_node, tensors_of(results))
             self._samples = self._watch.samples(self._refs, noise)
@@ -280,7 +280,7 @@ class SegmentRun:
                 self._compared_index, self._compared_bytes = index, seen
 
     def _keep_saved(self, hooks: Hooks | None) -> None:
-        """Keep the saved tensors for backward, packed by ``hooks`` around the segment: forward cannot run again.
+        """Keep the saved tensors for backward, packed by ``hooks`` around the segment: forward cannot be recomputed.
 
         Inputs of segments inside are not packed: hooks may return them with other strides, and these segments would
         then run on other strides than in forward.
@@ -299,12 +299,12 @@ class SegmentRun:
     # ------------------------------------------------------------------------------------------------ backward
 
     def remake(self) -> None:
-        """Run forward again now, unless it was: the values of parameters are about to change."""
+        """Recompute forward now, unless it was recomputed: the values of parameters are about to change."""
         if not self._was_repeated:
             self.repeat()
 
     def repeat(self) -> None:
-        """Run forward again from its starting state, and put what autograd saves now into the :class:`_Saved`.
+        """Recompute forward from its starting state, and put what autograd saves now into the :class:`_Saved`.
 
         Its inputs are detached from the graph that made them: hooks that forward sets on an input, or that others have
         set there, act in the first run only.
@@ -329,7 +329,7 @@ class SegmentRun:
 
 
 class _Repetition:
-    """Hooks for a forward that runs again, which put what autograd saves into the :class:`_Saved` of the first run."""
+    """Hooks for a recomputed forward, which put what autograd saves into the :class:`_Saved` of the first run."""
 
     is_of_segment, is_recomputation = True, True  # see SegmentRun
 
@@ -344,7 +344,7 @@ class _Repetition:
         *,
         runs_to_end: bool,
     ) -> None:
-        """Prepare a run of ``module`` that makes the tensors of ``refs``, which have ``shapes``, again.
+        """Prepare a run of ``module`` that recomputes the tensors of ``refs``, which have ``shapes``.
 
         ``samples``: elements of some of them; ``compared_index``, ``compared_bytes``: the tensor that is compared in
         every call, and some of its bytes; ``runs_to_end``: do not end the run when the last tensor is saved.
@@ -409,7 +409,7 @@ class _Repetition:
         )
 
     def difference(self) -> Complaint:
-        """Return how the run differed from forward.
+        """Return the difference of the run from forward.
 
         Some operators fill a tensor after they have saved it, so tensors that differed then are compared once more.
         """
@@ -429,7 +429,7 @@ _DIFFERS = "computes something else when it runs again for backward"
 
 
 class _Watch:
-    """Samples of what a watched forward saves, to be compared when it runs again."""
+    """Samples of what a watched forward saves, to be compared with its recomputation."""
 
     def __init__(self, first_node: int) -> None:
         self.last = range(first_node, first_node)
@@ -500,7 +500,7 @@ def _overwritten(tensor: Tensor, version: int) -> str:
 
 @not_compiled
 def unpack_saved(saved: _Saved) -> Tensor:
-    """Return the tensor that ``saved`` holds for autograd; run forward again if it was dropped."""
+    """Return the tensor that ``saved`` holds for autograd; recompute forward if it was dropped."""
     run = saved.run
     if run is None or run.is_running:
         if run is not None:
@@ -519,5 +519,5 @@ def unpack_saved(saved: _Saved) -> Tensor:
     if version_of(tensor) != saved.version:
         raise RuntimeError(_overwritten(tensor, saved.version))
     if run is not None and not run.is_running:
-        saved.tensor = None  # a second backward (retain_graph=True) makes it again
+        saved.tensor = None  # a second backward (retain_graph=True) recomputes it
     return tensor

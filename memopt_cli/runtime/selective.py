@@ -261,7 +261,7 @@ class _Calls(TorchDispatchMode):
             return None
         self._counts[operator] += 1
         call = operator, self._counts[operator]
-        # A call with ``out=`` is counted, but must run again: its effect is the write.
+        # A call with ``out=`` is counted, but must be recomputed: its effect is the write.
         return call if self._kept.wants(call) and not schema_of(func).is_mutable else None
 
 

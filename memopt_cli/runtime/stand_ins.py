@@ -226,7 +226,7 @@ class AbridgedCall:
         """Return the bytes that each chunk holds until its backward, outputs aside."""
         *_, before, last = self._grown_bytes
         held_bytes = last - sum(form.nbytes for form in self._outputs)
-        # Inside another segment, what chunks hold is dropped after forward and made again.  A stand-in would hold it
+        # Inside another segment, what chunks hold is dropped after forward and recomputed.  A stand-in would hold it
         # all the time, so it is refused there.
         is_within = is_in_segment() or is_recomputing()
         if before != last or held_bytes < 0 or (held_bytes and is_within):

@@ -49,7 +49,7 @@ from memopt_cli.runtime.owners import Slots, is_same
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.settings import Settings
 
-# Complaints about a forward that cannot run again.
+# Complaints about a forward that cannot be recomputed.
 _HOOKS: Final = "adds or removes hooks of modules within it"
 _DROPOUT: Final = "has a recurrent layer with dropout, which cuDNN draws from a generator of its own"
 _SCRIPTED_RECURRENT: Final = frozenset({"RNN", "LSTM", "GRU"})

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Remade(Protocol):
-    """The saved tensors of a forward, which a later run of it makes again."""
+    """The saved tensors of a forward, which are recomputed later."""
 
     def remake(self) -> None:
         """Make the tensors now, unless they were made before."""
@@ -30,12 +30,12 @@ _waiting: MutableMapping[Tensor, WeakSet[Remade]] = WeakTensorKeyDictionary()
 
 
 def wait_for(parameters: Iterable[Tensor], saved: Remade) -> None:
-    """Have ``saved`` made again before any of ``parameters`` changes its value."""
+    """Recompute ``saved`` before any of ``parameters`` changes its value."""
     for parameter in parameters:
         _waiting.setdefault(parameter, WeakSet()).add(saved)
 
 
 def remake_with(parameter: Tensor) -> None:
-    """Make again everything that waits for ``parameter``, whose value is about to change."""
+    """Recompute everything that waits for ``parameter``, whose value is about to change."""
     for saved in list(_waiting.pop(parameter, ())):
         saved.remake()

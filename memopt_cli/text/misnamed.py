@@ -52,7 +52,7 @@ _WRITE: Final = "build.py is a file that you write, of two lines: from net impor
 
 
 def build_hint(weights: str, code_paths: Sequence[str] = ()) -> str:
-    """Return what to type for ``weights``, a file that has no model: the folder, if it holds a model of a library.
+    """Return a hint for ``weights``, a file that has no model: to name the folder, if it holds a model of a library.
 
     ``code_paths``: files and folders of ``--code-path``; a file there may define what builds the model.
     """
@@ -65,7 +65,7 @@ def build_hint(weights: str, code_paths: Sequence[str] = ()) -> str:
 
 
 def moved_hint(path: str, code_paths: Sequence[str] = ()) -> str:
-    """Return what to type for the file at ``path``, whose model has a class that is not found.
+    """Return a hint for the file at ``path``, whose model has a class that is not found.
 
     ``code_paths``: as for :func:`build_hint`.
     """

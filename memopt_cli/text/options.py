@@ -604,5 +604,5 @@ def accepted(name: str, given: object, kind: Kind | None = None) -> Any:
 
 
 def accepted_if_given(name: str, given: object) -> Any:
-    """Return what :func:`accepted` returns, but ``None`` for ``None``."""
+    """Return the value by :func:`accepted`; ``None`` for ``None``."""
     return None if given is None else accepted(name, given)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from memopt_cli.errors import MemoptError
+from memopt_cli.errors import MemoptError, error_chain
 from memopt_cli.text.options import OPTIONS, Option
 from memopt_cli.text.values import Real
 
@@ -28,21 +28,10 @@ def said_in_python() -> Iterator[None]:
     try:
         yield
     except BaseException as err:
-        for error in _chain(err):
+        for error in error_chain(err):
             if isinstance(error, MemoptError):
                 error.reword(in_python)
         raise
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and all errors that it comes from."""
-    pending, seen = [error], set[int]()
-    while pending:
-        err = pending.pop()
-        if id(err) not in seen:
-            seen.add(id(err))
-            yield err
-            pending += [cause for cause in (err.__cause__, err.__context__) if cause is not None]
 
 
 def warn_unchanged(why: str) -> None:

@@ -48,6 +48,11 @@ def format_some(texts: Sequence[str], most: int = 3) -> str:
     return f"{', '.join(texts[:most])}{more}"
 
 
+def dtype_name(dtype: object) -> str:
+    """Return the name of ``dtype``, a ``torch.dtype``, without ``torch.``: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def exact_bytes(size: int) -> str:
     """Return the shortest text that :func:`parse_bytes` reads back as ``size``: ``"24GiB"``, ``"2.2GiB"``, ``"8GB"``.
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from memopt_cli.errors import OutputExistsError, UsageError, WriteError
+from memopt_cli.errors import OutputExistsError, UsageError, WriteError, error_chain
 
 Fill = Callable[[BinaryIO], object]
 """A function that writes the content of one file to an open binary file."""
@@ -163,9 +163,7 @@ def _os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as err:
-        cause: BaseException | None = err
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
+        cause = next((error for error in error_chain(err) if isinstance(error, OSError)), None)
         if cause is None:
             raise
         raise WriteError(

@@ -130,18 +130,21 @@ def codec_paths(model: nn.Module) -> tuple[str, ...]:
 
 
 def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
-    """Return how the user's own codec fails to restore ``tensors``, or an empty text."""
+    """Return a complaint if the user's own codec fails to restore ``tensors``, or an empty text."""
     if name != OWN_COMPRESSOR:
         return ""
-    codec = OwnCompressor(cast("Codec", module.x_compressor))
     with aside():
-        return next(filter(None, map(codec.misfit, tensors)), "")
+        return next(filter(None, map(_own_codec(module).misfit, tensors)), "")
 
 
 def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:
-    codec = COMPRESSORS.get(name) or OwnCompressor(cast("Codec", module.x_compressor))
+    codec = COMPRESSORS.get(name) or _own_codec(module)
     with aside():
         return sum(map(codec.packed_bytes, tensors))
+
+
+def _own_codec(module: nn.Module) -> OwnCompressor:
+    return OwnCompressor(cast("Codec", module.x_compressor))
 
 
 def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from memopt_cli.runtime.private_torch import has_schema, schema_of, tree_leaves
+from memopt_cli.text.units import dtype_name
 
 _aten = torch.ops.aten
 
@@ -61,7 +62,7 @@ def dtype_of(leaves: Iterable[Any]) -> str:
     """Return the dtype (``bfloat16``) of the first floating-point or complex tensor in ``leaves``; empty if none is."""
     dtypes = (leaf.dtype for leaf in leaves if isinstance(leaf, Tensor))
     floating = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
-    return next((str(dtype).removeprefix("torch.") for dtype in floating), "")
+    return next(map(dtype_name, floating), "")
 
 
 _STATISTICS = ("running_mean", "running_var")

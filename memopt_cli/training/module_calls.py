@@ -91,7 +91,7 @@ class InputsRejected(StepError):
 
 
 def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module) -> StepError:
-    """Return what to raise for ``error`` of the forward of ``model``; it came from ``stack``, outermost first.
+    """Return the exception to raise for ``error`` of the forward of ``model``, raised in ``stack``, outermost first.
 
     It names the module that rejected its input, and what that takes.  An error that speaks of no input, such as a
     ``raise`` in the user's code, is told as what it is, with the line that raised it.

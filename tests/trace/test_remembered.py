@@ -132,9 +132,9 @@ def test_what_has_been_noted_is_not_asked_again(monkeypatch: pytest.MonkeyPatch)
     assert {func.namespace for func in asked} <= {"prim"}  # they ask for the device
 
 
-def test_notes_do_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "_MAX_NOTES", 10)
+def test_the_cache_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "_MAX_ENTRIES", 10)
     with RememberingDryRun():
         for size in range(50):
             assert torch.zeros(size).shape == (size,)
-    assert 0 < len(RememberingDryRun._notes) <= 10
+    assert 0 < len(RememberingDryRun._cache) <= 10

@@ -156,7 +156,7 @@ def reachable(root: Any) -> Iterator[Any]:
 
 
 def depth_of(root: Any) -> int:
-    """Return how deep the recursion of ``copy.deepcopy`` or ``pickle`` goes, which enters each object once."""
+    """Return the depth of recursion of ``copy.deepcopy`` or ``pickle``, which enters each object once."""
     pending, seen, deepest = [(root, 1)] if isinstance(root, _MADE) else [], set[int](), 0
     while pending:
         value, depth = pending.pop()

@@ -41,7 +41,7 @@ def may_run_in_full(bench: Bench) -> bool:
 
 
 def run_at_full_size(bench: Bench, run: Callable[[Step], Value]) -> Value | None:
-    """Return what ``run`` returns for a step at full size, or ``None`` if it does not fit, or must not be tried."""
+    """Return the result of ``run`` for a step at full size; ``None`` if it does not fit or must not be tried."""
     if not may_run_in_full(bench):
         return None
     bench.enter_start()

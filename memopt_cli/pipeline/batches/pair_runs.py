@@ -74,7 +74,7 @@ class PairRuns:
         return rounded if global_batch is None or not rounded else accumulate(global_batch, rounded, unit).batch
 
     def accumulation(self, batch: int) -> Accumulation | None:
-        """Return how passes of ``batch`` make up a step of the optimizer; ``None`` for one pass and no global batch."""
+        """Return the passes of ``batch`` in a step of the optimizer; ``None`` for one pass and no global batch."""
         if self.global_batch is None:
             return accumulated(batch, self.micro_batches)
         return Accumulation(global_batch=self.global_batch, batch=batch, steps=self._steps(batch))

@@ -272,7 +272,7 @@ class _BatchSearch:
         return accumulation
 
     def _accumulation(self, main: Case) -> Accumulation | None:
-        """Return how many passes make a step of the optimizer; ``None`` for one pass and no global batch."""
+        """Return the number of passes in a step of the optimizer; ``None`` for one pass and no global batch."""
         batch, global_batch = self._chosen_batch(main), self.request.global_batch
         if global_batch is None:
             return accumulated(batch, self.request.settings.micro_batches)
@@ -322,7 +322,7 @@ def call_of(session: Sessions) -> ModelCall:
 
 
 def accumulation_notes(accumulation: Accumulation, facts: ModelFacts, *, was_run: bool = True) -> Iterator[str]:
-    """Yield how training with accumulation differs from the steps that were run, and from one large batch."""
+    """Yield notes on the differences of accumulation from the steps that were run, and from one large batch."""
     start = "Every step was run with" if was_run else "The peaks are of a step with"
     yield f"{start} the gradients of earlier passes in memory, as in accumulation."
     if accumulation.batch * accumulation.steps != accumulation.global_batch:

@@ -47,6 +47,7 @@ from memopt_cli.records import (
 from memopt_cli.runtime import reset_hidden_state
 from memopt_cli.runtime.module_state import copy_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
+from memopt_cli.text.units import dtype_name
 from memopt_cli.training.apply import plan_of, remove_plan
 from memopt_cli.training.step import Step, place
 from memopt_cli.training.wrappers import compiled_notes, unwrapped
@@ -270,7 +271,7 @@ def _describe_input(name: str | None, value: Any) -> TensorSpec:
     if not value.is_floating_point() and not value.is_complex():
         low, high = (int(value.min()), int(value.max()) + 1) if value.numel() else (0, 1)
         values = f"{low}..{high}"
-    dtype = str(value.dtype).removeprefix("torch.")
+    dtype = dtype_name(value.dtype)
     tensor = TensorSpec(name=name, shape=tuple(value.shape), dtype=dtype, values=values)
     return parse_tensor(format_tensor(tensor))  # refuses what cannot be described
 

@@ -5,7 +5,7 @@ fastest plan that fits at its largest length, measured and verified by
 :func:`~memopt_cli.pipeline.plans.optimization.find_here`, or by estimates alone for a device that is not here
 (``--for``).
 
-The largest length of a range stands for the shorter ones.  A segment runs its modules' own code again, whichever path
+The largest length of a range stands for the shorter ones.  A segment recomputes its modules' own code, whichever path
 that takes at a length, so a plan that is right at one length is right at another; and shorter inputs need less memory.
 The model without a plan is run at both ends of the whole range.  A path that cannot be repeated, taken at short lengths
 alone, is not found; a dry run of the plan there does not show it either.  In training, backward ends with an error if

@@ -108,7 +108,7 @@ class Layout:
         return users
 
     def _measure(self, block: Block, users: dict[int, list[int]]) -> list[int]:
-        """Return how deep each node's expression is nested if every node that may move to its user does."""
+        """Return the nesting depth of each node's expression if every node that may move to its user does."""
         heights: list[int] = []
         of_value: dict[int, int] = {}
         for node in block[1]:

@@ -267,7 +267,7 @@ class _Part:
 
 
 def _address_of(tensor: Tensor) -> int:
-    """Return where the storage of ``tensor`` begins; 0 if it has no data."""
+    """Return the address of the storage of ``tensor``; 0 if it has no data."""
     return 0 if is_fake(tensor) else tensor.untyped_storage().data_ptr()
 
 

@@ -86,7 +86,7 @@ def _on_line(values: Mapping[int, float], first: int, second: int, number: int) 
 
 
 def _crossing(values: dict[int, float], bound: float) -> int:
-    """Return where the line through the two points nearest to ``bound`` reaches it; from one point, double or halve."""
+    """Return where a line through the points nearest to ``bound`` reaches it; with one point, twice or half of it."""
     below = sorted(n for n, value in values.items() if value <= bound)
     above = sorted(n for n, value in values.items() if bound < value < math.inf)
     pair = sorted([*below[-1:], *above[:1]] if below and above else [*below[-2:], *above[:2]])

@@ -49,7 +49,7 @@ def make_outcome(runs: Runs, model: PeakModel, *, interrupted: bool) -> BatchOut
 
 
 def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) -> tuple[str, bool]:
-    """Return what limits the largest batch that ran, in words, and whether a larger one fits by the model."""
+    """Return the limit of the largest batch that ran, in words, and whether a larger one fits by the model."""
     # If no step was in time, this matters more than any other limit.
     if not runs.is_in_time(runs.fitting[-1]):
         return f"memopt's own time limit of a step ({_time_limit(runs)})", estimate > runs.best

@@ -93,7 +93,7 @@ class LengthBucketSampler(LengthSampler):
         return [indices[start:stop] for start, stop in zip(starts, [*starts[1:], len(indices)], strict=True)]
 
     def _starts(self, indices: list[int], whole: int, rest: int) -> list[int]:
-        """Return where batches start in ``indices``, with the smaller one where padded positions are fewest."""
+        """Return the starts of batches in ``indices``, with the smaller one where padded positions are fewest."""
 
         def starts(smaller: int) -> list[int]:
             return [i * self._size - (self._size - rest) * (i > smaller) for i in range(whole + 1)]

@@ -46,7 +46,7 @@ class Block:
     resident_bytes: int = 0
     """Part of ``peak_bytes`` that no schedule changes: parameters, their gradients so far, inputs."""
     rerun: Rerun = field(default_factory=Rerun)
-    """Cost of running its forward again."""
+    """Cost of recomputing its forward."""
     costly: tuple[CostlyCall, ...] = ()
     """CostlyCall calls in the block, in their order."""
     input_bytes: int = 0

@@ -315,7 +315,7 @@ class CostModel:
         return rerun.seconds - saved_s + rerun.overhead_s(block.segment) + inputs_s
 
     def rerun(self, call: ModuleCall) -> Rerun:
-        """Return the cost of running the forward of ``call`` again, as far as autograd saves something."""
+        """Return the cost of recomputing the forward of ``call``, as far as autograd saves something."""
         key = call.path, call.start, call.end
         if key not in self._reruns:
             last = bisect.bisect_left(self._ends, (call.end, 0)) - 1

@@ -68,7 +68,7 @@ class ReplayedSegment:
     packed: dict[int, int] = field(default_factory=dict)
     """Storage of an input that is stored packed -> its packed bytes."""
     kept: frozenset[int] = frozenset()
-    """Operators whose outputs the segment keeps instead of running them again."""
+    """Operators whose outputs the segment keeps instead of recomputing them."""
     state_bytes: int = 0
     """Bytes of the attributes that one chunk passes to the next."""
     norms: tuple[int, ...] = ()
@@ -491,7 +491,7 @@ class Replay:
             pass_begin = self._pass_begin(block, savers.get(block, ()))
             if sent_end > end and parcel is not None:
                 self._add_sent(parcel, begin, end, sent_end, nbytes)
-            elif begin < pass_begin < end:  # freed after forward, made again by the pass that saves it
+            elif begin < pass_begin < end:  # freed after forward, recomputed by the pass that saves it
                 self._ledger.live(begin, self._lives.forward_end(storage, block), nbytes)
                 self._ledger.live(pass_begin, end, nbytes, is_made=False)
             else:

@@ -70,7 +70,7 @@ class Segments:
     def kept_choices(self, block: Block, context: Context) -> list[frozenset[int]]:
         """List the sets of costly calls whose outputs a segment on ``block`` may keep.
 
-        An inner segment keeps none: the recomputation of the outer segment would run the calls again all the same.
+        An inner segment keeps none: the outer segment would recompute the calls all the same.
         """
         may_keep = self._allowed.keep and not context.recomputed
         return choices([c for c in block.costly if c.op < block.rerun.stop]) if may_keep else []

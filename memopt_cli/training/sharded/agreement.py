@@ -23,6 +23,7 @@ from memopt_cli.errors import (
     RankLostError,
     StepError,
     UsageError,
+    error_chain,
     first_line,
 )
 from memopt_cli.records import to_data
@@ -154,12 +155,7 @@ def digest_of(value: Any) -> str:
 
 def _is_of_lost_rank(error: BaseException) -> bool:
     """Return whether ``error``, or an error that caused it, means that a rank is gone."""
-    chain: BaseException | None = error
-    while chain is not None:
-        if is_of_lost_rank(chain):
-            return True
-        chain = chain.__cause__ or chain.__context__
-    return False
+    return any(map(is_of_lost_rank, error_chain(error)))
 
 
 def _sendable(error: BaseException | None) -> MemoptError | None:
