@@ -261,6 +261,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with processes.kept(early=True):
+    with processes.keep_server(early=True):
         status = main()
     sys.exit(status)

@@ -82,7 +82,7 @@ def find(lengths: list[int], budget: str, batch: int) -> MemOptSummary:
         dry_run=True,
         recommend_batch=False,
     )
-    with processes.kept():
+    with processes.keep_server():
         return optimize(request, progress=Progress(), ask=None).summary
 
 

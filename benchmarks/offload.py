@@ -246,7 +246,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     names, rows, wrong = ["tiny GPT"] if options.small else options.models or MODELS, list[list[str]](), 0
     print(" | ".join(HEADER), flush=True)
-    with processes.kept(early=True):
+    with processes.keep_server(early=True):
         for name in names:
             ready = tiny(options.device) if options.small else prepared(name, options.device)
             for way, row in rows_of(name, ready, options.rounds, options.search_time):

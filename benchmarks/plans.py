@@ -462,7 +462,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the long search, for each model")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    with processes.kept(early=True):
+    with processes.keep_server(early=True):
         for case in [options.case] if options.case else CASES:
             CASES[case](options.models or list(BLOCKS), options)
 

@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    with processes.kept(early=True):
+    with processes.keep_server(early=True):
         for case in [options.case] if options.case else CASES:
             CASES[case](options)
 

@@ -89,7 +89,7 @@ def __dir__() -> list[str]:
     return sorted([*_PUBLIC, *_MODULES, "__all__", "__doc__", "offload_folder", "on_unsafe"])
 
 
-def _imported(module: str) -> ModuleType:
+def _import_module(module: str) -> ModuleType:
     # A name may first be used within a training, and rich, which the reports use, draws numbers when it is imported.
     position = random.getstate()
     try:
@@ -102,7 +102,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for Any
 
     def __getattr__(name: str) -> Any:
         if name in _PUBLIC:
-            return getattr(_imported(_PUBLIC[name]), name)
+            return getattr(_import_module(_PUBLIC[name]), name)
         if name in _MODULES:
-            return _imported(f"memopt_cli.{name}")
+            return _import_module(f"memopt_cli.{name}")
         raise AttributeError(f"module 'memopt_cli' has no attribute {name!r}")

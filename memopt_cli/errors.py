@@ -220,7 +220,7 @@ class _Spelled:
 _SPELLED: Final = _Spelled()
 
 
-def shortened(value: object, most: int = 60) -> str:
+def shorten(value: object, most: int = 60) -> str:
     """Return the ``repr`` of ``value``, from a file, cut to ``most`` characters for a message."""
     text = repr(value[: most + 1]) if isinstance(value, str | bytes) else _REPR.repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
@@ -236,7 +236,7 @@ def for_message(given: object) -> str:
     """Return ``given`` quoted for a message if people can type it, such as text or a number; else its kind."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
-    return shortened(given) if isinstance(given, str | bytes | int | float | None) else type_in_words(given)
+    return shorten(given) if isinstance(given, str | bytes | int | float | None) else type_in_words(given)
 
 
 _REPR = reprlib.Repr()

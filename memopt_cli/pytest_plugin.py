@@ -133,7 +133,7 @@ def _count(
     seed: int,
 ) -> tuple[Counted, list[str]]:
     """Count one step of ``model``, and leave its state as it was; also return sentences on what was guessed."""
-    from memopt_cli.measure.local import undisturbed
+    from memopt_cli.measure.local import isolate_state
     from memopt_cli.runtime.state import StartingState
     from memopt_cli.trace import count
     from memopt_cli.training.optimizers import optimizer_maker
@@ -151,7 +151,7 @@ def _count(
         report=lambda message: messages.setdefault(in_python(message)),
     )
     start = StartingState(model)
-    with undisturbed():
+    with isolate_state():
         begin(step, start)
         # Adam and others make their state in their first update: a second step is counted, which has the state.
         step.run_checked()

@@ -55,7 +55,7 @@ from memopt_cli.records import (
     RankPrediction,
     SearchGoal,
 )
-from memopt_cli.records.progress import logged
+from memopt_cli.records.progress import log_progress
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.spelling import said_in_python
 
@@ -117,7 +117,12 @@ def predict_rank(
     ranks_asked(layout, accepted("rank", rank))
     rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     subject = replace(rank_step.subject, layout=layout, rank=rank)
-    with logged(verbose), refuse_recursion(), processes.kept(), _session(subject, limit_s, rank_step) as session:
+    with (
+        log_progress(verbose),
+        refuse_recursion(),
+        processes.keep_server(),
+        _session(subject, limit_s, rank_step) as session,
+    ):
         return predict_one_rank(session, layout, rank, chosen)
 
 
@@ -164,7 +169,7 @@ def recommend_ranks(
         card=card,
         layouts=tuple(layout_of(number, spreader.reference, mesh) for number in _numbers(ranks)),
     )
-    with logged(verbose) as progress, refuse_recursion(), processes.kept():
+    with log_progress(verbose) as progress, refuse_recursion(), processes.keep_server():
         prepared = prepared_factory(
             rank_step.subject, chosen or ORIGINAL, rank_step.model, rank_step.functions, limit_s, progress
         )
@@ -223,7 +228,7 @@ def plan_rank(
         plan_only=True,
         unverified=unverified,
     )
-    with logged(verbose) as progress, refuse_recursion(), processes.kept():
+    with log_progress(verbose) as progress, refuse_recursion(), processes.keep_server():
         prepared = prepared_factory(
             rank_step.subject, ORIGINAL, rank_step.model, rank_step.functions, limit_s, progress
         )

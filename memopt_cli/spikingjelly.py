@@ -20,7 +20,7 @@ from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.input_spec import guessed_spec, make_inputs
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import CountJob
-from memopt_cli.measure.local import LocalSession, undisturbed
+from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.live.group import on_every_rank
 from memopt_cli.pipeline.live.model import (
@@ -58,10 +58,10 @@ from memopt_cli.records import (
     describe,
     to_data,
 )
-from memopt_cli.records.progress import Progress, logged
+from memopt_cli.records.progress import Progress, log_progress
 from memopt_cli.runtime import GCContainer, TCGCContainer
 from memopt_cli.runtime.compressor import OWN_COMPRESSOR
-from memopt_cli.runtime.module_state import name_of
+from memopt_cli.runtime.module_state import label_of
 from memopt_cli.search.plan.policy import resolve, select, skipped_step
 from memopt_cli.search.plan.targets import (
     find_outermost,
@@ -75,7 +75,7 @@ from memopt_cli.text.units import format_some
 from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_modules, record_inputs
 from memopt_cli.training.apply import apply_plan, without_plan
 from memopt_cli.training.own_checkpoints import switches_of
-from memopt_cli.training.wrappers import unwrapped
+from memopt_cli.training.wrappers import unwrap
 
 __all__ = [
     "MEMOPT_CHECKPOINT_BUDGETS",
@@ -185,7 +185,7 @@ def memory_optimization(
     :class:`VerificationError` if the optimized model differs from the original; other errors of
     :mod:`memopt_cli.errors` if the model cannot take a step.
     """
-    wrapper, net = net, unwrapped(net)
+    wrapper, net = net, unwrap(net)
 
     def optimize_net() -> MemOptSummary:
         started, inputs = time.monotonic(), dummy_input
@@ -220,7 +220,7 @@ def memory_optimization(
         )
         resolved = resolve(overrides, has_inputs=inputs is not None)
         settings = StepSettings(device=resolve_device())
-        with logged(verbose) as progress:
+        with log_progress(verbose) as progress:
             if inputs is None or resolved.options.level == 0:
                 findings = _apply_unmeasured(net, resolved, settings, progress)
             else:
@@ -255,7 +255,7 @@ def apply_gc(
     the CPU on a machine without CUDA.  Returns ``net``, or ``(net, summary)``, a dictionary with the fields of
     :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
     """
-    started, wrapper, net = time.monotonic(), net, unwrapped(net)
+    started, wrapper, net = time.monotonic(), net, unwrap(net)
     overrides = SearchOverrides(
         level=1,
         modules=_instance_paths(net, instance),
@@ -271,7 +271,7 @@ def apply_gc(
         if dummy_input is None:
             modules = _list_modules(net, resolved, StepSettings(device=device))
         else:
-            with undisturbed():
+            with isolate_state():
                 step = step_of_copies(net, _arguments(dummy_input), StepSettings(device=device))
                 modules = record_inputs(step)
         findings = _make_unmeasured(net, modules, resolved, device)
@@ -347,7 +347,7 @@ def _search_and_apply(
     """
     find_plan = find_named_segments if resolved.options.level == 1 else find
     refuse_batched(net)
-    with processes.kept(), prepared_model(net, inputs, settings) as prepared:
+    with processes.keep_server(), prepared_model(net, inputs, settings) as prepared:
         prepared = prepared.with_progress(progress, prepared.timeout_s)
         request = OptimizeRequest(
             source=prepared.subject.source, spec=None, settings=settings, search=resolved, recommend_batch=False
@@ -380,7 +380,7 @@ def _verify_on_guess(
     plan changes what the model computes.
     """
     try:
-        with processes.kept(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
+        with processes.keep_server(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
             outcome = verify(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
     except MemoptError as err:
         outcome = StepFailed(message=err.message)
@@ -413,7 +413,7 @@ def _list_modules(net: nn.Module, resolved: ResolvedSearch, settings: StepSettin
     if not resolved.options.compress_x or not any(m.compressor == OWN_COMPRESSOR for m in modules):
         return modules
     try:
-        with undisturbed():
+        with isolate_state():
             failing = codecs_failing_on_zeros(step_of_copies(net, _suggested_inputs(net, settings), settings))
     except Exception:  # a model may raise anything on guessed inputs; _unobserved_codecs notes that nothing was tried
         return modules
@@ -498,7 +498,7 @@ def _part_paths(
         for part in split:
             if part not in paths:
                 raise OptionError(
-                    f"split_fn of '{path or '(root)'}' returned {name_of(part)}, which does not lie in it",
+                    f"split_fn of '{path or '(root)'}' returned {label_of(part)}, which does not lie in it",
                     hint="Return submodules of the module that split_fn is called with, or an empty list.",
                 )
             if any(part is not whole and part in whole.modules() for whole in split):

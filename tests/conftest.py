@@ -72,7 +72,7 @@ def _one_import(_one_thread: None, _own_state: None, request: pytest.FixtureRequ
     from memopt_cli.measure import processes
 
     early = any(item.get_closest_marker("process") for item in request.session.items)
-    with processes.kept(early=early):
+    with processes.keep_server(early=early):
         yield
 
 

@@ -72,7 +72,7 @@ from memopt_cli.records import (
     SearchGoal,
     StepSettings,
 )
-from memopt_cli.records.progress import logged
+from memopt_cli.records.progress import log_progress
 from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.spelling import said_in_python, warn_unchanged
@@ -195,7 +195,7 @@ def optimize(
             card=card,
             interruptible=process_group is None,
         )
-        return _searched(request, model, given, step, limit_s, verbose)
+        return _search(request, model, given, step, limit_s, verbose)
 
     found = on_every_rank(checked_model(model), process_group, optimized, lambda found: found.plan)
     warn_unchanged(found.summary.unchanged)
@@ -246,7 +246,7 @@ def frontier(
         interruptible=True,
     )
     limit_s = accepted("timeout", timeout)
-    return _searched(request, model, given_inputs(inputs, dims), step, limit_s, verbose)
+    return _search(request, model, given_inputs(inputs, dims), step, limit_s, verbose)
 
 
 @said_in_python()
@@ -289,7 +289,7 @@ def profile(
         backend=None if compile is None else checked_text("compile", compile),
     )
     chosen = Plan() if plan is None else load_plan(plan)
-    with _prepared(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
+    with _prepare(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
         return Profiled(profile_prepared(request, prepared.without_carried(LEFT_OUT_NOTE), chosen))
 
 
@@ -354,7 +354,7 @@ def recommend_batch(
         backend=None if compile is None else checked_text("compile", compile),
     )
     chosen = None if plan is None else load_plan(plan)
-    with _prepared(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
+    with _prepare(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
         if search:
             return Recommended(fastest_prepared(request, prepared.without_carried(LEFT_OUT_NOTE)))
         return Recommended(recommend_prepared(request, prepared, chosen, ()))
@@ -387,7 +387,7 @@ def baseline(
     path, limit_s = path_given("output", output), accepted("timeout", timeout)
     check_targets([path], force=force)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
-    with _prepared(model, _description(inputs, dims), step, limit_s, verbose) as prepared:
+    with _prepare(model, _description(inputs, dims), step, limit_s, verbose) as prepared:
         request = BaselineRequest(
             source=_source(model),
             spec=prepared.subject.spec,
@@ -433,7 +433,7 @@ def check(
     )
     before, request, settings = step_of_baseline(request)
     step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
-    with _prepared(model, spec, step, limit_s, verbose) as prepared:
+    with _prepare(model, spec, step, limit_s, verbose) as prepared:
         return Checked(check_prepared(request, before, prepared))
 
 
@@ -461,13 +461,13 @@ def _step(
     return _Step(settings=settings_of(*functions, accumulate, clip_norm, precision, device, seed), functions=functions)
 
 
-def _searched(
+def _search(
     request: OptimizeRequest, model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool
 ) -> Optimized:
     started = time.monotonic()
-    with _prepared(model, given, step, timeout_s, verbose) as prepared:
+    with _prepare(model, given, step, timeout_s, verbose) as prepared:
         found = find_and_verify(request, prepared)
-        advice = _advised(request, prepared, found)
+        advice = _advise(request, prepared, found)
         if found.verification is not None:
             _replace_plan(model, found)
         elif not prepared.carried.is_empty:
@@ -477,7 +477,7 @@ def _searched(
         return Optimized(OptimizeResult(header=header, summary=summary, files=(), in_memory=True))
 
 
-def _advised(request: OptimizeRequest, prepared: Prepared, found: Findings) -> BatchAdvice | BatchEstimate | None:
+def _advise(request: OptimizeRequest, prepared: Prepared, found: Findings) -> BatchAdvice | BatchEstimate | None:
     """Return the batch that fits under the plan in ``found``; ``None`` if none is wanted, or Ctrl-C ends its search."""
     if not found.wants_batch_advice(request):
         return None
@@ -502,9 +502,9 @@ def _replace_plan(model: nn.Module, found: Findings) -> None:
 
 
 @contextlib.contextmanager
-def _prepared(model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool) -> Iterator[Prepared]:
+def _prepare(model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool) -> Iterator[Prepared]:
     prepare = prepared_model(checked_model(model), given, step.settings, step.functions)
-    with logged(verbose) as progress, processes.kept(), prepare as prepared:
+    with log_progress(verbose) as progress, processes.keep_server(), prepare as prepared:
         yield prepared.with_progress(progress, timeout_s)
 
 

@@ -15,7 +15,7 @@ import torch
 from memopt_cli.api.arguments import path_given
 from memopt_cli.runtime.private_torch import memory_history, memory_snapshot
 from memopt_cli.text.documents import quoted_path
-from memopt_cli.text.optimizer_text import name_of
+from memopt_cli.text.optimizer_text import optimizer_name
 from memopt_cli.text.writing import content, write_all
 from memopt_cli.training.step import is_out_of_memory
 
@@ -40,11 +40,11 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
             yield
         except Exception as error:
             if is_out_of_memory(error):
-                error.add_note(_kept(error, base))
+                error.add_note(_keep_files(error, base))
             raise
 
 
-def _kept(error: Exception, base: Path) -> str:
+def _keep_files(error: Exception, base: Path) -> str:
     """Write the files that explain ``error``, and return a note with the command to type, or why writing failed."""
     try:
         files = _files(error, base)
@@ -84,7 +84,7 @@ def _optimizer(error: Exception) -> str:
     """Return the flag for the first optimizer among the local variables of the frames of ``error``; else nothing."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
-            if isinstance(value, torch.optim.Optimizer) and (name := name_of(type(value).__name__)):
+            if isinstance(value, torch.optim.Optimizer) and (name := optimizer_name(type(value).__name__)):
                 return f"--optimizer {name}"
     return ""
 

@@ -19,7 +19,7 @@ from memopt_cli.records import (
     SearchGoal,
     StepSettings,
 )
-from memopt_cli.records.progress import logged
+from memopt_cli.records.progress import log_progress
 from memopt_cli.spikingjelly import resolve_device
 from memopt_cli.text.options import accepted
 from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
@@ -69,8 +69,8 @@ def optimize_step(
         interruptible=True,
     )
     with (
-        processes.kept(),
-        logged(verbose) as progress,
+        processes.keep_server(),
+        log_progress(verbose) as progress,
         refuse_recursion(),
         prepared_step(make_step, inputs, settings) as prepared,
     ):

@@ -29,7 +29,7 @@ from memopt_cli.pipeline.live.model import also_prepared_model, refuse_recursion
 from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
-from memopt_cli.records.progress import logged
+from memopt_cli.records.progress import log_progress
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
 from memopt_cli.text.options import accepted
 from memopt_cli.text.spelling import said_in_python
@@ -91,11 +91,11 @@ def verify(
     count, limit_s = accepted("steps", steps), accepted("timeout", timeout)
     given = given_inputs(inputs, dims)
     with (
-        logged(verbose) as progress,
-        processes.kept(),
+        log_progress(verbose) as progress,
+        processes.keep_server(),
         refuse_recursion(),
-        _prepared("reference", reference, given, settings, functions) as one,
-        _prepared("candidate", candidate, given, settings, functions) as other,
+        _prepare("reference", reference, given, settings, functions) as one,
+        _prepare("candidate", candidate, given, settings, functions) as other,
     ):
         one, other = (replace(side, timeout_s=limit_s, progress=progress) for side in (one, other))
         found = compare_prepared(one, other, count)
@@ -104,7 +104,7 @@ def verify(
 
 
 @contextlib.contextmanager
-def _prepared(
+def _prepare(
     name: str, trained: Trained, given: Given, settings: StepSettings, functions: tuple[UserFunction, UserFunction]
 ) -> Iterator[Prepared]:
     if isinstance(trained, nn.Module):

@@ -22,7 +22,7 @@ from memopt_cli.training import apply
 from memopt_cli.training.step import Step
 from memopt_cli.training.user_step import Step as UserStep
 from memopt_cli.training.user_step import models_of
-from memopt_cli.training.wrappers import unwrapped
+from memopt_cli.training.wrappers import unwrap
 from memopt_cli.verification.effects import generators_kept, gradients_kept
 from memopt_cli.verification.further_steps import first_samples
 from memopt_cli.verification.recorded_step import verify as compared
@@ -120,7 +120,7 @@ def _dict_explained(args: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> None:
-    model = unwrapped(model)
+    model = unwrap(model)
     args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
     tensors = [*tensors_of((args, kwargs)), *model.parameters()]

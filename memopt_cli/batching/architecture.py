@@ -76,16 +76,16 @@ def candidate_shapes(model: nn.Module, input_shape: Sequence[int]) -> list[tuple
     """
     shape = tuple(input_shape)
     rules = [RULES[kind] for kind in architectures_of(model)] or [RULES["convolutional"]]
-    shapes = [_resized(shape, 0, factor) for rule in rules for factor in rule.batch_factors]
+    shapes = [_resize(shape, 0, factor) for rule in rules for factor in rule.batch_factors]
     for rule in rules:
         axis = {"seq": sequence_axis(shape), "time": 1 if len(shape) >= 4 else None, None: None}[rule.halved_axis]
         if axis is not None and shape[axis] > 1:
-            half = _resized(shape, axis, 0.5)
-            shapes += [half, _resized(half, 0, 2)]
+            half = _resize(shape, axis, 0.5)
+            shapes += [half, _resize(half, 0, 2)]
     return list(dict.fromkeys(shapes))
 
 
-def _resized(shape: tuple[int, ...], axis: int, factor: float) -> tuple[int, ...]:
+def _resize(shape: tuple[int, ...], axis: int, factor: float) -> tuple[int, ...]:
     return (*shape[:axis], max(1, int(shape[axis] * factor)), *shape[axis + 1 :])
 
 

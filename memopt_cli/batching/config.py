@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from memopt_cli.errors import UsageError, shortened
+from memopt_cli.errors import UsageError, shorten
 from memopt_cli.records import BatchShaping, FileHeader, from_data
 from memopt_cli.text.documents import read_mapping
 
@@ -34,7 +34,7 @@ def read_batch_shaping(path: str | Path) -> BatchShaping:
     data = read_mapping(Path(path), hint)
     for key in data:
         if key != "batch_shaping" and key not in _ANSWER_KEYS:
-            raise UsageError(f"{path}: unknown key {shortened(key)}", hint="Options belong below batch_shaping:.")
+            raise UsageError(f"{path}: unknown key {shorten(key)}", hint="Options belong below batch_shaping:.")
     if "batch_shaping" not in data:
         raise UsageError(f"{path} has no batch_shaping: section", hint=hint)
     return from_data(BatchShaping, data["batch_shaping"], where="batch_shaping")

@@ -165,7 +165,7 @@ class BatchShapeOptimizer:
         throughput = shape[0] / trial.step_s if trial else 0.0
         accuracy = self._accuracy_fn(shape[0]) if self._accuracy_fn and trial else None
         peak = trial.peak_bytes if trial else None
-        violated = self._violated(peak, throughput, accuracy, limits)
+        violated = self._violated_limits(peak, throughput, accuracy, limits)
         return Candidate(
             shape=shape,
             batch_size=shape[0],
@@ -177,7 +177,9 @@ class BatchShapeOptimizer:
             violated=violated,
         )
 
-    def _violated(self, peak: int | None, throughput: float, accuracy: float | None, limits: Constraints) -> list[str]:
+    def _violated_limits(
+        self, peak: int | None, throughput: float, accuracy: float | None, limits: Constraints
+    ) -> list[str]:
         if peak is None:
             return ["max_memory: out of memory on this machine"]
         violated = []

@@ -72,12 +72,12 @@ class MemoryAwareShaper:
             raise BatchShapeError(f"unknown operation '{operation_type}'", hint=f"Known: {', '.join(OPERATIONS)}.")
         layout: TensorLayout = getattr(self._config.optimization_hints, operation_type)
         if layout == "packed_sequence" and lengths is not None:
-            return self._packed(tensor, lengths)
+            return self._pack(tensor, lengths)
         if layout == "packed_sequence":
             self._note(f"{operation_type}: no lengths given, so the tensor is contiguous instead of packed")
         return self._dense(tensor, layout, operation_type)
 
-    def _packed(self, tensor: Tensor, lengths: Sequence[int] | Tensor) -> PackedSequence:
+    def _pack(self, tensor: Tensor, lengths: Sequence[int] | Tensor) -> PackedSequence:
         lengths = torch.as_tensor(lengths, device="cpu")
         longest = tensor.shape[1] if tensor.dim() > 1 else 0
         if lengths.shape != tensor.shape[:1] or int(lengths.min()) < 1 or int(lengths.max()) > longest:

@@ -37,8 +37,8 @@ from memopt_cli.cli.recommend_batch import recommend_batch
 from memopt_cli.cli.selftest import selftest
 from memopt_cli.cli.verify import verify
 from memopt_cli.errors import Interrupted, MemoptError, OutputExistsError, UnsafeFileError, UsageError
-from memopt_cli.report.lines import guarded
-from memopt_cli.text.documents import abridged, printable
+from memopt_cli.report.lines import guard
+from memopt_cli.text.documents import abridge, printable
 from memopt_cli.text.misnamed import builder_in
 from memopt_cli.text.spelling import on_command_line
 
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(given or ["--help"])
         except (Exception, KeyboardInterrupt, SystemExit) as err:
             failure = _as_memopt_error(err)
-            failure.hint = "\n".join(filter(None, [failure.hint, _retyped(failure, given)]))
+            failure.hint = "\n".join(filter(None, [failure.hint, _suggest_retry(failure, given)]))
             if isinstance(failure, OutputError):
                 _drop_stdout()
             if not isinstance(failure, NobodyReads) and speaks(failure, err):
@@ -151,7 +151,7 @@ def _guarded_streams() -> Iterator[None]:
     GitHub Actions runs a line that begins with ``::`` as a command, and a model file could hold such text.
     """
     with open(os.devnull, "w") as nowhere:  # sys.stdout is None if the caller closed it
-        out, err = (cast(TextIO, guarded(stream or nowhere, on_command_line)) for stream in (sys.stdout, sys.stderr))
+        out, err = (cast(TextIO, guard(stream or nowhere, on_command_line)) for stream in (sys.stdout, sys.stderr))
         with redirect_stdout(out), redirect_stderr(err):
             yield
 
@@ -198,7 +198,7 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
             )
 
 
-def _retyped(failure: MemoptError, given: Sequence[str]) -> str:
+def _suggest_retry(failure: MemoptError, given: Sequence[str]) -> str:
     """Return a sentence with the command ``given`` and the flag that avoids ``failure``; empty if no flag does."""
     command = shlex.join(["memopt", *given])
     match failure:
@@ -238,7 +238,7 @@ def _print_failure(failure: MemoptError, err: BaseException) -> None:
         for part in traceback.format_exception(err):
             print(*map(printable, part.rstrip("\n").split("\n")), sep="\n", file=sys.stderr)
     for kind, text in (("error", failure.message), ("hint", failure.hint)):
-        first, *more = abridged(text, _LONGEST).splitlines() or [""]
+        first, *more = abridge(text, _LONGEST).splitlines() or [""]
         if first:
             print(f"{kind}: {printable(first)}", file=sys.stderr)
         for line in more:

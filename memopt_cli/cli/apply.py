@@ -42,7 +42,7 @@ def apply(
         force=force,
         timeout_s=timeout,
     )
-    context.with_resource(processes.kept(early=True))
+    context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown.progress() as (progress, ask):

@@ -58,7 +58,7 @@ def check(
         layout=spread.layout(),
         timeout_s=timeout,
     )
-    context.with_resource(processes.kept(early=True))
+    context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown.progress() as (progress, ask):

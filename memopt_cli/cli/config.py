@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from memopt_cli.errors import UnsafeFileError, UsageError, shortened
+from memopt_cli.errors import UnsafeFileError, UsageError, shorten
 from memopt_cli.text.documents import kept_below, printable, quoted_flag, read_mapping
 from memopt_cli.text.options import Option, option_of
 
@@ -115,7 +115,7 @@ def _refuse_unknown(context: typer.Context, file: Path, data: dict[str, Any]) ->
         if key not in known:
             like = difflib.get_close_matches(key[:100], known, n=1)
             hint = f"Did you mean {like[0]}?" if like else f"Known keys: {', '.join(sorted(known))}."
-            raise UsageError(f"{file}: unknown key {shortened(printable(key[:100]))}", hint=hint)
+            raise UsageError(f"{file}: unknown key {shorten(printable(key[:100]))}", hint=hint)
 
 
 def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _flags(command: Any) -> dict[str, Any]:
 
 def _dims(file: Path, dims: Any) -> tuple[str, ...]:
     if not isinstance(dims, dict):
-        raise UsageError(f"{file}: dims must be names and sizes, not {shortened(dims)}", hint="Write dims: {B: 8}.")
+        raise UsageError(f"{file}: dims must be names and sizes, not {shorten(dims)}", hint="Write dims: {B: 8}.")
     return tuple(f"{name}={_text(file, 'dims', size)}" for name, size in dims.items())
 
 
@@ -147,10 +147,10 @@ def _texts(file: Path, key: str, value: Any) -> tuple[str, ...]:
 def _text(file: Path, key: str, value: Any) -> str:
     """Return a scalar as it is typed on the command line, so that the same code parses both."""
     if not isinstance(value, str | int | float):
-        raise UsageError(f"{file}: {key} cannot be {shortened(value)}")
+        raise UsageError(f"{file}: {key} cannot be {shorten(value)}")
     text = str(value)
     if _CONTROL.search(text):
-        raise UsageError(f"{file}: {key} cannot be {shortened(text)}, which has control characters")
+        raise UsageError(f"{file}: {key} cannot be {shorten(text)}, which has control characters")
     return text
 
 

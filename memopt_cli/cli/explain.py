@@ -43,7 +43,7 @@ def explain(
         optimizer_in_backward=optimizer_in_backward,
         flags=typed_flags(context, only=DESCRIBING),
     )
-    context.with_resource(processes.kept(early=True))
+    context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown.progress() as (progress, ask):

@@ -12,7 +12,7 @@ from typing import Any, Final
 import typer
 from typer.core import TyperCommand
 
-from memopt_cli.cli.ranks import launched
+from memopt_cli.cli.ranks import find_launch
 from memopt_cli.errors import UsageError
 from memopt_cli.text.options import ARGUMENTS, GROUPS, OTHERS, option_of
 
@@ -30,7 +30,7 @@ class GroupedCommand(TyperCommand):
 
     def check_launch(self, name: str) -> None:
         """Raise :class:`UsageError` if ``torchrun`` started several processes, which would all do the same work."""
-        launch = launched()
+        launch = find_launch()
         if launch is not None and launch.ranks > 1:
             raise UsageError(
                 f"memopt {name} runs in one process, but this one is rank {launch.rank} of {launch.ranks} "
@@ -73,7 +73,7 @@ class RankCommand(GroupedCommand):
 
     def check_launch(self, name: str) -> None:
         """Raise :class:`UsageError` unless this process belongs to a group."""
-        if launched() is None or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        if find_launch() is None or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise UsageError(
                 f"memopt {name} runs on all ranks of a group together, but this process is in no group "
                 "(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)",

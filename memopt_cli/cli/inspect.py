@@ -19,7 +19,7 @@ def inspect(context: typer.Context, model: str, *, json: bool = False, verbose: 
 
     Format, modules, parameters, and what loading it would import.
     """
-    context.with_resource(processes.kept(early=True))
+    context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     report: Report = JsonReport() if json else TextReport(verbose=verbose)

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from memopt_cli.cli.options import InputOptions, LoadingOptions, RealOptions, ShownOptions, StepOptions, with_options
-from memopt_cli.cli.ranks import launched
+from memopt_cli.cli.ranks import find_launch
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
 from memopt_cli.records import MeasureRequest
@@ -35,7 +35,7 @@ def measure(
     All ranks make sure that they have the same plan, take steps together, and tell each other their peaks. The first
     rank shows them beside its prediction.
     """
-    launch = launched()
+    launch = find_launch()
     assert launch is not None, "RankCommand checked it"
     is_first = launch.rank == 0
     request = MeasureRequest(
@@ -50,7 +50,7 @@ def measure(
         force=force,
         timeout_s=timeout,
     )
-    context.with_resource(processes.kept(early=True))
+    context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown_progress(quiet=shown.quiet or not is_first, verbose=shown.verbose) as (progress, _):

@@ -90,7 +90,7 @@ def optimize(
         interruptible=True,
     )
     files.check(model)
-    context.with_resource(processes.kept(early=True))
+    context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown.progress() as (progress, ask):

@@ -289,14 +289,14 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     for parameter in inspect.signature(command).parameters.values():
         hint = hints[parameter.name]
         if parameter.name in groups:
-            parameters += [_described(command.__name__, field) for field in _fields(hint)]
+            parameters += [_annotate(command.__name__, field) for field in _fields(hint)]
         elif hint is typer.Context:
             parameters.append(parameter.replace(annotation=hint))
         else:
-            parameters.append(_described(command.__name__, parameter.replace(annotation=hint)))
+            parameters.append(_annotate(command.__name__, parameter.replace(annotation=hint)))
 
     help_all = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
-    parameters.append(_described(command.__name__, help_all))
+    parameters.append(_annotate(command.__name__, help_all))
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -333,7 +333,7 @@ def _fields(group: Any) -> Iterator[inspect.Parameter]:
 _NO_DEFAULT: Final = inspect.Parameter.empty
 
 
-def _described(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
+def _annotate(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
     """Return ``parameter`` annotated with the option of that name in the table, as Typer reads it."""
     option, hint, default = option_of(command, parameter.name), parameter.annotation, parameter.default
     info: dict[str, Any] = {"metavar": option.takes, "help": option.help}

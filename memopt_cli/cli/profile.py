@@ -50,7 +50,7 @@ def profile(
     )
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     files.check(model)
-    context.with_resource(processes.kept(early=True))
+    context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown.progress() as (progress, ask):

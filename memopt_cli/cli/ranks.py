@@ -25,7 +25,7 @@ class Launch:
     """Rank among the processes of this machine."""
 
 
-def launched() -> Launch | None:
+def find_launch() -> Launch | None:
     """Return the rank of this process among those of its launcher; ``None`` if no launcher set ``RANK``.
 
     Raises :class:`UsageError` for an environment variable that is not a number.

@@ -94,7 +94,7 @@ def recommend_batch(
     if files.wanted and request.search is None:
         raise UsageError("`--html` writes the report of a search", hint="Add `--search`.")
     files.check(model)
-    context.with_resource(processes.kept(early=True))
+    context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     report = shown.report()

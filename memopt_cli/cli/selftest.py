@@ -23,7 +23,7 @@ def selftest(
     Small models of each kind are planned, measured and verified, which takes a minute or two. Attach the output of
     --json to a report. Exits with 1 if something does not hold.
     """
-    context.with_resource(processes.kept(early=True))
+    context.with_resource(processes.keep_server(early=True))
     from memopt_cli.api.selftest import promises  # imports torch
 
     with shown.progress() as (progress, _):

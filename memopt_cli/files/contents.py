@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memopt_cli.errors import BaselineError, OptionError, UsageError, for_message, shortened
+from memopt_cli.errors import BaselineError, OptionError, UsageError, for_message, shorten
 from memopt_cli.inputs.spec_text import check_layout, check_spec
 from memopt_cli.records import (
     MAX_RANGES,
@@ -106,7 +106,7 @@ def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
     data = read_mapping(Path(path), _PLAN_HINT)
     version = data.get("schema_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise UsageError(f"{path} is not a plan: its schema_version is {shortened(version)}", hint=_PLAN_HINT)
+        raise UsageError(f"{path} is not a plan: its schema_version is {shorten(version)}", hint=_PLAN_HINT)
     if version > SCHEMA_VERSION:
         raise UsageError(
             f"{path} has schema_version {version}; this memopt reads up to {SCHEMA_VERSION}", hint="Upgrade memopt."
@@ -207,9 +207,7 @@ def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader
     data = printable_data(read_json(read_bytes(path, MAX_BYTES)))
     version = data.get("schema_version") if isinstance(data, dict) else None
     if type(version) is not int or not since <= version <= SCHEMA_VERSION:
-        raise UsageError(
-            f"its schema_version is {shortened(version)}, and this memopt reads {since} to {SCHEMA_VERSION}"
-        )
+        raise UsageError(f"its schema_version is {shorten(version)}, and this memopt reads {since} to {SCHEMA_VERSION}")
     data = _upgrade(data) if version == 1 else data
     header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, "the file")
     return header, {key: data[key] for key in data if key not in _HEADER_KEYS}

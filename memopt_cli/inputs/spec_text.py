@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from memopt_cli.errors import UsageError, shortened
+from memopt_cli.errors import UsageError, shorten
 from memopt_cli.records import (
     BUILT_IN,
     METRICS,
@@ -73,7 +73,7 @@ def parse_tensor(text: str) -> TensorSpec:
             values=parse_values(values if has_values else _default_values(dtype), dtype or "float32"),
         )
     except UsageError as err:
-        raise UsageError(f"input {shortened(text, 200)}: {err.message}", hint=err.hint or _TENSOR_HINT) from err
+        raise UsageError(f"input {shorten(text, 200)}: {err.message}", hint=err.hint or _TENSOR_HINT) from err
 
 
 def format_tensor(spec: TensorSpec) -> str:
@@ -132,7 +132,7 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
         if name.isidentifier() and size and not size.strip("0"):
             raise UsageError(f"dimension {name} has size 0", hint="Give it a size of at least 1.")
         if not name.isidentifier() or not _SIZE_PATTERN.fullmatch(size):
-            raise UsageError(f"dimension {shortened(text)} is not NAME=SIZE", hint="Write for example `--dim B=8`.")
+            raise UsageError(f"dimension {shorten(text)} is not NAME=SIZE", hint="Write for example `--dim B=8`.")
         if dims.setdefault(name, int(size)) != int(size):
             raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}")
     return dims
@@ -195,7 +195,7 @@ def parse_limit(text: str) -> Limit:
         return Limit(text=text, metric=metric, amount=float(time[1]) / (1000 if time[2] == "ms" else 1), relative=False)
     if amount.isdecimal() and amount.strip("0"):
         hint = f"Write {metric}:5% for a share, {metric}:64MiB, or {metric}:5B if bytes are meant."
-        raise UsageError(f"'{text}': {shortened(amount)} has no unit", hint=hint)
+        raise UsageError(f"'{text}': {shorten(amount)} has no unit", hint=hint)
     try:
         return Limit(text=text, metric=metric, amount=parse_bytes(amount), relative=False)
     except UsageError as err:
@@ -255,14 +255,14 @@ def parse_shape(text: str) -> tuple[int | str, ...]:
         return ()
     sizes = text[1:-1].split(",") if listed else text.split("," if "," in text else "x")
     if len(sizes) > _MAX_SIZES:
-        raise UsageError(f"the shape {shortened(text)} has {len(sizes)} dimensions", hint=_DIMENSIONS_HINT)
+        raise UsageError(f"the shape {shorten(text)} has {len(sizes)} dimensions", hint=_DIMENSIONS_HINT)
     return tuple(_parse_size(size, text) for size in sizes)
 
 
 def parse_dtype(text: str) -> str:
     """Return ``text`` if it names a dtype that inputs may have; raises :class:`UsageError`."""
     if text not in DTYPES:
-        raise UsageError(f"{shortened(text)} is not a known dtype", hint=f"Known dtypes: {', '.join(DTYPES)}.")
+        raise UsageError(f"{shorten(text)} is not a known dtype", hint=f"Known dtypes: {', '.join(DTYPES)}.")
     return text
 
 
@@ -275,7 +275,7 @@ def parse_values(text: str, dtype: str) -> str:
         raise UsageError(f"the spike rate {rate[1]} is above 1", hint="Write a rate between 0 and 1: spikes:0.2.")
     elif not rate and text not in ("normal", "uniform", "zeros", "ones", PADDED):
         known = f"spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, {PADDED}, LOW..HIGH (as 0..32000)"
-        raise UsageError(f"{shortened(text)} are not known values", hint=f"Known values: {known}.")
+        raise UsageError(f"{shorten(text)} are not known values", hint=f"Known values: {known}.")
     elif text in ("normal", "uniform") and dtype in _INTEGER_RANGES:
         raise UsageError(f"{dtype} cannot hold '{text}' values", hint="Give a range of integers, for example =0..2.")
     return text
@@ -307,7 +307,7 @@ def check_spec(spec: InputSpec) -> None:
     _require_few(spec.tensors)
     for name, size in spec.dims.items():
         if not name.isidentifier() or not 0 <= size < _MAX_ITEMS:
-            raise UsageError(f"the dimension {shortened(name)} cannot have the size {size}", hint=_SIZE_HINT)
+            raise UsageError(f"the dimension {shorten(name)} cannot have the size {size}", hint=_SIZE_HINT)
     for tensor in spec.tensors:
         _check_tensor(tensor)
         check_sizes(tensor, spec.dims)
@@ -326,7 +326,7 @@ def _check_tensor(tensor: TensorSpec) -> None:
     for size in tensor.shape:
         is_size = size.isidentifier() if isinstance(size, str) else type(size) is int and 0 <= size < _MAX_ITEMS
         if not is_size:
-            raise UsageError(f"an input cannot have the size {shortened(size)}", hint=_SIZE_HINT)
+            raise UsageError(f"an input cannot have the size {shorten(size)}", hint=_SIZE_HINT)
     if tensor.name is not None:
         _parse_name(tensor.name)
     parse_values(tensor.values, parse_dtype(tensor.dtype))
@@ -342,7 +342,7 @@ def _default_values(dtype: str) -> str:
 
 def _parse_name(text: str) -> str:
     if not text.isidentifier():
-        raise UsageError(f"{shortened(text)} is not the name of an argument")
+        raise UsageError(f"{shorten(text)} is not the name of an argument")
     return text
 
 
@@ -351,9 +351,7 @@ def _parse_size(text: str, shape: str) -> int | str:
         return int(text)
     if _SYMBOL_PATTERN.fullmatch(text):
         return text
-    raise UsageError(
-        f"{shortened(text)} in the shape {shortened(shape)} is neither a size above 0 nor a symbol such as B"
-    )
+    raise UsageError(f"{shorten(text)} in the shape {shorten(shape)} is neither a size above 0 nor a symbol such as B")
 
 
 def _check_bounds(low: int, high: int, dtype: str) -> None:
@@ -375,11 +373,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.replace(" ", "").split(","):
         name, _, length = part.partition("=")
         if not name.isidentifier() or not (_SIZE_PATTERN.fullmatch(length) or length == "-1"):
-            raise UsageError(
-                f"{shortened(text, 200)} is not a mesh: {shortened(part)} is not NAME=SIZE", hint=_MESH_HINT
-            )
+            raise UsageError(f"{shorten(text, 200)} is not a mesh: {shorten(part)} is not NAME=SIZE", hint=_MESH_HINT)
         if name in axes:
-            raise UsageError(f"{shortened(text, 200)} is not a mesh: it has the axis {name} twice", hint=_MESH_HINT)
+            raise UsageError(f"{shorten(text, 200)} is not a mesh: it has the axis {name} twice", hint=_MESH_HINT)
         axes[name] = int(length)
     return axes
 

@@ -33,7 +33,7 @@ from memopt_cli.text.spelling import said_in_python
 from memopt_cli.training.compiling import compile_again
 from memopt_cli.training.own_checkpoints import warn_if_on
 from memopt_cli.training.user_step import StepModels
-from memopt_cli.training.wrappers import compiled_notes, split_wrappers, unwrapped, wrapper_notes
+from memopt_cli.training.wrappers import compiled_notes, split_wrappers, unwrap, wrapper_notes
 
 __all__ = ["format_of", "load", "load_model", "read_file", "read_same"]
 
@@ -64,7 +64,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     weights_sha256 = None
     if source.weights is not None:
         file, weights_sha256 = read_same(source.weights, source.key, source.weights_sha256)
-        notes = (*notes, *fill(unwrapped(module), file))
+        notes = (*notes, *fill(unwrap(module), file))
     notes = (*notes, *loaded.notes, *wrapper_notes((*loaded.wrappers, *around)), *cache_notes(module))
     return LoadedModel(
         module=module,
@@ -109,8 +109,8 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
         if Path(path).is_dir():
             return load_pretrained(os.fspath(path))[0].module
         model = _load_file(read_file(os.fspath(path), key), trust)[0].module
-        compile_again(unwrapped(model))
-        warn_if_on(unwrapped(model))
+        compile_again(unwrap(model))
+        warn_if_on(unwrap(model))
         return model
     except Unvouched as err:
         if err.remedy == Trust():

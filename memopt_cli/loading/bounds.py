@@ -66,7 +66,7 @@ _MAX_PATH_CHARACTERS: Final = 1 << 24
 
 
 @contextmanager
-def bounded(tensors: int, nbytes: int) -> Iterator[None]:
+def bound_weights(tensors: int, nbytes: int) -> Iterator[None]:
     """Raise :class:`TooLarge` inside the block for modules and tensors far beyond ``tensors`` weights of ``nbytes``."""
     allowance = {
         "modules": _FREE_MODULES + _MODULES_PER_TENSOR * tensors,
@@ -99,10 +99,10 @@ def bounded(tensors: int, nbytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def limited(nbytes: int) -> Iterator[None]:
+def bound_memory(nbytes: int) -> Iterator[None]:
     """Raise :class:`TooLarge` inside the block for far more memory or CPU time than ``nbytes`` of weights need.
 
-    It catches memory and work outside of modules, such as long lists, which :func:`bounded` does not see.  It does
+    It catches memory and work outside of modules, such as long lists, unseen by :func:`bound_weights`.  It does
     nothing unless :data:`limits_process`, since the kernel's limits are for the whole process.
     """
     if not limits_process:

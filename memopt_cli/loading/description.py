@@ -22,7 +22,7 @@ from memopt_cli.loading.pickles.described import check_tensors
 from memopt_cli.loading.pickles.entries import container_entries, is_state_dict, list_paths
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing
 from memopt_cli.loading.pickles.reading import PickledFile, read_pickled
-from memopt_cli.loading.pickles.scan import scan_pickle, uncollected
+from memopt_cli.loading.pickles.scan import scan_pickle, suspend_collection
 from memopt_cli.loading.safetensors_file import read_header
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.records import GlobalVerdict, Inspection, StoredTensor, TensorKind, Trust
@@ -56,7 +56,7 @@ def describe(file: ModelFile) -> Inspection:
     that would harm whoever unpacks it.  Names that loading would refuse are no error here, but part of the answer.
     """
     try:
-        with uncollected():
+        with suspend_collection():
             findings = _READERS[format_of(file).name](file)
         contents = findings.contents
         kinds = [(tensor.kind, count_items(tensor), tensor.size_bytes) for tensor, _ in contents.distinct()]

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, shortened
+from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, shorten
 from memopt_cli.inputs.spec_text import DTYPES as INPUT_DTYPES
 from memopt_cli.loading.archive import NESTED_TENSORS_LIMIT, Archive, record_names
 from memopt_cli.loading.exported_contents import PROGRAM, PROGRAMS, checked_path, read_program
@@ -115,7 +115,7 @@ class _Program:
         version = program["schema_version"]["major"]
         if version != _SCHEMA:
             raise FileFormatError(
-                f"{path} has version {shortened(version)} of the format; memopt reads {_SCHEMA}",
+                f"{path} has version {shorten(version)} of the format; memopt reads {_SCHEMA}",
                 hint="Export the model again with the PyTorch that is installed.",
             )
         self._graph = program["graph_module"]["graph"]

@@ -111,7 +111,7 @@ class GraphReader:
         for node in graph["nodes"]:
             self._node(node, prefix, ops)
         outputs = [self._operand(item, prefix, (), ops) for item in graph["outputs"]]
-        return settled(ops), outputs
+        return settle_sizes(ops), outputs
 
     def _node(self, node: Any, prefix: str, ops: list[Op]) -> None:
         target, stack = node["target"], _stack(node.get("metadata", {}))
@@ -294,7 +294,7 @@ def common(stacks: Iterable[tuple[Call, ...]]) -> tuple[Call, ...]:
     return prefix or ()
 
 
-def settled(ops: Sequence[Op]) -> tuple[Op, ...]:
+def settle_sizes(ops: Sequence[Op]) -> tuple[Op, ...]:
     """Return ``ops`` with each operator on sizes in the module of its neighbours, since export names none for it."""
     movable = [not op.stack and is_pure(op.kind, op.detail) for op in ops]
     following: list[tuple[Call, ...]] = [()]

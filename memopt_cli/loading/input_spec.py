@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import FileFormatError, UsageError, first_line, shortened
+from memopt_cli.errors import FileFormatError, UsageError, first_line, shorten
 from memopt_cli.inputs.batch_axis import BATCH, NO_BATCH_ARGUMENT
 from memopt_cli.inputs.spec_text import (
     MAX_INPUTS,
@@ -107,7 +107,7 @@ def read_spec_file(path: str | Path) -> InputSpec:
         if not isinstance(inputs, list) or not inputs:
             raise UsageError("'inputs' must be a list of at least one input")
         if not isinstance(dims, dict):
-            raise UsageError(f"'dims' must map symbols to sizes, not {shortened(dims)}")
+            raise UsageError(f"'dims' must map symbols to sizes, not {shorten(dims)}")
         sizes = parse_dims([f"{symbol}={size}" for symbol, size in dims.items()])
         return InputSpec(tensors=tuple(_read_tensor(item) for item in inputs), dims=sizes, source=str(path))
     except UsageError as err:
@@ -122,7 +122,7 @@ def _read_tensor(item: Any) -> TensorSpec:
         raise UsageError("an input lacks the key 'shape'")
     shape, name, dtype = item["shape"], item.get("name"), parse_dtype(str(item.get("dtype", "float32")))
     if name is not None and not (isinstance(name, str) and name.isidentifier()):
-        raise UsageError(f"{shortened(name)} is not the name of an argument")
+        raise UsageError(f"{shorten(name)} is not the name of an argument")
     sizes = parse_shape("[" + ",".join(map(str, shape)) + "]" if isinstance(shape, list) else str(shape))
     if "values" not in item:
         return replace(parse_tensor(f"1@{dtype}"), name=name, shape=sizes)

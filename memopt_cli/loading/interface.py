@@ -11,7 +11,7 @@ from torch import nn
 from memopt_cli.errors import ChangedFileError, FileFormatError
 from memopt_cli.records import InputSpec, Trust
 from memopt_cli.text.misnamed import build_hint
-from memopt_cli.text.units import counted
+from memopt_cli.text.units import format_count
 from memopt_cli.training.wrappers import Wrapper
 
 # Hints on damaged files, and on files that want more than is allowed.
@@ -19,7 +19,7 @@ TRUNCATED: Final = "It may be truncated: download it or save it again."
 UNCHECKED: Final = "If you saved it yourself, `--trust-pickle` loads it without any check."
 
 
-def unchecked(trust: Trust) -> str:
+def suggest_unchecked(trust: Trust) -> str:
     """Return the way to load a file of one's own unchecked, with the code of ``trust``, which it also needs."""
     return UNCHECKED.replace("--trust-pickle", Trust(code_paths=trust.code_paths, pickle=True).flags)
 
@@ -69,7 +69,9 @@ class Format(Protocol):
 
 def no_model(path: str, tensors: int, code_paths: Sequence[str]) -> FileFormatError:
     """Return the error for a file that holds nothing but ``tensors`` weights; see :func:`build_hint`."""
-    return FileFormatError(f"{path} holds {counted(tensors, 'tensor')} but no model", hint=build_hint(path, code_paths))
+    return FileFormatError(
+        f"{path} holds {format_count(tensors, 'tensor')} but no model", hint=build_hint(path, code_paths)
+    )
 
 
 def require_same(path: str, sha256: str, expected_sha256: str | None) -> None:

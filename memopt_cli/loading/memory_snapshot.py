@@ -22,7 +22,7 @@ from typing import Any, Final, Self
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading import read_file
-from memopt_cli.loading.pickles.scan import uncollected
+from memopt_cli.loading.pickles.scan import suspend_collection
 from memopt_cli.records import Holder, SnapshotFacts
 
 _PLAIN: Final = frozenset(
@@ -122,7 +122,7 @@ def _plain(data: bytes, path: str) -> tuple[Any, int]:
     """Return the value that the pickle ``data`` holds, and the number of its opcodes."""
     unpickler = _PlainUnpickler(data, path)
     try:
-        with uncollected():
+        with suspend_collection():
             return unpickler.load(), unpickler.opcodes
     except (UnsafeFileError, FileFormatError):
         raise

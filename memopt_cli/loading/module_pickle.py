@@ -19,7 +19,7 @@ from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line, type_in_words
 from memopt_cli.loading.archive import FILE_LIMIT, SizeLimit
-from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile, unchecked
+from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile, suggest_unchecked
 from memopt_cli.loading.pickles.audit import Audit, assign_kinds, uses_in
 from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.charges import PickleScan
@@ -31,7 +31,7 @@ from memopt_cli.loading.pickles.kinds.tensors import Stored
 from memopt_cli.loading.pickles.kinds.vouched import Vouched
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Global
 from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read_pickled
-from memopt_cli.loading.pickles.scan import uncollected
+from memopt_cli.loading.pickles.scan import suspend_collection
 from memopt_cli.loading.trust import (
     Unvouched,
     attack,
@@ -42,7 +42,7 @@ from memopt_cli.loading.trust import (
     unknown,
 )
 from memopt_cli.loading.user_code import ClassNotFound, UserCode
-from memopt_cli.loading.watch import watched
+from memopt_cli.loading.watch import watch_code
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.script_code import UnsafeScript
@@ -66,7 +66,7 @@ class ModulePickle:
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         if trust.pickle:
             return _load_unchecked(file, trust)
-        with uncollected():
+        with suspend_collection():
             pickled = read_pickled(file)
             refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
             located = module_in(pickled.pickle.root, file.key, file.path, trust.code_paths)
@@ -200,10 +200,10 @@ def storages_of(pickled: PickledFile) -> Stored:
 
 def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Any:
     """Audit everything that ``root`` reaches, then make it."""
-    with uncollected():
+    with suspend_collection():
         audit = audit_objects(file, pickled, root, kinds, vouched)
     try:
-        with watched(file.path):
+        with watch_code(file.path):
             return build(pickled.pickle, root, audit.recipes)
     except Broken as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err
@@ -323,7 +323,7 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
     hint = (
         f"If you trust where it came from, add: {remedy.flags}"
         if helps
-        else unchecked(together((trust, together_with)))
+        else suggest_unchecked(together((trust, together_with)))
     )
     beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
     message = f"{file.path} was not loaded: {list_names(beyond_help or denied)}"

@@ -20,14 +20,14 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line, shortened
+from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line, shorten
 from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, base_of, is_pretrained
-from memopt_cli.loading.bounds import bounded, limited
+from memopt_cli.loading.bounds import bound_memory, bound_weights
 from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.regex_cost import LONGEST_NAME, ListCost, matching_steps
 from memopt_cli.loading.safetensors_file import read_safetensors
-from memopt_cli.loading.watch import watched
+from memopt_cli.loading.watch import watch_code
 from memopt_cli.text.documents import MAX_BYTES, read_bytes, read_json
 from memopt_cli.text.misnamed import folder_refusal
 
@@ -79,7 +79,7 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
         raise UsageError(f"{location} {said}", hint=hint)
     digest = hashlib.sha256()
     tempfile.gettempdir()  # writes a file when it is first called, which the watch would refuse a library
-    with _offline(), watched(location, _IN_CODE):
+    with _offline(), watch_code(location, _IN_CODE):
         is_adapter = (folder / ADAPTER_SETTINGS).is_file()
         model, notes = _with_adapter(folder, digest) if is_adapter else (_model(folder, digest), ())
     return Loaded(module=model.train(), notes=notes), digest.hexdigest()
@@ -109,7 +109,7 @@ def _model(folder: Path, digest: Any) -> nn.Module:
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or not name.isidentifier() or len(name) > LONGEST_NAME:
         raise FileFormatError(
-            f"{folder / MODEL_SETTINGS} names no class of a model (architectures: {shortened(names)})", hint=_SAVE
+            f"{folder / MODEL_SETTINGS} names no class of a model (architectures: {shorten(names)})", hint=_SAVE
         )
     transformers = _library("transformers", folder)
     kind: Any = getattr(transformers, name, None)
@@ -169,7 +169,7 @@ def _building(folder: Path, library: str, weights: Mapping[str, Tensor]) -> Iter
     """Bound the memory and time of ``library`` while it builds a model from settings, and report its errors."""
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     try:
-        with limited(nbytes), bounded(len(weights), nbytes):
+        with bound_memory(nbytes), bound_weights(len(weights), nbytes):
             yield
     except (UnsafeFileError, FileFormatError):
         raise
@@ -210,7 +210,7 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
     base_folder = base_of(str(folder), base_name)
     if base_folder is None:
         raise FileFormatError(
-            f"{folder} is an adapter of {shortened(base_name)}, which is not a folder on this machine",
+            f"{folder} is an adapter of {shorten(base_name)}, which is not a folder on this machine",
             hint="Save the base with save_pretrained, and put its folder into "
             f"{ADAPTER_SETTINGS}: base_model_name_or_path.",
         )
@@ -247,7 +247,7 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
     kind = settings.get("peft_type")
     if kind not in _ADAPTERS:
         raise UnsafeFileError(
-            f"{folder} was not loaded: its peft_type is {shortened(kind)}, whose adapters may read other files",
+            f"{folder} was not loaded: its peft_type is {shorten(kind)}, whose adapters may read other files",
             hint=f"memopt loads {', '.join(_ADAPTERS)}. Build other adapters in code: package.module:callable.",
         )
     steps = 0.0
@@ -256,7 +256,7 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
         if texts and key not in _PLAIN_TEXTS and key not in _PATTERNS:
             raise UnsafeFileError(
                 f"{folder} was not loaded: memopt does not know its {shown}, which may name a file: "
-                f"{shortened(texts[0])}",
+                f"{shorten(texts[0])}",
                 hint=f"Remove {shown} from {ADAPTER_SETTINGS}, or build the model in code: package.module:callable.",
             )
         for text in texts if key in _PATTERNS else ():
@@ -366,7 +366,7 @@ def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
             raise UnsafeFileError(f"{path.parent} was not loaded: its {key} {_REFUSED_SETTINGS[key]}", hint=_IN_CODE)
         if any(setting in key and value not in own for setting, own in _IMPLEMENTATIONS.items()):
             raise UnsafeFileError(
-                f"{path.parent} was not loaded: its {key[:LONGEST_NAME]} names a kernel of a hub, {shortened(value)}",
+                f"{path.parent} was not loaded: its {key[:LONGEST_NAME]} names a kernel of a hub, {shorten(value)}",
                 hint=f"Remove {key[:LONGEST_NAME]} from {path.name}.",
             )
 
@@ -443,7 +443,7 @@ def _shards(index: Path) -> list[str]:
         raise FileFormatError(f"{index} is not an index of weights", hint=_SAVE) from err
     for name in names:
         if not isinstance(name, str) or name != Path(name).name or not name.isprintable() or len(name) > _LONGEST_FILE:
-            raise FileFormatError(f"{index} names a file that does not lie beside it: {shortened(name)}", hint=_SAVE)
+            raise FileFormatError(f"{index} names a file that does not lie beside it: {shorten(name)}", hint=_SAVE)
     return list(names)
 
 

@@ -28,7 +28,7 @@ from memopt_cli.loading.pickles.kinds.vouched import Vouched
 from memopt_cli.loading.pickles.names import within_class
 from memopt_cli.loading.pickles.nodes import Built, Global, reachable
 from memopt_cli.loading.pickles.reading import PickledFile, read_pickled
-from memopt_cli.loading.pickles.scan import uncollected
+from memopt_cli.loading.pickles.scan import suspend_collection
 from memopt_cli.loading.user_code import UserCode
 from memopt_cli.records import ModelSource, Trust
 
@@ -47,7 +47,7 @@ def check_returned(path: str, source: ModelSource) -> int:
     adapts = is_folder and os.path.isfile(os.path.join(source.location, ADAPTER_SETTINGS))
     trust = Trust(packages=("peft",)) if adapts else source.trust
     vouched = Vouched(trust, UserCode(trust.code_paths))
-    with uncollected():
+    with suspend_collection():
         original_classes = None if is_folder else _classes_of_original(source, vouched)
         file = replace(read_file(path), path="the file")
         try:

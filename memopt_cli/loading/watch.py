@@ -52,7 +52,7 @@ _kept_bytecode = sys.dont_write_bytecode
 
 
 @contextmanager
-def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
+def watch_code(path: str, hint: str = UNCHECKED) -> Iterator[None]:
     """Raise :class:`UnsafeFileError` inside the block for programs, connections, pickles and changes of files.
 
     The watch covers this thread, and threads that start inside the block.  ``path`` and ``hint`` are for the error.
@@ -75,7 +75,7 @@ def watched(path: str, hint: str = UNCHECKED) -> Iterator[None]:
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
+def suspend_watch() -> Iterator[None]:
     """Suspend the watch for this thread inside the block, for code that the user vouched for."""
     before = getattr(_trusting, "trusts", False)
     _trusting.trusts = True

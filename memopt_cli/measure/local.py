@@ -69,7 +69,7 @@ class LocalSession(Session):
 
     def ask(self, job: Job[Answer]) -> Answer | Failure:
         """Return the answer to ``job``, or the failure that prevented it."""
-        with _one_at_a_time, undisturbed():
+        with _one_at_a_time, isolate_state():
             try:
                 worker = self._work()
                 answer = worker.do(_over_the_wire(job, type(job)))
@@ -83,7 +83,7 @@ class LocalSession(Session):
 
     def save(self, job: SaveJob, file: BinaryIO) -> Saved | Failure:
         """Write the model of ``job`` into ``file``."""
-        with _one_at_a_time, undisturbed():
+        with _one_at_a_time, isolate_state():
             try:
                 self._work().save(job, file)
                 return Saved(size_bytes=file.tell())
@@ -103,7 +103,7 @@ def _over_the_wire(record: Any, kind: type[Answer]) -> Answer:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def isolate_state() -> Iterator[None]:
     """Use the gradient mode of a new process inside the block, and restore the caller's mode and random numbers."""
     with generators_kept(), torch.inference_mode(False), torch.enable_grad(), _dry_runs_unlogged():
         yield

@@ -30,7 +30,7 @@ START, STEPS_FOLLOW, LIBRARIES_FOLLOW = b"!", b"+", b"m"
 model."""
 
 
-def encoded(number: int) -> bytes:
+def encode_number(number: int) -> bytes:
     """Return the bytes in which the server sends a process id or an exit code."""
     return _NUMBER.pack(number)
 
@@ -161,14 +161,14 @@ class _Servers(threading.local):
         self.used: MutableMapping[Role, ForkServer] = weakref.WeakValueDictionary()
         """Role -> the running server, as long as a subprocess or :attr:`kept` refers to it."""
         self.kept: dict[Role, ForkServer] | None = None
-        """Servers that :func:`kept` keeps alive inside its block; ``None`` outside of one."""
+        """Servers that :func:`keep_server` keeps alive inside its block; ``None`` outside of one."""
 
 
 _servers = _Servers()
 
 
 @contextlib.contextmanager
-def kept(*, early: bool = False) -> Iterator[None]:
+def keep_server(*, early: bool = False) -> Iterator[None]:
     """Keep the server inside the block for the next subprocess; ``early``: start it now, so that it imports PyTorch."""
     outer = _servers.kept
     _servers.kept = {} if outer is None else outer

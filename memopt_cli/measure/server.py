@@ -38,7 +38,7 @@ from typing import NoReturn
 
 from memopt_cli.measure import sandbox
 from memopt_cli.measure.folder import Folder
-from memopt_cli.measure.processes import LIBRARIES_FOLLOW, STEPS_FOLLOW, encoded
+from memopt_cli.measure.processes import LIBRARIES_FOLLOW, STEPS_FOLLOW, encode_number
 
 _SWEEPS, _SWEEP_S = 100, 0.01
 """Number of searches for orphans, and seconds between them: a process that is not confined can keep starting others."""
@@ -185,7 +185,7 @@ def _kill(pid: int) -> None:
 
 def _send_number(status: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):  # nobody listens any longer
-        status.send(encoded(number), socket.MSG_DONTWAIT)
+        status.send(encode_number(number), socket.MSG_DONTWAIT)
 
 
 def _import_early() -> bool:
@@ -227,7 +227,7 @@ def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: floa
     os.chdir(folder.path)
     os.environ |= sandbox.caches_in(folder.path)
     for name in imported_libraries(names):
-        with contextlib.suppress(BaseException), _limited(end_s - time.monotonic()):
+        with contextlib.suppress(BaseException), _limit_time(end_s - time.monotonic()):
             importlib.import_module(name)  # where this fails, each subprocess imports it by itself
     sys.path[:] = own_path
     os.environ.clear()
@@ -237,7 +237,7 @@ def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: floa
 
 
 @contextlib.contextmanager
-def _limited(left_s: float) -> Iterator[None]:
+def _limit_time(left_s: float) -> Iterator[None]:
     """Raise :class:`_OutOfTime` in the block after ``left_s`` seconds, or before it if ``left_s`` is not positive."""
 
     def end(*_: object) -> None:

@@ -34,7 +34,7 @@ from memopt_cli.text import documents
 from memopt_cli.text.units import format_bytes
 from memopt_cli.training.module_calls import InputsRejected
 from memopt_cli.training.step import is_out_of_memory
-from memopt_cli.training.wrappers import uncompiled
+from memopt_cli.training.wrappers import suspend_compilation
 
 Answer = TypeVar("Answer")
 
@@ -75,7 +75,7 @@ class Worker:
             job = replace(job, plan=plan)  # type: ignore[type-var]
         keeps_compiled = self._subject.source.keeps_compiled or plan.compile is not None
         try:
-            compiled = contextlib.nullcontext() if keeps_compiled else uncompiled(self.bench.model)
+            compiled = contextlib.nullcontext() if keeps_compiled else suspend_compilation(self.bench.model)
             with self.bench.restored(), compiled:
                 return answer(self.bench, job)
         except InputsRejected as error:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from memopt_cli.errors import UsageError, shortened
+from memopt_cli.errors import UsageError, shorten
 
 DataOrder = Literal["g b", "(g b)", "b g", "(b g)"]
 """Order of models (g) and images (b) in a caller's tensors; in parentheses: one dimension, the last fastest."""
@@ -134,7 +134,7 @@ def inner_batch_size(tensor: Tensor, batch: int) -> int:
 def check_models(batch: object) -> None:
     """Raise :class:`UsageError` unless ``batch`` is a number of models."""
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise UsageError(f"batch={shortened(batch)}: there must be at least one model", hint="Give a whole number.")
+        raise UsageError(f"batch={shorten(batch)}: there must be at least one model", hint="Give a whole number.")
 
 
 def check_order(order: str) -> None:

@@ -167,12 +167,12 @@ def unstack(tree: nn.Module, models: int, device: torch.device | str | None) -> 
 def refuse_unsupported(model: nn.Module) -> None:
     """Raise :class:`UsageError` if ``model`` has a module that no route can run; the message names it."""
     for path, module in model.named_modules():
-        reason = _unsupported(module)
+        reason = _refusal(module)
         if reason:
             raise UsageError(f"module '{path or '(root)'}' ({type(module).__name__}) cannot be batched: {reason}")
 
 
-def _unsupported(module: nn.Module) -> str:
+def _refusal(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return "a ScriptModule's parameters cannot be exchanged; batch the module it was made from"
     if uninitialized(module, recurse=False):

@@ -105,7 +105,7 @@ class OnlineAlgorithm(nn.Module):
     @property
     def untraced(self) -> dict[str, str]:
         """Path of a tagged module that carries no trace -> the reason."""
-        return dict(self._compiled().structure.untraced_reasons)
+        return dict(self._compiled_step().structure.untraced_reasons)
 
     def get_etrace_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
         """Return the traces of ``weight`` by name, in the shapes in which they are kept.
@@ -113,7 +113,7 @@ class OnlineAlgorithm(nn.Module):
         Raises :class:`MemoptError` if the weight carries no trace.
         """
         traces: dict[str, Tensor] = {}
-        step = self._compiled()
+        step = self._compiled_step()
         for trace in step.traces.by_use.values():
             operation = operation_of(step.weights[trace.use.path])
             if operation.weight is weight or operation.bias is weight:
@@ -127,7 +127,7 @@ class OnlineAlgorithm(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """Return the model's output for one time step, or for a window, ``[steps, ...]``; its states advance."""
-        run, window = self._compiled(), self.vjp_method == "multi-step"
+        run, window = self._compiled_step(), self.vjp_method == "multi-step"
         steps = list(zip(*inputs, strict=True)) if window else [inputs]
         if not steps:
             raise MemoptError("the window has no steps", hint="Give inputs [steps, ...] of at least one time step.")
@@ -161,14 +161,14 @@ class OnlineAlgorithm(nn.Module):
     ) -> Trace:
         raise NotImplementedError
 
-    def _compiled(self) -> TracedStep:
+    def _compiled_step(self) -> TracedStep:
         if self._step is None:
             raise MemoptError("the algorithm is not compiled yet", hint="Call compile_graph(inputs) first.")
         return self._step
 
     def _carried_tensors(self) -> list[tuple[str, Tensor]]:
         """Return name and tensor of all that a step hands to the next: followed states, traces, buffers."""
-        run = self._compiled()
+        run = self._compiled_step()
         followed = [(name, state.value) for name, state in run.followed_states.items()]
         traces = [(name, state.value) for name, state in states_of(self.traces).items()]
         buffers = [(name, buffer) for name, buffer in buffers_of(self).items() if buffer is not None]

@@ -106,7 +106,7 @@ class Interception:
         """Run one time step of ``model`` on ``inputs``, and return its output; its states advance."""
         self._calls.clear()
         self._versions = {cell: _versions(states) for cell, states in self.states.items()}
-        with self._installed():
+        with self._intercept():
             output = model(*inputs)
         for cell in self.cells:
             for state in self._overwritten(cell):
@@ -127,7 +127,7 @@ class Interception:
                 state.value = value
 
     @contextmanager
-    def _installed(self) -> Iterator[None]:
+    def _intercept(self) -> Iterator[None]:
         forwards = {m: partial(self._use, path) for path, m in self.weights.items()}
         forwards |= {m: partial(self._cell, path, m.forward) for path, m in self.cells.items()}
         forwards |= {m: partial(self._watch, path, m.forward) for path, m in self.watched.items()}

@@ -123,10 +123,10 @@ class LIF(Neuron):
             self.receive(y)
         spikes = self.get_spike()
         drop = self.V_th - self.V_reset if self.spk_reset == "soft" else self.v.detach() - self.V_reset
-        self.v = self._leaked(self.v - drop * spikes) + self.take_input(self.v)
+        self.v = self._leak(self.v - drop * spikes) + self.take_input(self.v)
         return self.get_spike()
 
-    def _leaked(self, v: Tensor) -> Tensor:
+    def _leak(self, v: Tensor) -> Tensor:
         # A function of its own: a local variable of ``forward`` would keep the tensor ``v`` until the end of the step.
         return self.decay * v if self.V_rest == 0 else self.V_rest + self.decay * (v - self.V_rest)
 

@@ -121,7 +121,7 @@ class ConvOperation(_Layer[nn.Conv1d | nn.Conv2d | nn.Conv3d]):
 
     def rows(self, z: Tensor) -> Tensor:
         """Return the patches of ``z``: ``[B, O or 1, *positions, K]`` with ``K = I / groups * prod(kernel)``."""
-        conv, windows = self.module, self._padded(z)
+        conv, windows = self.module, self._pad(z)
         for axis, (size, stride, dilation) in enumerate(
             zip(conv.kernel_size, conv.stride, conv.dilation, strict=True), start=2
         ):
@@ -134,7 +134,7 @@ class ConvOperation(_Layer[nn.Conv1d | nn.Conv2d | nn.Conv3d]):
         conv, zeros = self.module, [0] * len(self.module.kernel_size)
         arguments: tuple[Any, ...] = (conv.stride, zeros, conv.dilation, False, zeros, conv.groups)
         _, gradient, _ = torch.ops.aten.convolution_backward(
-            cotangent.contiguous(), self._padded(z), conv.weight.detach(), None, *arguments, [False, True, False]
+            cotangent.contiguous(), self._pad(z), conv.weight.detach(), None, *arguments, [False, True, False]
         )
         weight_gradient: Tensor = gradient
         return weight_gradient
@@ -146,7 +146,7 @@ class ConvOperation(_Layer[nn.Conv1d | nn.Conv2d | nn.Conv3d]):
     def bias_gradient(self, cotangent: Tensor) -> Tensor:
         return cotangent.flatten(2).sum((0, 2))
 
-    def _padded(self, z: Tensor) -> Tensor:
+    def _pad(self, z: Tensor) -> Tensor:
         mode = self.module.padding_mode
         return F.pad(z, padding_of(self.module), mode="constant" if mode == "zeros" else mode)
 

@@ -79,7 +79,7 @@ class StepParts:
                 self.graph.find_direct_sources(value, self._unknown_parts(frozenset()))
                 & self.structure.sources_by_weight[key]
             ):
-                raise changed_step(key.cell, f"reads {name_of(source)} past the weight that it entered")
+                raise changed_step(key.cell, f"reads {describe_source(source)} past the weight that it entered")
 
     def check_unfollowed(self, past_states: Sequence[PastState], values: Sequence[Tensor]) -> None:
         """Raise :class:`MemoptError` if a state depends on traced weights on which it did not depend before."""
@@ -94,7 +94,7 @@ class StepParts:
         leaf_ids = {id(leaf) for leaf in leaves_before(results, self._walk_ends)}
         for past_state in self.structure.entering_states:
             if id(self.past_values[past_state]) in leaf_ids:
-                raise changed_step(name_of(past_state), "is read outside its cell")
+                raise changed_step(describe_source(past_state), "is read outside its cell")
         return ()
 
     def _unknown_parts(self, known_sources: frozenset[Source]) -> dict[Source, Tensor]:
@@ -107,10 +107,10 @@ def _refuse_new_reads(cell: str, row: Mapping[Any, Tensor]) -> None:
     """Raise :class:`MemoptError` if a derivative in ``row`` is not zero, so that ``cell`` reads a new part."""
     for source, slope in row.items():
         if slope.any():
-            raise changed_step(cell, f"reads {name_of(source)}")
+            raise changed_step(cell, f"reads {describe_source(source)}")
 
 
-def name_of(source: Source) -> str:
+def describe_source(source: Source) -> str:
     """Return the name of ``source`` in messages."""
     match source:
         case Use(path=path):

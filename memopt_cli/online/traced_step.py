@@ -13,7 +13,7 @@ from memopt_cli.online.graph import Graph
 from memopt_cli.online.interception import Interception, changed_step
 from memopt_cli.online.operations import operation_of
 from memopt_cli.online.states import State, states_of
-from memopt_cli.online.step_parts import StepParts, name_of
+from memopt_cli.online.step_parts import StepParts, describe_source
 from memopt_cli.online.structure import Structure
 from memopt_cli.online.trace_set import TraceSet
 from memopt_cli.online.traces import CellOutput, Channel, Gate, PastState, Row, Ties, Trace, Use
@@ -64,7 +64,7 @@ class TracedStep(Interception):
     def followed_states(self) -> dict[str, State]:
         """Name -> state of the model that a traced weight reaches."""
         named = ((PastState(cell, state.name), state) for cell, states in self.states.items() for state in states)
-        return {name_of(key): state for key, state in named if key in self.traces.reached}
+        return {describe_source(key): state for key, state in named if key in self.traces.reached}
 
     @contextmanager
     def traces_loaded(self) -> Iterator[None]:
@@ -140,7 +140,7 @@ class TracedStep(Interception):
             # the ties take them from the outputs of the cells straight to the weight.
             output = y.detach().requires_grad_()
             if use in self.structure.unread_parts:
-                _refuse_gradient(self.gate, output, name_of(use))
+                _refuse_gradient(self.gate, output, describe_source(use))
         self._parts.use_outputs[use] = output
         return (output,)
 
@@ -199,7 +199,7 @@ class TracedStep(Interception):
             self._parts.past_values[past_state] = value.view_as(value) if is_tied else value.detach().requires_grad_()
             copies.append(self._parts.past_values[past_state].clone())
             if past_state in self.structure.unread_parts and not self._window:
-                _refuse_gradient(self.gate, copies[-1], name_of(past_state))
+                _refuse_gradient(self.gate, copies[-1], describe_source(past_state))
         return tuple(copies)
 
     def _tie_to_past(self, names: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:

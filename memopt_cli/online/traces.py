@@ -253,7 +253,7 @@ class Trace(nn.Module):
     def _channel(self, to_weights: Callable[[Tensor], tuple[Tensor | None, ...]]) -> Channel:
         return Channel((self.operation.weight, self.operation.bias), to_weights)
 
-    def _followed(self, row: Row) -> Iterator[tuple[PastState, Tensor]]:
+    def _followed_entries(self, row: Row) -> Iterator[tuple[PastState, Tensor]]:
         return ((past_state, entry) for past_state, entry in row.hidden.items() if past_state in self.shapes)
 
 
@@ -279,7 +279,7 @@ class FullTrace(Trace):
         return self.live.y
 
     def ties(self, row: Row) -> Ties:
-        return [(entry, self.past(past_state)) for past_state, entry in self._followed(row)]
+        return [(entry, self.past(past_state)) for past_state, entry in self._followed_entries(row)]
 
     def past(self, past_state: PastState) -> Channel:
         live, operation = self.live, self.operation
@@ -311,7 +311,7 @@ class FullTrace(Trace):
             return jacobian.unsqueeze(-1) if part == "weight" else jacobian
 
         old_values = self.live.values
-        terms = [spread(entry) * old_values[_key(state, part)] for state, entry in self._followed(row)]
+        terms = [spread(entry) * old_values[_key(state, part)] for state, entry in self._followed_entries(row)]
         total = terms[0] if terms else torch.zeros_like(old_values[_key(past_state, part)])
         for term in terms[1:]:
             total += term
@@ -373,7 +373,9 @@ class FactoredTrace(Trace):
 
     def _factor(self, row: Row) -> Tensor | None:
         """Return ``a sum_j D_j e_f,j + (1 - a) F``, the factor of a tensor with ``row``.  ``None``: no term."""
-        terms = [entry * self.live.values[_key(past_state, "neuron")] for past_state, entry in self._followed(row)]
+        terms = [
+            entry * self.live.values[_key(past_state, "neuron")] for past_state, entry in self._followed_entries(row)
+        ]
         use_entry = row.inputs.get(self.use)
         if not terms:
             return None if use_entry is None else use_entry * (1 - self.decay)

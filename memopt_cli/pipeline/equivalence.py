@@ -15,7 +15,7 @@ from typing import Final
 
 from memopt_cli.errors import StepError
 from memopt_cli.measure.jobs import FollowJob
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.fingerprints.causes import (
     DRAWS,
     DRAWS_COMPILED,
@@ -111,7 +111,7 @@ def compare_prepared(
 
 
 def _require_trained(answer: FollowedSteps | Failure) -> FollowedSteps:
-    answer = required(answer, "the reference's step could not be run: ")
+    answer = require_answer(answer, "the reference's step could not be run: ")
     if answer.failed:
         raise StepError(f"the reference's step fails: {answer.failed}")
     gradients = [tensor for tensor in answer.steps[0].effects if tensor.name.startswith("gradient of ")]
@@ -153,7 +153,7 @@ class _Sides:
 
     def run_candidate(self, job: FollowJob) -> FollowedSteps:
         """Take the steps of the candidate.  Raises :class:`MemoptError` if it cannot be run."""
-        return required(self._ask(self._candidate, job), "the candidate's step could not be run: ")
+        return require_answer(self._ask(self._candidate, job), "the candidate's step could not be run: ")
 
     def cause_of_failure(self, job: FollowJob, failed_run: FollowedSteps) -> Cause | None:
         """Return why the last step in ``failed_run`` failed, by watching both sides as they take it once more."""
@@ -337,7 +337,7 @@ class _Judge:
             return None
         if self._agree(runs, tolerance):
             return Cause(text=DRAWS_IN_BACKWARD if self._errs_by_budget(job, gaps, tolerance) else DRAWS_COMPILED)
-        difference = first_difference(*runs, self._allowed(runs, tolerance))
+        difference = first_difference(*runs, self._allowed_difference(runs, tolerance))
         assert difference is not None, "they do not agree"
         if not _is_backward_alone(difference.gaps):
             return None
@@ -351,13 +351,13 @@ class _Judge:
         Under a memory budget, PyTorch may recompute the operators that draw a compiled model's random numbers.
         """
         runs = None if _is_backward_alone(gaps) else self.sides.run_budgeted(job)
-        difference = None if runs is None else first_difference(*runs, self._allowed(runs, tolerance))
+        difference = None if runs is None else first_difference(*runs, self._allowed_difference(runs, tolerance))
         return _is_backward_alone(gaps if difference is None else difference.gaps)
 
     def _agree(self, runs: tuple[FollowedSteps, FollowedSteps], tolerance: float) -> bool:
-        return first_difference(*runs, self._allowed(runs, tolerance)) is None
+        return first_difference(*runs, self._allowed_difference(runs, tolerance)) is None
 
-    def _allowed(self, runs: tuple[FollowedSteps, FollowedSteps], tolerance: float) -> float:
+    def _allowed_difference(self, runs: tuple[FollowedSteps, FollowedSteps], tolerance: float) -> float:
         return max(tolerance, half_of_digits(runs[0], 0.0))
 
     def _judge_in_own_modes(self, comparison: Equivalence) -> Equivalence:

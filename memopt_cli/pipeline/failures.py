@@ -10,7 +10,7 @@ from memopt_cli.records import Crashed, Failure, OutOfMemory, StepFailed, TimedO
 Answer = TypeVar("Answer")
 
 
-def required(answer: Answer | Failure, context: str = "") -> Answer:
+def require_answer(answer: Answer | Failure, context: str = "") -> Answer:
     """Return ``answer``; raise its error, as :func:`raise_failure` does, if it is a failure."""
     if isinstance(answer, Failure):
         raise_failure(answer, context)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from memopt_cli.inputs.spec_text import ranks_asked
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import DeviceProfile, Plan, RankLayout, RankPrediction, make_prediction
 
@@ -41,4 +41,4 @@ def predicted_ranks(
 
 def predict_one_rank(session: Session, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
     """Predict the step of ``rank``, for which ``session`` was opened.  Raises :class:`MemoptError`."""
-    return make_prediction(required(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)
+    return make_prediction(require_answer(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)

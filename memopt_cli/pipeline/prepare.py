@@ -22,7 +22,7 @@ from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import ORIGINAL, Answer, CompareJob, Data, DescribeJob, Job, SaveJob, Subject
 from memopt_cli.measure.runner import Session, import_path
 from memopt_cli.measure.sizes import is_confined
-from memopt_cli.pipeline.failures import raise_failure, required
+from memopt_cli.pipeline.failures import raise_failure, require_answer
 from memopt_cli.records import (
     REMEMBERED,
     STEP,
@@ -313,13 +313,13 @@ def model_writer(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[
     def save(file: BinaryIO) -> None:
         with Session(Subject(source=source), timeout_s) as session:
             answer = session.save(SaveJob(plan=plan), file)
-        saved = required(answer, "" if isinstance(answer, StepFailed) else "the model could not be saved: ")
+        saved = require_answer(answer, "" if isinstance(answer, StepFailed) else "the model could not be saved: ")
         if not is_confined(source):
             return
         file.flush()
         with Session(Subject(source=source), timeout_s) as session:
             comparison = session.ask(CompareJob(path=os.path.abspath(file.name)))
-        if required(comparison, "no model is written: ").size_bytes != saved.size_bytes:
+        if require_answer(comparison, "no model is written: ").size_bytes != saved.size_bytes:
             raise UnsafeFileError("no model is written: its file changed while memopt looked at it")
 
     return save

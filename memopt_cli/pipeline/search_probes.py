@@ -13,7 +13,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
 from memopt_cli.records.progress import Progress, Span
 from memopt_cli.search.plan.interface import NotTried, Probes
-from memopt_cli.text.units import counted, format_bytes
+from memopt_cli.text.units import format_bytes, format_count
 
 Answer = TypeVar("Answer")
 
@@ -153,7 +153,9 @@ class _Reporter:
         """Show the peak of ``plan``, if it was tried, and return ``answer``."""
         if not isinstance(answer, NotTried):
             self._tried += 1
-            plan_in_words = counted(len(plan.segments), "segment") + (", saved tensors packed" if plan.packed else "")
+            plan_in_words = format_count(len(plan.segments), "segment") + (
+                ", saved tensors packed" if plan.packed else ""
+            )
             self._progress.update(self._tried, None, f"{plan_in_words}: {self._describe(answer)}")
         return answer
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from memopt_cli.errors import UsageError, shortened
+from memopt_cli.errors import UsageError, shorten
 from memopt_cli.records.measurement import Measurement
 from memopt_cli.records.settings import StepSettings
 
@@ -36,7 +36,7 @@ LONGEST_NAME = 60
 def _check_name(key: str, name: str) -> None:
     """Raise :class:`UsageError` for a ``name`` that does not fit a line of a report."""
     if not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
-        raise UsageError(f"{key} is {shortened(name)}; it must be one line of 1 to {LONGEST_NAME} characters")
+        raise UsageError(f"{key} is {shorten(name)}; it must be one line of 1 to {LONGEST_NAME} characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from memopt_cli.records.measurement import Failure, describe
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.verification import Verification
-from memopt_cli.text.units import counted, format_apart, format_bytes, format_seconds
+from memopt_cli.text.units import format_apart, format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class Dropped:
     def found(self) -> str:
         """Plan in words: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
         if self.peak_bytes is None:
-            return f"a plan of {counted(len(self.plan.segments), 'segment')}"
+            return f"a plan of {format_count(len(self.plan.segments), 'segment')}"
         if self.original_bytes is None:
             return format_bytes(self.peak_bytes)
         peak, original = format_bytes(self.peak_bytes), format_bytes(self.original_bytes)

@@ -129,7 +129,7 @@ def _for_notebook() -> Progress:
 
 
 @contextlib.contextmanager
-def logged(verbose: bool) -> Iterator[Progress]:
+def log_progress(verbose: bool) -> Iterator[Progress]:
     """Yield a listener that logs every line if ``verbose``, and otherwise shows a bar in a notebook.
 
     A handler is added for the block if the script has not set up logging.

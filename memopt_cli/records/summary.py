@@ -13,7 +13,7 @@ from memopt_cli.records.measurement import Counted, Failure, Measurement
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.rank import PlannedRanks
 from memopt_cli.records.verification import Verification
-from memopt_cli.text.units import counted, format_bytes
+from memopt_cli.text.units import format_bytes, format_count
 
 _FIXED_SHARE = 0.5
 """Share of the peak that no plan can lower (parameters, gradients, buffers, inputs) above which a summary without a
@@ -62,7 +62,7 @@ class LevelRow:
 def _in_brief(plan: Plan, outcome: Measurement | Failure | None) -> str:
     """Return ``plan`` and its measured peak in a few words."""
     peak = f", {format_bytes(outcome.allocated_peak_bytes)}" if isinstance(outcome, Measurement) else ""
-    return f"{counted(len(plan.longest.segments), 'segment')}{peak}"
+    return f"{format_count(len(plan.longest.segments), 'segment')}{peak}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,8 +247,8 @@ class MemOptSummary:
         applied = (
             f"level {self.applied_level} applied" if self.is_applied and not self.offers_choice else "nothing applied"
         )
-        of_frontier = f", {counted(len(self.frontier), 'plan')} on the frontier" if self.frontier else ""
-        return f"<MemOptSummary: {applied}, {counted(len(self.levels), 'level')}{of_frontier}>"
+        of_frontier = f", {format_count(len(self.frontier), 'plan')} on the frontier" if self.frontier else ""
+        return f"<MemOptSummary: {applied}, {format_count(len(self.levels), 'level')}{of_frontier}>"
 
     @property
     def is_applied(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union
 
-from memopt_cli.errors import UsageError, shortened
+from memopt_cli.errors import UsageError, shorten
 from memopt_cli.records.batch import BatchAdvice, BatchEstimate, NoBatchFits
 from memopt_cli.records.dropped import Differs, NotRun, OwnIsBetter, SavesTooLittle, TooSlow
 from memopt_cli.records.measurement import Crashed, Measurement, OutOfMemory, StepFailed, TimedOut
@@ -75,15 +75,15 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
         return _read_union(arguments, data, where)
     if origin is Literal:
         if data not in arguments:
-            raise UsageError(f"{where} is {shortened(data)}; it must be one of {', '.join(map(str, arguments))}")
+            raise UsageError(f"{where} is {shorten(data)}; it must be one of {', '.join(map(str, arguments))}")
         return data
     if origin in (tuple, list):
         if not isinstance(data, list | tuple):
-            raise UsageError(f"{where} must be a list, not {shortened(data)}")
+            raise UsageError(f"{where} must be a list, not {shorten(data)}")
         return origin(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if origin in (dict, Mapping):
         if not isinstance(data, Mapping):
-            raise UsageError(f"{where} must be a mapping, not {shortened(data)}")
+            raise UsageError(f"{where} must be a mapping, not {shorten(data)}")
         return {
             _read(arguments[0], k, where): _read(arguments[1], v, f"{where}.{_key_text(k)}") for k, v in data.items()
         }
@@ -92,7 +92,7 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
 
 def _key_text(key: Any) -> str:
     """Format ``key`` for messages, as a part of a position in a file: ``segments[2].chunks``."""
-    return key if isinstance(key, str) and len(key) <= _LONGEST_KEY and key.isprintable() else shortened(key)
+    return key if isinstance(key, str) and len(key) <= _LONGEST_KEY and key.isprintable() else shorten(key)
 
 
 _LONGEST_KEY = 60  # characters of a key that a message shows in full
@@ -106,7 +106,7 @@ def _hints_of(cls: type) -> dict[str, Any]:
 
 def _read_record(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
-        raise UsageError(f"{where} must be a mapping, not {shortened(data)}")
+        raise UsageError(f"{where} must be a mapping, not {shorten(data)}")
     fields_by_name = {f.name: f for f in fields(cls)}
     refuse_unknown((key for key in data if key != "kind"), fields_by_name, where)
     hints = _hints_of(cls)
@@ -126,7 +126,7 @@ def refuse_unknown(keys: Iterable[Any], known: Collection[str], where: str) -> N
     """Raise :class:`UsageError` for the first of ``keys`` that is not in ``known``."""
     for key in keys:
         if key not in known:
-            raise UsageError(f"{where} has an unknown key {shortened(key)}", hint=f"Known keys: {', '.join(known)}.")
+            raise UsageError(f"{where} has an unknown key {shorten(key)}", hint=f"Known keys: {', '.join(known)}.")
 
 
 def _read_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
@@ -137,7 +137,7 @@ def _read_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
     if len(records) > 1:
         kind = data.get("kind") if isinstance(data, Mapping) else None
         if not isinstance(kind, str) or kind not in records:
-            raise UsageError(f"{where} must have a kind among {', '.join(records)}, not {shortened(kind)}")
+            raise UsageError(f"{where} must have a kind among {', '.join(records)}, not {shorten(kind)}")
         return _read(records[kind], data, where)
     for option in options[:-1]:  # without records, the first type that fits; if none does, the error is the last one's
         try:
@@ -159,5 +159,5 @@ def _read_scalar(annotation: Any, data: Any, where: str) -> Any:
             kind = "text"
             if not isinstance(data, Mapping | list):
                 hint = "YAML takes text that looks like a number, a date or a yes or no for one: write it in quotes."
-        raise UsageError(f"{where} must be {kind}, not {shortened(data)}", hint=hint)
+        raise UsageError(f"{where} must be {kind}, not {shorten(data)}", hint=hint)
     return data

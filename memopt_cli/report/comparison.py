@@ -8,7 +8,7 @@ from pathlib import Path
 from memopt_cli.inputs.spec_text import format_layout
 from memopt_cli.records import Change, Comparison, Difference, ModuleChange, PeakPlace, SavedTensor, Verdict
 from memopt_cli.report.rank import TENSOR_PEAK
-from memopt_cli.text.units import counted, format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 _NAMES = {"peak": "tensor peak", "allocated": "allocated peak", "offloaded": "waiting elsewhere"}
 _MODULES = 10
@@ -25,12 +25,12 @@ MODULE_HEADINGS = ("module", "", "before", "now", "change")
 def headline(comparison: Comparison) -> Iterator[str]:
     """Yield each limit that ``comparison`` exceeds; if it exceeds none, how the peak of each part changed."""
     for verdict in comparison.exceeded:
-        yield judged(verdict)
+        yield describe_verdict(verdict)
     if not comparison.exceeded:
-        yield from map(_unexceeded, comparison.parts)
+        yield from map(_describe_peaks, comparison.parts)
 
 
-def _unexceeded(part: Comparison) -> str:
+def _describe_peaks(part: Comparison) -> str:
     """Return the changes of the tensor peak of ``part``, which exceeds no limit, and of the allocated peak, if any."""
     change = {change.metric: change for change in part.changes}
     said = _where(part.at) + _change(change["peak"])
@@ -46,7 +46,7 @@ def _unexceeded(part: Comparison) -> str:
     return f"within {', '.join(limit.text for limit in limits)}{unlimited}: {said}"
 
 
-def judged(verdict: Verdict) -> str:
+def describe_verdict(verdict: Verdict) -> str:
     """Return ``verdict`` as a sentence, such as ``tensor peak 12.0 MiB → 12.1 MiB (…), within the limit peak:5%``."""
     change = _where(verdict.at) + _change(verdict.change)
     if verdict.exceeded:
@@ -67,7 +67,7 @@ def reasons(comparison: Comparison) -> Iterator[str]:
     if comparison.layout is not None:
         yield f"{TENSOR_PEAK}: {comparison.layout.ranks} ranks, {format_layout(comparison.layout)}"
     if comparison.unlike:
-        yield f"not like for like: {_listed(comparison.unlike)}"
+        yield f"not like for like: {_list_differences(comparison.unlike)}"
     yield from _causes(comparison)
     yield from circumstances(comparison)
 
@@ -76,18 +76,19 @@ def _causes(comparison: Comparison) -> Iterator[str]:
     plan = {"dropped": comparison.plan.dropped, "added": comparison.plan.added, "changed": comparison.plan.changed}
     for what, paths in plan.items():
         if paths:
-            yield f"plan: {counted(len(paths), 'segment')} {what} ({_first_few([path or '(root)' for path in paths])})"
+            names = _first_few([path or "(root)" for path in paths])
+            yield f"plan: {format_count(len(paths), 'segment')} {what} ({names})"
     if comparison.plan.packing != "same":
         yield f"plan: packing of what is saved {comparison.plan.packing}"
     if comparison.plan.sending != "same":
         yield f"plan: sending away of what is saved {comparison.plan.sending}"
-    yield from _resized(comparison)
+    yield from _size_changes(comparison)
     yield from _places(comparison)
     for saved in comparison.new_saved[:_NAMED]:
-        yield f"new among the largest tensors kept for backward: {_saved(saved)}"
+        yield f"new among the largest tensors kept for backward: {_describe_saved(saved)}"
     for rename in comparison.renames:
         names = f"{rename.before or '(root)'} → {rename.after or '(root)'}"
-        yield f"renamed: {names} ({counted(rename.modules, 'module')}), which takes no memory"
+        yield f"renamed: {names} ({format_count(rename.modules, 'module')}), which takes no memory"
 
 
 def growth(comparison: Comparison) -> Iterator[str]:
@@ -96,7 +97,7 @@ def growth(comparison: Comparison) -> Iterator[str]:
     changed = [change for change in categories if change.after != change.before]
     changed.sort(key=lambda change: change.before - change.after)
     if changed:
-        yield "by category: " + ", ".join(f"{change.metric} {_signed(change)}" for change in changed)
+        yield "by category: " + ", ".join(f"{change.metric} {_format_change(change)}" for change in changed)
     modules = [change for change in comparison.modules if change.after_bytes > change.before_bytes]
     if modules:
         named = [f"{_module(m)} ({m.class_name}) {_signed_bytes(m.after_bytes - m.before_bytes)}" for m in modules]
@@ -128,7 +129,7 @@ def module_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 # ---------------------------------------------------------------------------------------------- sentences
 
 
-def _resized(comparison: Comparison) -> Iterator[str]:
+def _size_changes(comparison: Comparison) -> Iterator[str]:
     """Yield the modules whose parameters or buffers changed in size, largest changes first."""
     for kind in ("parameters", "buffers"):
         grown = [(m, m.growth_bytes[kind]) for m in comparison.modules if kind in m.growth_bytes]
@@ -154,7 +155,7 @@ def circumstances(comparison: Comparison) -> Iterator[str]:
     if Path(comparison.before.model).name != Path(comparison.after.model).name:
         yield f"another file than before: {comparison.before.model} → {comparison.after.model}"
     if comparison.surroundings:
-        yield f"measured elsewhere than before: {_listed(comparison.surroundings)}"
+        yield f"measured elsewhere than before: {_list_differences(comparison.surroundings)}"
     if not comparison.exceeded:
         peaks = [part.changes[0] for part in comparison.parts]
         if comparison.verdicts and any(peak.after < peak.before for peak in peaks):
@@ -166,7 +167,7 @@ def circumstances(comparison: Comparison) -> Iterator[str]:
         yield "the model file is the same as before"
 
 
-def _saved(saved: SavedTensor) -> str:
+def _describe_saved(saved: SavedTensor) -> str:
     made = f"made by {_short(saved.made_by)}" if saved.made_by else "an input"
     return f"{format_bytes(saved.nbytes)}, {made}, kept by {_short(saved.op)} of {saved.module or '(root)'}"
 
@@ -177,7 +178,7 @@ def _place(place: PeakPlace) -> str:
     return f"{place.phase} of {place.module or '(root)'} ({_short(place.op)})"
 
 
-def _listed(differences: Sequence[Difference]) -> str:
+def _list_differences(differences: Sequence[Difference]) -> str:
     return ", ".join(f"{d.name} {d.before} → {d.after}" for d in differences)
 
 
@@ -203,10 +204,10 @@ def _difference(change: Change) -> str:
     if change.before == change.after:
         return "–"
     share = f", {100 * (change.after / change.before - 1):+.1f} %" if change.before else ""
-    return _signed(change) + share.replace("-", "−")
+    return _format_change(change) + share.replace("-", "−")
 
 
-def _signed(change: Change) -> str:
+def _format_change(change: Change) -> str:
     difference = change.after - change.before
     return f"{'+' if difference > 0 else '−'}{_amount(change, abs(difference))}"
 

@@ -10,11 +10,11 @@ from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 def lines(confirmation: Confirmation) -> Iterator[str]:
     """Yield a line for each predicted and measured number of ``confirmation``, then its notes."""
-    yield from _compared(confirmation)
+    yield from _comparison_lines(confirmation)
     yield from confirmation.notes
 
 
-def _compared(confirmation: Confirmation) -> Iterator[str]:
+def _comparison_lines(confirmation: Confirmation) -> Iterator[str]:
     measured, estimate = confirmation.measurement, confirmation.predicted
     allocated, reserved = format_bytes(measured.allocated_peak_bytes), format_bytes(measured.reserved_peak_bytes)
     step = format_seconds(measured.step_s)

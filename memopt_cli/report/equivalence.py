@@ -49,10 +49,10 @@ def _reason(equivalence: Equivalence) -> str:
     where = f"in step {equivalence.differs_in_step} of {equivalence.steps}"
     if equivalence.failed:
         return f"{where} the candidate fails: {equivalence.failed}"
-    return f"{where} {_described(equivalence.gaps[0])}" if equivalence.gaps else equivalence.hooks
+    return f"{where} {_describe(equivalence.gaps[0])}" if equivalence.gaps else equivalence.hooks
 
 
-def _described(gap: TensorGap) -> str:
+def _describe(gap: TensorGap) -> str:
     if gap.missing:
         return f"{gap.name} is missing in the {gap.missing}"
     return f"{gap.name} differs" + (f" by {gap.apart:.2g}" if math.isfinite(gap.apart) else "")
@@ -73,12 +73,12 @@ def where(equivalence: Equivalence) -> Iterator[str]:
 
 def rows(equivalence: Equivalence) -> list[tuple[str, str]]:
     """Return a row for each of the first tensors that differ in ``equivalence``, and one that counts the others."""
-    shown = [(gap.name, _apart(gap)) for gap in equivalence.gaps[:_SHOWN]]
+    shown = [(gap.name, _distance(gap)) for gap in equivalence.gaps[:_SHOWN]]
     more = len(equivalence.gaps) - len(shown)
     return [*shown, (f"and {more} more", "")] if more > 0 else shown
 
 
-def _apart(gap: TensorGap) -> str:
+def _distance(gap: TensorGap) -> str:
     if gap.missing:
         return f"missing in the {gap.missing}"
     return f"{gap.apart:.2g}" if math.isfinite(gap.apart) else "other values"
@@ -100,4 +100,4 @@ def faults(equivalence: Equivalence) -> dict[str, str]:
 
 def _first_of(gaps: Sequence[TensorGap]) -> str:
     more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-    return f"{_described(gaps[0])}{more}" if gaps else ""
+    return f"{_describe(gaps[0])}{more}" if gaps else ""

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from memopt_cli.records import Explanation, Holder, to_data
 from memopt_cli.report.lines import plain_table
-from memopt_cli.text.paths import gathered
+from memopt_cli.text.paths import gather_paths
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _LONGEST = 56
@@ -67,16 +67,16 @@ def tables(explanation: Explanation) -> Iterator[Table]:
         heading = "held at the peak" if explanation.instant is None else "held then"
         yield _holders(heading, [Holder(name=name, nbytes=size) for name, size in parts.items() if size])
     if explanation.modules:
-        held = gathered({holder.name: holder.nbytes for holder in explanation.modules})
+        held = gather_paths({holder.name: holder.nbytes for holder in explanation.modules})
         rows = [Holder(name=name, nbytes=nbytes) for name, nbytes in held.items()]
-        yield _holders("activations of", [_named(row, "(the step)") for row in rows[:_SHOWN]])
-    if lines := [_named(holder, "(no line is known)") for holder in explanation.lines[:_SHOWN]]:
+        yield _holders("activations of", [_with_short_name(row, "(the step)") for row in rows[:_SHOWN]])
+    if lines := [_with_short_name(holder, "(no line is known)") for holder in explanation.lines[:_SHOWN]]:
         yield _holders("made at", lines)
     if explanation.suggestions:
         yield _suggestions(explanation)
 
 
-def _named(holder: Holder, empty: str) -> Holder:
+def _with_short_name(holder: Holder, empty: str) -> Holder:
     return Holder(name=_short(holder.name) or empty, nbytes=holder.nbytes)
 
 

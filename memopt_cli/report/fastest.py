@@ -11,7 +11,7 @@ from memopt_cli.report.lines import busy, plain_table
 from memopt_cli.report.optimization import in_words, verification
 from memopt_cli.report.pasted import training_settings
 from memopt_cli.report.recommendation import rate
-from memopt_cli.text.units import counted, format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 
 def headline(training: FastestTraining) -> Iterator[str]:
@@ -107,8 +107,8 @@ def remarks(training: FastestTraining) -> Iterator[str]:
     if training.verification is not None:
         yield verification(training.verification)
     yield (
-        f"{counted(training.times_run, 'run')} of {counted(len(training.runs), 'pair')}, "
-        f"{counted(training.dry_runs, 'dry run')}, {counted(training.priced, 'plan')} predicted; "
+        f"{format_count(training.times_run, 'run')} of {format_count(len(training.runs), 'pair')}, "
+        f"{format_count(training.dry_runs, 'dry run')}, {format_count(training.priced, 'plan')} predicted; "
         f"total time {format_seconds(training.spent_s)}"
     )
     yield from busy(run.outcome.waited for run in training.runs if isinstance(run.outcome, BatchProbe))

@@ -11,9 +11,9 @@ from typing import TextIO
 from memopt_cli.errors import MemoptError, WriteError, printable, printable_lines
 from memopt_cli.records import Comparison
 from memopt_cli.report import equivalence
-from memopt_cli.report.comparison import circumstances, growth, headline, judged, reasons
+from memopt_cli.report.comparison import circumstances, describe_verdict, growth, headline, reasons
 from memopt_cli.report.interface import Judged
-from memopt_cli.report.lines import guarded
+from memopt_cli.report.lines import guard
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.text.spelling import on_command_line
 
@@ -30,19 +30,19 @@ class GithubReport:
 
     def show(self, answer: Judged, stream: TextIO) -> None:
         if isinstance(answer, Comparison):
-            self._compared(answer, stream)
+            self._write_comparison(answer, stream)
         else:
             said = [equivalence.headline(answer), *equivalence.where(answer)]
             kind = "notice" if answer.passed else "error"
-            guarded(stream).command(_annotation(kind, f"memopt: {answer.candidate}", said))
+            guard(stream).command(_annotation(kind, f"memopt: {answer.candidate}", said))
         page = io.StringIO()
         MarkdownReport().show(answer, page)
         self._append(page.getvalue())
 
-    def _compared(self, comparison: Comparison, stream: TextIO) -> None:
-        lines = guarded(stream)
+    def _write_comparison(self, comparison: Comparison, stream: TextIO) -> None:
+        lines = guard(stream)
         for part in comparison.parts:
-            exceeded = [judged(verdict) for verdict in part.verdicts if verdict.exceeded]
+            exceeded = [describe_verdict(verdict) for verdict in part.verdicts if verdict.exceeded]
             if exceeded:
                 why = [*growth(part), *reasons(part)]
                 lines.command(_annotation("error", f"memopt: {comparison.after.model}", [*exceeded, *why]))
@@ -52,7 +52,7 @@ class GithubReport:
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
         lines = [on_command_line(text) for text in (error.message, error.hint) if text]
-        guarded(stream).command(_annotation("error", f"memopt: {model} was not checked", lines, _place(error.message)))
+        guard(stream).command(_annotation("error", f"memopt: {model} was not checked", lines, _place(error.message)))
         page = io.StringIO()
         MarkdownReport().refused(error, model, page)
         self._append(page.getvalue())
@@ -74,8 +74,8 @@ def _annotation(kind: str, title: str, lines: list[str], place: tuple[str, str] 
     """Return the command for an annotation; ``place``: file and line that GitHub shows it beside, ``None`` for none."""
     message = printable_lines("\n".join(lines))
     properties = {"title": title} | (dict(zip(("file", "line"), place, strict=True)) if place else {})
-    spelled = ",".join(f"{name}={_escaped(printable(value), ':,')}" for name, value in properties.items())
-    return f"{kind} {spelled}::{_escaped(message, '')}\n"
+    spelled = ",".join(f"{name}={_escape(printable(value), ':,')}" for name, value in properties.items())
+    return f"{kind} {spelled}::{_escape(message, '')}\n"
 
 
 def _place(message: str) -> tuple[str, str] | None:
@@ -87,6 +87,6 @@ def _place(message: str) -> tuple[str, str] | None:
     return Path(match[1]).relative_to(repository).as_posix(), match[2]
 
 
-def _escaped(text: str, also: str) -> str:
+def _escape(text: str, also: str) -> str:
     """Return ``text`` with every character that would end a value as ``%XX``, which GitHub's runner decodes."""
     return "".join(f"%{ord(c):02X}" if c in f"%\r\n{also}" else c for c in text)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from memopt_cli.records import GlobalVerdict, Inspection, StoredModule, StoredTensor
 from memopt_cli.report.lines import plain_table
-from memopt_cli.text.units import counted, format_bytes
+from memopt_cli.text.units import format_bytes, format_count
 
 _SHOWN = 12
 """Most groups of tied tensors, and most parts of a file of weights alone, that are listed."""
@@ -68,7 +68,7 @@ def remarks(inspection: Inspection, *, verbose: bool) -> Iterator[str]:
         buffers = f", buffers {format_bytes(inspection.buffer_bytes)}" if inspection.buffer_bytes else ""
         yield f"{inspection.parameters:,} parameters, {format_bytes(inspection.parameter_bytes)}{buffers}"
     else:
-        number = counted(len(inspection.tensors), "tensor")
+        number = format_count(len(inspection.tensors), "tensor")
         more = "; `-v` lists them all" if _is_long(inspection) and not verbose else ""
         yield f"{number}, {inspection.parameters:,} items, {format_bytes(inspection.parameter_bytes)}{more}"
     dtypes = Counter(tensor.dtype for tensor in inspection.tensors)
@@ -79,7 +79,7 @@ def remarks(inspection: Inspection, *, verbose: bool) -> Iterator[str]:
     if len(inspection.tied) > _SHOWN:
         yield f"tied: … {len(inspection.tied) - _SHOWN} more"
     for tensor in inspection.inputs:
-        yield f"example input {_shaped(tensor)} {tensor.dtype}"
+        yield f"example input {_name_and_shape(tensor)} {tensor.dtype}"
     yield from inspection.notes
 
 
@@ -193,11 +193,11 @@ def _lines(node: _Node, lead: str, below: str) -> Iterator[tuple[str, _Node | No
 def _own(tensors: Sequence[StoredTensor]) -> str:
     """Return ``tensors`` by kind in one line, such as ``weight 64×3×7×7; buffers running_mean 64``."""
     labels = {"parameter": "", "buffer": "buffers ", "attribute": "kept "}
-    kinds = {kind: ", ".join(_shaped(t) for t in tensors if t.kind == kind) for kind in labels}
+    kinds = {kind: ", ".join(_name_and_shape(t) for t in tensors if t.kind == kind) for kind in labels}
     return "; ".join(f"{labels[kind]}{text}" for kind, text in kinds.items() if text)
 
 
-def _shaped(tensor: StoredTensor) -> str:
+def _name_and_shape(tensor: StoredTensor) -> str:
     return f"{tensor.name.rpartition('.')[2] or '(the only one)'} {_shape(tensor)}".rstrip()
 
 

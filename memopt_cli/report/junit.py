@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 from memopt_cli.errors import MemoptError, printable, printable_lines
 from memopt_cli.records import Comparison, Equivalence
 from memopt_cli.report import equivalence
-from memopt_cli.report.comparison import growth, judged, reasons
+from memopt_cli.report.comparison import describe_verdict, growth, reasons
 from memopt_cli.report.interface import Judged
 from memopt_cli.text.documents import COMMAND
 from memopt_cli.text.spelling import on_command_line
@@ -47,7 +47,7 @@ def _comparison(comparison: Comparison) -> tuple[list[ET.Element], str]:
         for verdict in part.verdicts:
             case = _case(comparison.after.model, verdict.limit.text + (f" at {part.at}" if part.at else ""))
             if verdict.exceeded:
-                _fault(case, "failure", "regression", judged(verdict), f"{judged(verdict)}\n{why}")
+                _fault(case, "failure", "regression", describe_verdict(verdict), f"{describe_verdict(verdict)}\n{why}")
             cases.append(case)
     return cases, "\n".join(said)
 

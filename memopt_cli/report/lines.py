@@ -95,6 +95,6 @@ class GuardedStream:
         return getattr(self._stream, name)
 
 
-def guarded(stream: TextIO | GuardedStream, spelled: Callable[[str], str] = str) -> GuardedStream:
+def guard(stream: TextIO | GuardedStream, spelled: Callable[[str], str] = str) -> GuardedStream:
     """Return ``stream`` as a :class:`GuardedStream`; one that is guarded already as it is."""
     return stream if isinstance(stream, GuardedStream) else GuardedStream(stream, spelled)

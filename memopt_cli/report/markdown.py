@@ -19,7 +19,7 @@ from memopt_cli.report.comparison import (
     reasons,
 )
 from memopt_cli.report.interface import Judged
-from memopt_cli.report.lines import guarded
+from memopt_cli.report.lines import guard
 from memopt_cli.text.documents import printable
 from memopt_cli.text.spelling import on_command_line
 
@@ -32,11 +32,11 @@ class MarkdownReport:
 
     def show(self, answer: Judged, stream: TextIO) -> None:
         lines = _comparison(answer) if isinstance(answer, Comparison) else _equivalence(answer)
-        guarded(stream).write("\n".join(lines) + "\n")
+        guard(stream).write("\n".join(lines) + "\n")
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
         lines = [f"memopt: {model} was not checked", error.message, error.hint]
-        guarded(stream).write("### " + "\n\n".join(_sentence(line) for line in lines if line) + "\n")
+        guard(stream).write("### " + "\n\n".join(_sentence(line) for line in lines if line) + "\n")
 
 
 def _comparison(comparison: Comparison) -> Iterator[str]:

@@ -33,7 +33,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.lines import busy, plain_table, room_in_words
 from memopt_cli.report.rank import planned_headline, planned_lines
-from memopt_cli.text.units import counted, format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 _COLUMNS = (
     "allocated\npeak",
@@ -66,7 +66,7 @@ def _equal(found: Verification | None) -> str:
     compared = max(found.compared, measured.compared if measured is not None else 0)
     at = "" if found.full_size or measured is not None else f" at {found.sizes}, not the size that was asked for"
     same = "same bits" if found.is_bit_exact else f"same within rounding{_rounding(found)}"
-    return f"{same} in {counted(compared, 'tensor')}{at}"
+    return f"{same} in {format_count(compared, 'tensor')}{at}"
 
 
 def _rounding(found: Verification) -> str:
@@ -82,7 +82,7 @@ def _in_bytes(summary: MemOptSummary) -> str:
     if summary.parallel is not None:
         return planned_headline(summary.parallel)
     if summary.estimates is not None:
-        return _estimated(summary.estimates)
+        return _describe_estimates(summary.estimates)
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
@@ -103,7 +103,7 @@ def _in_bytes(summary: MemOptSummary) -> str:
             return f"level {summary.applied_level} has no measurement"
 
 
-def _estimated(found: PlanEstimates) -> str:
+def _describe_estimates(found: PlanEstimates) -> str:
     """Return ``found`` in one line, such as ``estimated for a100-40gb: 543.8 MiB → 300.1 MiB (0.55×), step …``."""
     before, after = found.original, found.planned
     peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
@@ -349,7 +349,7 @@ def _in_place(segment: SegmentPlan) -> str:
     """Return the path of ``segment`` and what it does: ``conv_fc.0-3 in 20 chunks``, ``layers.1 recomputed``."""
     does = f"in {segment.chunks} chunks" if segment.chunks > 1 else "recomputed"
     does += f" along dimension {segment.axis}" if segment.chunks > 1 and segment.axis else ""
-    kept = f"keeping {counted(len(segment.keep), 'output')}" if segment.keep else ""
+    kept = f"keeping {format_count(len(segment.keep), 'output')}" if segment.keep else ""
     packed = f"packed by {segment.compressor}" if segment.compressor != "null" else ""
     place = f"sent to {segment.place}" if segment.place != "device" else ""
     return " ".join(filter(None, [segment.path or "(model)", does, packed, kept, place]))
@@ -529,7 +529,7 @@ def _neighbours(summary: MemOptSummary) -> Iterator[str]:
 
 
 def _rough_times(summary: MemOptSummary) -> Iterator[str]:
-    worst = max((found.step_variation for found in _measured(summary)), default=0.0)
+    worst = max((found.step_variation for found in _measurements(summary)), default=0.0)
     if worst > _ROUGH:
         yield (
             f"step times and their ratios are rough: the steps of one plan differ by {worst:.0%} among themselves, "
@@ -555,11 +555,11 @@ def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
 
 def _waited_shares(summary: MemOptSummary) -> Iterator[float]:
     """Yield the shares of step time that measured steps of ``summary`` waited for a processor."""
-    yield from (found.waited for found in _measured(summary))
+    yield from (found.waited for found in _measurements(summary))
     yield from (dropped.why.waited for dropped in summary.dropped if isinstance(dropped.why, TooSlow))
 
 
-def _measured(summary: MemOptSummary) -> Iterator[Measurement]:
+def _measurements(summary: MemOptSummary) -> Iterator[Measurement]:
     """Yield every measurement of a step in ``summary``."""
     outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
     yield from (found for found in outcomes if isinstance(found, Measurement))
@@ -571,10 +571,11 @@ def verification(verification: Verification) -> str:
     if not verification.full_size and verification.measured is None:
         where += ", not the size that was asked for"
     if not verification.passed:
-        return f"verification failed: {verification.difference}, allowed {_allowed(verification)}, at {where}"
-    return (
-        f"verified: {verification.compared} tensors equal {_allowed(verification)}, at {where}{_further(verification)}"
-    )
+        return (
+            f"verification failed: {verification.difference}, allowed {_describe_tolerance(verification)}, at {where}"
+        )
+    tolerance = _describe_tolerance(verification)
+    return f"verified: {verification.compared} tensors equal {tolerance}, at {where}{_further(verification)}"
 
 
 def _measured_steps(found: FingerprintCheck) -> str:
@@ -614,7 +615,7 @@ def inexact(verification: Verification) -> Iterator[str]:
         yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"
 
 
-def _allowed(verification: Verification) -> str:
+def _describe_tolerance(verification: Verification) -> str:
     if verification.exact:
         return "bit for bit"
     return f"within {verification.tolerance:.0e}{_precision(verification)}"

@@ -40,7 +40,7 @@ def headline(profile: StepProfile) -> Iterator[str]:
     yield from rank.headline(profile)
     match profile.measurement:
         case _ if profile.estimate is not None:
-            yield estimated(profile.estimate)
+            yield describe_estimate(profile.estimate)
         case Measurement() as measured:
             allocated = f"allocated peak {format_bytes(measured.allocated_peak_bytes)}"
             tensor = f"tensor peak {format_bytes(measured.tensor_peak_bytes)}"
@@ -56,7 +56,7 @@ def headline(profile: StepProfile) -> Iterator[str]:
     yield f"the peak is reached {_when(profile)}"
 
 
-def estimated(found: DeviceEstimate) -> str:
+def describe_estimate(found: DeviceEstimate) -> str:
     """Return ``found`` in one line: ``estimated for a100-40gb: allocated peak 1.2 GiB, step …; it fits: …``."""
     allocated = f"allocated peak {format_bytes(found.allocated_peak_bytes)}"
     step = f"step {format_seconds(found.step_s)}"
@@ -102,7 +102,7 @@ def plot(profile: StepProfile, columns: int) -> str:
     seconds = [op.seconds for op in profile.trace.ops]
     has_times = any(seconds)
     widths = [0.0, *seconds] if has_times else [1.0] * len(profile.live_bytes)  # what is alive before the step is first
-    levels = _resampled(profile.live_bytes, widths, min(columns, len(widths)))
+    levels = _resample(profile.live_bytes, widths, min(columns, len(widths)))
     top = max(levels) or 1
     lines = []
     for row in reversed(range(_ROWS)):
@@ -114,7 +114,7 @@ def plot(profile: StepProfile, columns: int) -> str:
     )
 
 
-def _resampled(values: Sequence[int], widths: Sequence[float], columns: int) -> list[int]:
+def _resample(values: Sequence[int], widths: Sequence[float], columns: int) -> list[int]:
     """Return a number for each of ``columns``: the largest of ``values`` in it, which are as wide as ``widths``."""
     levels, total, done = [0] * columns, sum(widths), 0.0
     for value, width in zip(values, widths, strict=True):
@@ -192,7 +192,7 @@ def _module_table(profile: StepProfile) -> Table:
     headings = ("module", "", "held at\nthe peak", "of it", "left by\nforward", *((time,) if timed else ()))
     table = plain_table(*headings, names=["module"], words=[""])
     depths = {"": 0}  # of the rows above, whose names below are left out
-    for use in _opened(profile.modules):
+    for use in _modules_to_show(profile.modules):
         above = nearest(use.path, depths)
         depth = depths[use.path] = depths[above] + 1 if use.path else 0
         name, indent = below(use.path, above) or "(model)", "  " * depth
@@ -207,7 +207,7 @@ def _module_table(profile: StepProfile) -> Table:
     return table
 
 
-def _opened(modules: tuple[ModuleUse, ...]) -> list[ModuleUse]:
+def _modules_to_show(modules: tuple[ModuleUse, ...]) -> list[ModuleUse]:
     """Return the modules to show, at most :data:`_MODULES`: those that hold most are opened first."""
     children: dict[str, list[ModuleUse]] = {}
     paths = {use.path for use in modules}

@@ -9,7 +9,7 @@ from rich.table import Table
 from memopt_cli.inputs.spec_text import format_layout
 from memopt_cli.records import GroupMeasurement, PlannedRanks, RankMeasurement, RankPrediction, StepProfile
 from memopt_cli.report.lines import plain_table
-from memopt_cli.text.units import counted, format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 TENSOR_PEAK = "tensor peak of one rank, predicted"
 
@@ -36,7 +36,7 @@ def planned_headline(ranks: PlannedRanks) -> str:
 def planned_lines(ranks: PlannedRanks, *, verified: bool) -> Iterator[str]:
     """Yield the bytes that each rank of ``ranks`` needs and exchanges, and what was run to verify the plan."""
     for rank in ranks.planned:
-        calls = counted(sum(each.calls for each in rank.collectives), "collective")
+        calls = format_count(sum(each.calls for each in rank.collectives), "collective")
         yield (
             f"rank {rank.rank}: {format_bytes(rank.tensor_peak_bytes)}, {calls} of "
             f"{format_bytes(rank.exchanged_bytes)} in all"

@@ -10,7 +10,7 @@ from memopt_cli.inputs.spec_text import format_layout
 from memopt_cli.records import NoBatchFits, NotPredicted, RankBatch, RanksRecommendation, RanksRow
 from memopt_cli.report.lines import plain_table
 from memopt_cli.report.rank import NOTE, TENSOR_PEAK
-from memopt_cli.text.units import counted, format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 
 def headline(recommendation: RanksRecommendation) -> Iterator[str]:
@@ -20,7 +20,7 @@ def headline(recommendation: RanksRecommendation) -> Iterator[str]:
         yield f"fewest ranks that fit: {recommendation.fewest_ranks}{_under(fewest)}{_fewer(recommendation, fewest)}"
     else:
         row, fit = max(_fits(recommendation), key=lambda each: each[1].batch)
-        ranks = counted(row.layout.ranks, "rank")
+        ranks = format_count(row.layout.ranks, "rank")
         yield f"batch {fit.batch} should fit on each of {ranks}{_under(row)}: global batch {fit.global_batch}"
     yield f"memory limit of a rank: {recommendation.limit}"
     yield f"spread by {_layouts(recommendation)}"
@@ -76,5 +76,5 @@ def remarks(recommendation: RanksRecommendation) -> Iterator[str]:
     yield "batches are within 1 % of the largest that fit; exchanged bytes count whole tensors"
     yield NOTE
     total_time = format_seconds(recommendation.spent_s)
-    yield f"{counted(recommendation.dry_runs, 'dry run')}, nothing was run; total time {total_time}"
+    yield f"{format_count(recommendation.dry_runs, 'dry run')}, nothing was run; total time {total_time}"
     yield from recommendation.notes

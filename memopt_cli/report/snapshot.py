@@ -91,7 +91,7 @@ class _Recorder:
                 "requested_size": used,
                 "is_expandable": False,
                 "frames": [],
-                "blocks": list(_filled(self._live.values(), self._space.end)),
+                "blocks": list(_with_gaps(self._live.values(), self._space.end)),
             }
         ]
 
@@ -182,7 +182,7 @@ def _frame(where: str, line: int, name: str) -> dict[str, Any]:
     return {"filename": where, "line": line, "name": name}
 
 
-def _filled(live: Iterable[_Block], end: int) -> Iterator[dict[str, Any]]:
+def _with_gaps(live: Iterable[_Block], end: int) -> Iterator[dict[str, Any]]:
     """Yield ``live`` as active blocks, and the gaps between them and up to ``end`` as inactive ones."""
     address = _BASE
     for block in sorted(live, key=lambda block: block.address):

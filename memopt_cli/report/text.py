@@ -43,7 +43,7 @@ from memopt_cli.report import (
     strategies,
 )
 from memopt_cli.report.interface import Answer
-from memopt_cli.report.lines import guarded, not_typed, plain_table
+from memopt_cli.report.lines import guard, not_typed, plain_table
 from memopt_cli.text.documents import printable
 from memopt_cli.text.units import format_bytes, format_seconds
 
@@ -71,24 +71,24 @@ class TextReport:
         """Print ``answer`` on ``console``."""
         match answer:
             case Inspection():
-                _inspected(console, answer, verbose=self.verbose)
+                _print_inspection(console, answer, verbose=self.verbose)
             case BaselineResult():
-                _recorded(console, answer)
+                _print_baseline(console, answer)
             case OptimizeResult():
-                _optimized(console, answer, verbose=self.verbose)
+                _print_optimized(console, answer, verbose=self.verbose)
             case ApplyResult():
-                _applied(console, answer)
+                _print_applied(console, answer)
             case SelftestReport():
-                _tested(console, answer)
+                _print_selftest(console, answer)
             case Comparison() if self.verdict_only:
                 _print(console, "; ".join(comparison.headline(answer)))
             case Comparison():
-                _compared(console, answer)
+                _print_comparison(console, answer)
             case _:
                 _in_parts(console, answer)
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
-        _written(_console(stream), files)
+        _print_files(_console(stream), files)
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
         """Write nothing: stderr has the ``error``."""
@@ -117,7 +117,7 @@ def _in_parts(
             blocks = recommendation.settings(found), recommendation.remarks(found)
             first, spec = recommendation.headline(found), found.header.spec
             _print_all(console, first, recommendation.tables(found), *blocks, spec=spec)
-            _written(console, found.files)
+            _print_files(console, found.files)
         case RanksRecommendation():
             table = rank_batches.table(found)
             _print_all(console, rank_batches.headline(found), [table], rank_batches.remarks(found))
@@ -125,7 +125,7 @@ def _in_parts(
             blocks = fastest.settings(found), fastest.remarks(found)
             first, spec = fastest.headline(found), found.header.spec
             _print_all(console, first, [fastest.run_table(found)], *blocks, spec=spec)
-            _written(console, found.files, none="nothing written")
+            _print_files(console, found.files, none="nothing written")
         case StrategyComparison():
             blocks = strategies.verdicts(found), strategies.remarks(found)
             _print_all(console, strategies.headline(found), strategies.tables(found), *blocks)
@@ -137,7 +137,7 @@ def _in_parts(
             _print_all(console, first_lines, [table], equivalence.remarks(found))
 
 
-def _inspected(console: Printer, found: Inspection, *, verbose: bool) -> None:
+def _print_inspection(console: Printer, found: Inspection, *, verbose: bool) -> None:
     for line, style in zip(inspection.headline(found), ("bold", "dim", None), strict=False):
         _print(console, line, style=style)
     _print_parts(console, inspection.contents_tables(found, verbose=verbose))
@@ -145,7 +145,7 @@ def _inspected(console: Printer, found: Inspection, *, verbose: bool) -> None:
     _print_parts(console, [inspection.globals_table(found.globals)])
 
 
-def _recorded(console: Printer, result: BaselineResult) -> None:
+def _print_baseline(console: Printer, result: BaselineResult) -> None:
     memory = result.baseline.memory
     peaks = f"tensor peak {format_bytes(memory.tensor_peak_bytes)}, allocated peak "
     line = f"{peaks}{format_bytes(memory.allocated_peak_bytes)}, step {format_seconds(memory.step_s)}"
@@ -156,10 +156,10 @@ def _recorded(console: Printer, result: BaselineResult) -> None:
         _print(console, f"at {step.name}: tensor peak {format_bytes(step.memory.tensor_peak_bytes)}")
     for note in result.notes:
         _print(console, note)
-    _written(console, [result.file])
+    _print_files(console, [result.file])
 
 
-def _optimized(console: Printer, result: OptimizeResult, *, verbose: bool) -> None:
+def _print_optimized(console: Printer, result: OptimizeResult, *, verbose: bool) -> None:
     summary = result.summary
     tables = optimization.tables(summary, verbose=verbose)
     _print_all(console, [optimization.headline(summary)], tables, spec=result.header.spec)
@@ -170,16 +170,16 @@ def _optimized(console: Printer, result: OptimizeResult, *, verbose: bool) -> No
         _print(console, line)
 
 
-def _applied(console: Printer, result: ApplyResult) -> None:
+def _print_applied(console: Printer, result: ApplyResult) -> None:
     for line in confirmation.lines(result.confirmation) if result.confirmation is not None else ():
         _print(console, line)
     for each in (*result.shorter, *([result.verification] if result.verification is not None else [])):
         for line in (optimization.verification(each), *optimization.inexact(each)):
             _print(console, line)
-    _written(console, result.files, none="nothing written")
+    _print_files(console, result.files, none="nothing written")
 
 
-def _tested(console: Printer, selftest: SelftestReport) -> None:
+def _print_selftest(console: Printer, selftest: SelftestReport) -> None:
     failed, tried = len(selftest.failed), " that was tried" if selftest.interrupted else ""
     missed = f"{failed} of {len(selftest.rows)} promises do not hold here"
     said = missed if failed else f"every promise{tried} holds here"
@@ -190,7 +190,7 @@ def _tested(console: Printer, selftest: SelftestReport) -> None:
     _print_all(console, [said, here], [table], [f"total time {format_seconds(selftest.spent_s)}"])
 
 
-def _compared(console: Printer, found: Comparison) -> None:
+def _print_comparison(console: Printer, found: Comparison) -> None:
     for line in comparison.headline(found):
         _print(console, line, style="bold")
     for part in (found, *comparison.grown(found)):
@@ -203,7 +203,7 @@ def _compared(console: Printer, found: Comparison) -> None:
         _print_block(console, comparison.reasons(part))
 
 
-def _written(console: Printer, files: Sequence[str], none: str = "") -> None:
+def _print_files(console: Printer, files: Sequence[str], none: str = "") -> None:
     for line in [f"wrote {file}" for file in files] or [none] * bool(none):
         _print(console, line)
 
@@ -218,7 +218,7 @@ def plain_text(answer: Answer) -> str:
 def _console(stream: TextIO, colours: Literal["auto"] | None = "auto") -> Console:
     """Return a console that writes to ``stream``, also in a notebook, where rich would display the text instead."""
     width = None if stream.isatty() else 1000  # rich would wrap lines in files and logs at 80 columns
-    file = cast(TextIO, guarded(stream))
+    file = cast(TextIO, guard(stream))
     return Console(file=file, width=width, highlight=False, emoji=False, color_system=colours, force_jupyter=False)
 
 

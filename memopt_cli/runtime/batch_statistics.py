@@ -47,7 +47,7 @@ from torch.overrides import TorchFunctionMode
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.lengths import config_of, segment_of
-from memopt_cli.runtime.module_state import ModuleState, name_of
+from memopt_cli.runtime.module_state import ModuleState, label_of
 from memopt_cli.runtime.norms import BATCH_NORMS, batch_norms
 from memopt_cli.runtime.private_torch import (
     buffers_of,
@@ -274,7 +274,7 @@ class _Norms(TorchFunctionMode):
         """Run a costly operator, or take its output from the pass before if that handed it on."""
         reached = self._linked.get(self._costly)
         link = None if reached is None else reached.link
-        output = call() if reached is None or link is None else _linked(_values(reached, call), link, is_seen=True)
+        output = call() if reached is None or link is None else _link(_values(reached, call), link, is_seen=True)
         # Inside a ``torch.utils.checkpoint`` of the user's own, which sets hooks on saving, no operator may be skipped:
         # the checkpoint recomputes them all in backward, and compares the numbers of tensors that they save.
         is_own = hooks_on_saving() == self._hooks
@@ -296,18 +296,18 @@ class _Norms(TorchFunctionMode):
             if running_mean is not None:
                 self._uncount(running_mean)
             self.broken_off = "catches the exception that breaks off a pass over its chunks"
-            raise _Unknown(self._reached(input, running_mean, running_var))
+            raise _Unknown(self._reached_norm(input, running_mean, running_var))
         norm = self._unused.pop(0)
         statistics, reached = norm.statistics, norm.chunks[self._index]
         if reached.source not in (None, self._source(input, reached.link)):
             self._refuse("runs other operators before a batch norm when it runs again")
         if reached.link is not None:
-            input = _linked(input.detach(), reached.link)
+            input = _link(input.detach(), reached.link)
         _update(running_mean, statistics.mean, momentum)
         _update(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
-        return _normalized(input, statistics, weight, bias, eps)
+        return _scale_and_shift(input, statistics, weight, bias, eps)
 
-    def _reached(self, input: Tensor, *running: Tensor | None) -> ReachedNorm:
+    def _reached_norm(self, input: Tensor, *running: Tensor | None) -> ReachedNorm:
         statistics, new_link = _measure(input)
         link = new_link if input.nbytes <= self._input_bytes else None
         source = self._source(input, link)
@@ -419,7 +419,7 @@ class _Linked(torch.autograd.Function):
         return None, gradient, None
 
 
-def _linked(values: Tensor, link: Tensor, *, is_seen: bool = False) -> Tensor:
+def _link(values: Tensor, link: Tensor, *, is_seen: bool = False) -> Tensor:
     """Return ``values`` with their gradient going to ``link``.
 
     ``is_seen``: the module's own code gets them and may write to them in place, which autograd forbids for a view that
@@ -437,7 +437,7 @@ def _measure(x: Tensor) -> tuple[Statistics, Tensor]:
     mean = values.mean(_other_dims(x))
     # Not ``torch.var_mean``, which takes five times as long.
     variance = (values - _by_channel(mean, x)).square_().mean(_other_dims(x))
-    statistics = Statistics(_linked(mean, mean_link), _linked(variance, variance_link), x.numel() // x.shape[1])
+    statistics = Statistics(_link(mean, mean_link), _link(variance, variance_link), x.numel() // x.shape[1])
     return statistics, link
 
 
@@ -474,7 +474,9 @@ def _other_dims(x: Tensor) -> list[int]:
     return [d for d in range(x.dim()) if d != 1]
 
 
-def _normalized(x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _scale_and_shift(
+    x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
     """Return ``(x - mean) / sqrt(variance + eps) * weight + bias``, computed as ``x * scale + shift``."""
     if statistics.count == 1:
         raise ValueError(f"batch statistics of one value per channel, in an input of shape {tuple(x.shape)}")
@@ -558,7 +560,7 @@ class Start:
 
     def _cannot(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"{name_of(self._module)} {what} before a batch norm, which cannot be undone for a second pass. Set "
+            f"{label_of(self._module)} {what} before a batch norm, which cannot be undone for a second pass. Set "
             "batch_statistics to false and chunks to 1 in the plan."
         )
 
@@ -568,6 +570,6 @@ def _check_inner_segments(module: nn.Module) -> None:
         config = None if inner is module else segment_of(inner)
         if config is not None and config.recompute and batch_norms(inner):
             raise ValueError(
-                f"{name_of(module)} gathers batch statistics over its chunks, and its {name}, which holds a "
+                f"{label_of(module)} gathers batch statistics over its chunks, and its {name}, which holds a "
                 "batch norm, is a segment of its own. Remove one of the two from the plan."
             )

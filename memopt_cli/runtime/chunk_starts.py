@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.generators import Generators
-from memopt_cli.runtime.module_state import matrices_of, name_of
+from memopt_cli.runtime.module_state import label_of, matrices_of
 from memopt_cli.runtime.state import StartingState
 
 
@@ -72,7 +72,7 @@ class ChunkStarts:
         """
         if self._generators.moved():
             raise RuntimeError(
-                f"{name_of(self._module)} draws random numbers, so its states cannot be made again. "
+                f"{label_of(self._module)} draws random numbers, so its states cannot be made again. "
                 "Set recompute_states to false in the plan."
             )
 
@@ -84,13 +84,13 @@ class ChunkStarts:
         nearest = max(start for start in self._states if start <= index)
         tensors, remembered = self._states[nearest], {index, *_halves(nearest, index)}
         for chunk in range(nearest, index):
-            tensors = self._after(chunk, tensors)
+            tensors = self._next_state(chunk, tensors)
             if chunk + 1 in remembered:
                 self._states[chunk + 1] = tensors
         self._states = {start: state for start, state in self._states.items() if start < index}
         return tensors
 
-    def _after(self, index: int, tensors: list[Tensor]) -> list[Tensor]:
+    def _next_state(self, index: int, tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors that the chunk at ``index`` leaves to the next one, when it starts from ``tensors``."""
         needs_gradient = self._chunks[index + 1].needs_gradient
         # If the next chunk starts where the first one does, its starting state holds all tensors.

@@ -29,7 +29,7 @@ from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.frozen import data_of
 from memopt_cli.runtime.lengths import config_of
-from memopt_cli.runtime.module_state import Complaint, name_of, uninitialized
+from memopt_cli.runtime.module_state import Complaint, label_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
 from memopt_cli.runtime.packing import note_joined
 from memopt_cli.runtime.places.schedule import Parcel, parcel_to
@@ -48,7 +48,7 @@ from memopt_cli.runtime.running import (
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.segment_run import Unrepeatable
-from memopt_cli.runtime.stand_ins import AbridgedCall, abridged, in_memory
+from memopt_cli.runtime.stand_ins import AbridgedCall, abridge_call, in_memory
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import Arguments, tensors_of
 from memopt_cli.runtime.unsafe import cannot_repeat, run_whole, runs_plainly, runs_whole
@@ -99,18 +99,18 @@ def _run_chunks(
     record_cut(module, config.chunks, length)
     # It may have become a segment in eval mode, where its norms were no reason to refuse it.
     if reason := norm_refusal(module, config, chunks):
-        raise ValueError(f"{name_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
+        raise ValueError(f"{label_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
     lengths = chunk_lengths(length, chunks)
     # Chunks that hand something to the next one must all run.  A dry run may replace equal chunks of other modules.
     hands_on = config.batch_statistics or config.recompute_states or _resumes(module)
-    short = None if hands_on or parcel is not None else abridged(module, lengths, config.axis, sequences)
+    short = None if hands_on or parcel is not None else abridge_call(module, lengths, config.axis, sequences)
     lengths = lengths if short is None else short.lengths(lengths)
     pieces = list(zip(*(_pieces(s, lengths, config.axis) for s in sequences), strict=True))
     call = _Call(module, forward, pieces, states, kwargs, parcel)
     try:
         if config.batch_statistics:
             return _run_passes(call)
-        return _joined(config, *_one_by_one(call, [forward] * len(pieces), short))
+        return _join_outputs(config, *_one_by_one(call, [forward] * len(pieces), short))
     except _NotInChunks as error:
         reason, undo, is_certain = str(error), error.undo, error.is_certain
     # After the except block, which would hold the traceback and with it the chunks' tensors.
@@ -158,12 +158,12 @@ def _run_passes(call: _Call) -> Any:
         raise _NotInChunks(f"gathers batch statistics over its chunks, and {refused}", lambda: None, is_certain=True)
     gathering = BatchStatistics(call.module, call.forward, tensors_of((call.pieces, call.states, call.kwargs)))
     try:
-        return _joined(config_of(call.module), *_gathered(call, gathering))
+        return _join_outputs(config_of(call.module), *_gather(call, gathering))
     except NotGathered as error:
         raise _NotInChunks(str(error), gathering.undo, is_certain=True) from None
 
 
-def _gathered(call: _Call, gathering: BatchStatistics) -> tuple[list[tuple[Any, ...]], Any]:
+def _gather(call: _Call, gathering: BatchStatistics) -> tuple[list[tuple[Any, ...]], Any]:
     """Run passes until every norm knows its statistics; return what :func:`_one_by_one` returns in the last pass.
 
     Raises :class:`NotGathered`.
@@ -255,7 +255,7 @@ class _FirstChunk:
         self._moves = Moves(call.module)
         self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
         """The arguments that are no tensors."""
-        named = _named(len(self._first), call.states, call.kwargs)
+        named = _whole_arguments(len(self._first), call.states, call.kwargs)
         self._whole = [(name, value, data_of(value)) for name, value in named]
         """Name, value and data before the chunk of each argument that every chunk gets whole, such as a cache."""
         self._start: StartingState | None = None
@@ -390,7 +390,7 @@ def _writing(name: str, value: Any) -> Complaint:
     return f"writes to {name}, a {kind}, which the next chunk would read{hint}"
 
 
-def _named(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _whole_arguments(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield name and value of each argument, except tensors, that every chunk gets whole.
 
     ``cut``: number of arguments before ``states``, which are cut.
@@ -406,8 +406,8 @@ def _has_data(piece: Sequence[Tensor]) -> bool:
     return not is_recomputing() and all(type(t) is Tensor and not t.is_meta for t in piece)
 
 
-def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) -> Any:
-    joined = tuple(_concatenated(column, config.axis) for column in columns)
+def _join_outputs(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) -> Any:
+    joined = tuple(_concatenate(column, config.axis) for column in columns)
     note_joined(joined)
     if not isinstance(output, tuple):
         return joined[0]
@@ -415,7 +415,7 @@ def _joined(config: SegmentConfig, columns: list[tuple[Any, ...]], output: Any) 
     return output._make(whole) if hasattr(output, "_make") else whole
 
 
-def _concatenated(column: tuple[Any, ...], axis: int) -> Tensor:
+def _concatenate(column: tuple[Any, ...], axis: int) -> Tensor:
     """Return the chunks in ``column`` joined, with their order of dimensions in memory (channels last, say).
 
     A later layer may draw its noise in that order.

@@ -35,13 +35,13 @@ from memopt_cli.runtime.lengths import (
     with_length_of,
 )
 from memopt_cli.runtime.lifted.module import LiftedModule
-from memopt_cli.runtime.module_state import LEARNED_KEY, SEGMENT_KEY, name_of
+from memopt_cli.runtime.module_state import LEARNED_KEY, SEGMENT_KEY, label_of
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.places.interface import DEVICE
 from memopt_cli.runtime.places.schedule import ParcelSeries, parcel_to
 from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, is_transforming, not_compiled
-from memopt_cli.runtime.refusals import misfit, misplaced, refusal, wrong_settings
+from memopt_cli.runtime.refusals import misfit, refusal, why_misplaced, wrong_settings
 from memopt_cli.runtime.running import is_checkpointed, is_in_segment, is_transformed
 from memopt_cli.runtime.runs import Chain
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of
@@ -134,7 +134,7 @@ def install_segment(module: nn.Module, config: Settings) -> None:
 def check_installed(module: nn.Module) -> None:
     """Raise :class:`ValueError` with the reason if ``module``, read from a file, has settings that do not fit it."""
     config = settings_of(module)
-    if config is not None and (reason := _first(functools.partial(misplaced, module), config)):
+    if config is not None and (reason := _first(functools.partial(why_misplaced, module), config)):
         raise ValueError(reason)
     if isinstance(config, ConfigsByLength) and (reason := misfit_by_length(module, config)):
         raise ValueError(reason)
@@ -389,7 +389,7 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
     except RuntimeError as error:
         if forbids_hooks(error):
             raise RuntimeError(
-                f"{name_of(module)} computes gradients by torch.func in its forward, which PyTorch cannot do while "
+                f"{label_of(module)} computes gradients by torch.func in its forward, which PyTorch cannot do while "
                 "what is saved there is packed; set packed to false in the plan"
             ) from error
         raise
@@ -416,7 +416,7 @@ def _stages(module: nn.Module) -> Sequence[nn.Module]:
     stages = module.__spatial_split__()  # type: ignore[operator]
     if not isinstance(stages, list | tuple) or not stages or not all(isinstance(s, nn.Module) for s in stages):
         raise TypeError(
-            f"__spatial_split__ of {name_of(module)} must return a list or tuple of modules, not {stages!r}"
+            f"__spatial_split__ of {label_of(module)} must return a list or tuple of modules, not {stages!r}"
         )
     return stages
 

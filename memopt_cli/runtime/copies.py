@@ -74,10 +74,10 @@ def restored_tensors(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
     if shared:
         needing = {id(c.shared) for c in copies.values() if c.needs_gradient}
         clones = {key: vector.detach().requires_grad_(key in needing).clone() for key, vector in shared.items()}
-    return {key: _restored(copy, clones) for key, copy in copies.items()}
+    return {key: _restored_tensor(copy, clones) for key, copy in copies.items()}
 
 
-def _restored(copy: Copy, shared: Mapping[int, Tensor]) -> Tensor:
+def _restored_tensor(copy: Copy, shared: Mapping[int, Tensor]) -> Tensor:
     if copy.shared is not None:
         view = _matching_view(shared[id(copy.shared)], copy.values, 0)
         return view if copy.needs_gradient else view.detach()

@@ -127,10 +127,10 @@ def _defer(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int) -> Tenso
     head = _Head(x, weight, bias, chunks, empty_output.dtype, _versions(x, weight, bias), _sample(weight))
     shape = (*x.shape[:-1], len(weight))
     index = torch.arange(x[..., 0].numel(), device=x.device).view(shape[:-1])
-    return _deferred(head, index.unsqueeze(-1).expand(shape), empty_output.dtype)
+    return _defer_rows(head, index.unsqueeze(-1).expand(shape), empty_output.dtype)
 
 
-def _deferred(head: _Head, index: Tensor, dtype: torch.dtype) -> Tensor:
+def _defer_rows(head: _Head, index: Tensor, dtype: torch.dtype) -> Tensor:
     output: Tensor = _Defer.apply(head.x, head.weight, head.bias, head, index, dtype)  # type: ignore[no-untyped-call]
     return output
 
@@ -275,10 +275,12 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
             if not isinstance(like, Tensor):  # ``logits.type()`` without an argument returns the name of the type
                 return like
             upwards = torch.promote_types(deferred.dtype, like.dtype) == like.dtype
-            return _deferred(head, index, like.dtype) if upwards and like.device == deferred.device else NotImplemented
+            return (
+                _defer_rows(head, index, like.dtype) if upwards and like.device == deferred.device else NotImplemented
+            )
         if func in _RESHAPES or func in _VIEWS:
-            moved = _moved(func, deferred, args, kwargs)
-            return NotImplemented if moved is None else _deferred(head, moved, deferred.dtype)
+            moved = _moved_index(func, deferred, args, kwargs)
+            return NotImplemented if moved is None else _defer_rows(head, moved, deferred.dtype)
         if func is Tensor.retain_grad and head.has_loss:
             raise RuntimeError(
                 "retain_grad is called on the output of a linear layer after its loss was formed chunk by chunk. Call "
@@ -329,7 +331,7 @@ _SHAPE_READERS |= {Tensor.is_contiguous, torch.is_floating_point, Tensor.stride,
 """Functions that never read values, so nothing is computed for them."""
 
 
-def _moved(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tensor | None:
+def _moved_index(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tensor | None:
     """Return the index of ``func(deferred, ...)``.  ``None``: some row of the result lacks a class."""
     index = deferred._index
     if func in _RESHAPES:

@@ -99,7 +99,7 @@ class _Pickler(pickle.Pickler):
         kind: Any = type(value)
         if kind is object or _is_shared(kind) or self._objects > _MAX_OBJECTS or _is_function(value):
             if hasattr(type(value), "__next__"):
-                self.uncopyable_iterator = self.uncopyable_iterator or _name_of(value)
+                self.uncopyable_iterator = self.uncopyable_iterator or _iterator_name(value)
             self.shared[id(value)] = value
             return id(value)
         if isinstance(value, _Opaque):
@@ -124,7 +124,7 @@ class _Pickler(pickle.Pickler):
             return (_itself, (_Opaque(value),)) if isinstance(reduced, str) else reduced
         except Exception:  # a class may raise anything here
             if hasattr(type(value), "__next__"):
-                self.uncopyable_iterator = self.uncopyable_iterator or _name_of(value)
+                self.uncopyable_iterator = self.uncopyable_iterator or _iterator_name(value)
             return _itself, (_Opaque(value),)
 
 
@@ -221,7 +221,7 @@ def _generator_at(_generator: Any, device: str, position: bytes) -> torch.Genera
     return copied
 
 
-def _name_of(iterator: Any) -> str:
+def _iterator_name(iterator: Any) -> str:
     if isinstance(iterator, types.GeneratorType):
         return f"the generator {iterator.__name__}"
     return f"an iterator ({type(iterator).__name__})"

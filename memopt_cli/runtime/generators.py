@@ -39,10 +39,10 @@ class Generators:
             return {_CPU: _position(_CPU)}
         positions: dict[str | torch.device, Any] = {device: _position(device) for device in self.devices}
         if self._is_outside:
-            positions["Python"] = _shared("Python", random.getstate())
+            positions["Python"] = _shared_position("Python", random.getstate())
             if "numpy" in sys.modules:
                 state = sys.modules["numpy"].random.get_state(legacy=False)
-                positions["NumPy"] = _shared("NumPy", pickle.dumps(state))
+                positions["NumPy"] = _shared_position("NumPy", pickle.dumps(state))
         return positions
 
     def restore(self, present: Generators | None = None) -> None:
@@ -139,7 +139,7 @@ def _position(device: torch.device) -> Any:
     # Not copied before it is compared: a position has 5 KB, and most have not moved.
     memory = _memory_type(position.nbytes).from_address(position.data_ptr())
     latest = _latest.get(device)
-    return latest if latest == memory else _shared(device, bytearray(memory))
+    return latest if latest == memory else _shared_position(device, bytearray(memory))
 
 
 @functools.cache
@@ -174,7 +174,7 @@ _latest: dict[str | torch.device, Any] = {}
 """Generator -> its position as read last; most have not moved when they are read next."""
 
 
-def _shared(generator: str | torch.device, position: Any) -> Any:
+def _shared_position(generator: str | torch.device, position: Any) -> Any:
     """Return ``position``, or the equal object that was read last."""
     latest = _latest.get(generator)  # read only once, since another thread may exchange it meanwhile
     if latest == position:

@@ -286,19 +286,19 @@ def _small_group(group: Mapping[str, Any], likes: dict[Tensor, Tensor]) -> dict[
     for parameter in group["params"]:
         alike = kinds[parameter.dim(), parameter.dtype, parameter.device]
         if len(alike) < _PARAMETERS_OF_A_KIND:
-            alike.append(_filled(parameter, len(alike)).requires_grad_())
+            alike.append(_filled_tensor(parameter, len(alike)).requires_grad_())
             likes[alike[-1]] = parameter
     return {**settings, "params": [parameter for alike in kinds.values() for parameter in alike]}
 
 
-def _filled(like: Tensor, seed: int) -> Tensor:
+def _filled_tensor(like: Tensor, seed: int) -> Tensor:
     shape = [min(size, _MAX_SIZE) for size in like.shape]
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return numbers.to(like.device, like.dtype)
 
 
 def _cut_state(state: Mapping[Any, dict[str, Any]], parameter: Tensor | None) -> dict[str, Any]:
-    """Return the state of ``parameter``, cut to a parameter as small as :func:`_filled` makes."""
+    """Return the state of ``parameter``, cut to a parameter as small as :func:`_filled_tensor` makes."""
     return {name: _cut(value, parameter) for name, value in state.get(parameter, {}).items()}
 
 
@@ -314,7 +314,7 @@ def _take_both(together: Optimizer, alone: Optimizer, seed: int) -> None:
     for optimizer in (together, alone):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
-            parameter.grad = _filled(parameter, 1 + seed * len(parameters) + number)
+            parameter.grad = _filled_tensor(parameter, 1 + seed * len(parameters) + number)
     step_without_hooks(together)
     for group in reversed(alone.param_groups):
         for parameter in reversed(group["params"]):

@@ -49,7 +49,7 @@ _NUMBERS = frozenset({bool, int, float, complex})
 Complaint = str
 """A text that says what is wrong with a module, as a predicate: "draws random numbers".  Empty: nothing is wrong.
 
-Whoever shows it puts the module's name (:func:`name_of`) before it.
+Whoever shows it puts the module's name (:func:`label_of`) before it.
 """
 
 
@@ -62,8 +62,8 @@ def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
     return ""
 
 
-def name_of(module: nn.Module) -> str:
-    """Return the name of ``module`` for messages: its class, and for a segment its path in the plan."""
+def label_of(module: nn.Module) -> str:
+    """Return the label of ``module`` in messages: its class, and for a segment its path in the plan."""
     return name_at(module, getattr(vars(module).get(SEGMENT_KEY), "path", ""))
 
 

@@ -88,7 +88,7 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
         return None
     if is_fake(x):
         codec_of: Callable[[Tensor], str] | None = getattr(_thread, "codec_of", None)
-        return _named(codec_of(x), x) if codec_of else None
+        return _codec_by_name(codec_of(x), x) if codec_of else None
     if x.dtype is torch.bool:
         return COMPRESSORS["bit"]
     if not is_dense(x):
@@ -116,7 +116,7 @@ def _sample(x: Tensor) -> list[float]:
     return values
 
 
-def _named(name: str, x: Tensor) -> SpikeCompressor | None:
+def _codec_by_name(name: str, x: Tensor) -> SpikeCompressor | None:
     if name == "null":
         return None
     if name == IndexCompressor.name:
@@ -168,10 +168,10 @@ class _Unpacked:
 
     def get(self) -> Tensor:
         """Return the tensor.  Raises :class:`RuntimeError` if it was modified in place since."""
-        return _unmodified(self._tensor, self._version)
+        return _require_unmodified(self._tensor, self._version)
 
 
-def _unmodified(tensor: Tensor, version: int | None) -> Tensor:
+def _require_unmodified(tensor: Tensor, version: int | None) -> Tensor:
     if version_of(tensor) != version:
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place between forward and "
@@ -299,7 +299,7 @@ class PackedSaves:
             stored = stored.stored
         if isinstance(stored, Packed | PackedAway):
             raw = fetch(stored)
-            return _unmodified(raw.data[0], raw.version)
+            return _require_unmodified(raw.data[0], raw.version)
         saved, shape, stride = stored
         assert isinstance(saved, _Saved)
         return load(saved.codec, fetch(saved.packed)).as_strided(shape, stride)

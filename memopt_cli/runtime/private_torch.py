@@ -203,14 +203,14 @@ class DryRun(FakeTensorMode):
         if func is not _GROUPED_PRODUCT or args[0].dtype == torch.bfloat16:
             return super().dispatch(func, types, args, kwargs)
         with self:
-            return _grouped(*args, **(kwargs or {}))
+            return _grouped_product(*args, **(kwargs or {}))
 
 
 _GROUPED_OUTPUT: Final = getattr(torch._meta_registrations, "_create_grouped_mm_output_tensor", None)
 _GROUPED_PRODUCT: Final = torch.ops.aten._grouped_mm.default if _GROUPED_OUTPUT is not None else None
 
 
-def _grouped(first: Tensor, second: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def _grouped_product(first: Tensor, second: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     assert _GROUPED_OUTPUT is not None
     return _GROUPED_OUTPUT(first, second, offs, out_dtype)
 
@@ -853,7 +853,7 @@ FIRST_BUCKET_BYTES: Final[int] = getattr(torch.distributed, "_DEFAULT_FIRST_BUCK
 """Maximum bytes of its first bucket, which is small so that something is reduced early."""
 
 
-def bucketed(tensors: Sequence[Tensor], limits_bytes: list[int]) -> list[list[int]]:
+def assign_buckets(tensors: Sequence[Tensor], limits_bytes: list[int]) -> list[list[int]]:
     """Return the indices of the ``tensors`` whose gradients share a bucket, for each bucket.
 
     ``limits_bytes``: the limits of the first bucket and of all other buckets.

@@ -24,7 +24,7 @@ from memopt_cli.runtime.places.interface import PLACES
 from memopt_cli.runtime.private_torch import InstanceNorm
 from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
-from memopt_cli.runtime.selective import keep_refusal, misspelled
+from memopt_cli.runtime.selective import keep_refusal, why_misspelled
 
 
 def refusal(module: nn.Module) -> str:
@@ -67,10 +67,10 @@ def _overwriting(module: nn.Module) -> str:
 
 def misfit(module: nn.Module, config: SegmentConfig) -> str:
     """Return the reason why ``config`` is wrong for ``module``."""
-    return misplaced(module, config) or keep_refusal(config.keep) or _misfit_chunks(module, config)
+    return why_misplaced(module, config) or keep_refusal(config.keep) or _misfit_chunks(module, config)
 
 
-def misplaced(module: nn.Module, config: SegmentConfig) -> str:
+def why_misplaced(module: nn.Module, config: SegmentConfig) -> str:
     """Return the reason why ``config`` is wrong for ``module``, whatever its mode and PyTorch's version.
 
     A module that is loaded gets this check alone: it may have become a segment in another mode or version.
@@ -110,7 +110,7 @@ def wrong_settings(config: SegmentConfig) -> str:
         return "recompute_states needs two chunks or more"
     if config.inexact and (config.batch_statistics or config.chunks < 2):
         return "inexact is for two chunks or more whose batch statistics are not gathered"
-    return misspelled(config.keep)
+    return why_misspelled(config.keep)
 
 
 _KINDS: Final = {bool: "true or false", int: "a whole number", str: "text", tuple: "a tuple of names of operators"}

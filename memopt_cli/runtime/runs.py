@@ -156,13 +156,13 @@ def _parts_of(module: nn.Module) -> dict[str, nn.Module]:
 def _part(parent: nn.Module, name: str) -> nn.Module:
     # Not ``get_submodule``: for an empty name it returns the module itself, and it evaluates properties.
     known = {**children_of(parent), **_runs_of(parent)}
-    part = known[name] if name in known else _spelled(parent, name)
+    part = known[name] if name in known else _run_by_name(parent, name)
     if part is None:
         raise AttributeError(f"{type(parent).__name__} has no module {name!r}")
     return part
 
 
-def _spelled(parent: nn.Module, name: str) -> Run | None:
+def _run_by_name(parent: nn.Module, name: str) -> Run | None:
     """Return the run named ``name``, ``first-last`` by its first and last child, or ``None`` without such a run."""
     names = list(children_of(parent)) if calls_in_turn(parent) else []
     for first in sorted(names, key=len):  # a name may have hyphens of its own

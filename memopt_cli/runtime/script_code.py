@@ -139,7 +139,7 @@ def parsed_code(text: str) -> ast.Module:
     return tree
 
 
-def _chained(node: ast.AST) -> int:
+def _chain_length(node: ast.AST) -> int:
     """Return the number of operators that ``node`` chains: ``a < b < c`` is one node here, and nested in PyTorch."""
     if isinstance(node, ast.BoolOp):
         return len(node.values)
@@ -166,7 +166,7 @@ def _check_depth(tree: ast.AST) -> None:
     level, depth = [tree], 0
     while level:
         depth += 1
-        if max(depth, *map(_chained, level)) > _MAX_DEPTH:
+        if max(depth, *map(_chain_length, level)) > _MAX_DEPTH:
             raise UnsafeScript(f"code nested deeper than {_MAX_DEPTH}")
         level = [inner for node in level for inner in ast.iter_child_nodes(node)]
 
@@ -298,7 +298,7 @@ class _Variables:
         self._values: dict[str, list[ast.expr]] = {}
         known = set()
         for node in ast.walk(function):
-            for target, value in _assigned(node):
+            for target, value in _assignments(node):
                 self._values.setdefault(target.id, []).append(value)
                 known.add(id(target))
         for node in ast.walk(function):
@@ -310,9 +310,11 @@ class _Variables:
         if len(cast.args) != 2 or cast.keywords:
             return False
         kind, source = cast.args
-        return _is_tagged(kind) or all(_is_optional(declared, ast.dump(kind)) for declared in self._declared(source))
+        return _is_tagged(kind) or all(
+            _is_optional(declared, ast.dump(kind)) for declared in self._declared_types(source)
+        )
 
-    def _declared(self, value: ast.expr) -> Iterator[ast.expr | None]:
+    def _declared_types(self, value: ast.expr) -> Iterator[ast.expr | None]:
         """Yield the declared type of each value that ``value`` may evaluate to.  ``None``: no type is declared.
 
         After ``y = x``, ``y`` has the types of ``x``.
@@ -335,7 +337,7 @@ class _Variables:
                     yield None
 
 
-def _assigned(node: ast.AST) -> Iterator[tuple[ast.Name, ast.expr]]:
+def _assignments(node: ast.AST) -> Iterator[tuple[ast.Name, ast.expr]]:
     """Yield each variable that the statement ``node`` sets, with its value, where the two correspond."""
     match node:
         case ast.Assign(targets=[ast.Name() as target], value=value):
@@ -414,7 +416,7 @@ def _check_displays(function: ast.FunctionDef) -> None:
     containers = {
         target.id
         for node in ast.walk(function)
-        for target, value in _assigned(node)
+        for target, value in _assignments(node)
         if not isinstance(value, ast.Constant | ast.Subscript)
     }
     displays = (node for node in ast.walk(function) if isinstance(node, ast.List | ast.Tuple))

@@ -34,7 +34,7 @@ from memopt_cli.runtime.copies import copies_of, restored_tensors
 from memopt_cli.runtime.first_calls import first_call
 from memopt_cli.runtime.learned import Learned, learned_of
 from memopt_cli.runtime.lengths import config_of
-from memopt_cli.runtime.module_state import matrices_of, name_of, uninitialized
+from memopt_cli.runtime.module_state import label_of, matrices_of, uninitialized
 from memopt_cli.runtime.places.schedule import Parcel
 from memopt_cli.runtime.private_torch import as_written, hooks_on_saving, not_compiled
 from memopt_cli.runtime.running import (
@@ -78,7 +78,7 @@ def call_checkpointed(
     if (chunk := running_chunk()) is not None:
         forward = functools.partial(within_chunk, chunk, forward)
     if torch.compiler.is_compiling():
-        return _traced(module, forward, args, kwargs)
+        return _call_traced(module, forward, args, kwargs)
     arguments = Arguments.of(args, kwargs)
     learned = learned_of(module) if learned is None else learned
     if not _can_run_again(module, arguments.tensors, learned):
@@ -122,7 +122,7 @@ def call_checkpointed(
         reason = str(error)
         lost = start.lost() or ("changed something that it did not change before" if start.is_surprised else "")
         if lost:
-            raise RuntimeError(f"{name_of(module)} {reason} and {lost}; take it out of the plan") from error
+            raise RuntimeError(f"{label_of(module)} {reason} and {lost}; take it out of the plan") from error
     run_plainly(module, reason)
     start.enter(state_tensors, arguments.others)
     # Forward may have run a backward before it failed, which added to these gradients.
@@ -207,11 +207,11 @@ def _repeat(forward: Callable[..., Any], skeleton: Any, tensors: Sequence[Tensor
     return _as_written(forward, *joined(tensors, others, skeleton))
 
 
-def _traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``forward`` in PyTorch's checkpoint, which ``torch.compile`` can trace.
 
     PyTorch leaves a forward that it cannot trace (because it writes to attributes, say) to a checkpoint that is not
-    compiled.  There :func:`_replayed` has every later run start from the state from which the first run started.
+    compiled.  There :func:`_call_replayed` has every later run start from the state from which the first run started.
     """
     tensors, skeleton = split_tensors((args, kwargs))
     if not torch.is_grad_enabled() or not needs_gradient(module, tensors):
@@ -222,13 +222,13 @@ def _traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...
         args, kwargs = join_tensors(tensors, skeleton)
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        return _replayed(module, forward, args, kwargs, starts)
+        return _call_replayed(module, forward, args, kwargs, starts)
 
     return checkpoint(call, *tensors, use_reentrant=False)
 
 
 @not_compiled
-def _replayed(
+def _call_replayed(
     module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], starts: list[Any]
 ) -> Any:
     """Call ``forward``: the first call adds its starting state to ``starts``, and later calls start from that state."""

@@ -34,7 +34,7 @@ from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.in_backward import updates_in_backward
 from memopt_cli.runtime.learned import Learned
 from memopt_cli.runtime.lengths import present_length
-from memopt_cli.runtime.module_state import Complaint, name_of
+from memopt_cli.runtime.module_state import Complaint, label_of
 from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.private_torch import (
     forbids_hooks,
@@ -71,7 +71,7 @@ class _Complete(Exception):
 
 
 class _Saved:
-    """A tensor that autograd saved in a segment, made by :func:`_saved`.
+    """A tensor that autograd saved in a segment, made by :func:`_record_of`.
 
     A call saves many, so values that few have are the class's until they are set, and there is no ``__init__``, which
     would take twice as long.
@@ -91,7 +91,7 @@ class _Saved:
     """Why backward cannot have it (forward itself has written to it later, say), or empty."""
 
 
-def _saved(run: SegmentRun | None, tensor: Tensor) -> _Saved:
+def _record_of(run: SegmentRun | None, tensor: Tensor) -> _Saved:
     """Return the record of ``tensor``, which autograd saves in ``run``."""
     saved = _Saved()
     saved.run = run
@@ -204,7 +204,7 @@ class SegmentRun:
     def _hold(self, tensor: Tensor) -> _Saved:
         if self._keeps:
             self._kept.note_save()
-        saved = _saved(self, tensor)
+        saved = _record_of(self, tensor)
         self._refs.append(ref(saved))
         return saved
 
@@ -404,7 +404,7 @@ class _Repetition:
         """Return the error for a run that differs from forward in ``how``; the module runs plainly from now on."""
         run_plainly(self._module, _DIFFERS, silently=True)
         return RuntimeError(
-            f"{name_of(self._module)} {_DIFFERS}: it {how}. Backward cannot go on in this step; from the next one on "
+            f"{label_of(self._module)} {_DIFFERS}: it {how}. Backward cannot go on in this step; from the next one on "
             "the module runs without recomputation"
         )
 
@@ -484,7 +484,7 @@ class Unused:
 
     @not_compiled
     def hold(self, tensor: Tensor) -> _Saved:
-        saved = _saved(None, tensor)
+        saved = _record_of(None, tensor)
         self._refs.append(ref(saved))
         return saved
 

@@ -61,7 +61,7 @@ def keep_refusal(names: Sequence[str]) -> str:
     return _first_refused(names, _operator_refusal)
 
 
-def misspelled(names: Sequence[str]) -> str:
+def why_misspelled(names: Sequence[str]) -> str:
     """Return why one of ``names`` is an operator of no version of PyTorch, or an empty text."""
     return _first_refused(names, lambda name: "" if _KEPT_NAME.fullmatch(name) else _NO_OPERATOR)
 
@@ -256,7 +256,7 @@ class _Calls(TorchDispatchMode):
 
     def _kept_call(self, func: Any) -> Call | None:
         """Return the call of ``func`` that is being made, if its outputs are to be kept."""
-        operator = _name_of(func)
+        operator = _operator_name(func)
         if not self._kept.counts(operator):
             return None
         self._counts[operator] += 1
@@ -270,7 +270,7 @@ class _Recording(_Calls):
         kwargs = kwargs or {}
         kept = self._kept
         if not kept.is_empty:
-            for tensor in _written(func, args, kwargs):
+            for tensor in _written_tensors(func, args, kwargs):
                 kept.copy_before_write(tensor)
         if _may_be_max_pool1d(func, args):
             kept.other_kernel = "pools in one dimension, by another kernel where outputs are kept"
@@ -331,7 +331,7 @@ def _innermost(kept: KeptOutputs | None) -> Iterator[None]:
 
 
 @functools.cache
-def _name_of(func: Any) -> str:
+def _operator_name(func: Any) -> str:
     name: str = func.name()
     return name.partition(".")[0]
 
@@ -360,7 +360,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+def _written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return _tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)])
 
 

@@ -81,7 +81,7 @@ _known: MutableMapping[nn.Module, StandIns] = WeakKeyDictionary()
 """Module -> the stand-ins of its model."""
 
 
-def abridged(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequence[Tensor]) -> AbridgedCall | None:
+def abridge_call(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequence[Tensor]) -> AbridgedCall | None:
     """Return a call of ``module`` in chunks of ``lengths`` with stand-ins.  ``None``: all chunks must run.
 
     ``pieces``: the tensors that are cut along ``axis``.

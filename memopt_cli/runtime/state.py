@@ -44,7 +44,7 @@ from memopt_cli.runtime.copies import Copy, restored_tensors, version_of
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.held import HeldSlots, HeldTensor, put_right
 from memopt_cli.runtime.learned import Known, Learned, Reading, Slot, is_object
-from memopt_cli.runtime.module_state import Complaint, matrices_of, name_of, restored
+from memopt_cli.runtime.module_state import Complaint, label_of, matrices_of, restored
 from memopt_cli.runtime.owners import Slots, is_same
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.settings import Settings
@@ -260,7 +260,7 @@ class StartingState:
         for argument, value in zip(others, copied, strict=False):
             if not put_right(argument, value):
                 raise RuntimeError(
-                    f"{name_of(self._module)} has advanced a {type(argument).__name__} that it is given, which cannot "
+                    f"{label_of(self._module)} has advanced a {type(argument).__name__} that it is given, which cannot "
                     "be put back for a recomputation; take it out of the plan"
                 )
         self._generators.restore()
@@ -307,7 +307,7 @@ class StartingState:
         for tensor, version, number in reads:
             if version_of(tensor) != version and number not in (self._received or {}):
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(tensor.shape)} that {name_of(self._module)} reads was modified in "
+                    f"a tensor of shape {tuple(tensor.shape)} that {label_of(self._module)} reads was modified in "
                     f"place between forward and backward (version {version} -> {version_of(tensor)}), so recomputing "
                     "with it would be wrong. Call backward before the in-place change, or assign a new tensor."
                 )

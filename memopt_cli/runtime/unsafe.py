@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from memopt_cli.runtime.module_state import Complaint, name_of
+from memopt_cli.runtime.module_state import Complaint, label_of
 from memopt_cli.runtime.this_thread import this_thread
 
 _moments = itertools.count(1)
@@ -40,7 +40,7 @@ def run_plainly(module: nn.Module, reason: Complaint, *, silently: bool = False)
     """
     if silently:
         _plain_since.setdefault(module, next(_moments))
-        _warnings[module] = f"{name_of(module)} {reason}: it runs without recomputation from now on"
+        _warnings[module] = f"{label_of(module)} {reason}: it runs without recomputation from now on"
         cannot_repeat()
     else:
         _note(_plain_since, module, f"{reason}, which a recomputation cannot repeat", "without recomputation")
@@ -60,7 +60,7 @@ def _note(moments: MutableMapping[nn.Module, int], module: nn.Module, reason: Co
     reaction = sys.modules[__name__.partition(".")[0]].on_unsafe
     if reaction not in _REACTIONS:
         raise ValueError(f"memopt_cli.on_unsafe is {reaction!r}; it must be one of: {', '.join(_REACTIONS)}")
-    message = f"{name_of(module)} {reason}"
+    message = f"{label_of(module)} {reason}"
     if reaction == "raise":
         raise RuntimeError(f"{message}; take this module out of the plan")
     moments[module] = next(_moments)

@@ -45,15 +45,15 @@ def variables_of(code: Code) -> tuple[Owner, ...]:
     Included are the variables of the functions and classes that it names, and the defaults and attributes of functions.
     For a Python module there are none, since it is unknown which of its names are used.
     """
-    return _searched(code)[0]
+    return _search(code)[0]
 
 
 def may_draw(code: Code) -> bool:
     """Return whether ``code``, or code that it names, names a global random generator of Python's or NumPy's."""
-    return _searched(code)[1]
+    return _search(code)[1]
 
 
-def _searched(code: Code) -> tuple[tuple[Owner, ...], bool]:
+def _search(code: Code) -> tuple[tuple[Owner, ...], bool]:
     if code not in _searches:
         search = _Search(code)
         _searches[code] = search.owners(), search.may_draw
@@ -190,10 +190,10 @@ def is_library(name: str) -> bool:
     if name.partition(".")[0] in (*sys.stdlib_module_names, "torch", "memopt_cli"):
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is not None and any(Path(file).is_relative_to(place) for place in _installed())
+    return file is not None and any(Path(file).is_relative_to(place) for place in _installed_folders())
 
 
 @functools.cache
-def _installed() -> frozenset[str]:
+def _installed_folders() -> frozenset[str]:
     paths = sysconfig.get_paths()
     return frozenset({paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()})

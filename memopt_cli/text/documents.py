@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Final
 
 import yaml
 
-from memopt_cli.errors import UsageError, shortened
+from memopt_cli.errors import UsageError, shorten
 from memopt_cli.errors import printable as printable
 from memopt_cli.text.units import MAX_DIGITS, format_bytes
 
@@ -80,7 +80,7 @@ def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
 
     Devices are refused, as they may have no end.  Raises :class:`OSError` with a reason for people.
     """
-    with _opened(path) as file:
+    with _open(path) as file:
         if most is None:
             _require_room(os.fstat(file.fileno()), path)
         data = file.read() if most is None else file.read(most + 1)
@@ -103,7 +103,7 @@ def _require_room(state: os.stat_result, path: str | os.PathLike[str]) -> None:
 
 def read_end(path: str | os.PathLike[str], most: int) -> bytes:
     """Read the last ``most`` bytes of a regular file or a pipe.  Raises :class:`OSError`."""
-    with _opened(path) as file:
+    with _open(path) as file:
         if file.seekable():
             file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         return end_of(file, most)
@@ -117,7 +117,7 @@ def end_of(file: BinaryIO, most: int) -> bytes:
     return end
 
 
-def _opened(path: str | os.PathLike[str]) -> BinaryIO:
+def _open(path: str | os.PathLike[str]) -> BinaryIO:
     try:
         return open(path, "rb", opener=_open_at_once)
     except ValueError as err:  # a null character, or half a character
@@ -234,7 +234,7 @@ def read_mapping(path: Path, hint: str = "") -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise UsageError(f"{path} must hold keys and values (key: value), not {shortened(data)}", hint=hint)
+        raise UsageError(f"{path} must hold keys and values (key: value), not {shorten(data)}", hint=hint)
     return data
 
 
@@ -371,9 +371,9 @@ def _finite(data: Any) -> Any:
 
 def _one_line(err: Exception) -> str:
     """Return the message of ``err`` on one line, shortened, since it may quote the file."""
-    return abridged(" ".join(str(err).split()) or type(err).__name__, 400)
+    return abridge(" ".join(str(err).split()) or type(err).__name__, 400)
 
 
-def abridged(text: str, most: int) -> str:
+def abridge(text: str, most: int) -> str:
     """Return the beginning and the end of ``text``, if it has more than ``most`` characters."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -61,7 +61,8 @@ def build_hint(weights: str, code_paths: Sequence[str] = ()) -> str:
         return f"Its config.json lies beside it: give the folder, {quoted_path(folder + os.sep)}."
     if builder := _builder_among(code_paths):
         return f"Name the function that builds the model: {_with_weights(builder, weights)}"
-    return f"Name the function that builds the model, as build.py:build for build() in build.py: {_filled(weights)}"
+    hint = "Name the function that builds the model, as build.py:build for build() in build.py"
+    return f"{hint}: {_suggest_weights(weights)}"
 
 
 def moved_hint(path: str, code_paths: Sequence[str] = ()) -> str:
@@ -70,7 +71,7 @@ def moved_hint(path: str, code_paths: Sequence[str] = ()) -> str:
     ``code_paths``: as for :func:`build_hint`.
     """
     builder = _builder_among(code_paths)
-    typed = _with_weights(builder, path) if builder else _filled(path)
+    typed = _with_weights(builder, path) if builder else _suggest_weights(path)
     return f"If the class was moved or renamed, its weights can be read without it: {typed}"
 
 
@@ -89,7 +90,7 @@ def _with_weights(builder: str, weights: str) -> str:
     return f"{quoted_path(builder)} `--weights {quoted_path(weights)}`"
 
 
-def _filled(weights: str) -> str:
+def _suggest_weights(weights: str) -> str:
     return f"{_with_weights('build.py:build', weights)}; {_WRITE}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from memopt_cli.errors import UsageError, shortened
+from memopt_cli.errors import UsageError, shorten
 
 Implementation = Literal["default", "for-loop", "foreach", "fused"]
 """Implementation of an optimizer's step; how much memory the step takes beside the state depends on it."""
@@ -66,7 +66,7 @@ _NOTEBOOK = re.compile(r"(.+\.ipynb)(:.*)?")
 _OWN = "Or give `file.py:function`, which takes the model and returns its optimizer."
 
 
-def name_of(class_name: str) -> str:
+def optimizer_name(class_name: str) -> str:
     """Return the name of the class of ``torch.optim`` called ``class_name``; empty if it has none here."""
     return next((name for name, (known, _) in _CLASSES.items() if known == class_name), "")
 
@@ -102,13 +102,13 @@ def parse_optimizer(text: str) -> OptimizerChoice:
     if name == "lbfgs":
         raise UsageError("lbfgs runs forward and backward within its step; memopt measures steps that do so once")
     if name not in _CLASSES:
-        raise UsageError(f"unknown optimizer {shortened(text)}", hint=f"Known: none, {', '.join(_CLASSES)}. {_OWN}")
+        raise UsageError(f"unknown optimizer {shorten(text)}", hint=f"Known: none, {', '.join(_CLASSES)}. {_OWN}")
     class_name, implementations = _CLASSES[name]
     for known in get_args(Implementation):
         if known == (implementation if colon else "default") and known in implementations:
             return NamedOptimizer(class_name, known)
     alternatives = ", ".join(f"{name}:{known}" for known in implementations[1:])
     raise UsageError(
-        f"{name} has no implementation {shortened(implementation)}",
+        f"{name} has no implementation {shorten(implementation)}",
         hint=f"Write {name}{f', {alternatives}' if alternatives else ''}.",
     )

@@ -7,12 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from memopt_cli.text.units import counted
+from memopt_cli.text.units import format_count
 
 _NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 
-def gathered(held: Mapping[str, int]) -> dict[str, int]:
+def gather_paths(held: Mapping[str, int]) -> dict[str, int]:
     """Return ``held``, path -> bytes, largest first, with paths that differ in one number alone as one row.
 
     For example ``blocks.*.mlp (×12)`` with the bytes of all twelve.
@@ -30,4 +30,4 @@ def gathered(held: Mapping[str, int]) -> dict[str, int]:
 def attributes_in_words(attributes: Sequence[str]) -> str:
     """Return paths of ``attributes`` for people, by their names: ``gradient_checkpointing of 5 modules``."""
     counts = Counter(attribute.rpartition(".")[2] for attribute in attributes)
-    return ", ".join(f"{name} of {counted(count, 'module')}" for name, count in counts.items())
+    return ", ".join(f"{name} of {format_count(count, 'module')}" for name, count in counts.items())

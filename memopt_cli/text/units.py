@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from memopt_cli.errors import UsageError, shortened
+from memopt_cli.errors import UsageError, shorten
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -27,17 +27,17 @@ def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
     """
     match = _SIZE.fullmatch(text)
     if needs_unit and match is not None and not match.group(2) and match.group(1).strip("0."):
-        raise UsageError(f"{shortened(text)} has no unit", hint=f"Write {text}MiB, or {text}B if bytes are meant.")
+        raise UsageError(f"{shorten(text)} has no unit", hint=f"Write {text}MiB, or {text}B if bytes are meant.")
     factor = _FACTORS.get((match.group(2) or "B").lower()) if match else None
     if match is None or factor is None:
         raise UsageError(f"'{text}' is not a memory size", hint="Write for example 24GiB or 512MB.")
     digits = match.group(1)
     if len(digits) > MAX_DIGITS or (size := int(Fraction(digits) * factor)) >= 2**63:
-        raise UsageError(f"{shortened(text)} is more memory than any device has")
+        raise UsageError(f"{shorten(text)} is more memory than any device has")
     return size
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Format a count: ``1 tensor``, ``2 tensors``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 

@@ -21,7 +21,7 @@ from memopt_cli.runtime.places.interface import Place, Sent
 from memopt_cli.runtime.places.schedule import place_named
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.trace.operators import is_bookkeeping, name_of
+from memopt_cli.trace.operators import is_bookkeeping, operator_name
 from memopt_cli.training.step import Step, begin, synchronize
 
 _MAX_TIMED_S, _MAX_STEPS = 1.0, 5
@@ -71,8 +71,8 @@ class Clock(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_bookkeeping(func):
             return func(*args, **(kwargs or {}))
-        output, seconds = _timed(lambda: func(*args, **(kwargs or {})), self._device)
-        self.times.append(OperatorTime(name_of(func), seconds))
+        output, seconds = _time_run(lambda: func(*args, **(kwargs or {})), self._device)
+        self.times.append(OperatorTime(operator_name(func), seconds))
         return output
 
 
@@ -114,17 +114,17 @@ def _step_s(step: Step, start: StartingState, clock: Clock | None = None) -> flo
     """Return the seconds of one step from ``start``, with its operators timed by ``clock`` if given."""
     begin(step, start)
     with clock or contextlib.nullcontext():
-        _, seconds = _timed(step.take, step.settings.device)
+        _, seconds = _time_run(step.take, step.settings.device)
     step.model.zero_grad(set_to_none=True)
     return seconds
 
 
 def seconds_of(run: Callable[[], object], device: str, *, runs: int) -> float:
     """Return the seconds of the shortest of ``runs`` calls of ``run``."""
-    return min(_timed(run, device)[1] for _ in range(runs))
+    return min(_time_run(run, device)[1] for _ in range(runs))
 
 
-def _timed(run: Callable[[], Any], device: str) -> tuple[Any, float]:
+def _time_run(run: Callable[[], Any], device: str) -> tuple[Any, float]:
     """Return the result of ``run``, and its seconds from an idle device to an idle device."""
     synchronize(device)
     started = time.perf_counter()
@@ -141,9 +141,9 @@ def packing_bytes_per_s(device: str) -> float:
     seconds = []
     for _ in range(_PACKINGS):
         flush.add_(1)  # evicts the mask from the caches
-        packed, pack_s = _timed(functools.partial(codec.compress, mask), device)
+        packed, pack_s = _time_run(functools.partial(codec.compress, mask), device)
         flush.add_(1)
-        _, unpack_s = _timed(functools.partial(codec.decompress, packed), device)
+        _, unpack_s = _time_run(functools.partial(codec.decompress, packed), device)
         seconds.append(pack_s + unpack_s)
     # The lower quartile, not the mean: other work of the machine only makes calls longer.
     return mask.nbytes / statistics.quantiles(seconds, n=4)[0]
@@ -175,7 +175,7 @@ def _rates(target: Place, device: str) -> tuple[float, float, float]:
             sent.fetch(tensor)
             sent.wait_until_fetched()
 
-        (_, sending_s), (_, fetching_s) = _timed(sent.wait_until_sent, device), _timed(fetch, device)
+        (_, sending_s), (_, fetching_s) = _time_run(sent.wait_until_sent, device), _time_run(fetch, device)
         sent.release()
         rounds += 1
         if rounds:  # not the first round, in which the file grows, or memory is pinned

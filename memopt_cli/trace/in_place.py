@@ -17,7 +17,7 @@ from torch import Tensor
 from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.private_torch import caller_beyond, is_engine, is_view
 from memopt_cli.trace.formulas import Formula, formula_at
-from memopt_cli.trace.operators import name_of
+from memopt_cli.trace.operators import operator_name
 from memopt_cli.trace.storages import Peaks, Storage, Storages
 
 
@@ -40,14 +40,14 @@ class InPlace:
     def share_of(self, func: Any, *, differentiates: bool) -> float:
         """Return the share of the result's bytes that a plain step takes; call it once, before the operator counts."""
         formula = self._formula = formula_at(self._storages.tick, self._formula) if differentiates else None
-        return 0.0 if func is _ZEROS else formula.share_of(name_of(func)) if formula else 1.0
+        return 0.0 if func is _ZEROS else formula.share_of(operator_name(func)) if formula else 1.0
 
     def replaced_bytes(self, func: Any, args: Any, output: Any) -> int:
         """Return the bytes of the storage to which a plain step would write ``output``; 0 if it makes a new one."""
         if not self._writes_in_formula(func, args) and not self._is_sum(func, args):
             return 0
         self._target, self._uncorrected_bytes = self._storages.find(args[0]), self._storages.live_bytes
-        combines = self._formula is not None and self._formula.combines(name_of(func))
+        combines = self._formula is not None and self._formula.combines(operator_name(func))
         self._forced = self._storages.find(output) if combines else None
         if self._target is None:
             return 0
@@ -72,7 +72,7 @@ class InPlace:
     def _writes_in_formula(self, func: Any, args: Any) -> bool:
         """Return whether a formula calls ``func`` where, in a plain step, it writes to its first argument."""
         formula = self._formula
-        return formula is not None and formula.writes(name_of(func)) and self._is_made_by(formula, args[0])
+        return formula is not None and formula.writes(operator_name(func)) and self._is_made_by(formula, args[0])
 
     def _is_sum(self, func: Any, args: Any) -> bool:
         """Return whether ``func`` is autograd's sum of gradients, and not a sum inside a derivative formula."""

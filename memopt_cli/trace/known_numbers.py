@@ -89,7 +89,7 @@ class NumbersKnown(TorchDispatchMode):
             for tensor in filter(_has_storage, tensors_of((args, kwargs))):
                 self._made.pop(memory_of(tensor), None)
         elif self._follows(func, args, kwargs):
-            arguments = map_leaves(self._noted, (args, kwargs))
+            arguments = map_leaves(self._note_of, (args, kwargs))
             self._note(tensors_of(result), _Made(lambda: _run(func, arguments)))
         return result
 
@@ -97,11 +97,11 @@ class NumbersKnown(TorchDispatchMode):
         """Return the result of ``func``, which fails without data, from known numbers; ``None`` if one is not known."""
         if takes := _TAKES.get(func):
             masks = [leaf for leaf in tensors_of(args[1]) if leaf.dtype is torch.bool]
-            values = [self._noted(mask).values() if self._is_known(mask) else None for mask in masks]
+            values = [self._note_of(mask).values() if self._is_known(mask) else None for mask in masks]
             return None if any(value is None for value in values) else takes(self, *args, values)
         if not self._follows(func, args, kwargs):
             return None
-        result = _run(func, map_leaves(self._noted, (args, kwargs)))
+        result = _run(func, map_leaves(self._note_of, (args, kwargs)))
         device = next(tensor.device for tensor in tensors_of((args, kwargs)))
         return map_leaves(lambda leaf: self.made_known(leaf, device) if isinstance(leaf, Tensor) else leaf, result)
 
@@ -135,7 +135,7 @@ class NumbersKnown(TorchDispatchMode):
     def _forget(self, key: int, _: object) -> None:
         self._made.pop(key, None)
 
-    def _noted(self, leaf: Any) -> Any:
+    def _note_of(self, leaf: Any) -> Any:
         """Return ``leaf``, an argument of an operator, in a form that does not keep tensors alive, for the CPU."""
         if not isinstance(leaf, Tensor):
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
@@ -189,7 +189,7 @@ class _View:
             return result.as_strided(*self._geometry).cpu()
 
 
-def _indexed(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], masks: list[Tensor]) -> Tensor:
+def _index_numbers(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], masks: list[Tensor]) -> Tensor:
     """Return ``x[indices]`` without data; ``masks`` are the values of the masks among ``indices``, in order."""
     values = iter(masks)
     places: list[Tensor | None] = []
@@ -204,7 +204,7 @@ def _indexed(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None], mas
     return taken
 
 
-def _selected(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor]) -> Tensor:
+def _select(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor]) -> Tensor:
     """Return ``x.masked_select(mask)`` without data; ``masks`` has the values of ``mask``."""
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     with unseen():
@@ -250,5 +250,5 @@ def _is_function(func: Any) -> bool:
     return "empty" not in schema_of(func).name
 
 
-_TAKES: dict[Any, Callable[..., Tensor]] = {_aten.index.Tensor: _indexed, _aten.masked_select.default: _selected}
+_TAKES: dict[Any, Callable[..., Tensor]] = {_aten.index.Tensor: _index_numbers, _aten.masked_select.default: _select}
 """Operator whose result has a size that masks decide -> a function for it that needs only the masks' values."""

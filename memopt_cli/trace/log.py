@@ -29,7 +29,7 @@ from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.collectives import Collectives, exchange_buffers, resizes_seen, staging_unseen
 from memopt_cli.trace.in_place import InPlace
-from memopt_cli.trace.operators import is_bookkeeping, name_of
+from memopt_cli.trace.operators import is_bookkeeping, operator_name
 from memopt_cli.trace.real_storages import as_on_real_tensors
 from memopt_cli.trace.storages import Peaks, Storage, Storages, has_storage, unique_bytes
 from memopt_cli.trace.workspace import Shapes, Workspaces, argument_shapes
@@ -76,7 +76,7 @@ class StorageLog(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.see(leaf, share=share)
         self._label(func, args, kwargs or {}, output)
-        workspace = self.workspaces.of(name_of(func), shapes_of(args)) if self.workspaces and share else 0
+        workspace = self.workspaces.of(operator_name(func), shapes_of(args)) if self.workspaces and share else 0
         replaced_bytes = self._in_place.replaced_bytes(func, args, output) if differentiates else 0
         self.peaks.rise(storages.tick, storages.live_bytes - replaced_bytes, workspace)
         if is_counted:

@@ -8,7 +8,7 @@ import torch
 
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.trace.log import shapes_of
-from memopt_cli.trace.operators import is_bookkeeping, name_of
+from memopt_cli.trace.operators import is_bookkeeping, operator_name
 from memopt_cli.trace.workspace import Workspaces
 
 
@@ -35,5 +35,5 @@ class Meter(TorchDispatchMode):
         torch.cuda.reset_peak_memory_stats(self._device)
         output = func(*args, **(kwargs or {}))
         peak, after = torch.cuda.max_memory_allocated(self._device), torch.cuda.memory_allocated(self._device)
-        self.workspaces.record(name_of(func), shapes_of(args), peak - max(before, after))
+        self.workspaces.record(operator_name(func), shapes_of(args), peak - max(before, after))
         return output

@@ -16,7 +16,7 @@ from memopt_cli.text.units import dtype_name
 _aten = torch.ops.aten
 
 
-def name_of(func: Any) -> str:
+def operator_name(func: Any) -> str:
     """Return the name of ``func`` without its overload: ``aten::convolution``."""
     name: str = func.name()
     return name.partition(".")[0]
@@ -81,7 +81,7 @@ def _written_names(func: Any) -> tuple[str, ...]:
         return ()
     declared = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
     if not declared and {"running_mean", "running_var"} <= {*_parameters(func)}:
-        is_forward = not name_of(func).endswith("_backward")
+        is_forward = not operator_name(func).endswith("_backward")
         return _STATISTICS if is_forward else ()
     return tuple(declared)
 

@@ -27,7 +27,7 @@ def _in_elements(args: Any, output: Any) -> Any:
     return output.new_empty(shape).resize_(())
 
 
-def _normalized(args: Any, output: Any) -> Any:
+def _normalize_layout(args: Any, output: Any) -> Any:
     """Return a batch norm's output in the CPU's layout: contiguous, or channels last if its input is."""
     return (_in_format_of(args[0], output[0]), *output[1:])
 
@@ -55,7 +55,7 @@ _BATCH_NORMS = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.
 _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.mkldnn_rnn_layer.default: with_workspace,
     _aten.mkldnn_rnn_layer_backward.default: with_two_biases,
-    **dict.fromkeys(_BATCH_NORMS, _normalized),
+    **dict.fromkeys(_BATCH_NORMS, _normalize_layout),
     _aten.native_batch_norm_backward.default: _normalized_backward,
     **dict.fromkeys(
         (

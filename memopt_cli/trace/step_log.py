@@ -29,7 +29,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import Contents, aside
 from memopt_cli.trace.lines import line_of_the_model
 from memopt_cli.trace.log import StorageLog, shapes_of
-from memopt_cli.trace.operators import draws, dtype_of, flops_of, name_of, written_tensors
+from memopt_cli.trace.operators import draws, dtype_of, flops_of, operator_name, written_tensors
 from memopt_cli.trace.recurrent import fixed_bytes
 from memopt_cli.trace.storages import Storage
 from memopt_cli.trace.workspace import Workspaces
@@ -103,9 +103,11 @@ class StepLog(StorageLog):
         if self.phase == "forward" and func is _RECURRENT and is_fake(output[3]):
             self.fixed_bytes |= dict.fromkeys(self._indices([output[3]]), fixed_bytes(args))
         arguments = tree_leaves((args, kwargs))
-        fixed = self.workspaces.fixed(name_of(func), shapes_of(args)) if self.workspaces and workspace_bytes else 0
+        fixed = (
+            self.workspaces.fixed(operator_name(func), shapes_of(args)) if self.workspaces and workspace_bytes else 0
+        )
         record = OpTrace(
-            name=name_of(func),
+            name=operator_name(func),
             phase=phase,
             module=module,
             reads=self._indices(arguments),

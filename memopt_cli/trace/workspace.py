@@ -124,7 +124,7 @@ class Workspaces:
             return 0
         key = operator, shapes
         if key not in self._cache:
-            self._cache[key] = self._scaled(operator, shapes)
+            self._cache[key] = self._scaled_bytes(operator, shapes)
         return self._cache[key]
 
     def fixed(self, operator: str, shapes: Shapes) -> int:
@@ -133,7 +133,7 @@ class Workspaces:
         runs = (run for run in self._runs[operator] if _differ_in_first(run.shapes, shapes)) if nbytes else ()
         return self.kept_bytes + min(nbytes, max((run.fixed_bytes for run in runs), default=0))
 
-    def _scaled(self, operator: str, shapes: Shapes) -> int:
+    def _scaled_bytes(self, operator: str, shapes: Shapes) -> int:
         recorded = [run for run in self._runs[operator] if run.nbytes >= MIN_BYTES]
         if not recorded:
             return 0

@@ -44,7 +44,7 @@ from memopt_cli.training.compiling import (
     stop_compiling,
 )
 from memopt_cli.training.own_checkpoints import resume, suspend, warn_if_on
-from memopt_cli.training.wrappers import unwrapped
+from memopt_cli.training.wrappers import unwrap
 
 _SEGMENT_FIELDS = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 """Fields that an entry of a plan shares with the configuration of its segment."""
@@ -85,7 +85,7 @@ def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None)
         )
     if plan.compile is not None:
         require_uncompiled(model)
-    _install_all(unwrapped(model), plan, optimizer)
+    _install_all(unwrap(model), plan, optimizer)
     return model
 
 
@@ -165,7 +165,7 @@ def plan_of(model: nn.Module) -> Plan:
     -------
     The plan that ``apply_plan`` installed; an empty one if there is none.
     """
-    model = unwrapped(model)
+    model = unwrap(model)
     in_backward = has_in_backward(model)
     installed = {path: module for path, module in named_parts(model) if settings_of(module) is not None}
     root = settings_of(model)
@@ -213,7 +213,7 @@ def remove_plan(model: nn.Module) -> nn.Module:
     The same ``model``.
     """
     remove_segments(model)
-    remove_runs(unwrapped(model))
+    remove_runs(unwrap(model))
     return model
 
 
@@ -241,7 +241,7 @@ def restoring_plan(model: nn.Module) -> Iterator[Plan]:
 
 def remove_segments(model: nn.Module) -> None:
     """Remove the segments of ``model`` like :func:`remove_plan`, but leave its runs of layers grouped."""
-    model = unwrapped(model)
+    model = unwrap(model)
     resume(model)
     remove_in_backward(model)
     stop_compiling(model)

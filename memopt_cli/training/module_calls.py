@@ -107,7 +107,7 @@ def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module)
     last = stack[-1]
     path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
-    given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected(last.module, last.inputs)}{raised_at(error)}"
+    given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
     hint = _dtype_hint(last, stack[0].inputs) or _accepted_hint(stack[0].inputs)
     return InputsRejected(f"{where} rejected its input {given}", hint=hint)
 
@@ -171,7 +171,7 @@ def _is_of_torch(module: str) -> bool:
     return module.partition(".")[0] == "torch"
 
 
-def _expected(module: nn.Module, inputs: Any) -> str:
+def _expected_input(module: nn.Module, inputs: Any) -> str:
     """Return words for the input that ``module``, a layer of PyTorch, takes; empty if its attributes do not show it."""
     takes = _taken_shape(module)
     first = next(iter(tensors_of(inputs)), None)

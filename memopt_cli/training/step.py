@@ -34,7 +34,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.training.module_calls import failed_forward, watched_modules
 from memopt_cli.training.optimizers import OptimizerMaker, no_optimizer
-from memopt_cli.training.wrappers import unwrapped
+from memopt_cli.training.wrappers import unwrap
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
 _AUTOCASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,7 +65,7 @@ class Step:
     @property
     def unwrapped_model(self) -> nn.Module:
         """The model without wrappers such as DDP, so that its modules have the paths that plans use."""
-        return unwrapped(self.model)
+        return unwrap(self.model)
 
     def forward(self) -> Any:
         """Run the model under the autocast of the step's precision, and return its output."""

@@ -42,7 +42,7 @@ WRAPPERS: Final = {
 """Qualified name of a class -> the wrapper.  FSDP2 is not among them: it changes the model itself."""
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of ``model``; ``model`` itself if it is no wrapper."""
     return split_wrappers(model)[1]
 
@@ -90,7 +90,7 @@ def compiled_notes(model: nn.Module) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
+def suspend_compilation(model: nn.Module) -> Iterator[None]:
     """Run compiled parts of ``model`` eagerly in the block, since the compiler cannot run a step without data."""
     if not any(map(is_compiled, model.modules())):  # setting a stance imports the compiler, which is slow
         yield

@@ -30,7 +30,7 @@ from memopt_cli.training.step import Step, seed_everything
 from memopt_cli.verification.effects import (
     TOLERANCE,
     DoubleThroughout,
-    cloned,
+    clone_tensors,
     copy_state,
     difference,
     effects,
@@ -61,7 +61,7 @@ def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()  # the copy must not carry this hook
-        captured.append((copy.deepcopy(module), *cloned((args, kwargs))))
+        captured.append((copy.deepcopy(module), *clone_tensors((args, kwargs))))
         raise _ReachedError
 
     handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)

@@ -27,7 +27,7 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
 from memopt_cli.training.step import SCALES, Step, is_out_of_memory, seed_everything
-from memopt_cli.verification.effects import UpdateGradients, as_leaf, copied, generators_kept, parameters_kept
+from memopt_cli.verification.effects import UpdateGradients, as_leaf, copy_tensors, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
 from memopt_cli.verification.named import (
     AttributeValues,
@@ -108,7 +108,7 @@ def _record_step(
 ) -> StepPrint:
     """Take one step on fresh copies of the inputs, and return its record; ``start`` is from before the first step."""
     leaves = map_leaves(as_leaf, (step.args, step.kwargs))
-    args, kwargs = copied(leaves)
+    args, kwargs = copy_tensors(leaves)
     current = replace(step, args=args, kwargs=kwargs)
     watch, hooks = _Watch(step.model), list[str]()
     watching = watch.recording() if watched else contextlib.nullcontext()
@@ -199,7 +199,7 @@ def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
             for key, hook in table.items():
                 if callable(hook) and not _is_of_library(hook):
                     replaced_hooks.append((table, key, hook))
-                    table[key] = _logged(hook, f"{getattr(hook, '__name__', type(hook).__name__)} of {path}", log)
+                    table[key] = _log_calls(hook, f"{getattr(hook, '__name__', type(hook).__name__)} of {path}", log)
     try:
         yield
     finally:
@@ -213,7 +213,7 @@ def _is_of_library(hook: Callable[..., Any]) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-def _logged(hook: Callable[..., Any], name: str, log: list[str]) -> Callable[..., Any]:
+def _log_calls(hook: Callable[..., Any], name: str, log: list[str]) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:
         log.append(name)
         return hook(*args, **kwargs)
@@ -270,8 +270,8 @@ class _Watch:
             operator=operator,
             path=path,
             recomputed=self._backwards > 0,
-            values=_printed(values)[0],
-            chosen=_printed(chosen)[0],
+            values=_print_tensors(values)[0],
+            chosen=_print_tensors(chosen)[0],
         )
         self.choices.append(choice)
 
@@ -287,7 +287,7 @@ class _Watch:
                 recomputed=self._backwards > 0,
                 training=module.training,
                 begun=_generator_digest(self.model),
-                inputs=_printed(inputs),
+                inputs=_print_tensors(inputs),
                 outputs=(),
                 finished=False,
                 draws=False,
@@ -297,10 +297,10 @@ class _Watch:
     def _leave(self, path: str, module: nn.Module, output: Any) -> None:
         call = self._running.pop()
         draws = _generator_digest(self.model) != call.begun
-        self.calls.append(replace(call, outputs=_printed(output), finished=output is not None, draws=draws))
+        self.calls.append(replace(call, outputs=_print_tensors(output), finished=output is not None, draws=draws))
 
 
-def _printed(value: Any) -> tuple[TensorPrint, ...]:
+def _print_tensors(value: Any) -> tuple[TensorPrint, ...]:
     return _prints({str(i): t for i, t in enumerate(tensors_of(value)) if type(t) in (Tensor, nn.Parameter)})
 
 

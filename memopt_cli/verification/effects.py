@@ -76,7 +76,7 @@ def effects(step: Step) -> dict[str, Tensor]:
 def _plain_effects(step: Step) -> dict[str, Tensor]:
     """Run the forward and backward of ``step``, and collect its outputs and the gradients of its inputs."""
     inputs = map_leaves(_fresh_leaf, (step.args, step.kwargs))
-    args, kwargs = copied(inputs)
+    args, kwargs = copy_tensors(inputs)
     step = replace(step, args=args, kwargs=kwargs)
     # TorchScript runs unoptimized, as in segments: its profiling executor has derivatives that round differently.
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def _plain_effects(step: Step) -> dict[str, Tensor]:
 
 def _own_effects(step: OwnStep) -> dict[str, Tensor]:
     """Run a user's own ``step``, and collect its outputs and the gradients that it passes to its optimizers."""
-    args, kwargs = cloned((step.args, step.kwargs))
+    args, kwargs = clone_tensors((step.args, step.kwargs))
     updates = UpdateGradients(step)
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
         output = replace(step, args=args, kwargs=kwargs).run(on_update=updates.collect)
@@ -245,12 +245,12 @@ class DoubleThroughout(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
-            return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+            return func(*map(_widen, args), **{name: _widen(value) for name, value in kwargs.items()})
         except RuntimeError as error:
             has_doubles = any(t.dtype in _NARROWER for t in tensors_of((args, kwargs)))
             if not has_doubles or func._schema.is_mutable or is_out_of_memory(error):
                 raise
-            narrow_args, narrow_kwargs = map_leaves(_narrowed, (args, kwargs))
+            narrow_args, narrow_kwargs = map_leaves(_narrow, (args, kwargs))
             with suppress(RuntimeError):
                 return in_double(func(*narrow_args, **narrow_kwargs))
             raise
@@ -294,11 +294,11 @@ def _state_in_double(state: Mapping[Any, dict[str, Any]], parameter: Any) -> dic
     return {name: value if name == "step" else in_double(value) for name, value in own_state.items()}
 
 
-def _widened(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
 
 
-def _narrowed(value: Any) -> Any:
+def _narrow(value: Any) -> Any:
     return value.to(_NARROWER.get(value.dtype, value.dtype)) if isinstance(value, Tensor) else value
 
 
@@ -311,7 +311,7 @@ def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return not difference(reference, other).name
 
 
-def cloned(value: Any) -> Any:
+def clone_tensors(value: Any) -> Any:
     """Return a copy of ``value`` with its tensors cloned, and detached from their graph."""
     return map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
 
@@ -324,7 +324,7 @@ def as_leaf(value: Any) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def copied(value: Any) -> Any:
+def copy_tensors(value: Any) -> Any:
     """Return ``value`` with clones of its tensors in their graph, which may be written in place, unlike leaves."""
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 

@@ -13,7 +13,7 @@ from memopt_cli.errors import StepError
 from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.step import Step, begin
-from memopt_cli.verification.effects import cloned, copy_model, copy_state, difference, generators_kept
+from memopt_cli.verification.effects import clone_tensors, copy_model, copy_state, difference, generators_kept
 from memopt_cli.verification.further_steps import CheckResult
 
 Install = Callable[[nn.Module, Optimizer], object]
@@ -51,7 +51,7 @@ def _state_after_updates(step: Step, install: Install) -> dict[str, Tensor]:
     install(model, optimizer)
     with generators_kept():
         for _ in range(_UPDATES):
-            args, kwargs = cloned((step.args, step.kwargs))
+            args, kwargs = clone_tensors((step.args, step.kwargs))
             copied = replace(step, model=model, optimizer=optimizer, args=args, kwargs=kwargs)
             begin(copied, start)
             copied.take()

@@ -93,7 +93,7 @@ def test_an_interrupted_one_shows_what_had_been_tried(
 def test_what_cannot_be_run_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = replace(promises._ATTENTION, model="nothing_of_that_name")
     wrong = replace(promises._ATTENTION, name="wrong", inputs="Bx3", dims={"B": 2})
-    rows = rows_of(monkeypatch, (missing, promises._optimized), (wrong, promises._phases))
+    rows = rows_of(monkeypatch, (missing, promises._test_optimize), (wrong, promises._phases))
     assert [(row.name, row.promise, row.holds) for row in rows] == [
         ("attention", "it runs", False),
         ("wrong", "it runs", False),
@@ -117,7 +117,7 @@ def test_what_cannot_be_run_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_prediction_holds_within_two_percent_or_a_workspace(
     predicted: int | str, measured: int | str, holds: bool
 ) -> None:
-    row = promises._compared(promises._ATTENTION, "its peak", predicted, measured)
+    row = promises._compare_bytes(promises._ATTENTION, "its peak", predicted, measured)
     assert row.holds is holds
     assert all(text in row.seen for text in (predicted, measured) if isinstance(text, str))
 
@@ -171,7 +171,7 @@ def test_each_row_of_a_plan_can_fail(
 ) -> None:
     summary = SimpleNamespace(verification=verification, levels=[original, planned], applied_level=2)
     monkeypatch.setattr(promises, "optimize", lambda request, **given: SimpleNamespace(summary=summary))
-    rows = rows_of(monkeypatch, (promises._ATTENTION, promises._optimized))
+    rows = rows_of(monkeypatch, (promises._ATTENTION, promises._test_optimize))
     assert [row.promise for row in rows] == [COMPUTES, ORIGINAL, PLAN, LESS]
     assert {row.promise for row in rows if not row.holds} == fails
 
@@ -211,7 +211,7 @@ def test_each_row_of_a_phase_can_fail(
     )
     session = SimpleNamespace(ask=lambda job: next(answers))
     prepared = SimpleNamespace(session=lambda: contextlib.nullcontext(session))
-    monkeypatch.setattr(promises, "_prepared", lambda case, device: prepared)
+    monkeypatch.setattr(promises, "_prepare", lambda case, device: prepared)
     rows = rows_of(monkeypatch, (promises._WITH_OPTIMIZER[0], promises._phases))
     assert [row.promise.split()[4] for row in rows] == ALL
     assert [row.promise.split()[4] for row in rows if not row.holds] == fails
@@ -220,13 +220,13 @@ def test_each_row_of_a_phase_can_fail(
 @pytest.mark.parametrize(
     ("test", "outcomes", "holds"),
     [
-        (promises._repeated, [measured(7), measured(7)], True),
-        (promises._repeated, [measured(7), measured(8)], False),
-        (promises._repeated, [NO_MEMORY, NO_MEMORY], False),
-        (promises._recommended, [measured(60)], True),
-        (promises._recommended, [measured(65)], False),
-        (promises._recommended, [measured(1)], False),
-        (promises._recommended, [NO_MEMORY], False),
+        (promises._test_repetition, [measured(7), measured(7)], True),
+        (promises._test_repetition, [measured(7), measured(8)], False),
+        (promises._test_repetition, [NO_MEMORY, NO_MEMORY], False),
+        (promises._test_recommend_batch, [measured(60)], True),
+        (promises._test_recommend_batch, [measured(65)], False),
+        (promises._test_recommend_batch, [measured(1)], False),
+        (promises._test_recommend_batch, [NO_MEMORY], False),
         (promises._too_large, [NO_MEMORY], True),
         (promises._too_large, [measured(7)], False),
         (promises._too_large, [Crashed(reason="killed", output_tail="")], False),
@@ -236,8 +236,8 @@ def test_each_row_of_a_step_can_fail(
     test: Any, outcomes: list[Any], holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = iter(outcomes)
-    monkeypatch.setattr(promises, "_prepared", lambda case, device: None)
-    monkeypatch.setattr(promises, "_measured", lambda prepared: next(left))
+    monkeypatch.setattr(promises, "_prepare", lambda case, device: None)
+    monkeypatch.setattr(promises, "_measure", lambda prepared: next(left))
     monkeypatch.setattr(promises, "recommend_batch", lambda request, **given: SimpleNamespace(batch=32))
     (row,) = rows_of(monkeypatch, (promises._ATTENTION, test))
     assert row.holds is holds

@@ -36,7 +36,7 @@ from memopt_cli.loading import bounds
 bounds.limits_process = True
 bounds._BUILD_S, bounds._BUILD_BYTES = 1, 300 << 20
 try:
-    with bounds.limited(0):
+    with bounds.bound_memory(0):
         {}
 except bounds.TooLarge as err:
     print(err)

@@ -18,7 +18,7 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.loading import exported_graph, load_model, read_file
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.description import describe
-from memopt_cli.loading.exported_graph import Call, GraphReader, Op, settled
+from memopt_cli.loading.exported_graph import Call, GraphReader, Op, settle_sizes
 from memopt_cli.loading.exported_modules import Builder, Method, Scope
 from memopt_cli.loading.pickles.described import LARGEST, items_in
 from memopt_cli.loading.script_archive import check_script_file
@@ -127,7 +127,7 @@ def test_operators_on_sizes_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) 
         return is_pure(kind, detail)
 
     monkeypatch.setattr(exported_graph, "is_pure", counted)
-    assert len(settled(_operators(1000))) == 1000
+    assert len(settle_sizes(_operators(1000))) == 1000
     assert len(looks) == 1000
 
 

@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError
 from memopt_cli.loading import load, load_model, pretrained
 from memopt_cli.loading.pretrained import _refuse_slow_names
-from memopt_cli.loading.watch import unwatched
+from memopt_cli.loading.watch import suspend_watch
 from memopt_cli.records import ModelSource
 
 
@@ -111,7 +111,7 @@ def test_an_adapter_that_changes_meanwhile_is_the_one_that_was_looked_at(
     expected, read_base = load(adapter).state_dict(), pretrained._model
 
     def read_while_it_changes(*given: Any) -> Any:
-        with unwatched():
+        with suspend_watch():
             rewrite(adapter / "adapter_config.json", lambda settings: settings.update(r=1, peft_type="XLORA"))
             (adapter / "adapter_model.safetensors").unlink()
             torch.save({}, adapter / "adapter_model.bin")

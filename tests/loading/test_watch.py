@@ -17,7 +17,7 @@ import pytest
 from accelerate.utils import patch_environment
 
 from memopt_cli.errors import UnsafeFileError
-from memopt_cli.loading.watch import unwatched, watched
+from memopt_cli.loading.watch import suspend_watch, watch_code
 
 DEEDS: dict[str, Callable[[], object]] = {
     "a program": lambda: subprocess.run(["true"], check=True),
@@ -45,27 +45,27 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", DEEDS)
 def test_what_no_model_needs_is_refused(name: str) -> None:
-    with pytest.raises(UnsafeFileError, match=r"model\.pt was not loaded") as caught, watched("model.pt"):
+    with pytest.raises(UnsafeFileError, match=r"model\.pt was not loaded") as caught, watch_code("model.pt"):
         DEEDS[name]()
     assert "--trust-pickle" in caught.value.hint
     assert {path.name: path.read_text() for path in Path.cwd().iterdir()} == {"kept": "kept"}
 
 
 def test_a_hint_is_of_use_where_it_is_given() -> None:
-    with pytest.raises(UnsafeFileError) as caught, watched("folder", "Build it in code."):
+    with pytest.raises(UnsafeFileError) as caught, watch_code("folder", "Build it in code."):
         os.system("true")
     assert caught.value.hint == "Build it in code."
 
 
 def test_asking_for_a_gpu_is_no_change_of_the_environment() -> None:
-    with watched("model.pt"), patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+    with watch_code("model.pt"), patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
-    with pytest.raises(UnsafeFileError), watched("model.pt"), patch_environment(PYTORCH_NVML_BASED="1"):
+    with pytest.raises(UnsafeFileError), watch_code("model.pt"), patch_environment(PYTORCH_NVML_BASED="1"):
         pass
 
 
 def test_it_ends_with_the_block_and_holds_in_other_threads() -> None:
-    with watched("model.pt"):
+    with watch_code("model.pt"):
         assert Path("kept").read_text() == "kept"
         worker = threading.Thread(target=lambda: refused.append(raised()))
         refused: list[type[BaseException]] = []
@@ -90,7 +90,7 @@ def test_threads_that_ran_before_are_left_alone() -> None:
     worker = threading.Thread(target=write)
     worker.start()
     started.wait()
-    with watched("model.pt"):
+    with watch_code("model.pt"):
         go.set()
         worker.join()
     assert failures == []
@@ -98,8 +98,8 @@ def test_threads_that_ran_before_are_left_alone() -> None:
 
 
 def test_what_the_user_vouched_for_does_as_it_likes() -> None:
-    with watched("model.pt"):
-        with unwatched():
+    with watch_code("model.pt"):
+        with suspend_watch():
             Path("made").write_text("x")
         with pytest.raises(UnsafeFileError):
             Path("other").write_text("x")
@@ -118,7 +118,7 @@ def test_modules_are_imported_within(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LATE", raising=False)
     monkeypatch.syspath_prepend(str(Path.cwd()))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    with watched("model.pt"):
+    with watch_code("model.pt"):
         assert importlib.import_module("late_module").value == 3
     assert not Path("__pycache__").exists()
     assert not sys.dont_write_bytecode

@@ -135,7 +135,7 @@ def test_it_has_the_folder_and_the_environment_of_its_session(
         return made
 
     one = folder("one")
-    with processes.kept(early=True), start() as outer:
+    with processes.keep_server(early=True), start() as outer:
         assert isinstance(outer.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
         assert (one / "here").read_text() == ""
         two = folder("two")
@@ -152,7 +152,7 @@ def test_a_server_lives_as_long_as_it_is_said_and_after_its_death_another_is_sta
     start: Callable[..., Session],
 ) -> None:
     """One test, for each of three servers takes long to start."""
-    with processes.kept(early=True):
+    with processes.keep_server(early=True):
         with start(steps=False) as first:
             _, kept = of(first)
         with start(steps=False) as second:
@@ -211,7 +211,7 @@ def test_a_thread_that_ends_takes_its_own_server_alone(start: Callable[..., Sess
     servers = []
 
     def work() -> None:
-        with processes.kept(), start(steps=False) as session:
+        with processes.keep_server(), start(steps=False) as session:
             servers.append(of(session)[1])
             assert Path(f"/proc/{servers[0]}").exists()
 
@@ -375,7 +375,7 @@ def test_what_steps_need_is_imported_once_for_all_where_steps_are_run(
     monkeypatch.setenv("MEMOPT_TEST", "a server of its own")
     given = InputSpec(tensors=(TensorSpec(shape=(2, 3), dtype="float32"),), source="--input")
     source = ModelSource(location="probe.py:make")
-    with processes.kept():
+    with processes.keep_server():
         for location, answer in (("refused.pt", StepFailed), ("probe.py:make", ModelFacts)):
             with Session(Subject(source=ModelSource(location=location)), 60) as session:
                 assert isinstance(session.ask(DescribeJob(spec=given)), answer)
@@ -434,7 +434,7 @@ def test_a_library_of_models_is_imported_once_for_all_that_come_after(
     given = InputSpec(tensors=(TensorSpec(shape=(2, 3), dtype="float32"),), source="--input")
     source = ModelSource(location=f"{tmp_path / 'libraries' / 'nets.py'}:make")
     who: dict[str, str] = {}
-    with processes.kept():
+    with processes.keep_server():
         with Session(Subject(source=source), 60) as session:
             child, server = of(session)
             who |= {str(child): "loads it", str(server): "the server"}
@@ -457,7 +457,7 @@ def test_the_import_of_a_library_for_all_ends_in_time(tmp_path: Path, monkeypatc
     (tmp_path / "norse/__init__.py").write_text(HANGING)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HERE", str(tmp_path))
-    with processes.kept(early=True):
+    with processes.keep_server(early=True):
         processes.import_libraries(["norse", "norse"], [str(tmp_path), *sys.path], 0.1)
         with Session(Subject(source=ModelSource(location="missing.pt")), 60) as session:
             assert isinstance(session.ask(DescribeJob(spec=None)), StepFailed)

@@ -221,8 +221,8 @@ def chunks_joined(change: Callable[[Any, Callable[[Any], Tensor]], Tensor]) -> S
     """Join chunks as ``change`` does, which is given them and the function that joins them."""
 
     def slip(patch: pytest.MonkeyPatch) -> None:
-        joined = chunked._concatenated
-        patch.setattr(chunked, "_concatenated", lambda column, axis: change(column, lambda given: joined(given, axis)))
+        joined = chunked._concatenate
+        patch.setattr(chunked, "_concatenate", lambda column, axis: change(column, lambda given: joined(given, axis)))
 
     return slip
 

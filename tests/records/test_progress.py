@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.records.progress import Progress, Span, logged
+from memopt_cli.records.progress import Progress, Span, log_progress
 
 
 class Cell:
@@ -38,7 +38,7 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
 
 
 def test_a_notebook_shows_a_bar_and_then_the_time_that_it_took(cell: Cell) -> None:
-    with logged(verbose=False) as progress:
+    with log_progress(verbose=False) as progress:
         progress.stage("level 2", Span(9.0))
         progress.update(3, 12, "split <lambda>")
         progress.update(4, None, "")
@@ -51,16 +51,16 @@ def test_a_notebook_shows_a_bar_and_then_the_time_that_it_took(cell: Cell) -> No
 
 
 def test_a_notebook_shows_nothing_of_a_job_that_begins_no_stage(cell: Cell) -> None:
-    with logged(verbose=False):
+    with log_progress(verbose=False):
         pass
     assert cell.shown == []
 
 
 def test_a_script_and_a_terminal_of_ipython_show_nothing(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["IPython"], "get_ipython", lambda: None)
-    with logged(verbose=False) as progress:
+    with log_progress(verbose=False) as progress:
         assert type(progress) is Progress
     monkeypatch.delitem(sys.modules, "IPython")
-    with logged(verbose=False) as progress:
+    with log_progress(verbose=False) as progress:
         assert type(progress) is Progress
     assert cell.shown == []

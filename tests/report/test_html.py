@@ -48,7 +48,7 @@ from memopt_cli.report.html import fastest_page, optimize_page, profile_page, re
 from memopt_cli.report.html.figure import bytes_axis
 from memopt_cli.report.html.frontier import FrontierPoint, frontier, points_of
 from memopt_cli.report.html.modules import kept_by_module, treemap_figure
-from memopt_cli.report.html.timeline import WORKSPACE, thinned, timeline, timeline_figure
+from memopt_cli.report.html.timeline import WORKSPACE, thin_out, timeline, timeline_figure
 from tests.zoo import records
 from tests.zoo.records import a_breakdown, a_header, a_module, a_row, verified
 
@@ -179,7 +179,7 @@ def long_trace(count: int = 20_000) -> StepTrace:
 @pytest.mark.slow
 def test_thinning_keeps_what_can_be_seen() -> None:
     whole = timeline(long_trace())
-    few = thinned(whole, most=200)
+    few = thin_out(whole, most=200)
     assert len(few.instants) <= 202
     exact = dict(zip(whole.instants, whole.totals, strict=True))
     assert all(exact[i] == total for i, total in zip(few.instants, few.totals, strict=True))
@@ -188,7 +188,7 @@ def test_thinning_keeps_what_can_be_seen() -> None:
         seen = [total for i, total in zip(few.instants, few.totals, strict=True) if start - 100 <= i < start + 300]
         assert max(seen) >= max(whole.totals[start : start + 200])
         assert min(seen) <= min(whole.totals[start : start + 200])
-    assert thinned(whole, most=10**6) is whole
+    assert thin_out(whole, most=10**6) is whole
 
 
 def test_hovering_tells_operator_module_phase_and_bytes() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memopt_cli.report.lines import guarded
+from memopt_cli.report.lines import guard
 from memopt_cli.text.documents import json_text
 
 COMMANDS = ["::error::x", " \t::stop-commands::x", "a\r::error::x", "##[error]x", "a ##vso[x]y", "##teamcity[x]"]
@@ -24,7 +24,7 @@ def is_obeyed(text: str) -> bool:
 def written(*pieces: str) -> str:
     stream = io.StringIO(newline="")
     for piece in pieces:
-        guarded(stream).write(piece)
+        guard(stream).write(piece)
     return stream.getvalue()
 
 
@@ -39,7 +39,7 @@ def test_commands_are_shown(text: str) -> None:
 @given(st.lists(PIECES, max_size=8))
 def test_pieces_are_as_the_whole(pieces: list[str]) -> None:
     stream = io.StringIO(newline="")
-    lines = guarded(stream)
+    lines = guard(stream)
     for piece in pieces:
         assert lines.write(piece) == len(piece)
     assert not is_obeyed(stream.getvalue())
@@ -49,13 +49,13 @@ def test_pieces_are_as_the_whole(pieces: list[str]) -> None:
 
 def test_lines_in_a_row_are_guarded_too() -> None:
     stream = io.StringIO()
-    guarded(stream).writelines(["a\n", "::error::x\n"])
+    guard(stream).writelines(["a\n", "::error::x\n"])
     assert stream.getvalue() == "a\n:\\:error::x\n"
 
 
 def test_a_command_of_our_own_holds_no_other() -> None:
     stream = io.StringIO()
-    lines = guarded(guarded(stream))  # type: ignore[arg-type]
+    lines = guard(guard(stream))  # type: ignore[arg-type]
     lines.command("error title=a::##vso[b]\n::c\n")
     lines.write("::d\n")
     assert stream.getvalue() == "::error title=a::##vso\\[b]\n:\\:c\n:\\:d\n"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from memopt_cli.text.paths import gathered
+from memopt_cli.text.paths import gather_paths
 
 
 def test_paths_that_differ_in_one_number_are_one_row() -> None:
     held = {"": 5, "blocks.0.mlp": 4, "blocks.1.mlp": 4, "blocks.0.attn": 7, "head": 6, "fc1": 1, "fc2": 1}
-    assert list(gathered(held).items()) == [
+    assert list(gather_paths(held).items()) == [
         ("blocks.*.mlp (×2)", 8),
         ("blocks.0.attn", 7),
         ("head", 6),

@@ -16,7 +16,7 @@ from memopt_cli.measure.conditions import conditions_of
 from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, MeasureJob
 from memopt_cli.pipeline.batches.recommendation import recommend_batch
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.plans.optimization import optimize
 from memopt_cli.pipeline.plans.plan_measurements import measurement_in
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
@@ -125,7 +125,7 @@ def selftest(device: str, *, progress: Progress) -> SelftestReport:
     conditions, rows = conditions_of(StepSettings(device=device)), list[SelftestRow]()
     try:
         for case, test in _tests(device):
-            rows.extend(_tried(case, test, device, progress))
+            rows.extend(_try_case(case, test, device, progress))
     except KeyboardInterrupt as err:
         if isinstance(err, Terminated) or not rows:
             raise
@@ -149,17 +149,17 @@ def _tests(device: str) -> Iterator[tuple[_Case, _Test]]:
             case = replace(case, dims={**case.dims, "B": _GPU_SAMPLES * case.dims["B"]})
         elif case.needs_gpu:
             continue
-        yield case, _optimized
+        yield case, _test_optimize
     yield from ((case, _phases) for case in _WITH_OPTIMIZER)
-    yield replace(_ATTENTION, name="a step, twice"), _repeated
-    yield replace(_ATTENTION, name="a recommended batch"), _recommended
+    yield replace(_ATTENTION, name="a step, twice"), _test_repetition
+    yield replace(_ATTENTION, name="a recommended batch"), _test_recommend_batch
     yield _Case(name="a step that does not fit", model="TooLarge", inputs="Bx64", dims={"B": 8}), _too_large
 
 
 _Test = Callable[[_Case, str], Iterator[SelftestRow]]
 
 
-def _tried(case: _Case, test: _Test, device: str, progress: Progress) -> Iterator[SelftestRow]:
+def _try_case(case: _Case, test: _Test, device: str, progress: Progress) -> Iterator[SelftestRow]:
     progress.stage(case.name)
     try:
         yield from test(case, device)
@@ -169,7 +169,7 @@ def _tried(case: _Case, test: _Test, device: str, progress: Progress) -> Iterato
         yield case.row("it runs", first_line(err), holds=False)
 
 
-def _optimized(case: _Case, device: str) -> Iterator[SelftestRow]:
+def _test_optimize(case: _Case, device: str) -> Iterator[SelftestRow]:
     request = OptimizeRequest(
         source=case.source,
         spec=case.spec,
@@ -189,7 +189,7 @@ def _optimized(case: _Case, device: str) -> Iterator[SelftestRow]:
     for what, row in (("original", original), ("plan", planned)):
         promise = f"the peak of the {what} is predicted {_WITHIN}"
         predicted = row.predicted_allocated_peak_bytes
-        yield _compared(case, promise, "not predicted" if predicted is None else predicted, _peak_of(row.outcome))
+        yield _compare_bytes(case, promise, "not predicted" if predicted is None else predicted, _peak_of(row.outcome))
     before, after = _peak_of(original.outcome), _peak_of(planned.outcome)
     holds = isinstance(before, int) and isinstance(after, int) and after < before
     yield case.row("the plan takes less", f"{_text_of(before)} → {_text_of(after)}", holds=holds)
@@ -206,7 +206,7 @@ def _text_of(peak: int | str) -> str:
     return peak if isinstance(peak, str) else format_bytes(peak)
 
 
-def _compared(case: _Case, promise: str, predicted: int | str, measured: int | str) -> SelftestRow:
+def _compare_bytes(case: _Case, promise: str, predicted: int | str, measured: int | str) -> SelftestRow:
     """Compare bytes; where ``predicted`` or ``measured`` says why they are not known, the promise does not hold."""
     holds = False
     if isinstance(predicted, int) and isinstance(measured, int):
@@ -220,37 +220,37 @@ def _compared(case: _Case, promise: str, predicted: int | str, measured: int | s
 
 def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
     """Compare the phases of a step with an optimizer, measured and predicted on tensors without data."""
-    with _prepared(case, device).session() as session:
+    with _prepare(case, device).session() as session:
         outcome = measurement_in(session.ask(MeasureJob(plan=ORIGINAL)))
-        counted = required(session.ask(CountJob(plan=ORIGINAL, fake=True)), "without data it could not be run: ")
+        counted = require_answer(session.ask(CountJob(plan=ORIGINAL, fake=True)), "without data it could not be run: ")
     predicted = {peak.phase: peak.allocated_peak_bytes for peak in counted.phases}
     measured = {peak.phase: peak.allocated_peak_bytes for peak in getattr(outcome, "phases", ())}
     without = "no such phase measured" if isinstance(outcome, Measurement) else describe(outcome)
     phases = ("forward", "backward", "update") if case.settings.clip_norm is None else get_args(Phase)
     for phase in phases:
         promise = f"the peak of its {phase} is predicted {_WITHIN}"
-        yield _compared(case, promise, predicted.get(phase, "not predicted"), measured.get(phase, without))
+        yield _compare_bytes(case, promise, predicted.get(phase, "not predicted"), measured.get(phase, without))
 
 
-def _prepared(case: _Case, device: str) -> Prepared:
+def _prepare(case: _Case, device: str) -> Prepared:
     request = ProfileRequest(source=case.source, spec=case.spec, timeout_s=_TIMEOUT_S)
     return prepare(opening_of(request, case.on(device)), progress=Progress(), ask=None)
 
 
-def _repeated(case: _Case, device: str) -> Iterator[SelftestRow]:
-    prepared = _prepared(case, device)
-    runs = (_measured(prepared) for _ in range(2))
+def _test_repetition(case: _Case, device: str) -> Iterator[SelftestRow]:
+    prepared = _prepare(case, device)
+    runs = (_measure(prepared) for _ in range(2))
     first, second = (run.tensor_peak_bytes if isinstance(run, Measurement) else describe(run) for run in runs)
     seen = f"{first} and {second}" + " bytes" * isinstance(first, int)
     yield case.row("the tensor peak repeats to the byte", seen, holds=isinstance(first, int) and first == second)
 
 
-def _measured(prepared: Prepared) -> Measurement | Failure:
+def _measure(prepared: Prepared) -> Measurement | Failure:
     """Measure a step in a subprocess of its own."""
     return measurement_in(prepared.ask(MeasureJob(plan=ORIGINAL)))
 
 
-def _recommended(case: _Case, device: str) -> Iterator[SelftestRow]:
+def _test_recommend_batch(case: _Case, device: str) -> Iterator[SelftestRow]:
     memory = _MEMORY if device == "cpu" else _GPU_MEMORY
     request = BatchRequest(
         source=case.source,
@@ -261,7 +261,7 @@ def _recommended(case: _Case, device: str) -> Iterator[SelftestRow]:
         timeout_s=_TIMEOUT_S,
     )
     batch = recommend_batch(request, progress=Progress(), ask=None).batch
-    peak = _peak_of(_measured(_prepared(replace(case, dims={**case.dims, "B": batch}), device)))
+    peak = _peak_of(_measure(_prepare(replace(case, dims={**case.dims, "B": batch}), device)))
     yield case.row(
         f"a step of it stays within {format_bytes(memory)}, and takes half of that",
         f"batch {batch}: {_text_of(peak)}",
@@ -270,6 +270,6 @@ def _recommended(case: _Case, device: str) -> Iterator[SelftestRow]:
 
 
 def _too_large(case: _Case, device: str) -> Iterator[SelftestRow]:
-    outcome = _measured(_prepared(case, device))
+    outcome = _measure(_prepare(case, device))
     seen = "a measurement" if isinstance(outcome, Measurement) else describe(outcome)
     yield case.row("running out of memory is an answer", seen, holds=isinstance(outcome, OutOfMemory))

@@ -117,7 +117,7 @@ class Audit:
         for use in self._uses:
             if use.node is not None:
                 recipe = self.recipes[use.node]
-                reason = (recipe.check(use.node, self) if recipe.check else "") or _misfilled(use.node, recipe)
+                reason = (recipe.check(use.node, self) if recipe.check else "") or _why_unfit(use.node, recipe)
                 if reason:
                     yield use.name, reason
         yield from self._misplaced_classes()
@@ -209,7 +209,7 @@ def _has_plain_hash(kind: type) -> bool:
     return issubclass(kind, enum.Enum) or kind.__hash__ in (object.__hash__, Tensor.__hash__, tuple.__hash__)
 
 
-def _misfilled(node: Built, recipe: Recipe) -> str:
+def _why_unfit(node: Built, recipe: Recipe) -> str:
     """Say what the file puts into ``node`` that an object of its kind cannot hold; empty if there is nothing."""
     if (node.items and recipe.extend is None) or (node.entries and recipe.set is None):
         return "is filled in a way that its class does not allow"

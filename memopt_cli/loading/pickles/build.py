@@ -13,7 +13,7 @@ from memopt_cli.loading.pickles.kinds.interface import Broken, Recipe
 from memopt_cli.loading.pickles.kinds.modules import check_apart, check_made
 from memopt_cli.loading.pickles.kinds.own import check_segment
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Step, Tuple, reachable
-from memopt_cli.loading.watch import unwatched
+from memopt_cli.loading.watch import suspend_watch
 from memopt_cli.runtime.lifted.module import LiftedModule, check_lifted
 from memopt_cli.runtime.lifted.program import BadProgram
 from memopt_cli.runtime.script_code import UnsafeScript
@@ -56,7 +56,7 @@ class _Builder:
             return
         try:
             recipe = self._recipes[node]
-            with unwatched() if recipe.is_vouched else contextlib.nullcontext():
+            with suspend_watch() if recipe.is_vouched else contextlib.nullcontext():
                 self._act(step, node, recipe)
         except (Broken, MemoptError, BadProgram, UnsafeScript):
             raise

@@ -17,7 +17,7 @@ from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.kinds.interface import plain_entries
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, RUNTIME
 from memopt_cli.loading.pickles.nodes import Built, Tuple, entries_of
-from memopt_cli.text.documents import abridged, quoted_flag
+from memopt_cli.text.documents import abridge, quoted_flag
 from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 
 _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
@@ -122,7 +122,7 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
         other_paths += [(*where[:depth], other) for other in entries_here if other != name]
         value = entries_here[name]
     left_out = f" Its other entries are not written with a model: {list_paths(other_paths)}." if other_paths else ""
-    return (f"{what} the entry {abridged('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
+    return (f"{what} the entry {abridge('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
 
 
 def state_dicts_in(root: Any) -> dict[Path, Any]:
@@ -236,5 +236,5 @@ def container_entries(value: Any) -> list[tuple[str, Any]]:
 
 def list_paths(paths: Collection[Path]) -> str:
     """List the first few paths of ``paths``, as keys joined by dots."""
-    names = [repr(abridged(".".join(where), _LONGEST_NAME)) for where in itertools.islice(paths, _SHOWN)]
+    names = [repr(abridge(".".join(where), _LONGEST_NAME)) for where in itertools.islice(paths, _SHOWN)]
     return ", ".join(names) + (", …" if len(paths) > _SHOWN else "")

@@ -26,7 +26,7 @@ def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
     """
     machine = Machine(scan)
     try:
-        with uncollected():
+        with suspend_collection():
             machine.run(stream)
         return Pickle(root=machine.result, steps=tuple(machine.maker.steps))
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
@@ -34,7 +34,7 @@ def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def suspend_collection() -> Iterator[None]:
     """Suspend garbage collection inside a block that makes many objects and drops few: it would only cost time."""
     collects = gc.isenabled()
     gc.disable()

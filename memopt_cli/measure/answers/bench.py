@@ -35,7 +35,7 @@ from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, begin, input_dtype, make_scaler
 from memopt_cli.training.user_step import StepModels
-from memopt_cli.training.wrappers import unwrapped
+from memopt_cli.training.wrappers import unwrap
 from memopt_cli.verification.further_steps import first_samples
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Bench:
         args, kwargs = make_inputs(spec, seed=settings.seed, device=settings.device, dtype=input_dtype(settings))
         if isinstance(self.model, StepModels):
             return OwnStep(model=self.model, args=args, kwargs=kwargs, settings=settings)
-        for note in unnamed_arguments(unwrapped(self.model), kwargs):
+        for note in unnamed_arguments(unwrap(self.model), kwargs):
             self.messages.setdefault(note)
         return Step(
             model=self.model,

@@ -19,7 +19,7 @@ from memopt_cli.measure.answers.without_data import may_need_data, may_run_in_fu
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
 from memopt_cli.records import Counted, DeviceProfile, Plan, StepTrace
-from memopt_cli.search.estimation import Lifetime, estimate, library_blocks, needed_bytes, replayed, timed
+from memopt_cli.search.estimation import Lifetime, add_seconds, estimate, library_blocks, needed_bytes, replay_lives
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.own_checkpoints import watched_checkpoints
 from memopt_cli.training.step import Step
@@ -37,7 +37,7 @@ def trace_step(bench: Bench, job: TraceJob) -> Traced:
     traced, card = _trace_step(bench, job), bench.subject.card
     if card is None:
         return traced
-    on_card = timed(traced.trace, card)
+    on_card = add_seconds(traced.trace, card)
     on_card = replace(on_card, allocated_peak_bytes=estimate(on_card, card).allocated_peak_bytes)
     return replace(traced, trace=on_card)
 
@@ -96,7 +96,7 @@ def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.A
     def allocated(lives: Iterable[trace.Life]) -> int:
         lifetimes = [Lifetime(nbytes=nbytes, born=born, died=died) for nbytes, born, died in lives]
         blocks = [*lifetimes, *library]
-        return needed_bytes(blocks, card) if to_fit else replayed(blocks, card).allocated_peak_bytes
+        return needed_bytes(blocks, card) if to_fit else replay_lives(blocks, card).allocated_peak_bytes
 
     return allocated
 

@@ -24,7 +24,7 @@ from memopt_cli.files.outputs import pair_paths
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, optimizer_state_notes
-from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, ranked
+from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, rank_pairs
 from memopt_cli.pipeline.batches.pricing import Pricing
 from memopt_cli.pipeline.batches.recommendation import accumulation_notes, batch_file, call_of, check_inputs
 from memopt_cli.pipeline.batches.scaled_models import ScaledModels
@@ -292,7 +292,7 @@ class _FastestSearch:
         )
 
     def _choose_verified(self, pairs: list[PairRun]) -> tuple[int, Verification | None]:
-        for index in ranked(pairs):
+        for index in rank_pairs(pairs):
             plan, batch = pairs[index].plan, pairs[index].batch
             if plan == ORIGINAL:
                 return index, None

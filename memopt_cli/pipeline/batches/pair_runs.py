@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.trials import Pair, Trials
 from memopt_cli.records import Accumulation, BatchProbe, PairRun
-from memopt_cli.search.batch_size.accumulation import accumulate, accumulated
+from memopt_cli.search.batch_size.accumulation import accumulate, make_accumulation
 from memopt_cli.search.batch_size.runs import Limits
 
 _TIE_SHARE = 0.01
@@ -76,7 +76,7 @@ class PairRuns:
     def accumulation(self, batch: int) -> Accumulation | None:
         """Return the passes of ``batch`` in a step of the optimizer; ``None`` for one pass and no global batch."""
         if self.global_batch is None:
-            return accumulated(batch, self.micro_batches)
+            return make_accumulation(batch, self.micro_batches)
         return Accumulation(global_batch=self.global_batch, batch=batch, steps=self._steps(batch))
 
     def _steps(self, batch: int) -> int:
@@ -97,7 +97,7 @@ def samples_per_s(batch: int, step_s: float, update_s: float, steps: int) -> flo
     return steps * batch / (steps * step_s - (steps - 1) * min(update_s, step_s))
 
 
-def ranked(pairs: list[PairRun]) -> Iterator[int]:
+def rank_pairs(pairs: list[PairRun]) -> Iterator[int]:
     """Yield the indices of usable ``pairs``, fastest first; among equally fast pairs, the simplest plan first."""
     rates = {index: pair.samples_per_s or 0.0 for index, pair in enumerate(pairs) if pair.usable}
     while rates:
@@ -109,7 +109,7 @@ def ranked(pairs: list[PairRun]) -> Iterator[int]:
 
 def finalists(pairs: list[PairRun], max_pairs: int) -> list[PairRun]:
     """Return the pairs to run again, fastest first: those so close that another run may change the winner."""
-    ranked_pairs = [pairs[index] for index in ranked(pairs)]
+    ranked_pairs = [pairs[index] for index in rank_pairs(pairs)]
     best = max((pair.samples_per_s or 0.0 for pair in ranked_pairs), default=0.0)
     short_runs = [
         pair for pair in ranked_pairs if isinstance(pair.outcome, BatchProbe) and pair.outcome.step_s < _SHORT_STEP_S
@@ -120,7 +120,7 @@ def finalists(pairs: list[PairRun], max_pairs: int) -> list[PairRun]:
 
 def best_original(pairs: list[PairRun]) -> int | None:
     """Return the index of the fastest of ``pairs`` without a plan; ``None`` if there is none."""
-    return next((index for index in ranked(pairs) if pairs[index].plan == ORIGINAL), None)
+    return next((index for index in rank_pairs(pairs) if pairs[index].plan == ORIGINAL), None)
 
 
 def _cost(pair: PairRun) -> tuple[int, bool, int, int]:

@@ -13,7 +13,7 @@ from memopt_cli.records.progress import Progress, ignore
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.interface import NotTried, Probes
 from memopt_cli.search.plan.planner import Planner
-from memopt_cli.text.units import counted, format_bytes, format_seconds
+from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Pricing:
             self.progress.update(self.priced, None, f"batch {batch} · none fits by the sums")
             return None
         step = f"a step of about {format_seconds(self.step_s(priced.plan, batch))}"
-        plan = counted(len(priced.plan.segments), "segment")
+        plan = format_count(len(priced.plan.segments), "segment")
         self.progress.update(self.priced, None, f"batch {batch} · {plan}, {format_bytes(priced.peak_bytes)}, {step}")
         return priced.plan
 

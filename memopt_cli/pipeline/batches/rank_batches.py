@@ -32,7 +32,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.memory_limit import limits_elsewhere
 from memopt_cli.search.batch_size.runs import Limits
-from memopt_cli.text.units import counted
+from memopt_cli.text.units import format_count
 
 
 def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> RanksRecommendation:
@@ -103,7 +103,7 @@ class _RanksSearch:
         """Yield a row for ``layout`` without a plan, and one under ``plan``, if there is one."""
         for candidate in [ORIGINAL] if plan is None else [ORIGINAL, plan]:
             suffix = " under the plan" if candidate is plan else ""
-            self.prepared.progress.stage(f"finding the batch that fits on {counted(layout.ranks, 'rank')}{suffix}")
+            self.prepared.progress.stage(f"finding the batch that fits on {format_count(layout.ranks, 'rank')}{suffix}")
             answer = self._find_largest(layout, candidate, self._first_batch(planned=candidate is plan))
             outcome = answer if isinstance(answer, RankBatch | NoBatchFits) else self._failed_outcome(answer)
             yield RanksRow(layout=layout, planned=candidate is plan, outcome=outcome)
@@ -128,7 +128,7 @@ class _RanksSearch:
         row = rows_without_batch[-1]
         assert isinstance(row.outcome, NoBatchFits)
         suffix = " under the plan" if row.planned else ""
-        ranks = counted(row.layout.ranks, "rank")
+        ranks = format_count(row.layout.ranks, "rank")
         more_ranks = "" if row.layout.parallel == "ddp" else "more ranks, "  # in ddp, each rank has the whole model
         raise NothingFitsError(
             f"not even batch {row.outcome.batch} of each rank{suffix} fits into {self.limits.text} on {ranks}: "

@@ -18,7 +18,7 @@ from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL, CallJob, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import check_varied, optimizer_state_notes
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
@@ -41,7 +41,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.search.batch_size.accumulation import accumulate, accumulated
+from memopt_cli.search.batch_size.accumulation import accumulate, make_accumulation
 from memopt_cli.search.batch_size.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.search.batch_size.length_strategies import read_lengths
 from memopt_cli.search.batch_size.memory_limit import limits_elsewhere, limits_of
@@ -275,7 +275,7 @@ class _BatchSearch:
         """Return the number of passes in a step of the optimizer; ``None`` for one pass and no global batch."""
         batch, global_batch = self._chosen_batch(main), self.request.global_batch
         if global_batch is None:
-            return accumulated(batch, self.request.settings.micro_batches)
+            return make_accumulation(batch, self.request.settings.micro_batches)
         return accumulate(global_batch, batch, self.request.multiple_of)
 
     def _compare(self, lengths: Sequence[int], main: Case, session: Sessions) -> tuple[LengthBatching, ...]:
@@ -292,7 +292,7 @@ class _BatchSearch:
                 self.length_runs += 1
                 self.prepared.progress.update(0, None, f"running batch {size}, {symbol}={steps}")
                 run = session().ask(ProbeJob(plan=main.plan, batch=size, dims={**main.dims, symbol: steps}))
-            return required(run, f"batch {size} of {steps} steps, which `--lengths` needs, could not be run: ")
+            return require_answer(run, f"batch {size} of {steps} steps, which `--lengths` needs, could not be run: ")
 
         batch, runnable = (
             self._chosen_batch(main),

@@ -11,7 +11,7 @@ from memopt_cli.records import UPDATE_PHASES, BatchProbe, Failure, Plan, Segment
 from memopt_cli.search.batch_size.lines import fit_line
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.interface import NotTried
-from memopt_cli.search.plan.scaled import ScaledStep, scaled
+from memopt_cli.search.plan.scaled import ScaledStep, pair_records
 from memopt_cli.search.plan.search_spaces import heads_of
 
 _MAX_UPDATE_SHARE = 0.9
@@ -92,7 +92,7 @@ class ScaledModels:
             return small
         if not isinstance(large, Traced):
             return large
-        return scaled(small.trace, large.trace) or NotTried(
+        return pair_records(small.trace, large.trace) or NotTried(
             reason="its records at the two batches have different operators"
         )
 

@@ -11,7 +11,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import BatchProbe, Failure, Measurement, Plan, describe
-from memopt_cli.search.plan.scaled import ScaledStep, scaled
+from memopt_cli.search.plan.scaled import ScaledStep, pair_records
 from memopt_cli.text.units import format_bytes, format_seconds
 
 Pair = tuple[Plan, int]
@@ -118,7 +118,7 @@ class Trials:
             batches = [batch for batch in (first_batch, 2 * first_batch) if batch in self.records]
         if len(batches) < 2:
             return None
-        return scaled(self.records[min(batches)].trace, self.records[max(batches)].trace)
+        return pair_records(self.records[min(batches)].trace, self.records[max(batches)].trace)
 
     def _why_unknown(self) -> str:
         small, large = min(self.records, default=0), max(self.records, default=0)

@@ -259,11 +259,11 @@ def _pairs(missing: _Paths, added: _Paths, before: str, after: str) -> Iterator[
     sources, targets = missing.below(before), added.below(after)
     if len(sources) <= len(targets):
         for path in sources:
-            yield path, _renamed(path, before, after)
+            yield path, _replace_prefix(path, before, after)
     else:
         for path in targets:
-            source = _renamed(path, after, before)
-            if _renamed(source, before, after) == path:
+            source = _replace_prefix(path, after, before)
+            if _replace_prefix(source, before, after) == path:
                 yield source, path
 
 
@@ -294,7 +294,7 @@ def _stems(before: str, after: str) -> tuple[str, str]:
     return ".".join(old), ".".join(new)
 
 
-def _renamed(path: str, before: str, after: str) -> str:
+def _replace_prefix(path: str, before: str, after: str) -> str:
     """Return ``path`` with ``after`` in place of ``before`` at its beginning."""
     rest = path[len(before) :].strip(".")
     return ".".join(part for part in (after, rest) if part)

@@ -20,7 +20,7 @@ from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ConditionsJob, MeasureJob, RecordJob, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.comparisons.baselines import MAX_SAVED_TENSORS, comparable_terms, compare
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.step_peaks import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.pipeline.prediction import predicted_ranks
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
@@ -65,7 +65,7 @@ def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineRes
     with step.session() as (session, rank):
         baseline = Baseline(
             header=replace(file_header(prepared), model=request.source.location),
-            conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout),
+            conditions=replace(require_answer(session.ask(ConditionsJob())), layout=request.layout),
             memory=step.memory(session, rank),
         )
     spec = prepared.subject.spec
@@ -110,7 +110,7 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) 
     header, planned_memory = file_header(prepared), replace(before.memory, plan=step.plan)
     after = replace(before, header=replace(header, model=request.source.location), memory=planned_memory)
     with prepared.session(prepared.dry_data) as session:
-        after = replace(after, conditions=replace(required(session.ask(ConditionsJob())), layout=request.layout))
+        after = replace(after, conditions=replace(require_answer(session.ask(ConditionsJob())), layout=request.layout))
     _require_same_terms(request, before, after)
     with step.session() as (session, rank):
         memory = step.memory(session, rank)
@@ -297,16 +297,18 @@ class _CheckedStep:
         trace: StepTrace | None
         if rank is None:
             self.prepared.progress.stage("measuring a step")
-            peaks = measurement = required(session.ask(MeasureJob(plan=self.plan))).measurement
+            peaks = measurement = require_answer(session.ask(MeasureJob(plan=self.plan))).measurement
             breakdown, step_s = measurement.breakdown, measurement.step_s
             trace = None
             if self.plan.compile is None:  # compiled code hides its operators and what they save
                 self.prepared.progress.stage("recording a step")
-                trace = required(session.ask(RecordJob(plan=self.plan)), "a step of the model could not be recorded: ")
+                trace = require_answer(
+                    session.ask(RecordJob(plan=self.plan)), "a step of the model could not be recorded: "
+                )
         else:
             self.prepared.progress.stage("recording a step")
             answer = session.ask(TraceJob(plan=self.plan, fake=True))
-            peaks = trace = required(answer, "a step of the rank could not be recorded: ").trace
+            peaks = trace = require_answer(answer, "a step of the rank could not be recorded: ").trace
             breakdown, step_s = rank.breakdown, 0.0
         memory = StepMemory(
             plan=self.plan,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.measure.jobs import DescribeJob, Subject
-from memopt_cli.measure.local import LocalSession, undisturbed
+from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.live.model import unimportable_functions
@@ -37,7 +37,7 @@ def prepared_factory(
     """
     obstacle = next(filter(None, (function.obstacle for function in (model, *functions))), "")
     if model.obstacle and model.function is not None:
-        with undisturbed(), built_without_data(fake_mode()):
+        with isolate_state(), built_without_data(fake_mode()):
             loaded = LoadedModel(module=model.function(), source=subject.source, format="factory", sha256=None)
             facts = facts_of(loaded, DescribeJob(inputs=False, plan=plan))
         facts = replace(facts, spec=subject.spec, batch=batch_of(subject.spec))

@@ -29,7 +29,7 @@ def on_every_rank(
     """
     if group is None:
         return optimize()
-    ranks_of, parameter_signatures = _sharded(group)
+    ranks_of, parameter_signatures = _import_agreement(group)
     with ranks_of(group, _LIMIT) as ranks, restoring_plan(model):
         ranks.require_same("model", parameter_signatures(model))
         result: Result = ranks.first(optimize)
@@ -43,7 +43,7 @@ def _replace(model: nn.Module, plan: Plan) -> None:
         apply_plan(model, plan.of_model)
 
 
-def _sharded(group: object) -> tuple[Any, Any]:
+def _import_agreement(group: object) -> tuple[Any, Any]:
     """Check ``group``, and import the functions that handle it.  Raises :class:`OptionError` if it is no group."""
     import torch.distributed as dist
 

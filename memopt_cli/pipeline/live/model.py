@@ -25,7 +25,7 @@ from memopt_cli.inputs.spec_text import format_tensor, parse_tensor
 from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.jobs import DescribeJob, Subject
-from memopt_cli.measure.local import LocalSession, undisturbed
+from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.measure.model_file import facts_of
 from memopt_cli.measure.reach import UserFunction, main_script, unreachable
 from memopt_cli.pipeline.plans.findings import Findings
@@ -50,7 +50,7 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.text.units import dtype_name
 from memopt_cli.training.apply import plan_of, remove_plan
 from memopt_cli.training.step import Step, place
-from memopt_cli.training.wrappers import compiled_notes, unwrapped
+from memopt_cli.training.wrappers import compiled_notes, unwrap
 from memopt_cli.verification.effects import as_leaf, gradients_kept
 
 Arguments = tuple[Any, ...] | Mapping[str, Any]
@@ -73,13 +73,13 @@ def prepared_model(
     Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
-    with refuse_recursion(), also_prepared_model(unwrapped(model), inputs, settings, functions) as prepared:
+    with refuse_recursion(), also_prepared_model(unwrap(model), inputs, settings, functions) as prepared:
         yield replace(prepared, notes=(*prepared.notes, *wrapper_notes(model)))
 
 
 def wrapper_notes(model: nn.Module) -> list[str]:
     """Return notes on a wrapper around ``model`` that is left out, and on parts of it that are compiled."""
-    name, wrapped = type(model).__name__, unwrapped(model)
+    name, wrapped = type(model).__name__, unwrap(model)
     left_out = [f"The step is measured without {name}, and the memory of {name} is not counted."]
     return [*(left_out if wrapped is not model else ()), *compiled_notes(wrapped)]
 
@@ -155,7 +155,7 @@ def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) 
         raise _Called
 
     model_copy.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-    with undisturbed(), contextlib.suppress(_Called):
+    with isolate_state(), contextlib.suppress(_Called):
         example_forward(model_copy)
     if not calls:
         raise OptionError(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memopt_cli.loading.factory import make_step
 from memopt_cli.measure.jobs import Subject
-from memopt_cli.measure.local import undisturbed
+from memopt_cli.measure.local import isolate_state
 from memopt_cli.measure.reach import main_script, unreachable
 from memopt_cli.pipeline.live.model import Arguments, prepare_here, save_inputs
 from memopt_cli.pipeline.prepare import Prepared
@@ -37,7 +37,7 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
         save_inputs(inputs, input_file)
         source = ModelSource(location=_location(make, name, obstacle), trust=Trust(pickle=True))
         spec = InputSpec(data_file=str(input_file), source="inputs")
-        with undisturbed():
+        with isolate_state():
             subject = Subject(source=source, spec=spec, settings=settings)
             prepared = prepare_here(subject, STEP, lambda: StepModels(make_again(), make_again), obstacle)
         yield prepared

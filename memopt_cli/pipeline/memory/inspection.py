@@ -6,7 +6,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import is_factory
 from memopt_cli.measure.jobs import InspectJob, Subject
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.records import Inspection, ModelSource
 
 _LIMIT_S = 600.0
@@ -23,4 +23,4 @@ def inspect(location: str) -> Inspection:
             f"{location} names code, which inspect does not run", hint="Give a saved file, or use memopt optimize."
         )
     with Session(Subject(source=ModelSource(location=location)), _LIMIT_S) as session:
-        return required(session.ask(InspectJob(path=location)))
+        return require_answer(session.ask(InspectJob(path=location)))

@@ -10,7 +10,7 @@ from memopt_cli.errors import StepError
 from memopt_cli.files.contents import read_plan
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.step_peaks import allocated_peak, is_alive, live_bytes, phase_peaks, saved_tensors
 from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes
 from memopt_cli.pipeline.prediction import predicted_ranks
@@ -37,7 +37,7 @@ from memopt_cli.records import (
     break_down,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.search.estimation import estimate, timed
+from memopt_cli.search.estimation import add_seconds, estimate
 from memopt_cli.text.units import format_bytes
 
 _TRUSTED_ERROR = 0.01
@@ -90,16 +90,16 @@ def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) ->
     if not request.runs and plan.has_chunks:
         notes.append("memopt does not try here whether modules can run in chunks; one that cannot runs whole.")
     if card is not None:
-        traced = replace(traced, trace=timed(traced.trace, card))
+        traced = replace(traced, trace=add_seconds(traced.trace, card))
     compiled = (
-        _compiled(prepared, replace(plan, compile=compile_plan), notes)
+        _measure_compiled(prepared, replace(plan, compile=compile_plan), notes)
         if compile_plan is not None and request.runs
         else None
     )
     return replace(_profile(prepared, plan, measurement, traced, notes, card), compiled=compiled)
 
 
-def _compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep | None:
+def _measure_compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep | None:
     """Measure the step under ``plan``, which compiles the model; ``None``, and a note, where it does not fit."""
     assert plan.compile is not None, "it compiles the model"
     prepared.progress.stage("measuring a compiled step")
@@ -107,7 +107,7 @@ def _compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep 
     if isinstance(answer, OutOfMemory):
         notes.append("The compiled step does not fit here.")
         return None
-    measured = required(answer, f"compiled by {plan.compile.backend}: ")
+    measured = require_answer(answer, f"compiled by {plan.compile.backend}: ")
     notes += broken_notes(measured)
     return CompiledStep(
         backend=plan.compile.backend,
@@ -129,7 +129,7 @@ def _measure(session: Session, plan: Plan, progress: Progress, notes: list[str])
     answer = session.ask(MeasureJob(plan=plan))
     if isinstance(answer, OutOfMemory):
         return answer
-    measured = required(answer)
+    measured = require_answer(answer)
     notes.extend(measured.not_as_planned)
     return measured.measurement
 
@@ -164,7 +164,7 @@ def record_step(
             )
             on_data = replace(job, fake=False)
             traced = session.ask(on_data) if traced.fake else replace(traced, dry_run_bytes=None)
-    traced = required(traced, "a step of the model could not be recorded: ")
+    traced = require_answer(traced, "a step of the model could not be recorded: ")
     if traced.note:
         notes.append(f"{traced.note}; {consequence}.")
     notes.extend(f"{reason}." for reason in traced.unknown)

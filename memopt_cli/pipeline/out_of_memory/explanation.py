@@ -17,7 +17,7 @@ from typing import Final
 from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import ORIGINAL, SnapshotJob, Subject, Traced, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.memory.step_peaks import allocated_peak, first_beyond, is_alive, live_bytes
 from memopt_cli.pipeline.out_of_memory.change_trials import LONGEST_STEP_S, ChangeTrials
@@ -184,7 +184,7 @@ def _fragmentation_notes(error: OutOfMemoryText | None) -> tuple[str, ...]:
 def _read_snapshot(request: ExplainRequest) -> SnapshotFacts:
     assert request.snapshot_path is not None
     with Session(Subject(source=ModelSource(location=request.snapshot_path)), request.timeout_s) as session:
-        return required(session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute()))))
+        return require_answer(session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute()))))
 
 
 def _limit_here(request: ExplainRequest, prepared: Prepared) -> tuple[int, str]:

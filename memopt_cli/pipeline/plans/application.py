@@ -8,7 +8,7 @@ from memopt_cli.errors import VerificationError
 from memopt_cli.files.contents import read_plan, read_prediction
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import DescribeJob
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.heads import heads_notes
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.plans.confirmation import confirm, differing_settings, with_predicted_settings
@@ -92,7 +92,7 @@ def _verify_all(prepared: Prepared, plan: Plan) -> list[Verification]:
 
 
 def _require_verified(prepared: Prepared, plan: Plan) -> Verification:
-    verification = required(verify(prepared, plan), "verification could not be run: ")
+    verification = require_answer(verify(prepared, plan), "verification could not be run: ")
     if not verification.passed:
         raise VerificationError(
             f"with the plan {verification.difference}, at {verification.sizes}",

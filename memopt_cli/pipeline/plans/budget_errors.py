@@ -11,7 +11,7 @@ from typing import Final
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.records import Counted, OpTrace, OutOfMemory, describe
 from memopt_cli.search.plan.dry_runs import PricedPlan
-from memopt_cli.text.paths import gathered
+from memopt_cli.text.paths import gather_paths
 from memopt_cli.text.units import format_apart, format_bytes
 
 _REASON_SHARE: Final = 0.1
@@ -120,7 +120,7 @@ def _largest_holders(smallest: Counted, named_bytes: float) -> list[tuple[str, i
         bytes_by_path: Counter[str] = Counter()
         for holder in smallest.holders:
             bytes_by_path[".".join(holder.path.split(".")[:depth])] += holder.held_bytes
-        rows = list(gathered(bytes_by_path).items())
+        rows = list(gather_paths(bytes_by_path).items())
         sums = itertools.accumulate(nbytes for _, nbytes in rows)
         count = 1 + sum(1 for total in sums if total < named_bytes)
         if count <= _MAX_HOLDERS or depth == 1:

@@ -86,7 +86,7 @@ class Climb:
             is_hopeful = _exceeds_prediction(taken) or _is_predicted_lower(rows[below], taken)
             if rows[below].plan in (ORIGINAL, taken.plan) or not is_hopeful:
                 continue
-            row, dropped = self._measured(rows[below])
+            row, dropped = self._with_measurement(rows[below])
             if dropped is not None:
                 continue
             rows[below] = row
@@ -136,7 +136,7 @@ class Climb:
 
     def measure_row(self, row: LevelRow) -> LevelRow:
         """Return ``row`` with the measurement of its plan."""
-        self.measurements.prepared.progress.stage(f"level {row.level}: measuring its plan", self._expected(row))
+        self.measurements.prepared.progress.stage(f"level {row.level}: measuring its plan", self._expected_span(row))
         return replace(row, outcome=self.measurements.measure(row.plan))
 
     def _search_levels(self) -> Iterator[LevelRow]:
@@ -187,7 +187,7 @@ class Climb:
     def _why_dropped(self, row: LevelRow) -> Dropped | None:
         return drop_by_measurement(row, self._original, self._limit)
 
-    def _measured(self, row: LevelRow) -> tuple[LevelRow, Dropped | None]:
+    def _with_measurement(self, row: LevelRow) -> tuple[LevelRow, Dropped | None]:
         """Return ``row`` with the confirmed measurement of its plan, and why the plan is dropped; ``None`` if not."""
         row = self.measurements.confirm(self.measure_row(row), self._limit)
         dropped = self._why_dropped(row)
@@ -206,7 +206,7 @@ class Climb:
         """
         planner = self.search.planner
         for share in (*_NEXT_SHARES, None):
-            row, dropped = self._measured(row)
+            row, dropped = self._with_measurement(row)
             if dropped is None or not isinstance(dropped.why, TooSlow):
                 return row
             if share is None:
@@ -230,7 +230,7 @@ class Climb:
         self._max_predicted_slowdown = 1.0
         return self._with_original(row)
 
-    def _expected(self, row: LevelRow) -> Span | None:
+    def _expected_span(self, row: LevelRow) -> Span | None:
         """Return the time that measuring ``row`` should take; ``None`` if unknown, or if its plan is empty."""
         original = self._original
         if not isinstance(original, Measurement) or row.predicted_slowdown is None or row.plan.is_empty:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import MeasureJob, Subject
 from memopt_cli.pipeline.batches.batch_probes import optimizer_state_notes
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.terms import SETTING_FLAGS, fill_in, flags_in_words, settings_naming_code
 from memopt_cli.records import Confirmation, FileHeader, Plan, PredictedStep, StepSettings
@@ -50,7 +50,7 @@ def confirm(
     """Measure the step under ``plan`` here, beside what was ``predicted``.  Raises :class:`MemoptError` if it fails."""
     prepared.progress.stage("measuring a step with the plan")
     answer = prepared.ask(MeasureJob(plan=plan))
-    measured = required(answer, "the step could not be run with the plan: ")
+    measured = require_answer(answer, "the step could not be run with the plan: ")
     measurement = measured.measurement
     device = prepared.subject.settings.device
     confirmation = Confirmation(

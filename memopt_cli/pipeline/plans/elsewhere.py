@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from memopt_cli.errors import MemoryBudgetError, NothingFitsError
 from memopt_cli.measure.jobs import ORIGINAL, TraceJob
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.plans.budget_errors import nothing_fits, require_fast
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import budget_bytes
@@ -69,7 +69,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
             rows.append(_search_plan(request, search))
         plan = rows[-1].plan
         planned_trace = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
-        planned_trace = required(planned_trace, "a step with the plan could not be recorded: ")
+        planned_trace = require_answer(planned_trace, "a step with the plan could not be recorded: ")
         of_first = None if layout is None else predict_one_rank(sessions(), layout, 0, plan)
     findings.plan, findings.applied_level = plan, rows[-1].level
     if of_first is not None:
@@ -84,7 +84,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     if request.unverified:
         notes.append(_UNVERIFIED_NOTE)
     else:
-        verification = required(verify_on_few_samples(prepared, plan), "verification could not be run: ")
+        verification = require_answer(verify_on_few_samples(prepared, plan), "verification could not be run: ")
         findings.verification = verification
         if not verification.passed:
             findings.drop(

@@ -8,7 +8,7 @@ from typing import Final
 from memopt_cli.errors import UsageError
 from memopt_cli.records import Measurement, ParetoPoint
 from memopt_cli.search.plan.dry_runs import PricedPlan
-from memopt_cli.text.units import counted, format_bytes
+from memopt_cli.text.units import format_bytes, format_count
 
 _MIN_STEP_SHARE: Final = 0.02
 """Share by which each plan on the frontier must peak lower than the plan shown before it."""
@@ -56,7 +56,7 @@ def check_pick(number: int, plans: int) -> None:
     """Raise :class:`UsageError` if a frontier of ``plans`` plans, counted from 1, has no plan ``number``."""
     if not 1 <= number <= plans:
         raise UsageError(
-            f"`--pick {number}` asks for a plan that the frontier does not have: it has {counted(plans, 'plan')}",
+            f"`--pick {number}` asks for a plan that the frontier does not have: it has {format_count(plans, 'plan')}",
             hint=f"Pick a plan from 1 to {plans}; `--frontier` alone shows them.",
         )
 

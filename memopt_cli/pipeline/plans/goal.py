@@ -31,7 +31,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.levels import KEPT
-from memopt_cli.search.plan.planner import Planner, nondominated
+from memopt_cli.search.plan.planner import Planner, nondominated_plans
 from memopt_cli.text.units import format_bytes
 
 _MAX_MEASURED = 6
@@ -179,7 +179,7 @@ class GoalSearch:
         if (rival is not None and rival.plan.is_empty) or not most_saved:
             return None
         limit = min(self._max_slowdown, math.inf if rival is None else math.nextafter(rival.slowdown, 0))
-        larger = (p for p in self._explored(target_bytes + most_saved) if p.peak_bytes > target_bytes)
+        larger = (p for p in self._explore(target_bytes + most_saved) if p.peak_bytes > target_bytes)
         candidates = [p for p in larger if p.slowdown <= limit and self.in_backward.least_of(p) <= target_bytes]
         fastest = sorted(candidates, key=lambda p: (p.slowdown, p.peak_bytes))
         for priced in [*fastest[:_MAX_IN_BACKWARD], *[p for p in fastest[_MAX_IN_BACKWARD:] if p is smallest]]:
@@ -188,7 +188,7 @@ class GoalSearch:
                 return lower_priced
         return None
 
-    def _explored(self, target_bytes: int) -> list[PricedPlan]:
+    def _explore(self, target_bytes: int) -> list[PricedPlan]:
         """Search for plans within ``target_bytes``; return all plans that have a dry run by then."""
         self._planner.within(self._level, target_bytes)
         return list(self._planner.dry_runs.up_to(self._level))
@@ -223,7 +223,7 @@ class GoalSearch:
         """Return up to ``_MAX_MEASURED + 1`` plans of the predicted frontier, from the original to the lowest peak."""
         priced_plans = clearly_smaller(self._planner.frontier(self._level, self.most_shown))
         in_backward = [priced for priced in map(self.in_backward.of, priced_plans) if priced is not None]
-        candidates = nondominated([*priced_plans[1:], *in_backward]) if in_backward else priced_plans[1:]
+        candidates = nondominated_plans([*priced_plans[1:], *in_backward]) if in_backward else priced_plans[1:]
         return spread(clearly_smaller([*priced_plans[:1], *candidates]), _MAX_MEASURED + 1)
 
     def frontier(self, priced_plans: Sequence[PricedPlan]) -> list[ParetoPoint]:

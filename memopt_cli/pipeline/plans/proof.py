@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import MeasurementError
 from memopt_cli.measure.jobs import ORIGINAL, VerifyJob
-from memopt_cli.pipeline.failures import raise_failure, required
+from memopt_cli.pipeline.failures import raise_failure, require_answer
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.narrowing import agreeing_part
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
@@ -81,7 +81,7 @@ class Prover:
             self._drop(best, NotRun(failure=verification, in_verification=True))
             best = self._without_chunks()
             verification = self.verify(best.plan)
-        verification = required(verification, "verification could not be run: ")
+        verification = require_answer(verification, "verification could not be run: ")
         if verification.passed:
             return best, verification
         self.has_failed = True

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
-from memopt_cli.pipeline.failures import required
+from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.offload_place import room_notes
@@ -87,7 +87,7 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
     )
     is_fake = traced.has_dry_runs
     answer = sessions().ask(CountJob(plan=ORIGINAL, fake=is_fake))
-    original_count = required(answer, "a step of the model could not be counted: ")
+    original_count = require_answer(answer, "a step of the model could not be counted: ")
     if isinstance(outcome, Failure):
         findings.notes.append(
             f"The original does not fit here; its peak of "

@@ -122,7 +122,7 @@ def _codecs_left_out(findings: Findings) -> list[str]:
         [path for path in findings.asked_codecs if path not in codecs] if options.modules is not None else []
     )
     no_segments = (
-        [f"x_compressor is not used by {_named(paths_without_segment)}, which is not a segment."]
+        [f"x_compressor is not used by {_quote_paths(paths_without_segment)}, which is not a segment."]
         if paths_without_segment
         else []
     )
@@ -132,16 +132,17 @@ def _codecs_left_out(findings: Findings) -> list[str]:
 def _codec_left_out(paths: list[str], misfit: str) -> str:
     if misfit:
         return (
-            f"x_compressor is not used by {_named(paths)}: {misfit}. decompress(packed), or decompress(packed, shape), "
+            f"x_compressor is not used by {_quote_paths(paths)}: {misfit}. "
+            "decompress(packed), or decompress(packed, shape), "
             "must return the tensor that compress(x) was given, in its dtype and shape."
         )
     return (
-        f"x_compressor is not used by {_named(paths)}: it does not make all their inputs in this step smaller "
+        f"x_compressor is not used by {_quote_paths(paths)}: it does not make all their inputs in this step smaller "
         "without loss, so a segment stores them as they are."
     )
 
 
-def _named(paths: list[str]) -> str:
+def _quote_paths(paths: list[str]) -> str:
     return format_some([f"'{path or '(root)'}'" for path in paths])
 
 

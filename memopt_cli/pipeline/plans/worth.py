@@ -32,7 +32,7 @@ def drop_by_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdow
     if plan.is_empty:
         return None
     reason = _saves_too_little(peak_bytes, original_bytes, slowdown, is_predicted=True)
-    return _dropped(plan, reason, peak_bytes, original_bytes)
+    return _make_dropped(plan, reason, peak_bytes, original_bytes)
 
 
 def drop_by_measurement(row: LevelRow, original: Measurement | Failure, most_slowdown: float) -> Dropped | None:
@@ -53,8 +53,8 @@ def drop_by_measurement(row: LevelRow, original: Measurement | Failure, most_slo
     slowdown = outcome.slowdown(original)
     too_slow = TooSlow(slowdown=slowdown, most=most_slowdown, error=outcome.slowdown_error, waited=outcome.waited)
     if too_slow.upper > most_slowdown:
-        return _dropped(row.plan, too_slow, *peaks)
-    return _dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)
+        return _make_dropped(row.plan, too_slow, *peaks)
+    return _make_dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)
 
 
 def beaten_by_own(
@@ -87,10 +87,10 @@ def beaten_by_own(
         own_bytes=own.allocated_peak_bytes, own_s=own.step_s, step_s=planned.step_s, budget_bytes=budget_bytes
     )
     peaks = planned.allocated_peak_bytes, original.allocated_peak_bytes
-    return _dropped(row.plan, reason, *peaks)
+    return _make_dropped(row.plan, reason, *peaks)
 
 
-def _dropped(plan: Plan, reason: Reason | None, peak_bytes: int, original_bytes: int) -> Dropped | None:
+def _make_dropped(plan: Plan, reason: Reason | None, peak_bytes: int, original_bytes: int) -> Dropped | None:
     if reason is None:
         return None
     return Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=reason)

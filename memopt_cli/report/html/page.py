@@ -135,14 +135,14 @@ def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
     if isinstance(after, Measurement):
         base = before if isinstance(before, Measurement) else None
         before_bytes, before_s = (base.allocated_peak_bytes, base.step_s) if base else (None, None)
-        yield "allocated peak", *_compared(before_bytes, after.allocated_peak_bytes, format_bytes)
+        yield "allocated peak", *_compare(before_bytes, after.allocated_peak_bytes, format_bytes)
         if after.elsewhere_bytes:
             yield "waiting elsewhere", format_bytes(after.elsewhere_bytes), "at most, until backward"
-        yield "step", *_compared(before_s, after.step_s, format_seconds)
+        yield "step", *_compare(before_s, after.step_s, format_seconds)
     if summary.verification:
         applied = str(summary.applied_level) if summary.is_applied else "none"
         yield "level applied", applied, f"{summary.requested_level} asked for"
-        yield _verified(summary.verification)
+        yield _verification_tile(summary.verification)
     else:
         yield "applied", "nothing", "choose a plan with `--pick N` or `--budget`"
 
@@ -157,10 +157,10 @@ def _fastest_tiles(training: FastestTraining) -> Iterable[Tile]:
     if isinstance(answer.outcome, BatchProbe):
         yield "allocated peak", format_bytes(answer.outcome.allocated_peak_bytes), f"limit: {training.limit}"
     if training.verification is not None:
-        yield _verified(training.verification)
+        yield _verification_tile(training.verification)
 
 
-def _verified(verification: Verification) -> Tile:
+def _verification_tile(verification: Verification) -> Tile:
     allowed = "bit for bit" if verification.exact else f"within {verification.tolerance:.0e}"
     value = "passed" if verification.passed else "failed"
     remark = f"{verification.compared} tensors, {allowed}, at {verification.sizes}"
@@ -169,7 +169,7 @@ def _verified(verification: Verification) -> Tile:
     return "verification", value, remark
 
 
-def _compared(before: float | None, after: float, in_words: Callable[[float], str]) -> tuple[str, str]:
+def _compare(before: float | None, after: float, in_words: Callable[[float], str]) -> tuple[str, str]:
     """Return both numbers as text, and the ratio of ``after`` to ``before``."""
     if before is None:
         return f"does not run → {in_words(after)}", ""

@@ -63,7 +63,7 @@ def _running(changes: Sequence[int]) -> Iterator[int]:
         yield total
 
 
-def thinned(line: Timeline, most: int = _POINTS) -> Timeline:
+def thin_out(line: Timeline, most: int = _POINTS) -> Timeline:
     """Return ``line`` at about ``most`` instants: the largest and the smallest total of each stretch are kept."""
     totals, count = line.totals, len(line.instants)
     if count <= most:
@@ -82,7 +82,7 @@ def thinned(line: Timeline, most: int = _POINTS) -> Timeline:
 
 def timeline_figure(trace: StepTrace, line: Timeline, *, top_bytes: int) -> Figure:
     """Return the stacked plot, its axis up to ``top_bytes``; hovering shows operator, module, phase and bytes."""
-    line = thinned(line)
+    line = thin_out(line)
     totals = line.totals
     common = {"x": line.instants, "type": "scatter", "line": {"shape": "hvh", "width": 0}}
     areas = [
@@ -106,7 +106,7 @@ def timeline_figure(trace: StepTrace, line: Timeline, *, top_bytes: int) -> Figu
         "y": totals,
         "mode": "lines",
         "line": {"shape": "hvh", "width": 1, "color": "#888"},
-        "text": [_described(trace, i, total) for i, total in zip(line.instants, totals, strict=True)],
+        "text": [_describe(trace, i, total) for i, total in zip(line.instants, totals, strict=True)],
         "hovertemplate": "%{text}<extra></extra>",
     }
     peak = totals.index(max(totals))
@@ -129,7 +129,7 @@ def timeline_figure(trace: StepTrace, line: Timeline, *, top_bytes: int) -> Figu
     return {"data": [*areas, outline], "layout": layout}
 
 
-def _described(trace: StepTrace, instant: int, total: int) -> str:
+def _describe(trace: StepTrace, instant: int, total: int) -> str:
     """Return the text at ``instant``: ``<b>560.7 MiB</b> in backward`` and, below, the operator and its module."""
     if instant < 0:
         return f"<b>{format_bytes(total)}</b> before the step"

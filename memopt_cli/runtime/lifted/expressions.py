@@ -100,7 +100,7 @@ class Expressions:
             "tuple": lambda: f"({listed()},)" if len(operands) == 1 else f"({listed()})",
             "list": lambda: f"[{listed()}]",
             "dict": lambda: f"{{{pairs()}}}",
-            "named": lambda: self._named(detail, operands),
+            "named": lambda: self._named_tuple(detail, operands),
             "unpack": listed,
             "item": lambda: f"{self._operand(operands[0])}[{detail}]",
             "slice": lambda: f"{self._operand(operands[0])}[{detail[0]}:{detail[1]}]",
@@ -167,7 +167,7 @@ class Expressions:
         name = "" if path and method == "forward" else f".{method}"
         return f"{_path(path)}{name}({', '.join(arguments)})"
 
-    def _named(self, detail: tuple[str, tuple[str, ...]], operands: tuple[Any, ...]) -> str:
+    def _named_tuple(self, detail: tuple[str, tuple[str, ...]], operands: tuple[Any, ...]) -> str:
         name, fields = detail
         self._names[tuple_name(name)] = collections.namedtuple(name, fields)
         return f"{tuple_name(name)}({', '.join(map(self.text, operands))})"

@@ -108,7 +108,7 @@ class _Writer:
         nodes, results = block[1], block[2]
         places = self.layout.places(block, tail=tail)
         last = max((i for i, n in enumerate(nodes) if places[i] == i and n[0] not in ATOMS), default=-1)
-        needed = self._needed(block, places, outer)
+        needed = self._needed_values(block, places, outer)
         self._forget(ending, needed[-1])
         for index, node in enumerate(nodes):
             if node[0] in ATOMS or places[index] != index:
@@ -124,7 +124,7 @@ class _Writer:
             self.line(f"return {self.expressions.text(results[0]) if results else None}")
         return needed[len(nodes)].ending
 
-    def _needed(self, block: Block, places: list[int], outer: Container[int]) -> list[Needed]:
+    def _needed_values(self, block: Block, places: list[int], outer: Container[int]) -> list[Needed]:
         """Return the values needed after the statement at each place; the last item: those needed before the first.
 
         Example, with an operator ``f`` on tensors: the nodes ``c = a * b``, ``d = c // 2`` and ``e = f(d)`` make one
@@ -282,7 +282,7 @@ def _write_grad(writer: _Writer, node: Node, after: Needed) -> None:
 def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
     (rounds, condition, *starts), ((parameters, _, results),) = node[2], node[4]
     count, first = writer.expressions.text(rounds), writer.expressions.text(condition)
-    carried = _carried(writer, node, after)
+    carried = _carried_variables(writer, node, after)
     writer.assign(dict(zip(carried, starts, strict=True)))
     for name, value in zip(carried, parameters[1:], strict=True):
         writer.variables.bind(name, value)
@@ -311,7 +311,7 @@ def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
     writer.lines += inner or [f"{'    ' * (writer.indent + 1)}pass"]
 
 
-def _carried(writer: _Writer, node: Node, after: Needed) -> list[str]:
+def _carried_variables(writer: _Writer, node: Node, after: Needed) -> list[str]:
     """Return the variables that the loop ``node`` carries from round to round.
 
     A starting value that nothing else needs gives its own variable: ``h = zeros(…)`` before the loop, ``h = cell(h)``

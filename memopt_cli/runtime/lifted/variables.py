@@ -97,11 +97,11 @@ class Variables:
         """Return the first of ``base``, ``base_1``, ``base_2`` … that is free."""
         heap = self._free.setdefault(base, [])
         while heap:
-            if is_free(name := _numbered(base, heap[0])):
+            if is_free(name := _numbered_name(base, heap[0])):
                 return name
             heapq.heappop(heap)  # ``release`` offers it again
         number = self._next.get(base, 0)
-        while not is_free(name := _numbered(base, number)):
+        while not is_free(name := _numbered_name(base, number)):
             number += 1
         self._next[base] = number
         return name
@@ -116,5 +116,5 @@ class Variables:
                 heapq.heappush(self._free[base], number)
 
 
-def _numbered(base: str, number: int) -> str:
+def _numbered_name(base: str, number: int) -> str:
     return f"{base}_{number}" if number else base

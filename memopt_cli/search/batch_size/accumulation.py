@@ -23,6 +23,6 @@ def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumul
     return Accumulation(global_batch=global_batch, batch=batch, steps=fewest)
 
 
-def accumulated(batch: int, steps: int) -> Accumulation | None:
+def make_accumulation(batch: int, steps: int) -> Accumulation | None:
     """Return the accumulation of ``steps`` passes of ``batch`` samples each.  ``None``: there is a single pass."""
     return Accumulation(global_batch=batch * steps, batch=batch, steps=steps) if steps > 1 else None

@@ -10,7 +10,7 @@ import difflib
 from pathlib import Path
 from typing import Any, Final
 
-from memopt_cli.errors import UsageError, printable, shortened
+from memopt_cli.errors import UsageError, printable, shorten
 from memopt_cli.records import LONGEST_NAME, DeviceProfile, from_data
 from memopt_cli.text.documents import read_mapping
 from memopt_cli.text.units import parse_bytes
@@ -86,7 +86,7 @@ def device_profile(text: str) -> DeviceProfile:
     close = difflib.get_close_matches(text.lower(), CARDS, n=3, cutoff=0.4)
     suggestion = f"Did you mean {' or '.join(close)}? " if close else ""
     raise UsageError(
-        f"no card is known as {shortened(text)}",
+        f"no card is known as {shorten(text)}",
         hint=f"{suggestion}Known are {', '.join(CARDS)}; describe another in a file, mine.yaml.",
     )
 
@@ -96,14 +96,14 @@ def _read(path: Path) -> DeviceProfile:
     values: dict[str, Any] = {"name": printable(path.stem)[:LONGEST_NAME], **data}
     for key in ("memory_bytes", "library_bytes"):
         if isinstance(values.get(key), str):
-            values[key] = _sized(values[key], f"{path}.{key}")
+            values[key] = _parse_size(values[key], f"{path}.{key}")
     try:
         return from_data(DeviceProfile, values, where=str(path))
     except UsageError as err:
         raise UsageError(err.message, hint=err.hint or _EXAMPLE) from err
 
 
-def _sized(text: str, where: str) -> int:
+def _parse_size(text: str, where: str) -> int:
     try:
         return parse_bytes(text)
     except UsageError as err:

@@ -33,7 +33,7 @@ def rate_of(op: OpTrace, device: DeviceProfile) -> float:
     return device.flops_per_s.get(rate, device.flops_per_s["fp32"])
 
 
-def timed(trace: StepTrace, device: DeviceProfile) -> StepTrace:
+def add_seconds(trace: StepTrace, device: DeviceProfile) -> StepTrace:
     """Return ``trace`` with the seconds of its operators on ``device``, and without workspaces of another device."""
     ops = tuple(
         replace(op, seconds=operator_s(op, device), workspace_bytes=0, fixed_workspace_bytes=0) for op in trace.ops

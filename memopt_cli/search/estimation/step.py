@@ -11,7 +11,7 @@ from memopt_cli.search.estimation.allocator import CachingAllocator, Lifetime, N
 def estimate(trace: StepTrace, device: DeviceProfile) -> DeviceEstimate:
     """Estimate both peaks and the time of ``trace``, whose operators have their seconds on ``device``."""
     lives = [*lifetimes(trace.storages), *library_blocks(trace.ops, device)]
-    allocator = replayed(lives, device)
+    allocator = replay_lives(lives, device)
     return DeviceEstimate(
         device=device.name,
         memory_bytes=device.memory_bytes,
@@ -22,7 +22,7 @@ def estimate(trace: StepTrace, device: DeviceProfile) -> DeviceEstimate:
     )
 
 
-def replayed(lives: Sequence[Lifetime], device: DeviceProfile) -> CachingAllocator:
+def replay_lives(lives: Sequence[Lifetime], device: DeviceProfile) -> CachingAllocator:
     """Return the allocator of ``device``, without a bound on its memory, after steps with blocks of these ``lives``."""
     allocator = CachingAllocator(device.allocator)
     replay(allocator, lives)
@@ -31,7 +31,7 @@ def replayed(lives: Sequence[Lifetime], device: DeviceProfile) -> CachingAllocat
 
 def needed_bytes(lives: Sequence[Lifetime], device: DeviceProfile) -> int:
     """Return the allocated peak of ``lives`` on ``device``; if they do not fit, the bytes that it would reserve."""
-    allocator = replayed(lives, device)
+    allocator = replay_lives(lives, device)
     fits = _fits(lives, device, allocator)
     return allocator.allocated_peak_bytes if fits else allocator.reserved_peak_bytes
 

@@ -198,7 +198,7 @@ class _Builder:
         own.input_bytes = sum(storage.nbytes for storage in paid)
         own.unsaved_input_bytes = sum(storages[s].nbytes for s in inputs if payers.get(s, call.end) >= call.end)
         own.packing_s = packing_s(self._trace, sum(storage.packing_cost_bytes for storage in paid), len(inputs))
-        own.packed_input_bytes, own.compressor = self._packed(module, call)
+        own.packed_input_bytes, own.compressor = self._packed_inputs(module, call)
         own.input_shape = tuple(module.input_shape)
         own.all_input_bytes = sum(storages[s].nbytes for s in call.inputs)
         own.output_bytes = sum(storages[s].nbytes for s in {*call.outputs})
@@ -262,7 +262,7 @@ class _Builder:
             signature=hash((*(self._trace.ops[i].name for i in forward), len(backward), kept, packed, *outside)),
         )
 
-    def _packed(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
+    def _packed_inputs(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
         """Return the bytes of the packed inputs and their codec; the step's own inputs count, as segments copy them."""
         codecs: tuple[CompressorName, ...] = (module.compressor, "parts")
         for codec in codecs:

@@ -48,7 +48,7 @@ class ChunkTrials:
 
     def learn(self, plan: Plan) -> bool:
         """Try modules at the peak of ``plan`` until one can run in chunks; return whether one can."""
-        at_peak = self._around(self._proposals.predict(plan).module, plan)
+        at_peak = self._blocks_around(self._proposals.predict(plan).module, plan)
         return any(self.may_try_more and self._try_class(block.path) for block in at_peak)
 
     def confirm(self, plan: Plan) -> bool:
@@ -140,7 +140,7 @@ class ChunkTrials:
         usable = (m for m in modules.values() if m.class_name == class_name and m.path and not m.refusal)
         return [path, *(m.path for m in usable if m.path != path and self._may_save(m))]
 
-    def _around(self, path: str, plan: Plan) -> Iterator[Block]:
+    def _blocks_around(self, path: str, plan: Plan) -> Iterator[Block]:
         """Yield the blocks to try in chunks, in order, when ``path`` is at the peak of ``plan``.
 
         First come the segments around ``path`` (or the module there itself) and their parts, largest first.  Then come

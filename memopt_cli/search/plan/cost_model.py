@@ -354,10 +354,10 @@ class CostModel:
         for block in blocks:
             if block.parent is None:
                 alive = stored | self._saved_before(block, blocks) if plan.packed else stored
-                block.packed = self._packed(block, alive)
+                block.packed = self._packed_bytes(block, alive)
                 stored.update(block.call.inputs if block.segment.chunks == 1 else ())
             if block.segment.keep:
-                block.kept = self._kept(block, inner_calls[block])
+                block.kept = self._kept_operators(block, inner_calls[block])
         return blocks
 
     def _block(self, call: ModuleCall, segment: SegmentPlan, parent: ReplayedSegment | None) -> ReplayedSegment:
@@ -397,7 +397,7 @@ class CostModel:
         first, last = (bisect.bisect_left(self._outliving_born, edge) for edge in (call.start, call.end))
         return self._outliving_bytes[last] - self._outliving_bytes[first]
 
-    def _kept(self, block: ReplayedSegment, inner_calls: Sequence[ModuleCall]) -> frozenset[int]:
+    def _kept_operators(self, block: ReplayedSegment, inner_calls: Sequence[ModuleCall]) -> frozenset[int]:
         """Return the operators whose outputs ``block`` keeps; operators of ``inner_calls`` run again anyway."""
         inner_ops = {op for call in inner_calls for op in call.forward}
         own = [op for op in range(block.call.start, block.stop) if op not in inner_ops]
@@ -428,7 +428,7 @@ class CostModel:
                 end = call.end
                 yield call
 
-    def _packed(self, block: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
+    def _packed_bytes(self, block: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
         """Return input -> its packed bytes; parts of a concatenation that are in ``stored`` take no further bytes."""
         codec = block.segment.compressor
         module = self.modules[block.call.path]

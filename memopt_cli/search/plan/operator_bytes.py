@@ -30,7 +30,7 @@ class OperatorBytes:
         self.base, self.entry, self.resident = self._levels()
         """Three lists of bytes alive that are not kept for backward: while an operator runs, with its workspace; before
         it runs; and the part that no plan changes (parameters, gradients, inputs)."""
-        self.whole = self._unpacked()
+        self.whole = self._compute_whole()
         """At every operator, bytes of packable tensors that exist unpacked: in forward, or where backward uses them."""
 
     def _payments(self) -> tuple[list[int], list[int]]:
@@ -68,7 +68,7 @@ class OperatorBytes:
             levels[index] += op.workspace_bytes
         return levels, list(accumulate(entry[:-2])), list(accumulate(resident[:-1]))
 
-    def _unpacked(self) -> list[int]:
+    def _compute_whole(self) -> list[int]:
         """Compute :attr:`whole`."""
         level = [0] * (len(self._trace.ops) + 1)
         for index in self.payer:

@@ -72,7 +72,7 @@ class Planner:
     @property
     def frontier_so_far(self) -> list[PricedPlan]:
         """Plans counted so far, without any that another beats in peak and time, fastest first."""
-        return list(nondominated(self.dry_runs.up_to(self._options.level)))
+        return list(nondominated_plans(self.dry_runs.up_to(self._options.level)))
 
     def neighbours(self, plan: Plan, excluded: Collection[Plan] = ()) -> tuple[Outlook | None, Outlook | None]:
         """Return peak and slowdown of the next faster plan than ``plan``, and of the next smaller; ``None`` for none.
@@ -269,7 +269,7 @@ def _outlook(plans: Sequence[PricedPlan]) -> Outlook | None:
     return Outlook(peak_bytes=plans[0].peak_bytes, slowdown=plans[0].slowdown) if plans else None
 
 
-def nondominated(plans: Sequence[PricedPlan]) -> Iterator[PricedPlan]:
+def nondominated_plans(plans: Sequence[PricedPlan]) -> Iterator[PricedPlan]:
     """Yield the ``plans`` that no other beats in both peak and time, fastest first."""
     lowest: int | None = None
     for priced in sorted(plans, key=lambda p: (p.slowdown, p.peak_bytes)):

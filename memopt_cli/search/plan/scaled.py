@@ -12,7 +12,7 @@ from memopt_cli.search.plan.cost_model import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledStep:
-    """One step, recorded at two batch sizes with the same operators; :func:`scaled` makes it."""
+    """One step, recorded at two batch sizes with the same operators; :func:`pair_records` makes it."""
 
     small: StepTrace
     large: StepTrace
@@ -41,7 +41,7 @@ class ScaledStep:
         return replace(step, allocated_peak_bytes=CostModel(step).predict(Plan()).allocated_peak_bytes)
 
 
-def scaled(small: StepTrace, large: StepTrace) -> ScaledStep | None:
+def pair_records(small: StepTrace, large: StepTrace) -> ScaledStep | None:
     """Pair the records ``small`` and ``large``; ``None`` if operators or the lives of storages differ."""
     return ScaledStep(small=small, large=large) if _shape(small) == _shape(large) else None
 

@@ -96,7 +96,7 @@ def waits_s(
 
 def sending_variants(plan: Plan, place: PlaceName) -> Iterator[Plan]:
     """Yield ``plan`` with tensors sent to ``place``: the inputs of segments, saves outside of segments, and both."""
-    segments = tuple(_sent(segment, plan, place) for segment in plan.segments)
+    segments = tuple(_send_inputs(segment, plan, place) for segment in plan.segments)
     if segments != plan.segments:
         yield replace(plan, segments=segments)
     if not plan.packed:  # with packing and sending outside of segments, a dry run is not exact
@@ -115,7 +115,7 @@ def fewer_sent(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, place="device")
 
 
-def _sent(segment: SegmentPlan, plan: Plan, place: PlaceName) -> SegmentPlan:
+def _send_inputs(segment: SegmentPlan, plan: Plan, place: PlaceName) -> SegmentPlan:
     """Return ``segment`` of ``plan`` with its inputs sent to ``place``, or unchanged if it cannot send them."""
     is_inner = any(is_within(segment.path, other.path) for other in plan.segments if other is not segment)
     if is_inner or segment.chunks > 1 or segment.through_loss or segment.spatial_split:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import StepError
 from memopt_cli.runtime.graph import leaves_before
-from memopt_cli.runtime.private_torch import FIRST_BUCKET_BYTES, MAKES_REDUCER, SETS_HOOKS, bucketed, replaced
+from memopt_cli.runtime.private_torch import FIRST_BUCKET_BYTES, MAKES_REDUCER, SETS_HOOKS, assign_buckets, replaced
 
 _UNCOUNTED = ("mixed_precision", "delay_all_reduce_named_params", "bucket_cap_mb_list", "batched_grad_copy")
 """Arguments of DDP that are refused, because this reducer makes no casts and no other buckets."""
@@ -175,7 +175,7 @@ class Reducer:
         replaced_ids = {id(bucket.flat) for bucket in self._buckets}
         self._all_buckets[:] = [flat for flat in self._all_buckets if id(flat) not in replaced_ids]
         self._buckets = []
-        groups = bucketed([self._parameters[number] for number in order], limits)
+        groups = assign_buckets([self._parameters[number] for number in order], limits)
         self._buckets = [self._bucket([order[position] for position in group]) for group in groups]
         self._all_buckets.extend(bucket.flat for bucket in self._buckets)
 

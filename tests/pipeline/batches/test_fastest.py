@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memopt_cli.pipeline.batches import fastest
-from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, ranked, samples_per_s
+from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, rank_pairs, samples_per_s
 from memopt_cli.records import (
     SCHEMA_VERSION,
     TYPED,
@@ -50,7 +50,7 @@ FAILED = PairRun(plan=TWO, batch=64, steps=1, outcome=OutOfMemory(detail=""), sa
     ],
 )
 def test_the_fastest_comes_first_and_of_those_as_fast_the_simplest(pairs: list[PairRun], order: list[int]) -> None:
-    assert list(ranked(pairs)) == order
+    assert list(rank_pairs(pairs)) == order
 
 
 HEADER = FileHeader(
@@ -114,7 +114,7 @@ def test_the_passes_of_a_step(global_batch: int | None, passes: int, found: tupl
 def test_of_two_batches_of_the_original_that_are_as_fast_the_answer_is_its_best() -> None:
     """The larger one was, to half a per cent: the answer trained 0.99 times as fast as the original's best."""
     pairs = [pair(ORIGINAL, 16, 100), pair(ORIGINAL, 32, 100.5), pair(ONE, 64, 90)]
-    assert best_original(pairs) == next(ranked(pairs)) == 0
+    assert best_original(pairs) == next(rank_pairs(pairs)) == 0
     assert best_original([pair(ORIGINAL, 16, 100, usable=False), pair(ONE, 16, 90)]) is None
 
 

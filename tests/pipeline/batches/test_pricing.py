@@ -18,7 +18,7 @@ from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.records import BatchProbe, Plan, SearchOptions, StepSettings, StepTrace
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.plan.cost_model import CostModel
-from memopt_cli.search.plan.scaled import scaled
+from memopt_cli.search.plan.scaled import pair_records
 from memopt_cli.trace import FakeStep
 from memopt_cli.training.step import Step
 from tests.api.live_model import Block
@@ -44,7 +44,7 @@ def pricing(runs: list[tuple[Plan, BatchProbe]], large: StepTrace | None = None)
     def nobody() -> None:
         raise MemoptError("nothing is asked at this level")
 
-    step = scaled(record(2), large or record(4))
+    step = pair_records(record(2), large or record(4))
     assert step is not None
     return Pricing(
         models=ScaledModels(

@@ -373,14 +373,14 @@ def test_looking_for_renames_takes_hardly_more_than_in_proportion(
     paths: Callable[[int], tuple[list[str], list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
-    plain = regression._renamed
+    plain = regression._replace_prefix
 
     def counted(*given: str) -> str:
         nonlocal calls
         calls += 1
         return plain(*given)
 
-    monkeypatch.setattr(regression, "_renamed", counted)
+    monkeypatch.setattr(regression, "_replace_prefix", counted)
     spent = []
     for count in (400, 1600):
         calls = 0

@@ -426,7 +426,7 @@ def test_nothing_changes_for_the_caller(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(processes, "_servers", processes._Servers())  # not what the tests share
     try:
         before = surroundings()
-        with processes.kept():
+        with processes.keep_server():
             result = pipeline.optimize(
                 OptimizeRequest(
                     source=ModelSource(location=str(path)),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memopt_cli.records import DeviceProfile, OpTrace, StepTrace, StorageTrace
-from memopt_cli.search.estimation import Lifetime, estimate, needed_bytes, operator_s, timed
+from memopt_cli.search.estimation import Lifetime, add_seconds, estimate, needed_bytes, operator_s
 
 MIB = 2**20
 CARD = DeviceProfile(
@@ -54,7 +54,7 @@ def step(*storages: tuple[int, int, int | None], ops: tuple[OpTrace, ...]) -> St
 
 def test_a_step() -> None:
     products = op(flops=10**12), op(flops=10**12, phase="backward"), op("aten::add", moved=10**8, phase="update")
-    trace = timed(step((20 * MIB, -1, None), (100, 0, 2), (3 * MIB, 1, None), ops=products), CARD)
+    trace = add_seconds(step((20 * MIB, -1, None), (100, 0, 2), (3 * MIB, 1, None), ops=products), CARD)
     found = estimate(trace, CARD)
     assert found.step_s == pytest.approx(2.1)
     assert found.allocated_peak_bytes == (8 + 8 + 20 + 4) * MIB + 512  # 3 of the 4 that are left
@@ -69,7 +69,7 @@ def test_without_products_the_library_keeps_nothing() -> None:
 
 def test_kernels_of_this_machine_have_no_workspace_there() -> None:
     trace = step((512, 0, None), ops=(op(workspace_bytes=7, fixed_workspace_bytes=3),))
-    there = timed(replace(trace, allocated_peak_bytes=519), CARD)
+    there = add_seconds(replace(trace, allocated_peak_bytes=519), CARD)
     assert there.allocated_peak_bytes == 512
     assert (there.ops[0].workspace_bytes, there.ops[0].fixed_workspace_bytes) == (0, 0)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memopt_cli.records import Plan, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.search.plan.cost_model import CostModel
-from memopt_cli.search.plan.scaled import ScaledStep, scaled
+from memopt_cli.search.plan.scaled import ScaledStep, pair_records
 from memopt_cli.trace import FakeStep
 from memopt_cli.training.step import Step
 from tests.search.plan.subjects import Chain, Steps
@@ -52,7 +52,7 @@ def steps(batch: int) -> StepTrace:
 
 
 def of(small: StepTrace, large: StepTrace) -> ScaledStep:
-    found = scaled(small, large)
+    found = pair_records(small, large)
     assert found is not None
     return found
 
@@ -95,7 +95,7 @@ def test_the_smaller_record_tells_the_time_where_the_larger_does_not() -> None:
 
 def test_steps_of_other_operators_are_not_on_one_line() -> None:
     found = [recorded(nn.Sequential(nn.Linear(4, 4), ByRows()), torch.randn(batch, 4), batch) for batch in (2, 3)]
-    assert scaled(*found) is None
+    assert pair_records(*found) is None
 
 
 def test_a_codec_that_held_one_record_alone_holds_none() -> None:

@@ -26,7 +26,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def everything() -> dict[str, Any]:
-    with processes.kept():  # what a rank forks its subprocesses from, for all searches
+    with processes.keep_server():  # what a rank forks its subprocesses from, for all searches
         return agreements() | searches()
 
 

@@ -9,7 +9,7 @@ import re
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.described import items_in
-from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, Use, quoted
+from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, Use, quote
 
 _PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool|O8")
 """Names of dtypes of numbers, text, or objects that the file holds, but not of structures."""
@@ -91,7 +91,7 @@ def _check(data: Any, dtype: Any, shape: Any) -> None:
     if not is_plain or type(data) not in (bytes, bytearray) or type(shape) is not tuple:
         raise Broken("an array is built from unexpected arguments")
     if len(data) != _items(shape) * dtype.itemsize:
-        raise Broken(f"an array of the shape {quoted(shape)} has {len(data)} bytes")
+        raise Broken(f"an array of the shape {quote(shape)} has {len(data)} bytes")
 
 
 def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
@@ -100,17 +100,17 @@ def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
     if not isinstance(dtype, np.dtype) or not dtype.hasobject or type(shape) is not tuple:
         raise Broken("an array is built from unexpected arguments")
     if len(data) != _items(shape):
-        raise Broken(f"an array of the shape {quoted(shape)} has {len(data)} items")
+        raise Broken(f"an array of the shape {quote(shape)} has {len(data)} items")
 
 
 def _items(shape: tuple[Any, ...]) -> int:
     """Return the number of items of an array of ``shape``.  Raises :class:`Broken` for huge sizes, even beside a 0."""
     try:
         if items_in(size or 1 for size in shape) > _LARGEST or len(shape) > _MAX_SIZES:
-            raise Broken(f"an array has the shape {quoted(shape)}")
+            raise Broken(f"an array has the shape {quote(shape)}")
         return items_in(shape)
     except (TypeError, ValueError) as err:
-        raise Broken(f"an array has the shape {quoted(shape)}") from err
+        raise Broken(f"an array has the shape {quote(shape)}") from err
 
 
 _RECIPES: Final[dict[str, dict[str, Recipe]]] = {

@@ -26,9 +26,9 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Use,
     is_dunder,
     is_surrogate,
-    quoted,
+    is_within,
+    quote,
     resolve,
-    within,
 )
 from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global
 from memopt_cli.runtime.lifted.allowed import is_allowed
@@ -68,7 +68,7 @@ class Functions:
         module, name = use.name.module, use.name.name
         if module in _OPERATOR_MODULES:
             return is_allowed(f"aten::{name}")
-        if any(within(module, package) and names.fullmatch(name) for package, names in _FUNCTION_MODULES.items()):
+        if any(is_within(module, package) and names.fullmatch(name) for package, names in _FUNCTION_MODULES.items()):
             return True
         listed = {"builtins": _BUILTINS, "math": _MATH, "operator": _OPERATOR, "_operator": _OPERATOR}
         return name in listed.get(module, ()) or f"{module}.{name}" in _OPERATOR_OWNERS
@@ -91,7 +91,7 @@ class Functions:
 
 
 def _in_function_module(module: str) -> bool:
-    return any(within(module, package) for package in _FUNCTION_MODULES)
+    return any(is_within(module, package) for package in _FUNCTION_MODULES)
 
 
 _KEPT_METHODS: Final = {
@@ -118,7 +118,7 @@ def _check_attribute(node: Built, graph: Graph) -> str:
             owner_name = kind.__name__ if kind else "an object without a known class"
         case _:
             return "asks for an attribute without a name"
-    return "" if is_permitted else f"asks for the attribute {quoted(name)} of {owner_name}"
+    return "" if is_permitted else f"asks for the attribute {quote(name)} of {owner_name}"
 
 
 def _may_get_from_class(kind: type, name: str, graph: Graph) -> bool:
@@ -149,8 +149,8 @@ def _is_listed(kind: type, name: str, listed: Mapping[str, tuple[str, ...]]) -> 
     """Return whether the method ``name`` of ``kind``, a library's class, is ``listed`` and defined by the library."""
     method = _class_attribute(kind, name)
     home = str(getattr(method, "__module__", ""))
-    libraries = (library for library, names in listed.items() if name in names and within(kind.__module__, library))
-    return isinstance(method, types.FunctionType) and any(within(home, library) for library in libraries)
+    libraries = (library for library, names in listed.items() if name in names and is_within(kind.__module__, library))
+    return isinstance(method, types.FunctionType) and any(is_within(home, library) for library in libraries)
 
 
 def _inner_class(node: Built, graph: Graph) -> type | None:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 
-from memopt_cli.errors import first_line, shortened, type_in_words
+from memopt_cli.errors import first_line, shorten, type_in_words
 from memopt_cli.loading.pickles.nodes import GETATTR, Built, Global, How, Tuple
 from memopt_cli.records import Trust
 
@@ -121,7 +121,7 @@ def resolve(wanted: Global) -> Any | Denied | Missing:
         return target
     except (Exception, SystemExit) as err:  # importing runs the package's code, which may raise anything
         lacks = str(err.name or "") if isinstance(err, ModuleNotFoundError) else ""
-        return Missing(first_line(err), "" if within(lacks, wanted.package) else lacks)
+        return Missing(first_line(err), "" if is_within(lacks, wanted.package) else lacks)
 
 
 TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
@@ -135,7 +135,7 @@ def by_name(use: Use, target: Any) -> Trust | None:
     return None if is_theirs else Trust(globals=(str(use.name),))
 
 
-def within(module: str, package: str) -> bool:
+def is_within(module: str, package: str) -> bool:
     """Return whether ``module`` is ``package``, or inside it."""
     return module == package or module.startswith(package + ".")
 
@@ -148,15 +148,15 @@ def is_callable(kind: type) -> bool:
 def is_surrogate(target: Any) -> bool:
     """Return whether ``target`` is a class of surrogate gradients of snnTorch."""
     is_function = isinstance(target, type) and issubclass(target, torch.autograd.Function)
-    return is_function and within(target.__module__, "snntorch")
+    return is_function and is_within(target.__module__, "snntorch")
 
 
-def quoted(value: Any) -> str:
+def quote(value: Any) -> str:
     """Return a short text of ``value`` for a message; nested parts are not printed, which may take forever."""
     values = value if isinstance(value, tuple | list) else (value,)
     is_plain = all(item is None or isinstance(item, str | bytes | int | float) for item in values)
     if is_plain or isinstance(value, Built | Tuple):
-        return shortened(value)
+        return shorten(value)
     return type_in_words(value)
 
 
@@ -197,7 +197,7 @@ def set_attributes(target: Any, state: Any) -> None:
         vars(target).update(attributes)
     for name, value in (slots or {}).items():
         if not isinstance(inspect.getattr_static(type(target), name, None), types.MemberDescriptorType):
-            raise Broken(f"{type(target).__name__} has no slot {quoted(name)}")  # a property would run
+            raise Broken(f"{type(target).__name__} has no slot {quote(name)}")  # a property would run
         object.__setattr__(target, name, value)
 
 
@@ -208,7 +208,7 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
     """
     for name, value in entries:
         if not isinstance(name, str) or not name.isprintable():
-            return f"has an attribute named {quoted(name)}"
+            return f"has an attribute named {quote(name)}"
         runs = graph.role_of(value) in ("module", "callable", "hook", "named")
         if is_dunder(name) and (runs or not graph.trusts(kind)):
             return f"has {name} among its attributes"

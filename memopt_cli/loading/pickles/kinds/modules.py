@@ -32,12 +32,12 @@ from memopt_cli.loading.pickles.kinds.interface import (
     by_name,
     is_callable,
     is_surrogate,
+    is_within,
     plain_entries,
-    quoted,
+    quote,
     resolve,
     set_attributes,
     shadowing,
-    within,
 )
 from memopt_cli.loading.pickles.names import LONGEST_ATTRIBUTE
 from memopt_cli.loading.pickles.nodes import LIST, Built, Tuple, entries_of
@@ -120,7 +120,7 @@ class Libraries:
     def claims(self, use: Use) -> bool:
         """Return whether one of the libraries has the name of ``use``, outside of its programs and examples."""
         is_program = {"__main__", "examples"} & {*use.name.module.split(".")}
-        return any(within(use.name.module, library) for library in self.libraries) and not is_program
+        return any(is_within(use.name.module, library) for library in self.libraries) and not is_program
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for ``use``: a module, hook, enum, named tuple, settings, or a class held as a value."""
@@ -130,7 +130,7 @@ class Libraries:
         remedy = by_name(use, cls)
         if not isinstance(cls, type):
             return Denied("is a function", remedy)
-        if not any(within(cls.__module__, library) for library in self.libraries):
+        if not any(is_within(cls.__module__, library) for library in self.libraries):
             return Denied(f"is not defined in {use.name.package} but in {cls.__module__}", remedy)
         recipe = {"created": _recipe_for_object, "called": _recipe_for_call, "held": self._recipe_for_class}[use.how](
             cls
@@ -139,7 +139,7 @@ class Libraries:
 
     def _recipe_for_class(self, cls: type) -> Recipe | None:
         own = (*LAYER_PACKAGES, *(library for library in self.libraries if library not in LIBRARIES))
-        is_layer = issubclass(cls, _LAYER_BASES) and any(within(cls.__module__, package) for package in own)
+        is_layer = issubclass(cls, _LAYER_BASES) and any(is_within(cls.__module__, package) for package in own)
         if is_layer or is_surrogate(cls) or issubclass(cls, enum.Enum):
             return Recipe(make=lambda: cls, role="callable", kind=cls)
         is_named = issubclass(cls, nn.Module) or _is_settings(cls) or _is_named_tuple(cls)
@@ -200,7 +200,7 @@ _HELPERS: Final = (
 
 
 def _is_settings(cls: type) -> bool:
-    if any(within(cls.__module__, package) for package in _HELPERS):
+    if any(is_within(cls.__module__, package) for package in _HELPERS):
         return True
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
     is_plain = dataclasses.is_dataclass(cls) and not is_callable(cls) and not hasattr(cls, "__setstate__")
@@ -312,7 +312,7 @@ def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
     state = dict(entries)
     layers, parameters = state.get("num_layers"), entries_of(state.get("_parameters"))
     is_plausible = type(layers) is int and 0 < layers <= len(parameters)
-    return "" if is_plausible else f"has {quoted(layers)} layers and {len(parameters)} parameters"
+    return "" if is_plausible else f"has {quote(layers)} layers and {len(parameters)} parameters"
 
 
 def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
@@ -346,9 +346,9 @@ def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
             return f"has {what} with a name of {longest} characters"
         misnamed = next((key for key, _ in pairs if isinstance(key, str) and not _is_name(key)), None)
         if misnamed is not None:
-            return f"has {what} named {quoted(misnamed)}, which would become code where code is made from it"
+            return f"has {what} named {quote(misnamed)}, which would become code where code is made from it"
         wrong = [key for key, item in pairs if not holds(key, item, graph)]
-        return f"has {what} {quoted(wrong[0])} that is not one" if wrong else ""
+        return f"has {what} {quote(wrong[0])} that is not one" if wrong else ""
 
     return check
 

@@ -28,7 +28,7 @@ from memopt_cli.runtime.compressor import COMPRESSORS
 from memopt_cli.runtime.container import check_installed, restore_by_length, restore_segment
 from memopt_cli.runtime.lengths import LengthOf
 from memopt_cli.runtime.lifted.module import LiftedModule, restore_lifted
-from memopt_cli.runtime.module_state import name_of
+from memopt_cli.runtime.module_state import label_of
 from memopt_cli.runtime.script import ScriptLeaf, bytes_of
 from memopt_cli.runtime.segment_config import SegmentConfig
 
@@ -110,7 +110,7 @@ def check_segment(module: nn.Module) -> None:
     try:
         check_installed(module)
     except ValueError as reason:
-        raise Broken(f"its {name_of(module)} cannot be a segment: {reason}") from reason
+        raise Broken(f"its {label_of(module)} cannot be a segment: {reason}") from reason
 
 
 def _check_segment(node: Built, graph: Graph) -> str:

@@ -29,7 +29,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Role,
     is_dunder,
     plain_entries,
-    quoted,
+    quote,
     set_attributes,
 )
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
@@ -52,7 +52,7 @@ def _with_type_check(make: Callable[..., Any], *allowed_types: type, most: int =
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
     """Make bytes from ``text``, one for each character: pickle protocol 2 has no bytes of its own."""
     if encoding not in ("latin1", "latin-1"):
-        raise Broken(f"bytes are encoded as {quoted(encoding)}")
+        raise Broken(f"bytes are encoded as {quote(encoding)}")
     return text.encode("latin1")
 
 
@@ -161,7 +161,7 @@ def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built, Graph], str]
         entries = plain_entries(node.state) if node.has_state else []
         if entries is None:
             return "has a state of an unexpected type"
-        return next((f"has an attribute {quoted(name)}" for name, _ in entries if not allowed(name)), "")
+        return next((f"has an attribute {quote(name)}" for name, _ in entries if not allowed(name)), "")
 
     return check
 

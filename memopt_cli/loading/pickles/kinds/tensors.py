@@ -24,7 +24,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Recipe,
     Use,
     plain_entries,
-    quoted,
+    quote,
     shadowing,
 )
 from memopt_cli.loading.pickles.making import TENSOR_SUBCLASS_REBUILD
@@ -81,7 +81,7 @@ class Stored:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size <= LARGEST for size in value):
-        raise Broken(f"a tensor has the shape, strides or offset {quoted(value)}")
+        raise Broken(f"a tensor has the shape, strides or offset {quote(value)}")
     return tuple(value)
 
 
@@ -119,7 +119,7 @@ def _tensor(
     tensor = _view(storage, getattr(storage, "dtype", None), offset, size, stride)  # type: ignore[arg-type]
     for bit in metadata or {}:
         if bit not in ("conj", "neg"):
-            raise Broken(f"a tensor has the unknown property {quoted(bit)}")
+            raise Broken(f"a tensor has the unknown property {quote(bit)}")
     if metadata:
         set_bits(tensor, dict(metadata))
     return tensor.requires_grad_(bool(requires_grad))
@@ -224,7 +224,7 @@ def _check_attributes(given: tuple[Any, ...], graph: Graph) -> str:
     return "has a state of an unexpected type" if entries is None else shadowing(nn.Parameter, entries, graph)
 
 
-def _uninitialized(kind: Any) -> Callable[..., Tensor]:
+def _lazy_maker(kind: Any) -> Callable[..., Tensor]:
     """Return a maker of the parameter or buffer of a lazy module, which has no shape yet."""
 
     def make(requires_grad: Any = False, *_: Any) -> Any:
@@ -273,7 +273,7 @@ def _version(text: Any) -> Any:
 def _layout(name: Any) -> Any:
     layouts = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
     if name not in {f"torch.{layout}" for layout in layouts}:
-        raise Broken(f"a tensor has the unknown layout {quoted(name)}")
+        raise Broken(f"a tensor has the unknown layout {quote(name)}")
     return getattr(torch, name.removeprefix("torch."))
 
 
@@ -323,8 +323,8 @@ TENSORS: Final = Listed(
             make=_parameter_with_state, check=_check_state_of_parameter
         ),
         str(TENSOR_SUBCLASS_REBUILD): Recipe(make=_subclass_tensor, check=_check_subclass),
-        "torch.nn.parameter.UninitializedParameter": Recipe(make=_uninitialized(UninitializedParameter)),
-        "torch.nn.parameter.UninitializedBuffer": Recipe(make=_uninitialized(UninitializedBuffer)),
+        "torch.nn.parameter.UninitializedParameter": Recipe(make=_lazy_maker(UninitializedParameter)),
+        "torch.nn.parameter.UninitializedBuffer": Recipe(make=_lazy_maker(UninitializedBuffer)),
         "torch.Size": Recipe(make=_size),
         "torch.device": Recipe(make=_device),
         "torch.serialization._get_layout": Recipe(make=_layout),

@@ -26,8 +26,8 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Recipe,
     Use,
     by_name,
+    is_within,
     resolve,
-    within,
 )
 from memopt_cli.loading.pickles.kinds.modules import check_module, fill
 from memopt_cli.loading.pickles.nodes import Global
@@ -83,7 +83,7 @@ class Vouched:
         named = str(use.name) in self.trust.globals
         if not named and not own:
             home = str(getattr(target, "__module__", ""))
-            if not any(within(home, package) for package in self.trust.packages):
+            if not any(is_within(home, package) for package in self.trust.packages):
                 return Denied(
                     f"is not defined in {use.name.package} but in {home or 'no package'}", by_name(use, target)
                 )
