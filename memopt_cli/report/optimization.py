@@ -44,6 +44,8 @@ _COLUMNS = (
     "step",
     "ratio",
 )
+_WORTH_NAMING = 0.02
+"""Share of the applied plan's peak that a plan must save for the report to name it, though it is not applied."""
 _ROUGH = 0.15
 """Spread of step times, relative to their median, above which a ratio of them is called rough."""
 
@@ -544,12 +546,13 @@ def _rough_times(summary: MemOptSummary) -> Iterator[str]:
 
 
 def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
-    """Return the smallest plan that was too slow and needs less memory than the applied one; ``None`` without one."""
+    """Return the smallest plan that was too slow and needs clearly less memory than the applied one, or ``None``."""
     applied = _outcome(summary, summary.applied_level)
     if not summary.is_applied or not isinstance(applied, Measurement):
         return None
     sizes = [(dropped.peak_bytes, dropped) for dropped in summary.dropped if isinstance(dropped.why, TooSlow)]
-    smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < applied.allocated_peak_bytes]
+    most_bytes = (1 - _WORTH_NAMING) * applied.allocated_peak_bytes
+    smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < most_bytes]
     return min(smaller, key=lambda pair: pair[0], default=(0, None))[1]
 
 

@@ -61,6 +61,8 @@ class Step:
     step may replace them."""
     report: Report = ignore
     """Callback for a message to the user, called whenever the start of backward is guessed."""
+    compares_inputs: bool = True
+    """Whether verification compares the gradients of floating inputs as well, which training does not compute."""
 
     @property
     def unwrapped_model(self) -> nn.Module:

@@ -75,7 +75,7 @@ def effects(step: Step) -> dict[str, Tensor]:
 
 def _plain_effects(step: Step) -> dict[str, Tensor]:
     """Run the forward and backward of ``step``, and collect its outputs and the gradients of its inputs."""
-    inputs = map_leaves(_fresh_leaf, (step.args, step.kwargs))
+    inputs = map_leaves(_fresh_leaf if step.compares_inputs else as_leaf, (step.args, step.kwargs))
     args, kwargs = copy_tensors(inputs)
     step = replace(step, args=args, kwargs=kwargs)
     # TorchScript runs unoptimized, as in segments: its profiling executor has derivatives that round differently.

@@ -270,3 +270,19 @@ def test_an_operator_without_a_kernel_for_float64_hinders_no_verification(right:
     found = check(plan, None if right else wrong, model)
     assert found.passed is right
     assert found.precision == "fp64"
+
+
+class Speech(Parts, conv=lambda: nn.Conv1d(1, 4, 3), head=lambda: nn.Linear(4, 2)):
+    """Asks for the gradient of a view of its input, as Wav2Vec2 does, which an input that needs one forbids."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(1)[:, None]
+        y.requires_grad = True
+        return self.head(self.conv(y).mean(-1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("plan", [Plan(segments=(SegmentPlan(path="conv"),)), CHUNKED])
+def test_a_model_that_rejects_inputs_which_need_a_gradient_is_verified(plan: Plan) -> None:
+    found = check(plan, model=Speech())
+    assert found.passed
+    assert found.compared == 6  # the output, four parameters and the generator: no gradient of the input
