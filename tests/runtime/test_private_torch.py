@@ -1044,8 +1044,8 @@ def test_a_rank_that_is_gone_or_late_is_told() -> None:
 
 def test_tensors_share_buckets_up_to_a_limit() -> None:
     tensors = [torch.zeros(size) for size in (4, 4, 4, 1)]
-    assert p.bucketed(tensors, [16, 32]) == [[0], [1, 2], [3]]
-    assert p.bucketed(tensors, [sys.maxsize]) == [[0, 1, 2, 3]]
+    assert p.assign_buckets(tensors, [16, 32]) == [[0], [1, 2], [3]]
+    assert p.assign_buckets(tensors, [sys.maxsize]) == [[0, 1, 2, 3]]
 
 
 def test_tensors_made_without_a_device_are_on_the_default_one() -> None:
