@@ -121,7 +121,7 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
         other_paths += [(*where[:depth], other) for other in entries_here if other != name]
         value = entries_here[name]
     left_out = (
-        f" Its other entries are not written with a model: {list_paths(dict.fromkeys(other_paths))}."
+        f" The checkpoint's other entries are not copied: {list_paths(dict.fromkeys(other_paths))}."
         if other_paths
         else ""
     )
