@@ -216,8 +216,8 @@ def a_point(outcome: Measurement, summary: MemOptSummary) -> ParetoPoint:
 def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(summary: MemOptSummary) -> None:
     assert summary.verification is not None
     said = (
-        "as measured, a tensor differs by 3.4% of its norm: rounding in chunks tips choices, such as a spike or a ReLU's "
-        "sign; "
+        "as measured, a tensor differs by 3.4% of its norm: rounding in chunks tips choices, such as a spike or a "
+        "ReLU's sign; "
     )
     for passed, count in ((True, 1), (False, 0)):
         summary.verification = replace(summary.verification, exact=False, passed=passed, rounding=0.034)
