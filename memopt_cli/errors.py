@@ -166,7 +166,7 @@ def sent_class(error: MemoptError) -> type[MemoptError]:
 
 
 class Terminated(KeyboardInterrupt):
-    """Another process asked this one to end: unlike after Ctrl-C, not even the best plan so far is finished."""
+    """Another process asked this one to end: unlike after Ctrl-C, the best plan so far is not measured and verified."""
 
 
 def first_line(error: BaseException) -> str:

@@ -26,7 +26,8 @@ _OWN_LOSS = "--loss train.py:loss"
 def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
     """Write files that explain an out-of-memory error inside the block, and raise the error again.
 
-    Use it as ``with memopt_cli.explain_oom(): train()``, or as ``@memopt_cli.explain_oom()`` above a function.
+    Use it as ``with memopt_cli.explain_oom(): train()`` under ``if __name__ == "__main__":``, or as
+    ``@memopt_cli.explain_oom()`` above a function.
 
     ``path``: the files' path without ending.  ``.log`` gets the traceback.  On a GPU, ``.snapshot.pickle`` gets the
     allocator's snapshot: which line of code allocated what; stacks are recorded inside the block for that.  Existing
@@ -57,7 +58,20 @@ def _kept(error: Exception, base: Path) -> str:
         f"and to find what would fit: {command}\n"
         "MODEL is a saved model, or net.py:build for a function that makes it; SHAPE that of a batch, 64x3x224x224 or "
         f"64x128@int64=0..32000; add {_OWN_LOSS} if it has a loss of its own"
+        f"{_guard()}"
     )
+
+
+def _guard() -> str:
+    """Return a line that asks for the guard of the running script, which the command imports; empty if it has one."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        is_guarded = path is None or "__main__" in Path(path).read_text(errors="replace")
+    except OSError:  # the script lies in an archive, say
+        is_guarded = True
+    if is_guarded:
+        return ""
+    return f'\nthe command imports {path}: first put what trains there under if __name__ == "__main__":'
 
 
 def _script() -> str:

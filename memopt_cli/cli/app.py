@@ -38,7 +38,8 @@ from memopt_cli.cli.selftest import selftest
 from memopt_cli.cli.verify import verify
 from memopt_cli.errors import Interrupted, MemoptError, OutputExistsError, UnsafeFileError, UsageError
 from memopt_cli.report.lines import guarded
-from memopt_cli.text.documents import abridged, printable, quoted_path
+from memopt_cli.text.documents import abridged, printable
+from memopt_cli.text.misnamed import builder_in
 from memopt_cli.text.spelling import on_command_line
 
 
@@ -206,8 +207,8 @@ def _retyped(failure: MemoptError, given: Sequence[str]) -> str:
         case OutputExistsError():
             return f"To replace it: {command} `--force`"
     for place, word in enumerate(given):
-        if f"build.py:build `--weights {quoted_path(word)}`" in failure.hint:
-            filled = ["memopt", *given[:place], "build.py:build", "--weights", *given[place:]]
+        if builder := builder_in(failure.hint, word):
+            filled = ["memopt", *given[:place], builder, "--weights", *given[place:]]
             return f"In full: {shlex.join(filled)}"
     return ""
 

@@ -22,5 +22,5 @@ def inspect(context: typer.Context, model: str, *, json: bool = False, verbose: 
     context.with_resource(processes.kept(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    report: Report = JsonReport() if json else TextReport()
+    report: Report = JsonReport() if json else TextReport(verbose=verbose)
     report.show(pipeline.inspect(model), sys.stdout)

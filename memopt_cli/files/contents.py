@@ -80,7 +80,7 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
 
 
-_PLAN_OR_PATH = "Give a memopt_cli.Plan, such as found.plan of the result found, or the path of its file."
+_PLAN_OR_PATH = "Give a memopt_cli.Plan, such as the .plan of a result, or the path of its file."
 
 
 def load_plan(plan: Plan | str | os.PathLike[str]) -> Plan:

@@ -19,6 +19,7 @@ from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import refusals_by_name
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import check_tensors
+from memopt_cli.loading.pickles.entries import container_entries, is_state_dict, list_paths
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing
 from memopt_cli.loading.pickles.reading import PickledFile, read_pickled
 from memopt_cli.loading.pickles.scan import scan_pickle, uncollected
@@ -86,19 +87,26 @@ def _pickle(file: ModelFile) -> _Found:
     records = {name.removeprefix("data/"): size for name, size in zipped.sizes.items()} if zipped else None
     check_tensors(built, records, len(file.data))
     contents = contents_of(pickled.pickle.root)
-    wrapped = bool(contents.modules) and contents.modules[0].path != ""
-    if contents.modules:
-        what = "container of a module" if wrapped else "module"
-    else:
+    wrapped, notes = bool(contents.modules) and contents.modules[0].path != "", tuple[str, ...]()
+    if wrapped:
+        what, notes = "container of a module", (f"Its module is the entry {contents.modules[0].path!r}.",)
+    elif contents.modules:
+        what = "module"
+    elif not contents.tensors:
         what = "something else"
-        if contents.tensors:
-            what = "tensor" if contents.tensors[0].name == "" else "state dict"
+    elif contents.tensors[0].name == "":
+        what = "tensor"
+    elif is_state_dict(pickled.pickle.root):
+        what = "state dict"
+    else:
+        entries = [(name,) for name, _ in container_entries(pickled.pickle.root)]
+        what, notes = "container of tensors", (f"Its entries are {list_paths(entries)}; none of them is a module.",)
     return _Found(
         format=f"pickled {what} ({pickled.form})",
         contents=contents,
         versions=_versions(zipped) if zipped else {},
         globals=tuple(_verdicts(file, pickled)),
-        notes=(f"Its module is the entry {contents.modules[0].path!r}.",) if wrapped else (),
+        notes=notes,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -66,12 +67,9 @@ class Format(Protocol):
         """
 
 
-def no_model(path: str, tensors: int) -> FileFormatError:
-    """Return the error for a file that holds nothing but ``tensors`` weights."""
-    return FileFormatError(
-        f"{path} holds {counted(tensors, 'tensor')} but no model",
-        hint=build_hint(path),
-    )
+def no_model(path: str, tensors: int, code_paths: Sequence[str]) -> FileFormatError:
+    """Return the error for a file that holds nothing but ``tensors`` weights; see :func:`build_hint`."""
+    return FileFormatError(f"{path} holds {counted(tensors, 'tensor')} but no model", hint=build_hint(path, code_paths))
 
 
 def require_same(path: str, sha256: str, expected_sha256: str | None) -> None:

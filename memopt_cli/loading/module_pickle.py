@@ -69,12 +69,12 @@ class ModulePickle:
         with uncollected():
             pickled = read_pickled(file)
             refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
-            located = module_in(pickled.pickle.root, file.key, file.path)
+            located = module_in(pickled.pickle.root, file.key, file.path, trust.code_paths)
         vouched = Vouched(trust, UserCode(trust.code_paths))
         try:
             model = _make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
         except ClassNotFound as err:
-            err.hint = f"{err.hint} {moved_hint(file.path)}".strip()
+            err.hint = f"{err.hint} {moved_hint(file.path, trust.code_paths)}".strip()
             raise
         if not isinstance(model, nn.Module):
             raise FileFormatError(f"{file.path} holds {type_in_words(model)}, not a model", hint=_SAVE_AGAIN)
@@ -151,7 +151,8 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         )
         if isinstance(err, ModuleNotFoundError):
             missing_package = str(err.name).partition(".")[0]
-            hint = f"Add the folder that has {missing_package}: `--code-path FOLDER`. {moved_hint(file.path)}"
+            moved = moved_hint(file.path, trust.code_paths)
+            hint = f"Add the folder that has {missing_package}: `--code-path FOLDER`. {moved}"
         if "process group" in str(err):
             hint = "It belongs to its process: save model.module with torch.save, or leave `--trust-pickle` out."
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err

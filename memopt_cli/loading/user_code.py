@@ -42,6 +42,9 @@ class UserCode:
             make_importable(path if path.is_dir() else path.parent)
         self._scripts = tuple(path for path in self._paths if path.is_file())
         self._hidden: dict[str, Path] = {}
+        """Name that the user's session has already -> the script that defines another."""
+        self._contested: dict[str, tuple[Path, Path]] = {}
+        """Name -> the two scripts that define it differently."""
 
     def defines(self, module: str) -> bool:
         """Return whether the paths have a module named ``module``; ``__main__`` stands for any file among them."""
@@ -66,11 +69,16 @@ class UserCode:
         raise ClassNotFound(f"{names} defines no {wanted.name}, which the file was saved with")
 
     def require_single(self, wanted: Global) -> None:
-        """Raise :class:`UsageError` if ``wanted`` has one definition in the files, and another in the user's session.
+        """Raise :class:`UsageError` if ``wanted`` has two definitions, in the scripts or in the user's session.
 
         Neither is taken, since the file may have been saved with either.
         """
         name = wanted.name.partition(".")[0]
+        if wanted.module == "__main__" and (scripts := self._contested.get(name)) is not None:
+            one, other = (script.name for script in scripts)
+            raise UsageError(
+                f"{one} defines one {name}, and {other} another", hint="Name only the script that saved the file."
+            )
         if wanted.module == "__main__" and (script := self._hidden.get(name)) is not None:
             raise UsageError(
                 f"this session has one {name}, and {script.name} defines another",
@@ -85,6 +93,7 @@ class UserCode:
         afterwards can be loaded in the same way.  A name that the user's session has already is left alone.
         """
         modules = []
+        defined: dict[str, tuple[Path, Any]] = {}
         for path in self._scripts:
             running = sys.modules["__main__"]
             if _file(running) == path:
@@ -94,6 +103,9 @@ class UserCode:
             for name, value in list(vars(module).items()):
                 if not isinstance(value, type | FunctionType) or value.__module__ not in (module.__name__, "__main__"):
                     continue
+                earlier, other = defined.setdefault(name, (path, value))
+                if other is not value:
+                    self._contested[name] = earlier, path
                 held = vars(running).get(name, value)
                 if is_session(running) and held is not value and held is not _COPIED.get(name, value):
                     self._hidden[name] = path

@@ -64,7 +64,10 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as err:  # the user's code may raise anything
-        raise UsageError(f"{flag_text}: running {path} failed: {first_line(err)}") from err
+        raise UsageError(
+            f"{flag_text}: running {path} failed: {first_line(err)}",
+            hint='It is run for its functions: code that trains or saves belongs under if __name__ == "__main__":.',
+        ) from err
     vars(module)[_STAMP] = stamp
     if not any(isinstance(finder, _ByOtherNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ByOtherNames())

@@ -26,6 +26,7 @@ from memopt_cli.records import (
     InputSpec,
     Inspection,
     Measurement,
+    ModelCall,
     ModelFacts,
     ModelSource,
     OnlineRule,
@@ -298,6 +299,13 @@ class CountJob(SizedJob[Counted]):
     batch: int | None = None
     """Batch size.  ``None``: the size in the description of the inputs.  At other sizes workspaces are not known, so a
     dry run gives only the tensor peak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallJob(StepJob[ModelCall]):
+    """Runs a forward, without data if the model can, and tells the kinds of its arguments and where its loss is."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.calls:describe_call"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

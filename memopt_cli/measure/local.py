@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, TracebackType
@@ -21,6 +22,7 @@ from memopt_cli.measure.jobs import Job, Saved, SaveJob, Subject, answer_of
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.worker import Worker, failure_of
 from memopt_cli.records import Failure, from_data, to_data
+from memopt_cli.runtime.private_torch import FakeTensorMode
 from memopt_cli.verification.effects import generators_kept
 
 Answer = TypeVar("Answer")
@@ -103,5 +105,20 @@ def _over_the_wire(record: Any, kind: type[Answer]) -> Answer:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Use the gradient mode of a new process inside the block, and restore the caller's mode and random numbers."""
-    with generators_kept(), torch.inference_mode(False), torch.enable_grad():
+    with generators_kept(), torch.inference_mode(False), torch.enable_grad(), _dry_runs_unlogged():
         yield
+
+
+@contextlib.contextmanager
+def _dry_runs_unlogged() -> Iterator[None]:
+    """Keep PyTorch from logging an operator that fails in a dry run: the failure is an answer, or becomes an error."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+
+    def drop(_: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(drop)
+    try:
+        yield
+    finally:
+        log.removeFilter(drop)

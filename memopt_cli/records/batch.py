@@ -152,6 +152,21 @@ class Accumulation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """The call of the model in a step, and the place of the loss in its output."""
+
+    positional: int = 1
+    """Number of positional arguments."""
+    keywords: bool = False
+    """Whether there are keyword arguments."""
+    loss: Literal["of targets", "the output", "an attribute", "an entry"] = "of targets"
+    """Place of the loss.  ``of targets``: a function of the user's computes it from the output and targets.  ``an
+    attribute``: it is ``output.loss``.  ``an entry``: it is ``output[entry]``."""
+    entry: str | int = ""
+    """Key or index of the loss, where it is an entry of the output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBatching:
     """The cost of an epoch of the user's sequences under one strategy."""
 
@@ -379,6 +394,8 @@ class BatchRecommendation:
     """Whether the search was interrupted; the recommendation is the best of the runs until then."""
     step: StepSettings = StepSettings()
     """Settings of the step that was run, which a training script must share to need the same memory and time."""
+    call: ModelCall = ModelCall()
+    """Call of the model, and the place of its loss, by which a loop to paste trains it."""
     plan: str = ""
     """Path of the plan's file; empty if no plan was asked for, or the model's file carries it."""
     card: str = ""

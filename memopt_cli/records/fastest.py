@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memopt_cli.records.batch import Accumulation, BatchProbe
+from memopt_cli.records.batch import Accumulation, BatchProbe, ModelCall
 from memopt_cli.records.dropped import Dropped
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.measurement import Failure
@@ -62,6 +62,8 @@ class FastestTraining:
     spent_s: float
     step: StepSettings = StepSettings()
     """Settings of the step that was run, which a training script must share to need the same memory and time."""
+    call: ModelCall = ModelCall()
+    """Call of the model, and the place of its loss, by which a loop to paste trains it."""
     interrupted: bool = False
     """Whether the search was interrupted; the answer is the best of the runs until then."""
     dropped: tuple[Dropped, ...] = ()

@@ -7,6 +7,7 @@ import html
 import importlib
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +66,16 @@ class _Logged(Progress):
 
 
 class _InNotebook(Progress):
-    """The listener that shows a line with a bar below a notebook's cell, and removes it at the end."""
+    """The listener that shows a line with a bar below a notebook's cell, and in its place how long the job took.
+
+    An output of a notebook cannot be taken back: an empty one would stay as a gap.
+    """
 
     def __init__(self, display: Any) -> None:
-        """Show the line by ``display``, the module ``IPython.display``."""
-        self._handle = display.display(self._output(""), raw=True, display_id=True)
+        """Show the line by ``display``, the module ``IPython.display``, once a stage begins."""
+        self._display = display
+        self._handle: Any = None
+        self._begun_s = time.monotonic()
         self._stage = ""
 
     def stage(self, text: str, takes: Span | None = None) -> None:
@@ -80,16 +86,19 @@ class _InNotebook(Progress):
         self._show(update_line(self._stage, done, total, text), f' value="{done}" max="{total}"' if total else "")
 
     def close(self) -> None:
-        self._handle.update(self._output(""), raw=True)
+        if self._handle is not None:
+            self._output(f"<small>ended after {format_seconds(time.monotonic() - self._begun_s)}</small>")
 
     def _show(self, line: str, filled: str = "") -> None:
-        shown = f"<progress{filled}></progress> {html.escape(printable(line))}"
-        self._handle.update(self._output(shown), raw=True)
+        self._output(f"<progress{filled}></progress> {html.escape(printable(line))}")
 
-    @staticmethod
-    def _output(shown: str) -> dict[str, str]:
+    def _output(self, shown: str) -> None:
         # Without plain text, a notebook that is converted to text would say "<IPython.core.display.HTML object>".
-        return {"text/html": shown, "text/plain": ""}
+        data = {"text/html": shown, "text/plain": ""}
+        if self._handle is None:
+            self._handle = self._display.display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
 
 
 def stage_line(stage: str, takes: Span | None) -> str:

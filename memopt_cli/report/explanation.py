@@ -64,7 +64,8 @@ def tables(explanation: Explanation) -> Iterator[Table]:
     """Yield the tables of ``explanation``: memory by category, by module and by line of code, and what would fit."""
     if explanation.breakdown is not None:
         parts = {name.removesuffix("_bytes"): size for name, size in to_data(explanation.breakdown).items()}
-        yield _holders("held then", [Holder(name=name, nbytes=size) for name, size in parts.items() if size])
+        heading = "held at the peak" if explanation.instant is None else "held then"
+        yield _holders(heading, [Holder(name=name, nbytes=size) for name, size in parts.items() if size])
     if explanation.modules:
         held = gathered({holder.name: holder.nbytes for holder in explanation.modules})
         rows = [Holder(name=name, nbytes=nbytes) for name, nbytes in held.items()]

@@ -97,8 +97,9 @@ def settings(training: FastestTraining) -> Iterator[str]:
     answer = training.answer
     plan = next((file for file in training.files if file.endswith(".plan.yaml")), None)
     if not answer.plan.is_empty:
-        yield f"memopt_cli.apply_plan(model, {'found.plan' if plan is None else repr(plan)})  # before it trains"
-    yield from training_settings(answer.batch, answer.steps, training.step, training.step.device)
+        given, where = ("plan", "plan is the result's .plan; ") if plan is None else (repr(plan), "")
+        yield f"memopt_cli.apply_plan(model, {given})  # {where}before it trains"
+    yield from training_settings(answer.batch, answer.steps, training.step, training.step.device, training.call)
 
 
 def remarks(training: FastestTraining) -> Iterator[str]:

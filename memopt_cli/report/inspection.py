@@ -15,7 +15,11 @@ from memopt_cli.report.lines import plain_table
 from memopt_cli.text.units import counted, format_bytes
 
 _SHOWN = 12
-"""Most groups of tied tensors that are listed."""
+"""Most groups of tied tensors, and most parts of a file of weights alone, that are listed."""
+_MAX_ROWS = 24
+"""Most tensors of a file of weights alone that are listed one by one without ``-v``."""
+_LARGEST = 5
+"""Tensors that are listed where all would be too many."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,12 +44,23 @@ def headline(inspection: Inspection) -> Iterator[str]:
         yield ", ".join(f"{what} {version}" for what, version in inspection.versions.items())
 
 
-def contents_table(inspection: Inspection) -> Table:
-    """Return the module tree, or the tensors of a file of weights alone; without rows if there are neither."""
-    return _tree_table(inspection) if inspection.modules else _tensor_table(inspection.tensors)
+def contents_tables(inspection: Inspection, *, verbose: bool) -> Iterator[Table]:
+    """Yield the module tree, or for a file of weights alone its tensors: their parts and the largest, if many."""
+    if inspection.modules:
+        yield _tree_table(inspection)
+    elif verbose or not _is_long(inspection):
+        yield _tensor_table("tensor", inspection.tensors)
+    else:
+        yield _part_table(inspection)
+        largest = sorted(inspection.tensors, key=lambda tensor: -tensor.size_bytes)
+        yield _tensor_table("largest tensors", largest[:_LARGEST])
 
 
-def remarks(inspection: Inspection) -> Iterator[str]:
+def _is_long(inspection: Inspection) -> bool:
+    return not inspection.modules and len(inspection.tensors) > _MAX_ROWS
+
+
+def remarks(inspection: Inspection, *, verbose: bool) -> Iterator[str]:
     """Yield the totals of ``inspection``, its dtypes, tied tensors, example inputs and notes."""
     if not inspection.modules and not inspection.tensors:
         yield "no model and no tensors in it"
@@ -54,7 +69,8 @@ def remarks(inspection: Inspection) -> Iterator[str]:
         yield f"{inspection.parameters:,} parameters, {format_bytes(inspection.parameter_bytes)}{buffers}"
     else:
         number = counted(len(inspection.tensors), "tensor")
-        yield f"{number}, {inspection.parameters:,} items, {format_bytes(inspection.parameter_bytes)}"
+        more = "; `-v` lists them all" if _is_long(inspection) and not verbose else ""
+        yield f"{number}, {inspection.parameters:,} items, {format_bytes(inspection.parameter_bytes)}{more}"
     dtypes = Counter(tensor.dtype for tensor in inspection.tensors)
     if dtypes:
         yield "dtypes: " + ", ".join(f"{dtype} ({count})" for dtype, count in dtypes.most_common())
@@ -78,8 +94,38 @@ def globals_table(verdicts: Sequence[GlobalVerdict]) -> Table:
     return table
 
 
-def _tensor_table(tensors: Sequence[StoredTensor]) -> Table:
-    table = plain_table("tensor", "shape", "dtype", "size", names=["tensor", "shape", "dtype"])
+def _part_table(inspection: Inspection) -> Table:
+    """Return the number and bytes of the tensors under each prefix of their names, the largest part first."""
+    shared = {name for names in inspection.tied for name in names[1:]}  # the bytes of tied tensors count once
+    sizes = {
+        part: (len(tensors), sum(tensor.size_bytes for tensor in tensors if tensor.name not in shared))
+        for part, tensors in _parts(inspection.tensors).items()
+    }
+    table = plain_table("part", "tensors", "size", names=["part"])
+    ordered = sorted(sizes.items(), key=lambda item: -item[1][1])
+    for part, (number, size) in ordered[:_SHOWN]:
+        table.add_row(part, f"{number:,}", format_bytes(size))
+    if others := [size for _, size in ordered[_SHOWN:]]:
+        numbers, rest = zip(*others, strict=True)
+        table.add_row(f"… {len(others)} more", f"{sum(numbers):,}", format_bytes(sum(rest)))
+    return table
+
+
+def _parts(tensors: Sequence[StoredTensor]) -> dict[str, list[StoredTensor]]:
+    """Return ``tensors`` by the longest prefix of their names that gives few parts, yet more than one if it can."""
+    parts = {"": list(tensors)}
+    for depth in range(1, max(tensor.name.count(".") for tensor in tensors) + 2):
+        further: dict[str, list[StoredTensor]] = {}
+        for tensor in tensors:
+            further.setdefault(".".join(tensor.name.split(".")[:depth]), []).append(tensor)
+        if len(parts) > 1 and len(further) > _SHOWN:
+            break
+        parts = further
+    return parts
+
+
+def _tensor_table(heading: str, tensors: Sequence[StoredTensor]) -> Table:
+    table = plain_table(heading, "shape", "dtype", "size", names=[heading, "shape", "dtype"])
     for tensor in tensors:
         table.add_row(tensor.name, _shape(tensor) or "scalar", tensor.dtype, format_bytes(tensor.size_bytes))
     return table

@@ -7,7 +7,6 @@ The short report has a headline, a row for each different plan, remarks, and the
 from __future__ import annotations
 
 import os.path
-import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -45,6 +44,8 @@ _COLUMNS = (
     "step",
     "ratio",
 )
+_WORTH_NAMING = 0.02
+"""Share of the applied plan's peak that a plan must save for the report to name it, though it is not applied."""
 _ROUGH = 0.15
 """Spread of step times, relative to their median, above which a ratio of them is called rough."""
 
@@ -66,7 +67,17 @@ def _equal(found: Verification | None) -> str:
     measured = found.measured
     compared = max(found.compared, measured.compared if measured is not None else 0)
     at = "" if found.full_size or measured is not None else f" at {found.sizes}, not the size that was asked for"
-    return f"{'same bits' if found.is_to_the_bit else 'same within rounding'} in {counted(compared, 'tensor')}{at}"
+    same = "same bits" if found.is_to_the_bit else f"same within rounding{_rounding(found)}"
+    return f"{same} in {counted(compared, 'tensor')}{at}"
+
+
+def _rounding(found: Verification) -> str:
+    """Return how far apart tensors are by ``found``: `` (about 2e-07 of the norm)``; empty if none differed."""
+    of_norm = found.measured.worst_difference if found.measured is not None else 0.0
+    if of_norm := of_norm or found.rounding:
+        return f" (about {of_norm:.0e} of the norm)"
+    precision = _precision(found)
+    return f" (about {found.worst_difference:.0e} of the largest value{precision})" if found.worst_difference else ""
 
 
 def _in_bytes(summary: MemOptSummary) -> str:
@@ -420,24 +431,14 @@ def details(summary: MemOptSummary) -> Iterator[str]:
     yield from summary.details
 
 
-def replacing(line: str, files: Sequence[str]) -> str:
-    """Return ``line`` with `--force` after the options that it advises, if ``files`` would stop a search with them.
-
-    The file of a frontier stops none: it is replaced without `--force`.
-    """
-    is_in_the_way = any(path.endswith(".summary.json") for path in files)
-    return _SEARCH_AGAIN.sub(r"\g<0> `--force`", line) if is_in_the_way else line
-
-
-_SEARCH_AGAIN = re.compile(r"\x60--(?:max-slowdown|search-time) (?:none|[\d.]+)\x60")
-"""Pattern of an option with its value between backticks, as it is typed to search again."""
-
-
 def outlook(result: OptimizeResult) -> Iterator[str]:
     """Yield what was written, the batch that fits, and last the line of Python that uses the plan."""
     summary = result.summary
     written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
-    yield f"{'searched' if result.in_memory else written} in {format_seconds(summary.spent_s)}"
+    # Another search, such as one that a remedy advises, would stop at these files; it replaces that of a frontier.
+    is_in_the_way = any(path.endswith(".summary.json") for path in result.files)
+    again = "; next time, `--force` replaces them" * is_in_the_way
+    yield f"{'searched' if result.in_memory else written} in {format_seconds(summary.spent_s)}{again}"
     if summary.advice:
         yield _batch(summary.advice)
     if result.in_memory:
@@ -451,14 +452,13 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
 
 
 def _next_in_python(result: OptimizeResult) -> Iterator[str]:
-    """Yield what to type with the answer of a function of Python's, which this calls ``found`` as the docs do."""
+    """Yield what to type next with the answer of a function of Python's, whatever the user's variable is called."""
     if result.summary.is_to_choose:
-        choice = "memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)"
-        yield f"nothing is applied; {choice} applies plan N, if found is this result"
+        yield "nothing is applied; memopt_cli.apply_plan(model, plan) takes the result's .summary.frontier[N - 1].plan"
     elif result.summary.is_applied:
         path = f"{result.header.model}.plan.yaml"
-        save, use = f'found.plan.save("{path}")', f'memopt_cli.apply_plan(model, "{path}")'
-        yield f"the plan is on the model; {save} saves it, if found is this result; {use} applies it later"
+        use = f'memopt_cli.apply_plan(model, "{path}")'
+        yield f'the plan is on the model; the result\'s .plan.save("{path}") saves it; {use} applies it later'
 
 
 def in_short(files: Sequence[str]) -> str:
@@ -546,12 +546,13 @@ def _rough_times(summary: MemOptSummary) -> Iterator[str]:
 
 
 def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
-    """Return the smallest plan that was too slow and needs less memory than the applied one; ``None`` without one."""
+    """Return the smallest plan that was too slow and needs clearly less memory than the applied one, or ``None``."""
     applied = _outcome(summary, summary.applied_level)
     if not summary.is_applied or not isinstance(applied, Measurement):
         return None
     sizes = [(dropped.peak_bytes, dropped) for dropped in summary.dropped if isinstance(dropped.why, TooSlow)]
-    smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < applied.allocated_peak_bytes]
+    most_bytes = (1 - _WORTH_NAMING) * applied.allocated_peak_bytes
+    smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < most_bytes]
     return min(smaller, key=lambda pair: pair[0], default=(0, None))[1]
 
 
@@ -619,7 +620,11 @@ def inexact(verification: Verification) -> Iterator[str]:
 def _allowed(verification: Verification) -> str:
     if verification.exact:
         return "bit for bit"
-    return f"within {verification.tolerance:.0e}{' in float64' if verification.precision == 'fp64' else ''}"
+    return f"within {verification.tolerance:.0e}{_precision(verification)}"
+
+
+def _precision(verification: Verification) -> str:
+    return " in float64" * (verification.precision == "fp64")
 
 
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from memopt_cli.records import StepSettings
+from memopt_cli.records import ModelCall, StepSettings
 
-LOSS: Final = "loss_function(model(inputs), targets)"
 _AUTOCASTS: Final = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _CASTS: Final = {"fp32": "model.float()", "fp64": "model.double()"}
 
 
-def training_settings(batch: int, steps: int, step: StepSettings, device: str) -> Iterator[str]:
+def training_settings(batch: int, steps: int, step: StepSettings, device: str, call: ModelCall) -> Iterator[str]:
     """Yield the lines for a model that trains with ``batch``, and ``steps`` passes for each step of the optimizer.
 
-    ``step`` is how it was measured, and ``device`` where it is to train, such as ``cuda:0``.
+    ``step`` is how it was measured, ``device`` where it is to train, such as ``cuda:0``, and ``call`` how it is called.
     """
     if step.precision in _CASTS:
         yield _CASTS[step.precision]
@@ -27,7 +26,41 @@ def training_settings(batch: int, steps: int, step: StepSettings, device: str) -
     yield f"arguments = TrainingArguments({', '.join(_for_hugging_face(batch, steps, step))})"
     yield "# PyTorch"
     yield loader
-    yield from loop_lines(LOSS, steps, step, device, unless_plain=True)
+    yield from loop_of(call, steps, step, device)
+
+
+def loop_of(call: ModelCall, steps: int, step: StepSettings, device: str) -> Iterator[str]:
+    """Yield a loop that trains the model by ``call``, but not the loop that everybody writes: see :func:`is_plain`."""
+    if is_plain(steps, step):
+        return
+    if steps > 1:
+        yield f"# 1/{steps} each: where labels of -100 do not count, weight each loss by its share of those that do"
+    output = f"model({arguments_of(call)})"
+    loss = loss_in(call, output, f"loss_function({output}, targets)")
+    yield from loop_lines(loss, steps, step, device, samples=samples_of(call))
+
+
+def arguments_of(call: ModelCall) -> str:
+    """Return the arguments of ``call`` as code: ``inputs``, or ``**batch`` for keywords."""
+    positional = "inputs" if call.positional == 1 else "*inputs"
+    return ", ".join([*([positional] if call.positional else []), *(["**batch"] if call.keywords else [])])
+
+
+def loss_in(call: ModelCall, output: str, of_targets: str) -> str:
+    """Return the loss of ``call`` as code; ``output`` and ``of_targets``: code for its output, and for a loss of it."""
+    losses = {"the output": output, "an attribute": f"{output}.loss", "an entry": f"{output}[{call.entry!r}]"}
+    return losses.get(call.loss, of_targets)
+
+
+def samples_of(call: ModelCall) -> str:
+    """Return the names of the values that the loader of a loop yields for ``call``: ``inputs, targets``."""
+    names = {"inputs": call.positional > 0, "batch": call.keywords, "targets": call.loss == "of targets"}
+    return ", ".join(name for name, is_used in names.items() if is_used)
+
+
+def is_plain(steps: int, step: StepSettings) -> bool:
+    """Return whether the loop is the one that everybody writes: one pass, in full precision, without clipping."""
+    return steps == 1 and step.precision not in _AUTOCASTS and step.clip_norm is None
 
 
 def _for_lightning(steps: int, step: StepSettings) -> Iterator[str]:
@@ -56,19 +89,20 @@ def loop_lines(
     device: str,
     *before: str,
     model: str = "model",
-    unless_plain: bool = False,
+    samples: str = "inputs, targets",
 ) -> Iterator[str]:
     """Yield a loop over ``loader`` that computes ``loss``, after the lines ``before``, and trains ``model`` by it.
 
-    ``unless_plain``: yield nothing for the loop that everybody writes, of one pass for each step of the optimizer.
+    ``samples``: names of the values that ``loader`` yields.
     """
     autocast = _AUTOCASTS.get(step.precision)
-    if unless_plain and steps == 1 and autocast is None and step.clip_norm is None:
-        return
     device, scales = device.partition(":")[0], step.precision == "fp16"
     if scales:
         yield f'scaler = torch.amp.GradScaler("{device}")'
-    yield f"for {'inputs, targets in loader' if steps == 1 else _NUMBERED}:"
+    if steps == 1:
+        yield f"for {samples} in loader:"
+    else:
+        yield f"for number, {f'({samples})' if ',' in samples else samples} in enumerate(loader, start=1):"
     if autocast is not None:
         yield f'    with torch.autocast("{device}", {autocast}):'
         yield from (f"        {line}" for line in (*before, f"loss = {loss}"))
@@ -96,6 +130,3 @@ def _update_lines(clip_norm: float | None, model: str, *, scales: bool) -> Itera
     else:
         yield "optimizer.step()"
     yield "optimizer.zero_grad()"
-
-
-_NUMBERED: Final = "number, (inputs, targets) in enumerate(loader, start=1)"

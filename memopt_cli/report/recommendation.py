@@ -13,12 +13,13 @@ from memopt_cli.records import (
     BatchRecommendation,
     BatchRow,
     LengthBatching,
+    ModelCall,
     NoBatchFits,
     ReplicaAdvice,
     StepSettings,
 )
 from memopt_cli.report.lines import busy, plain_table
-from memopt_cli.report.pasted import LOSS, loop_lines, training_settings
+from memopt_cli.report.pasted import arguments_of, loop_lines, loop_of, loss_in, samples_of, training_settings
 from memopt_cli.text.units import format_bytes, format_copies, format_seconds
 
 
@@ -180,15 +181,15 @@ def settings(recommendation: BatchRecommendation) -> Iterator[str]:
         yield f"# {fastest}"
     advice = _main(recommendation).replicas
     if advice is not None and advice.fastest > 1:
-        yield from _replica_settings(advice, batch, steps, recommendation.step, device)
+        yield from _replica_settings(advice, batch, steps, recommendation.step, device, recommendation.call)
         return
     if recommendation.lengths:
         # Not every model takes packed sequences.
         padded = [batching for batching in recommendation.lengths if batching.name != "sequence_packing"]
         yield from _sequence_settings(min(padded, key=lambda batching: batching.epoch_s))
-        yield from loop_lines(LOSS, steps, recommendation.step, device, unless_plain=True)
+        yield from loop_of(recommendation.call, steps, recommendation.step, device)
         return
-    yield from training_settings(batch, steps, recommendation.step, device)
+    yield from training_settings(batch, steps, recommendation.step, device, recommendation.call)
 
 
 def _sequence_settings(batching: LengthBatching) -> Iterator[str]:
@@ -206,16 +207,20 @@ def _sequence_settings(batching: LengthBatching) -> Iterator[str]:
         yield f"loader = DataLoader(dataset, batch_size={batching.batch}, shuffle=True, {collate})"
 
 
-def _replica_settings(advice: ReplicaAdvice, batch: int, steps: int, step: StepSettings, device: str) -> Iterator[str]:
+def _replica_settings(
+    advice: ReplicaAdvice, batch: int, steps: int, step: StepSettings, device: str, call: ModelCall
+) -> Iterator[str]:
     copies, few = advice.fastest, min(batch, advice.best.batch)
+    outputs = f"models({arguments_of(call)}, data_order='(g b)')"
     yield f"models = memopt_cli.model_batching.BatchModule(model, batch={copies})"
-    yield f"models(inputs, data_order='(g b)')  # once with {copies} × {few} samples: chooses what runs the copies"
+    yield f"{outputs}  # once with {copies} × {few} samples: chooses what runs the copies"
     yield "optimizer = torch.optim.AdamW(models.parameters())  # or yours: one for all copies"
     yield f"# {batch} samples for each copy; the samples left over at the end are dropped"
     yield f"loader = DataLoader(dataset, batch_size={copies * batch}, shuffle=True, drop_last=True)"
     losses = f"memopt_cli.model_batching.batch_loss(outputs, targets, {copies}, loss_function, data_order='(g b)')"
-    outputs = "outputs = models(inputs, data_order='(g b)')"
-    yield from loop_lines(f"{losses}.sum()", steps, step, device, outputs, model="models")
+    loss = f"{loss_in(call, 'outputs', losses)}.sum()"
+    before, samples = f"outputs = {outputs}", samples_of(call)
+    yield from loop_lines(loss, steps, step, device, before, model="models", samples=samples)
 
 
 def remarks(recommendation: BatchRecommendation) -> Iterator[str]:

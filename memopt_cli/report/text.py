@@ -71,7 +71,7 @@ class TextReport:
         """Print ``answer`` on ``console``."""
         match answer:
             case Inspection():
-                _inspected(console, answer)
+                _inspected(console, answer, verbose=self.verbose)
             case BaselineResult():
                 _recorded(console, answer)
             case OptimizeResult():
@@ -137,11 +137,11 @@ def _in_parts(
             _print_all(console, first_lines, [table], equivalence.remarks(found))
 
 
-def _inspected(console: Printer, found: Inspection) -> None:
+def _inspected(console: Printer, found: Inspection, *, verbose: bool) -> None:
     for line, style in zip(inspection.headline(found), ("bold", "dim", None), strict=False):
         _print(console, line, style=style)
-    _print_parts(console, [inspection.contents_table(found)])
-    _print_block(console, inspection.remarks(found))
+    _print_parts(console, inspection.contents_tables(found, verbose=verbose))
+    _print_block(console, inspection.remarks(found, verbose=verbose))
     _print_parts(console, [inspection.globals_table(found.globals)])
 
 
@@ -162,14 +162,11 @@ def _recorded(console: Printer, result: BaselineResult) -> None:
 def _optimized(console: Printer, result: OptimizeResult, *, verbose: bool) -> None:
     summary = result.summary
     tables = optimization.tables(summary, verbose=verbose)
-    first = optimization.replacing(optimization.headline(summary), result.files)
-    _print_all(console, [first], tables, spec=result.header.spec)
+    _print_all(console, [optimization.headline(summary)], tables, spec=result.header.spec)
     if verbose or not summary.unchanged:
         _print(console)
     details = optimization.details(summary) if verbose else ()
-    for line in (*details, *optimization.remarks(summary)):
-        _print(console, optimization.replacing(line, result.files))
-    for line in optimization.outlook(result):
+    for line in (*details, *optimization.remarks(summary), *optimization.outlook(result)):
         _print(console, line)
 
 

@@ -48,7 +48,7 @@ _FIRST_SEARCHED = 2**10
 """Number of elements in the first piece that is searched for a value other than zero."""
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen, for speed: that takes three times as long to make
 class Packed:
     """A stored tensor: the codec's data, and the shape, strides and dtype to restore."""
 

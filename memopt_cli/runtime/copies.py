@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,19 +57,23 @@ def _lie_apart(tensors: Iterable[Tensor]) -> bool:
     for t in tensors:
         if type(t) is not Tensor or t.layout is not torch.strided or not t.is_contiguous():
             return False
-        start = t.data_ptr()
-        if not start:  # without memory
-            return False
-        spans.append((start, t.nbytes))
+        spans.append((t.data_ptr(), t.nbytes))
     spans.sort()
-    return all(start + size <= following for (start, size), (following, _) in itertools.pairwise(spans))
+    end = 1  # a tensor without memory starts at 0
+    for start, size in spans:
+        if start < end:
+            return False
+        end = start + size
+    return True
 
 
 def remade(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
     """Return new tensors with the values of ``copies``, by the same keys."""
-    needing = {id(c.shared) for c in copies.values() if c.needs_gradient}
     shared = {id(c.shared): c.shared for c in copies.values() if c.shared is not None}
-    clones = {key: vector.detach().requires_grad_(key in needing).clone() for key, vector in shared.items()}
+    clones: dict[int, Tensor] = {}
+    if shared:
+        needing = {id(c.shared) for c in copies.values() if c.needs_gradient}
+        clones = {key: vector.detach().requires_grad_(key in needing).clone() for key, vector in shared.items()}
     return {key: _remade(copy, clones) for key, copy in copies.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import pickle
 import random
@@ -136,9 +137,14 @@ def _position(device: torch.device) -> Any:
             with unseen():
                 position = torch.get_device_module(device).get_rng_state(device)
     # Not copied before it is compared: a position has 5 KB, and most have not moved.
-    memory = (ctypes.c_char * position.nbytes).from_address(position.data_ptr())
+    memory = _memory_type(position.nbytes).from_address(position.data_ptr())
     latest = _latest.get(device)
     return latest if latest == memory else _shared(device, bytearray(memory))
+
+
+@functools.cache
+def _memory_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * nbytes
 
 
 def _put(device: torch.device, position: bytearray) -> None:

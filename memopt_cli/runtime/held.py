@@ -103,13 +103,14 @@ class HeldSlots:
 
     def _hold_slots(self, readings: Mapping[int, Slots]) -> None:
         objects: dict[int, Slots] = {}
-        copied = set[int]()
+        copied, written = set[int](), self._known.written
         for index, slots in readings.items():
             moves = self.moves[index] = dict[str, Any]()
             for name, value in slots.items():
                 if isinstance(value, Tensor):
                     held = moves[name] = self._hold(value)
-                    if held is not value and self._may_write((index, name), value):
+                    is_written = (index, name) in written
+                    if held is not value and (is_written or (self._is_watched and self._may_write(index, value))):
                         copied.add(held.number)
                 elif is_object(name, value) and not self._known.is_part(index):
                     objects.setdefault(index, {})[name] = value
@@ -139,13 +140,13 @@ class HeldSlots:
             self.originals[number] = tensor
         return held
 
-    def _may_write(self, slot: Slot, tensor: Tensor) -> bool:
-        """Return whether forward may write to ``tensor`` in ``slot``, so that it must be copied."""
-        if not self._is_watched:
-            return slot in self._known.written
-        # In a watched call nothing is known, so every tensor of the module is copied.  A large one elsewhere (a data
-        # set, say) is not: if forward writes to it, ``written`` finds its version raised, and forward cannot be undone.
-        return 0 <= slot[0] < self._known.own or tensor.nbytes <= _MAX_COPY_BYTES
+    def _may_write(self, index: int, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` in the owner at ``index`` is copied in a watched call, as forward may write to it.
+
+        In a watched call nothing is known, so every tensor of the module is copied.  A large one elsewhere (a data set,
+        say) is not: if forward writes to it, :meth:`written` finds its version raised, and forward cannot be undone.
+        """
+        return 0 <= index < self._known.own or tensor.nbytes <= _MAX_COPY_BYTES
 
     def _freeze_contents(self, objects: Mapping[int, Slots]) -> set[int]:
         """Copy each of ``objects``, and the arguments, by itself; return the ``id`` of each tensor in them to copy."""
@@ -155,7 +156,7 @@ class HeldSlots:
             if self._is_watched or slot in self._known.written:
                 self._contents[slot] = freeze(value, self._hold)
                 inner = _numbers_in(self._contents[slot])
-                numbers |= {number for number in inner if self._may_write(slot, self.originals[number])}
+                numbers |= {n for n in inner if not self._is_watched or self._may_write(slot[0], self.originals[n])}
         return numbers
 
     def lend(self, lent: Iterable[Tensor]) -> None:

@@ -185,12 +185,11 @@ class Known:
         moves = dict[int, Slots]()
         for index, slots in before.items():
             names = self.moves[index]
-            moves[index] = {name: value for name, value in slots.items() if name in names}
-        for index, slots in moves.items():
-            for name, value in slots.items():
-                if type(value) is self.looked_at.get((index, name)):  # the usual case, first for speed
-                    continue
-                if _may_change(name, value) and self.looked_at.get((index, name)) is not _kind_of(value):
+            is_whole = slots.keys() <= names  # the usual case of buffers
+            moving = moves[index] = slots if is_whole else {n: value for n, value in slots.items() if n in names}
+            for name, value in moving.items():
+                kind = self.looked_at.get((index, name))
+                if type(value) is not kind and _may_change(name, value) and kind is not _kind_of(value):
                     return None
         return Reading(self.stays, before, moves)
 
@@ -295,11 +294,7 @@ def learned_of(module: nn.Module) -> Learned:
     if learned is None or not learned.belongs_to(module):
         learned = Learned(module)
         if isinstance(module, Installed):
-            attributes = vars(module)
-            others = {name: value for name, value in attributes.items() if name != LEARNED_KEY}
-            attributes.clear()
-            attributes[LEARNED_KEY] = learned  # as the first attribute: ``Attributes.holds`` skips that
-            attributes.update(others)
+            vars(module)[LEARNED_KEY] = learned
     return learned
 
 

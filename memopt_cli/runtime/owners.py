@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence, Set
 from itertools import chain
-from operator import eq, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class Snapshot:
     Example: the dictionaries ``{"a": x, "b": y}`` and ``{"c": z}`` have the lengths 2 and 1, and the values x, y, z.
     """
 
-    __slots__ = ("_lengths", "_mappings", "_names", "_others", "_readers", "_values")
+    __slots__ = ("_lengths", "_mappings", "_names", "_others", "_readers", "_values", "_views")
 
     def __init__(
         self, readings: Iterable[tuple[Owner, Slots]], *, with_names: bool = False, without: Set[str] = frozenset()
@@ -77,9 +77,13 @@ class Snapshot:
         not compared.
         """
         self._mappings: list[dict[Any, Any]] = []
-        self._readers: list[tuple[Callable[[Any], Iterable[Any]], dict[Any, Any]]] = []
-        """Each dictionary, and the function that reads the values to compare."""
+        self._views: list[Iterable[Any]] = []
+        """The present values of each dictionary of which all are compared."""
+        self._readers: list[tuple[Callable[[Any], tuple[Any, ...]], dict[Any, Any]]] = []
+        """Each other dictionary, and the function that reads the values to compare."""
         self._values: list[Any] = []
+        """The values then: first those of the views, then those of the readers."""
+        of_readers: list[Any] = []
         self._names: list[Any] = []
         self._others: list[tuple[Owner, Slots]] = []
         """The owners that are no dictionaries, which are compared one by one."""
@@ -92,12 +96,13 @@ class Snapshot:
             if with_names:
                 self._names += slots
             names = [name for name in slots if name not in without] if isinstance(owner, Attributes) else [*slots]
-            if len(names) == len(slots):
-                self._readers.append((dict.values, mapping))
+            if len(names) == len(mapping):
+                self._views.append(mapping.values())
+                self._values += slots.values()
             elif names:  # the first name twice, since for a single name ``itemgetter`` returns no tuple
                 self._readers.append((itemgetter(names[0], *names), mapping))
-                names.insert(0, names[0])
-            self._values += [slots[name] for name in names]
+                of_readers += [slots[name] for name in (names[0], *names)]
+        self._values += of_readers
         self._lengths = [*map(len, self._mappings)]
 
     def is_present(self) -> bool:
@@ -105,12 +110,12 @@ class Snapshot:
         if [*map(len, self._mappings)] != self._lengths:
             return False
         try:
-            values = chain.from_iterable([read(mapping) for read, mapping in self._readers])
+            read = [read(mapping) for read, mapping in self._readers]
         except KeyError:  # an attribute has another name now
             return False
-        if not all(map(is_, values, self._values)):
+        if not all(map(is_, chain.from_iterable((*self._views, *read)), self._values)):
             return False
-        if self._names and not all(map(eq, chain.from_iterable(self._mappings), self._names)):
+        if self._names and [*chain.from_iterable(self._mappings)] != self._names:
             return False
         for owner, slots in self._others:  # noqa: SIM110  # a generator would take as long as the comparison
             if not owner.holds(slots):
@@ -139,16 +144,8 @@ class Attributes(Owner):
         module = self._module()
         return {} if module is None else vars(module)
 
-    def mapping(self) -> dict[Any, Any] | None:
-        attributes = self._attributes()
-        return None if LEARNED_KEY in attributes else attributes
-
-    def holds(self, slots: Slots) -> bool:
-        attributes = self._attributes()
-        values, is_learned = iter(attributes.values()), LEARNED_KEY in attributes
-        if is_learned:
-            next(values)  # ``learned_of`` puts the knowledge of a segment first
-        return len(attributes) - is_learned == len(slots) and all(map(is_, values, slots.values()))
+    def mapping(self) -> dict[Any, Any]:
+        return self._attributes()
 
     def read(self) -> Slots:
         slots = dict(self._attributes())

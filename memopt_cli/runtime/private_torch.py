@@ -448,7 +448,8 @@ Edge = tuple[int, int]
 
 def edge_of(tensor: Tensor) -> Edge | None:
     """Return the edge that leads to ``tensor``, or ``None`` if no node made it."""
-    return _edge(tensor.grad_fn, tensor.output_nr)
+    node = tensor.grad_fn
+    return None if node is None else (number_of(node), tensor.output_nr)
 
 
 def _edge(node: Any, output: int) -> Edge | None:

@@ -127,8 +127,9 @@ def call_checkpointed(
 
 def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learned) -> bool:
     """Return whether ``module`` can and should run as a segment in this call."""
-    if any(t.is_nested and t.layout is torch.strided for t in tensors):
-        run_plainly(module, "is given a nested tensor of the strided layout")
+    for tensor in tensors:
+        if tensor.is_nested and tensor.layout is torch.strided:
+            run_plainly(module, "is given a nested tensor of the strided layout")
     if not torch.is_grad_enabled() or runs_plainly(module) or is_transformed():
         return False
     if is_checkpointed():

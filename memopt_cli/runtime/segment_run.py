@@ -71,26 +71,34 @@ class _Complete(Exception):
 
 
 class _Saved:
-    """A tensor that autograd saved in a segment."""
+    """A tensor that autograd saved in a segment, made by :func:`_saved`.
 
-    __slots__ = ("__weakref__", "broken", "is_input", "packed", "run", "shape", "tensor", "version")
+    A call saves many, so values that few have are the class's until they are set, and there is no ``__init__``, which
+    would take twice as long.
+    """
 
-    def __init__(self, run: SegmentRun | None, tensor: Tensor) -> None:
-        self.run = run
-        """The call that makes it again.  ``None``: the call cannot run again."""
-        # Without its ``grad_fn``, which may be the very node that saves the tensor: that would be a cycle.
-        self.tensor: Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
-        """The tensor.  ``None``: it is dropped."""
-        self.version = version_of(tensor)
-        """The tensor's version when it was saved."""
-        self.shape: torch.Size | None = None
-        """The tensor's shape.  ``None``: it was not dropped yet."""
-        self.packed: Any = None
-        """The unpacking hook around the segment, and the packed form, if its call cannot run again."""
-        self.is_input = False
-        """Whether it is an input of a segment inside this one."""
-        self.broken = ""
-        """Why backward cannot have it (forward itself has written to it later, say), or empty."""
+    run: SegmentRun | None
+    """The call that makes it again.  ``None``: the call cannot run again."""
+    tensor: Tensor | None
+    """The tensor.  ``None``: it is dropped."""
+    version: int
+    """The tensor's version when it was saved."""
+    packed: Any = None
+    """The unpacking hook around the segment, and the packed form, if its call cannot run again."""
+    is_input = False
+    """Whether it is an input of a segment inside this one."""
+    broken = ""
+    """Why backward cannot have it (forward itself has written to it later, say), or empty."""
+
+
+def _saved(run: SegmentRun | None, tensor: Tensor) -> _Saved:
+    """Return the record of ``tensor``, which autograd saves in ``run``."""
+    saved = _Saved()
+    saved.run = run
+    # Without its ``grad_fn``, which may be the very node that saves the tensor: that would be a cycle.
+    saved.tensor = tensor if tensor.is_leaf else tensor.detach()
+    saved.version = version_of(tensor)
+    return saved
 
 
 class SegmentRun:
@@ -113,13 +121,15 @@ class SegmentRun:
         recomputed.
         """
         self._module, self._learned, self._start, self._repeat = module, learned, start, repeat
-        self._kept = kept
+        self._kept, self._keeps = kept, type(kept) is KeptOutputs
         self._began, self._length = this_moment(), present_length()
         outermost = outermost_turn() or module
         self._turns = (module,) if outermost is module else (outermost, module)
         """The segments whose turn a recomputation takes."""
         self._refs: list[ref[_Saved]] = []
         """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
+        self._shapes: list[torch.Size | None] = []
+        """The shapes of these tensors, once they are dropped.  ``None``: autograd had freed the node before."""
         self._compared_index: int | None = None
         """Index of the saved tensor that is compared in every call.  ``None``: no tensor is compared."""
         self._compared_bytes = b""
@@ -192,8 +202,9 @@ class SegmentRun:
 
     @not_compiled  # autograd calls this, even from parts of the model that ``torch.compile`` compiles
     def _hold(self, tensor: Tensor) -> _Saved:
-        self._kept.note_save()
-        saved = _Saved(self, tensor)
+        if self._keeps:
+            self._kept.note_save()
+        saved = _saved(self, tensor)
         self._refs.append(ref(saved))
         return saved
 
@@ -227,10 +238,14 @@ class SegmentRun:
             if len(self._refs) not in self._learned.runs_to_end:
                 noise = noise_since(self._first_node, tensors_of(results))
                 self._learned.runs_to_end[len(self._refs)] = bool(noise)
-        for saved in self._live_saved():
+        for reference in self._refs:
+            saved = reference()
+            if saved is None:
+                self._shapes.append(None)
+                continue
             tensor = saved.tensor
             assert tensor is not None
-            saved.shape = tensor.shape
+            self._shapes.append(tensor.shape)
             if version_of(tensor) != saved.version:
                 saved.broken = _overwritten(tensor, saved.version)
             saved.tensor = None
@@ -301,7 +316,7 @@ class SegmentRun:
             self._learned.is_differentiated_in_forward = True
         to_end = self._learned.runs_to_end.get(len(self._refs), False)
         compared = self._compared_index, self._compared_bytes
-        again = _Repetition(self._module, self._refs, self._samples, *compared, runs_to_end=to_end)
+        again = _Repetition(self._module, self._refs, self._shapes, self._samples, *compared, runs_to_end=to_end)
         with torch.enable_grad(), taking_turns(*self._turns), as_of(self._began, self._length):
             given = self.inputs()
             with recomputing(self._module), self._start.replay(self.lent()) as others, self._kept.replaying():
@@ -322,18 +337,20 @@ class _Repetition:
         self,
         module: nn.Module,
         refs: Sequence[ref[_Saved]],
+        shapes: Sequence[torch.Size | None],
         samples: Mapping[int, list[Any]],
         compared_index: int | None,
         compared_bytes: bytes,
         *,
         runs_to_end: bool,
     ) -> None:
-        """Prepare a run of ``module`` that makes the tensors of ``refs`` again.
+        """Prepare a run of ``module`` that makes the tensors of ``refs``, which have ``shapes``, again.
 
         ``samples``: elements of some of them; ``compared_index``, ``compared_bytes``: the tensor that is compared in
         every call, and some of its bytes; ``runs_to_end``: do not end the run when the last tensor is saved.
         """
-        self._module, self._refs, self._samples, self._runs_to_end = module, refs, samples, runs_to_end
+        self._module, self._refs, self._shapes = module, refs, shapes
+        self._samples, self._runs_to_end = samples, runs_to_end
         self._count = 0
         self._compared_index, self._compared_bytes = compared_index, compared_bytes
         self._suspects: list[tuple[list[Any], Tensor]] = []
@@ -344,24 +361,27 @@ class _Repetition:
     @not_compiled
     def pack(self, tensor: Tensor) -> Tensor:
         """Put ``tensor`` into the next :class:`_Saved`; end the run after the last."""
-        made = tensor if tensor.grad_fn is None else tensor.detach()
-        index, self._count = self._count, self._count + 1
-        if index >= len(self._refs):
+        made = tensor if tensor.is_leaf else tensor.detach()
+        index, refs = self._count, self._refs
+        self._count = index + 1
+        if index >= len(refs):
             if self._runs_to_end:
                 return made
             raise _Complete  # once more: an ``except Exception`` in the module's own code has caught the first
-        saved = self._refs[index]()
+        saved = refs[index]()
         if saved is not None:
-            if saved.shape is None or made.shape != saved.shape:
+            shape = self._shapes[index]
+            if made.shape != shape:
                 raise self._differs(
-                    f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(saved.shape or ())}"
+                    f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(shape or ())}"
                 )
-            saved.tensor, saved.version = made, version_of(made)
-        if (before := self._samples.get(index)) is not None and not matches_sample(before, made):
+            saved.tensor = made
+            saved.version = version_of(made)
+        if self._samples and (before := self._samples.get(index)) is not None and not matches_sample(before, made):
             self._suspects.append((before, made))
         if index == self._compared_index and not matches_glance(self._compared_bytes, made):
             self._unlike = made
-        if self._count == len(self._refs) and not self._runs_to_end:
+        if index + 1 == len(refs) and not self._runs_to_end:
             raise _Complete
         return made
 
@@ -464,7 +484,7 @@ class Unused:
 
     @not_compiled
     def hold(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(None, tensor)
+        saved = _saved(None, tensor)
         self._refs.append(ref(saved))
         return saved
 

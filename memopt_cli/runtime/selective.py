@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import re
 import reprlib
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,8 +46,7 @@ from memopt_cli.runtime.private_torch import (
     tree_unflatten,
     version_counter,
 )
-
-_thread = threading.local()
+from memopt_cli.runtime.this_thread import this_thread
 
 Call = tuple[str, int]
 """Name of an operator, without the overload, and the number of a segment's call of it, from 1."""
@@ -221,7 +219,7 @@ class KeptOutputs:
 
     def counts(self, operator: str) -> bool:
         """Return whether a call of ``operator`` counts now: its outputs are kept, and no inner segment runs."""
-        return operator in self._calls and getattr(_thread, "innermost", None) is self
+        return operator in self._calls and this_thread.keeping is self
 
     @property
     def is_empty(self) -> bool:
@@ -317,7 +315,7 @@ def _may_be_max_pool1d(func: Any, args: Any) -> bool:
 
 def uncounted() -> AbstractContextManager[None]:
     """Return a context manager in whose block calls of operators count for no segment."""
-    return _NOTHING if getattr(_thread, "innermost", None) is None else _innermost(None)
+    return _NOTHING if this_thread.keeping is None else _innermost(None)
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -325,12 +323,11 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 @contextmanager
 def _innermost(kept: KeptOutputs | None) -> Iterator[None]:
-    outer = getattr(_thread, "innermost", None)
-    _thread.innermost = kept
+    outer, this_thread.keeping = this_thread.keeping, kept
     try:
         yield
     finally:
-        _thread.innermost = outer
+        this_thread.keeping = outer
 
 
 @functools.cache

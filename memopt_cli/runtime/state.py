@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 from weakref import WeakSet
@@ -234,7 +235,7 @@ class StartingState:
             try:
                 for table, _ in filled:
                     table.clear()
-                others = self._put(lent, present, lambda slot, current, value: value)
+                others = self._put(lent, present)
                 self._generators.restore(generators)
                 yield others
             finally:
@@ -255,7 +256,7 @@ class StartingState:
         """
         self._parameters.put()
         present = self._known.read_owners(self._known.indices)
-        copied = self._put(lent, present, self._held.put_back if self._held is not None else lambda *slot: slot[-1])
+        copied = self._put(lent, present, None if self._held is None else self._held.put_back)
         for argument, value in zip(others, copied, strict=False):
             if not put_right(argument, value):
                 raise RuntimeError(
@@ -265,24 +266,32 @@ class StartingState:
         self._generators.restore()
 
     def _put(
-        self, lent: Sequence[Tensor], present: Mapping[int, Slots], value_for: Callable[[Slot, Any, Any], Any]
+        self,
+        lent: Sequence[Tensor],
+        present: Mapping[int, Slots],
+        value_for: Callable[[Slot, Any, Any], Any] | None = None,
     ) -> list[Any]:
         """Write the starting state to the slots, whose values are ``present``, and return copies of ``others``.
 
         ``value_for``: returns the new value of a slot, given its present value and a copy of the one to restore.
+        ``None``: it is the copy.
         """
         held, received = self._held, self._received or {}
         if held is None:
             made, moving, others = remade(received) if received else {}, dict[int, Slots](), list[Any]()
         else:
-            made = remade({n: one.copy for n, one in held.tensors.items() if one.copy is not None} | received)
-            moving, others = held.thaw(lambda one: _tensor_for(one, made, lent))
+            copies = {n: one.copy for n, one in held.tensors.items() if one.copy is not None}
+            made = remade(copies | received if received else copies)
+            moving, others = held.thaw(partial(_tensor_for, made, lent))
         for index, current in present.items():
             wanted = self._stays[index]
             if received:
                 wanted = {name: restored(value, made) for name, value in wanted.items()}
             if index in moving:
-                wanted = wanted | {n: value_for((index, n), current.get(n), v) for n, v in moving[index].items()}
+                moved = moving[index]
+                if value_for is not None:
+                    moved = {n: value_for((index, n), current.get(n), value) for n, value in moved.items()}
+                wanted = wanted | moved
                 # The order counts: hooks run in it, and forward may iterate over a dictionary.
                 order = wanted if held is None else held.names.get(index, wanted)
                 wanted = {name: wanted[name] for name in order}
@@ -329,7 +338,7 @@ def _hand_over(tensor: Tensor, written: HeldTensor) -> None:
         reader.receive(id(tensor), written)
 
 
-def _tensor_for(held: Any, made: dict[int, Tensor], lent: Sequence[Tensor]) -> Any:
+def _tensor_for(made: dict[int, Tensor], lent: Sequence[Tensor], held: Any) -> Any:
     """Return the tensor to put where ``held`` was, from ``made`` or added to it; ``held`` if that is no held tensor."""
     if not isinstance(held, HeldTensor):
         return held

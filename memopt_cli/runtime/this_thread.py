@@ -14,6 +14,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from memopt_cli.runtime.running import SequenceChunk
+    from memopt_cli.runtime.selective import KeptOutputs
 
 
 class _ThisThread(threading.local):
@@ -32,6 +33,8 @@ class _ThisThread(threading.local):
     """Whether Python started the thread, and not autograd's engine.  ``None``: nobody has asked yet."""
     chunk: SequenceChunk | None = None
     """The chunk that runs, of the innermost segment in chunks.  ``None``: no chunk runs."""
+    keeping: KeptOutputs | None = None
+    """The kept outputs for which calls of operators count.  ``None``: they count for no segment."""
     makes_internal_tensors: bool = False
     """Whether new tensors are memopt's own, and not the model's."""
 

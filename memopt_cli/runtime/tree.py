@@ -81,7 +81,7 @@ def join_tensors(tensors: Sequence[Tensor], skeleton: Any) -> Any:
     return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Slot) else leaf, skeleton)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arguments:
     """The arguments of a call, divided into tensors, other objects, and the structure around them."""
 

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import zipfile
+from collections.abc import Sequence
 from typing import Final
 
 from memopt_cli.errors import UsageError
@@ -45,24 +46,51 @@ _MAX_SOURCE_BYTES: Final = 1 << 20
 """Bytes of a Python file that is looked into."""
 _SHOWN: Final = 8
 """Names that a hint lists."""
+_SHELL_WORD: Final = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
+_BUILDERS: Final = ("build", "make_model", "get_model", "create_model")
 _WRITE: Final = "build.py is a file that you write, of two lines: from net import Net; def build(): return Net()"
 
 
-def build_hint(weights: str) -> str:
-    """Return what to type for ``weights``, a file that has no model: the folder, if it holds a model of a library."""
+def build_hint(weights: str, code_paths: Sequence[str] = ()) -> str:
+    """Return what to type for ``weights``, a file that has no model: the folder, if it holds a model of a library.
+
+    ``code_paths``: files and folders of ``--code-path``; a file there may define what builds the model.
+    """
     folder = os.path.dirname(weights)
     if folder and os.path.isfile(os.path.join(folder, "config.json")):
         return f"Its config.json lies beside it: give the folder, {quoted_path(folder + os.sep)}."
+    if builder := _builder_among(code_paths):
+        return f"Name the function that builds the model: {_with_weights(builder, weights)}"
     return f"Name the function that builds the model, as build.py:build for build() in build.py: {_filled(weights)}"
 
 
-def moved_hint(path: str) -> str:
-    """Return what to type for the file at ``path``, whose model has a class that is not found."""
-    return f"If the class was moved or renamed, its weights can be read without it: {_filled(path)}"
+def moved_hint(path: str, code_paths: Sequence[str] = ()) -> str:
+    """Return what to type for the file at ``path``, whose model has a class that is not found.
+
+    ``code_paths``: as for :func:`build_hint`.
+    """
+    builder = _builder_among(code_paths)
+    typed = _with_weights(builder, path) if builder else _filled(path)
+    return f"If the class was moved or renamed, its weights can be read without it: {typed}"
+
+
+def builder_in(hint: str, weights: str) -> str:
+    """Return the function that ``hint`` names for the model of the file ``weights``; empty if it names none."""
+    found = re.search(rf"({_SHELL_WORD.pattern}) `--weights {re.escape(quoted_path(weights))}`", hint)
+    return shlex.split(found[1])[0] if found else ""
+
+
+def _builder_among(code_paths: Sequence[str]) -> str:
+    builders = ((path, _builder_at(path)) for path in code_paths)
+    return next((f"{path}:{name}" for path, name in builders if name), "")
+
+
+def _with_weights(builder: str, weights: str) -> str:
+    return f"{quoted_path(builder)} `--weights {quoted_path(weights)}`"
 
 
 def _filled(weights: str) -> str:
-    return f"build.py:build `--weights {quoted_path(weights)}`; {_WRITE}"
+    return f"{_with_weights('build.py:build', weights)}; {_WRITE}"
 
 
 def missing_refusal(location: str) -> tuple[str, str]:
@@ -150,12 +178,15 @@ def weights_in(path: str) -> str:
 
 def _callable_hint(path: str) -> str:
     """Return a sentence on how to name what builds the model in the Python file at ``path``, with what it defines."""
-    names = _defined_in(path)
-    first = next((name for name in names if name in ("build", "make_model", "get_model", "create_model")), "")
-    typed = f"{quoted_path(path)}:{first or 'NAME'}"
+    typed = f"{quoted_path(path)}:{_builder_at(path) or 'NAME'}"
     return (
         f"Name a function or class in it that makes the model without arguments: {typed}. {definitions(path)}".strip()
     )
+
+
+def _builder_at(path: str) -> str:
+    """Return the function of the Python file at ``path`` that by its name builds the model; empty without one."""
+    return next((name for name in _defined_in(path) if name in _BUILDERS), "")
 
 
 def definitions(path: str) -> str:

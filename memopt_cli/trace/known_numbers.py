@@ -4,11 +4,15 @@ Models with stochastic depth read ``torch.linspace(0, rate, depth)[3].item()`` a
 attention makes no mask if ``attention_mask.all()``.  Such numbers depend on no parameter.  So a dispatch mode notes how
 each tensor was made from known ones, for as long as the tensor lives; only when a number is read does it run the noted
 operators, on the CPU.
+
+Some models and many training scripts also ask whether all numbers are finite, and act if they are not.  They are
+assumed to be, as in any step that trains.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -78,6 +82,9 @@ class NumbersKnown(TorchDispatchMode):
             result = self._by_numbers(func, args, kwargs)
             if result is None:
                 raise
+        if (answer := _if_finite(func, args)) is not None and not self._follows(func, args, kwargs):
+            self._note([result], _Made(functools.partial(_filled, result.shape, result.stride(), answer)))
+            return result
         if func is _CONSTANT and not is_fake(args[0]):
             with unseen(), torch.no_grad():
                 values = args[0].clone()
@@ -223,6 +230,25 @@ def _run(func: Any, arguments: tuple[Any, dict[str, Any]]) -> Any:
         return func(*args, **kwargs)
 
 
+def _if_finite(func: Any, args: Any) -> bool | None:
+    """Return the elements of the result of ``func`` if all numbers are finite; ``None``: ``func`` asks something else.
+
+    ``torch.isfinite(x)`` asks whether ``x == x`` and whether ``x.abs() != inf``.
+    """
+    if func in _ASKS_WHETHER_NOT_FINITE:
+        return False
+    if func in _COMPARES and args[0] is args[1] and args[0].is_floating_point():
+        return _COMPARES[func]
+    if func in _COMPARES_WITH_NUMBER and isinstance(args[1], float) and math.isinf(args[1]):
+        return not _COMPARES_WITH_NUMBER[func]
+    return None
+
+
+def _filled(shape: torch.Size, strides: tuple[int, ...], value: bool) -> Tensor:
+    with unseen():
+        return torch.empty_strided(shape, strides, dtype=torch.bool).fill_(value)
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has neither a conjugate nor a negative bit, so that its memory holds its values."""
     return not (tensor.is_conj() or tensor.is_neg())
@@ -250,5 +276,10 @@ def _is_function(func: Any) -> bool:
     return "empty" not in schema_of(func).name
 
 
+_ASKS_WHETHER_NOT_FINITE = {_aten.isnan.default, _aten.isinf.default, _aten.isposinf.default, _aten.isneginf.default}
+_COMPARES = {_aten.eq.Tensor: True, _aten.ne.Tensor: False}
+"""Comparison -> its result for two equal numbers."""
+_COMPARES_WITH_NUMBER = {_aten.eq.Scalar: True, _aten.ne.Scalar: False}
+"""Comparison with a Python number -> its result if they are equal."""
 _TAKES: dict[Any, Callable[..., Tensor]] = {_aten.index.Tensor: _indexed, _aten.masked_select.default: _selected}
 """Operator whose result has a size that masks decide -> a function for it that needs only the masks' values."""

@@ -67,6 +67,8 @@ class Step:
     step may replace them."""
     hear: Hear = unheard
     """Called with a sentence for the user wherever backward starts from a guess."""
+    compares_inputs: bool = True
+    """Whether verification compares the gradients of floating inputs as well, which training does not compute."""
 
     @property
     def unwrapped_model(self) -> nn.Module:

@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, cast, dtype_in, seed_everything
+from memopt_cli.training.step import Step, cast, dtype_in, is_out_of_memory, seed_everything
 
 _ROUNDING_SCALE = 1e-3
 """Share of the step's largest gradient below which a gradient may be nothing but rounding.  Examples are the gradients
@@ -75,7 +75,7 @@ def effects(step: Step) -> dict[str, Tensor]:
 
 def _plain_effects(step: Step) -> dict[str, Tensor]:
     """Run the forward and backward of ``step``, and collect its outputs and the gradients of its inputs."""
-    inputs = map_leaves(_fresh_leaf, (step.args, step.kwargs))
+    inputs = map_leaves(_fresh_leaf if step.compares_inputs else as_leaf, (step.args, step.kwargs))
     args, kwargs = copied(inputs)
     step = replace(step, args=args, kwargs=kwargs)
     # TorchScript runs unoptimized, as in segments: its profiling executor has derivatives that round differently.
@@ -236,11 +236,24 @@ def in_double(value: Any) -> Any:
 
 
 class DoubleThroughout(TorchDispatchMode):
-    """Dispatch mode that doubles the width of requested dtypes, as a model's own ``x.float()`` would round."""
+    """Dispatch mode that doubles the width of requested dtypes, as a model's own ``x.float()`` would round.
+
+    An operator that has no kernel for float64, such as the grouped product of a mixture of experts, runs in float32.
+    Its inputs under two plans differ by less than float32 can show, so that its outputs are nearly always equal.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = [_widened(value) for value in args]
-        return func(*args, **{name: _widened(value) for name, value in (kwargs or {}).items()})
+        kwargs = kwargs or {}
+        try:
+            return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+        except RuntimeError as error:
+            has_doubles = any(t.dtype in _NARROWER for t in tensors_of((args, kwargs)))
+            if not has_doubles or func._schema.is_mutable or is_out_of_memory(error):
+                raise
+            narrow_args, narrow_kwargs = map_leaves(_narrowed, (args, kwargs))
+            with suppress(RuntimeError):
+                return in_double(func(*narrow_args, **narrow_kwargs))
+            raise
 
 
 @contextmanager
@@ -285,7 +298,12 @@ def _widened(value: Any) -> Any:
     return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
 
 
+def _narrowed(value: Any) -> Any:
+    return value.to(_NARROWER.get(value.dtype, value.dtype)) if isinstance(value, Tensor) else value
+
+
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_NARROWER = {wide: narrow for narrow, wide in _WIDER.items()}
 
 
 def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

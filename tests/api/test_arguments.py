@@ -127,7 +127,10 @@ def test_a_range_is_for_optimize_alone() -> None:
         ({"objective": "most"}, "objective is 'most'"),
         ({"longest_step": math.nan}, "longest_step is nan"),
         ({"plan": 3}, "plan is 3"),
-        ({"plan": Optimized(result=None)}, "plan is an Optimized\nGive a memopt_cli.Plan, such as found.plan"),
+        (
+            {"plan": Optimized(result=None)},
+            "plan is an Optimized\nGive a memopt_cli.Plan, such as the .plan of a result",
+        ),
         ({"inputs": (X, 0.5)}, "an input is a float"),
     ],
 )

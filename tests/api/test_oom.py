@@ -37,6 +37,21 @@ def test_the_error_is_kept_and_raised_with_a_note(tmp_path: Path) -> None:
     assert found.line.startswith(__file__)
 
 
+@pytest.mark.parametrize(
+    ("source", "is_asked"), [("train()\n", True), ('if __name__ == "__main__":\n    train()\n', False)]
+)
+def test_a_script_that_trains_when_it_is_imported_is_to_be_guarded(
+    source: str, is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    with pytest.raises(RuntimeError) as raised, memopt_cli.explain_oom(tmp_path / "kept"):
+        run_out()
+    asked = f'the command imports {script}: first put what trains there under if __name__ == "__main__":'
+    assert (raised.value.__notes__[0].splitlines()[-1] == asked) is is_asked
+
+
 @pytest.mark.parametrize(("made", "flag"), [(torch.optim.AdamW, " --optimizer adamw "), (torch.optim.ASGD, None)])
 def test_the_note_names_the_optimizer_that_trained(
     made: type[torch.optim.Optimizer], flag: str | None, tmp_path: Path

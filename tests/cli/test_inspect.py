@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -75,6 +76,7 @@ def inspected(memopt: Memopt, path: str = "model.pt") -> dict[str, Any]:
     [
         (torch.zeros(3, 4), "pickled tensor (zip)", "1 tensor, 12 items, 48 B"),
         ({"weight": torch.zeros(3), "bias": torch.zeros(1)}, "pickled state dict (zip)", "2 tensors, 4 items, 16 B"),
+        ({"model": {"w": torch.zeros(2)}}, "pickled container of tensors (zip)", "1 tensor, 2 items, 8 B"),
     ],
 )
 def test_tensors_alone_are_told_as_what_they_are(saved: Any, what: str, counted: str, memopt: Memopt) -> None:
@@ -82,6 +84,42 @@ def test_tensors_alone_are_told_as_what_they_are(saved: Any, what: str, counted:
     lines = memopt("inspect", "saved.pt").out.splitlines()
     assert lines[0].startswith(f"saved.pt: {what}, ")
     assert counted in lines
+
+
+def test_a_checkpoint_is_summed_by_part_and_listed_with_v(memopt: Memopt) -> None:
+    """A checkpoint has hundreds of tensors; their list told nobody what the file is."""
+    weights = {f"blocks.{number}.weight": torch.zeros(4, 4) for number in range(20)}
+    state = {number: {"exp_avg": torch.zeros(4, 4), "step": torch.zeros(())} for number in range(20)}
+    head = torch.zeros(100, 4)
+    optimizer = {"state": state, "param_groups": []}
+    torch.save(
+        {"model": weights | {"head.weight": head, "tied.weight": head}, "optimizer": optimizer, "epoch": 3},
+        "checkpoint.pt",
+    )
+    lines = [line.split() for line in memopt("inspect", "checkpoint.pt").out.splitlines()]
+    first = lines.index(["part", "tensors", "size"])
+    assert lines[first + 1 : first + 5] == [
+        ["model.head", "1", "1.6", "KiB"],
+        ["optimizer.state", "40", "1.3", "KiB"],
+        ["model.blocks", "20", "1.2", "KiB"],
+        ["model.tied", "1", "0", "B"],
+    ]
+    largest = lines.index(["largest", "tensors", "shape", "dtype", "size"])
+    assert lines[largest + 1][:2] == ["model.head.weight", "100×4"]
+    out = memopt("inspect", "checkpoint.pt").out
+    assert "62 tensors, 1,060 items, 4.1 KiB; -v lists them all" in out
+    assert "Its entries are 'model', 'optimizer', 'epoch'; none of them is a module." in out
+    whole = memopt("inspect", "checkpoint.pt", "-v").out
+    assert all(name in whole for name in ("optimizer.state.19.step", "model.blocks.19.weight"))
+    assert "lists them all" not in whole
+
+
+def test_a_file_with_many_parts_lists_the_largest_parts(memopt: Memopt) -> None:
+    torch.save({f"word{number}": torch.zeros(number + 1) for number in range(30)}, "words.pt")
+    out = memopt("inspect", "words.pt").out
+    rows = [line.split() for line in out.splitlines() if re.match(r"word\d|…", line)]
+    assert rows[0] == ["word29", "1", "120", "B"]
+    assert rows[12] == ["…", "18", "more", "18", "684", "B"]
 
 
 def test_a_model_in_a_container_is_told_with_what_to_do(memopt: Memopt) -> None:

@@ -54,6 +54,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("user_factory", None)
 
 
+def test_a_script_that_fails_as_it_trains_is_asked_for_a_guard(folder: Path) -> None:
+    (folder / "user_training.py").write_text(f"{CODE}\nfailing()")
+    with pytest.raises(UsageError, match=r"running user_training.py failed: ValueError: no luck") as raised:
+        load_model(ModelSource(location="user_training.py:make"))
+    assert raised.value.hint.endswith('code that trains or saves belongs under if __name__ == "__main__":.')
+
+
 def test_a_factory_in_the_current_folder() -> None:
     loaded = load_model(ModelSource(location="user_factory:make"))
     assert isinstance(loaded.module, nn.Linear)

@@ -658,6 +658,43 @@ def test_a_class_of_this_session_is_never_replaced(trained: Path, tmp_path: Path
     assert (first, second) == ("False True", "False True")
 
 
+TWO_SCRIPTS = """
+    import memopt_cli
+
+    def told(name, *scripts, pickle=False):
+        trust = memopt_cli.Trust(code_paths=scripts, pickle=pickle)
+        try:
+            return str(memopt_cli.load(name, trust=trust).written_by)
+        except memopt_cli.MemoptError as error:
+            return f"{error.message} | {error.hint}"
+
+    for pickle in (False, True):
+        print(told("one.pt", "one.py", "two.py", pickle=pickle))
+        print(told("one.pt", "two.py", "one.py", pickle=pickle))
+        print(told("one.pt", "one.py", pickle=pickle))
+        print(told("two.pt", "two.py", pickle=pickle))
+        print(told("one.pt", "one.py", "same.py", pickle=pickle))
+"""
+
+
+def test_of_two_scripts_with_one_class_name_neither_is_taken_for_the_other(tmp_path: Path) -> None:
+    """The class of the script that was named first was taken, whichever had saved the file."""
+    for name in ("one", "two"):
+        code = f"class Net(nn.Linear):\n    written_by = '{name}'\n"
+        saving = f"if __name__ == '__main__':\n    torch.save(Net(2, 2), '{name}.pt')\n"
+        (tmp_path / f"{name}.py").write_text(f"import torch\nfrom torch import nn\n{code}{saving}")
+        assert run(tmp_path, f"{name}.py").returncode == 0
+    (tmp_path / "same.py").write_text("from one import Net\n")
+    done = run(tmp_path, "-c", textwrap.dedent(TWO_SCRIPTS))
+    assert done.returncode == 0, done.stderr
+    hint = "Name only the script that saved the file."
+    told = [
+        f"one.py defines one Net, and two.py another | {hint}",
+        f"two.py defines one Net, and one.py another | {hint}",
+    ]
+    assert done.stdout.splitlines() == 2 * [*told, "one", "two", "one"]
+
+
 @pytest.mark.parametrize("name", [*USED, "odd.pt"])
 def test_classes_of_the_training_script_are_found_and_saved_again(name: str, used: dict[str, list[str]]) -> None:
     assert used[f"again-{name}"] == ["__main__", "Net", "True"]

@@ -510,6 +510,15 @@ def traced(model: type[nn.Module], data: Data = "full size") -> Traced:
     return found
 
 
+def test_an_operator_that_fails_in_a_dry_run_here_is_not_logged_by_pytorch(caplog: pytest.LogCaptureFixture) -> None:
+    """It reached the output of a notebook's cell, as a page of traceback before the error of memopt."""
+    with LocalSession(subject_of("B", 40), 60.0, build=lambda: nn.Linear(3, 4)) as session:
+        found = session.ask(TraceJob(fake=True))
+    assert isinstance(found, StepFailed)
+    assert "shapes cannot be multiplied" in found.message
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("model", [ByBatch, ByData])
 def test_where_operators_depend_on_the_data_a_full_step_tells_of_it(model: type[nn.Module]) -> None:
     found = traced(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -36,18 +37,23 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
     return made
 
 
-def test_a_notebook_shows_a_bar_that_vanishes(cell: Cell) -> None:
+def test_a_notebook_shows_a_bar_and_then_the_time_that_it_took(cell: Cell) -> None:
     with logged(verbose=False) as progress:
         progress.stage("level 2", Span(9.0))
         progress.update(3, 12, "split <lambda>")
         progress.update(4, None, "")
-    assert cell.shown == [
-        "",
+    assert cell.shown[:-1] == [
         "<progress></progress> level 2, about 9.00 s",
         '<progress value="3" max="12"></progress> level 2 · split &lt;lambda&gt; · 3/12',
         "<progress></progress> level 2 · 4",
-        "",
     ]
+    assert re.fullmatch(r"<small>ended after [\d.]+ \w+</small>", cell.shown[-1])
+
+
+def test_a_notebook_shows_nothing_of_a_job_that_begins_no_stage(cell: Cell) -> None:
+    with logged(verbose=False):
+        pass
+    assert cell.shown == []
 
 
 def test_a_script_and_a_terminal_of_ipython_show_nothing(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.records import StepSettings
-from memopt_cli.report.pasted import LOSS, loop_lines, training_settings
+from memopt_cli.measure.jobs import CallJob, Subject
+from memopt_cli.measure.worker import Worker
+from memopt_cli.records import InputSpec, ModelCall, ModelSource, StepSettings, TensorSpec
+from memopt_cli.report.pasted import loop_of, training_settings
 
 RATE = 0.5
 
@@ -39,12 +44,80 @@ def test_the_loop_takes_the_step_that_was_measured(steps: int, precision: Any, c
     loader = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(steps)]
     expected = gradient_of(model, loader, step)
     before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    names = {"torch": torch, "model": model, "loader": loader, "loss_function": nn.functional.mse_loss}
-    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=RATE)
-    exec("\n".join(loop_lines(LOSS, steps, step, "cpu:0")), names)
-    taken = (before - nn.utils.parameters_to_vector(model.parameters()).detach()) / RATE
-    torch.testing.assert_close(taken, expected, rtol=1e-2 if precision == "fp16" else 1e-3, atol=1e-5)
+    pasted = "\n".join(loop_of(ModelCall(), steps, step, "cpu:0"))
+    assert (pasted == "") is ((steps, precision, clip_norm) == (1, "stored", None))
+    if pasted:
+        run(pasted, model, loader)
+        taken = (before - nn.utils.parameters_to_vector(model.parameters()).detach()) / RATE
+        torch.testing.assert_close(taken, expected, rtol=1e-2 if precision == "fp16" else 1e-3, atol=1e-5)
     assert all(p.grad is None for p in model.parameters())
+
+
+def run(pasted: str, model: nn.Module, loader: Any) -> None:
+    """Run a pasted loop, with the names that a script of the user's has."""
+    names = {"torch": torch, "model": model, "loader": loader, "loss_function": nn.functional.mse_loss}
+    exec(pasted, names | {"optimizer": torch.optim.SGD(model.parameters(), lr=RATE)})
+
+
+class Returning(nn.Module):
+    """A net of two inputs that gives its output, and its loss if there are labels, to ``shape``."""
+
+    def __init__(self, shape: Callable[[Tensor, Tensor | None], Any]) -> None:
+        super().__init__()
+        self.layer, self.shape = nn.Linear(4, 2), shape
+
+    def forward(self, x: Tensor, scale: Tensor, labels: Tensor | None = None) -> Any:
+        output = self.layer(x) * scale
+        return self.shape(output, None if labels is None else nn.functional.mse_loss(output, labels))
+
+
+X, SCALE, LABELS = (TensorSpec(name=name, shape=("B", size)) for name, size in (("x", 4), ("scale", 1), ("labels", 2)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "tensors", "said"),
+    [
+        (lambda output, loss: {"logits": output, "loss": loss}, [X, SCALE, LABELS], "model(**batch)['loss']"),
+        (lambda output, loss: SimpleNamespace(loss=loss), [X, SCALE, LABELS], "model(**batch).loss"),
+        (lambda output, loss: (output, loss), [X, SCALE, LABELS], "model(**batch)[1]"),
+        (lambda output, loss: loss, [replace(X, name=None), SCALE, LABELS], "model(inputs, **batch)"),
+        (lambda output, loss: loss, [replace(t, name=None) for t in (X, SCALE, LABELS)], "model(*inputs)"),
+        (lambda output, loss: output, [X, SCALE], "loss_function(model(**batch), targets)"),
+        (lambda output, loss: output, [replace(X, name=None), SCALE], "loss_function(model(inputs, **batch), targets)"),
+    ],
+)
+def test_the_loop_calls_the_model_as_the_step_does(
+    shape: Callable[[Tensor, Tensor | None], Any], tensors: list[TensorSpec], said: str
+) -> None:
+    torch.manual_seed(0)
+    model = Returning(shape)
+    subject = Subject(
+        source=ModelSource(location="net.pt"), spec=InputSpec(tensors=(*tensors,), dims={"B": 3}, source="--input")
+    )
+    call = Worker(subject, lambda: model).do(CallJob())
+    pasted = "\n".join(loop_of(call, 2, StepSettings(), "cpu"))
+    assert f"    ({said} / 2).backward()" in pasted.splitlines()
+    values = {"x": torch.randn(3, 4), "scale": torch.randn(3, 1), "labels": torch.randn(3, 2)}
+    positional = [values[name] for name, t in zip(values, tensors, strict=False) if t.name is None]
+    keywords = {t.name: values[t.name] for t in tensors if t.name is not None}
+    sample: list[Any] = [positional[0] if len(positional) == 1 else positional] if positional else []
+    sample += [keywords] * bool(keywords) + [values["labels"]] * ("targets" in said)
+    loop_model = copy.deepcopy(model)
+    run(pasted, loop_model, [sample if len(sample) > 1 else sample[0]] * 2)
+    nn.functional.mse_loss(model.layer(values["x"]) * values["scale"], values["labels"]).backward()
+    expected = model.layer.weight.detach() - RATE * grad_of(model.layer.weight)
+    torch.testing.assert_close(loop_model.layer.weight.detach(), expected)
+
+
+def grad_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def test_a_loop_that_accumulates_says_for_which_labels_the_passes_do_not_count_alike() -> None:
+    lines = [*loop_of(ModelCall(), 4, StepSettings(), "cpu")]
+    assert lines[0].startswith("# 1/4 each: where labels of -100 do not count")
+    assert not any("-100" in line for line in loop_of(ModelCall(), 1, StepSettings(clip_norm=1.0), "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +132,6 @@ def test_the_loop_takes_the_step_that_was_measured(steps: int, precision: Any, c
     ],
 )
 def test_every_setting_of_the_step_is_pasted(step: StepSettings, said: list[str]) -> None:
-    lines = "\n".join(training_settings(8, 1, step, "cuda:0"))
+    lines = "\n".join(training_settings(8, 1, step, "cuda:0", ModelCall()))
     assert [text for text in said if text not in lines] == []
     assert ("for " in lines) == (step.clip_norm is not None or step.precision in ("bf16", "fp16"))

@@ -42,7 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
-from memopt_cli.report.optimization import in_words, told_apart
+from memopt_cli.report.optimization import headline, in_words, told_apart
 from memopt_cli.report.text import TextReport
 from memopt_cli.text.spelling import on_command_line
 from tests.zoo import records
@@ -248,7 +248,7 @@ def test_where_nothing_is_applied_three_lines_say_so(summary: MemOptSummary) -> 
     text = shown(TextReport(), replace(result(unchanged, files=("m.summary.json", "m.plan.yaml")), use=""))
     assert text.splitlines() == [
         "no plan that was found lowers the peak of 617.9 MiB, however slow: the model stays as it is",
-        "wrote m.summary.json, .plan.yaml in 1 min 5 s",
+        "wrote m.summary.json, .plan.yaml in 1 min 5 s; next time, --force replaces them",
         "batch: 16 was run and fits 8.0 GiB of the 10.0 GiB here; limited by the budget",
     ]
 
@@ -278,24 +278,21 @@ def test_a_smaller_plan_that_only_the_limit_rules_out_is_named_with_the_flag_tha
 
 
 @pytest.mark.parametrize(
-    ("files", "typed"),
+    ("files", "wrote"),
     [
-        (("net.memopt.summary.json", "net.memopt.batch.yaml"), "--max-slowdown 1.7 --force"),
-        (("net.memopt.frontier.json",), "--max-slowdown 1.7"),
-        ((), "--max-slowdown 1.7"),
+        (
+            ("net.memopt.summary.json", "net.memopt.batch.yaml"),
+            "wrote net.memopt.summary.json, .batch.yaml in 1 min 5 s; next time, --force replaces them",
+        ),
+        (("net.memopt.frontier.json",), "wrote net.memopt.frontier.json in 1 min 5 s"),
+        ((), "nothing written in 1 min 5 s"),
     ],
 )
-def test_a_remedy_replaces_the_files_that_were_written(
-    files: tuple[str, ...], typed: str, summary: MemOptSummary
+def test_another_search_is_told_how_to_replace_the_files_that_were_written(
+    files: tuple[str, ...], wrote: str, summary: MemOptSummary
 ) -> None:
-    summary.plan, summary.smaller = Plan(), Outlook(peak_bytes=int(61.5 * MIB), slowdown=1.6)
-    summary.options = {"max_slowdown": 1.33}
-    first = shown(TextReport(), result(summary, files=files)).splitlines()[0]
-    assert first.endswith(f"is predicted: {typed} allows it.")
-    summary.notes = ["It was ended (`--search-time 60` searches longer)."]
-    assert f"--search-time 60{' --force' * ('force' in typed)} searches" in shown(
-        TextReport(), result(summary, files=files)
-    )
+    """A remedy such as ``--max-slowdown 1.7`` ended in "exists" when it was typed."""
+    assert wrote in shown(TextReport(), result(summary, files=files)).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -370,6 +367,22 @@ def test_original_that_does_not_run(summary: MemOptSummary) -> None:
 def test_nothing_measured(summary: MemOptSummary) -> None:
     summary.levels = [row(3, OutOfMemory(detail=""))]
     assert shown(DETAILED, result(summary)).startswith("level 3 has no measurement, ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({"measured": replace(MEASURED, equal=70, worst_difference=2.4e-7)}, " (about 2e-07 of the norm)"),
+        ({"measured": MEASURED, "worst_difference": 3e-16}, " (about 3e-16 of the largest value in float64)"),
+        ({"rounding": 0.02, "worst_difference": 3e-16}, " (about 2e-02 of the norm)"),
+        ({}, ""),
+    ],
+)
+def test_the_headline_says_how_far_apart_rounding_leaves_tensors(
+    changes: dict[str, Any], size: str, summary: MemOptSummary
+) -> None:
+    summary.verification = replace(VERIFIED, exact=False, precision="fp64", tolerance=1e-9, **changes)
+    assert headline(summary).endswith(f"(1.37×), same within rounding{size} in 83 tensors")
 
 
 @pytest.mark.parametrize(
@@ -716,7 +729,9 @@ def test_a_smaller_plan_that_was_too_slow_is_named(summary: MemOptSummary, monke
     assert [line for line in lines if "is not applied" in line] == [f"{said} --max-slowdown 8.6 allows it."]
     assert any(line.startswith("the machine was busy: steps waited for a processor 86%") for line in lines)
     assert sum("A plan of 150.0 MiB" in line for line in shown(DETAILED, found).splitlines()) == 1
-    assert "is not applied" not in shown(TextReport(), result(replace(summary, dropped=[larger])))
+    hardly_smaller = replace(smaller, peak_bytes=291 * MIB)
+    for dropped in (larger, hardly_smaller):
+        assert "is not applied" not in shown(TextReport(), result(replace(summary, dropped=[dropped])))
 
 
 def test_a_summary_in_a_shell_is_one_line(summary: MemOptSummary) -> None:
@@ -751,7 +766,7 @@ def test_a_plan_on_a_model_in_memory_is_said_to_be_on_it(summary: MemOptSummary)
     *_, searched, _, last = shown(TextReport(), found).splitlines()
     assert searched == "searched in 1 min 5 s"
     assert last == (
-        'the plan is on the model; found.plan.save("Net.plan.yaml") saves it, if found is this result; '
+        'the plan is on the model; the result\'s .plan.save("Net.plan.yaml") saves it; '
         'memopt_cli.apply_plan(model, "Net.plan.yaml") applies it later'
     )
 
@@ -760,8 +775,8 @@ def test_a_frontier_in_memory_says_how_to_apply_a_pick(summary: MemOptSummary) -
     point = ParetoPoint(plan=Plan(), outcome=measured(617.9, 1.09))
     found = replace(result(replace(summary, frontier=[point], verification=None), files=()), in_memory=True)
     last = shown(TextReport(), found).splitlines()[-1]
-    use = "memopt_cli.apply_plan(model, found.summary.frontier[N - 1].plan)"
-    assert last == f"nothing is applied; {use} applies plan N, if found is this result"
+    use = "memopt_cli.apply_plan(model, plan) takes the result's .summary.frontier[N - 1].plan"
+    assert last == f"nothing is applied; {use}"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt_cli.text.misnamed import build_hint, file_refusal, missing_refusal, weights_in
+from memopt_cli.text.misnamed import build_hint, builder_in, file_refusal, missing_refusal, weights_in
 
 
 def zipped(*names: str) -> bytes:
@@ -59,3 +59,12 @@ def test_weights_beside_their_configuration_are_named_by_the_folder(tmp_path: Pa
     (tmp_path / "config.json").write_text("{}")
     assert build_hint(f"{tmp_path}/model.safetensors").endswith(f"give the folder, {tmp_path}/.")
     assert "build.py:build" in build_hint("model.safetensors")
+
+
+def test_a_builder_is_named_as_a_shell_reads_it_and_found_again_in_its_hint(tmp_path: Path) -> None:
+    source = tmp_path / "it's mine: a b.py"
+    source.write_text("raise RuntimeError\ndef make_model(): ...\n")
+    hint = build_hint("my model.pt", [str(tmp_path), "nowhere.py", str(source)])
+    assert builder_in(hint, "my model.pt") == f"{source}:make_model"
+    assert builder_in(hint, "model.pt") == ""
+    assert builder_in(build_hint("model.pt", []), "model.pt") == "build.py:build"

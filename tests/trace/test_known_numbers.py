@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,26 @@ def _without_data() -> Iterator[None]:
 )
 def test_what_follows_from_the_code_can_be_read(read: Callable[[], list[Any]], numbers: list[Any]) -> None:
     assert read() == pytest.approx(numbers)
+
+
+@pytest.mark.usefixtures("_without_data")
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda x: torch.isfinite(x).all(), True),
+        (lambda x: x.isnan().any(), False),
+        (lambda x: torch.isinf(x.t()).any() or (x != x).any(), False),
+        (lambda x: (x[0] == x[0]).all(), None),
+        (lambda x: (x == 1.0).any(), None),
+        (lambda x: (torch.arange(3.0) / 0 == math.inf).all(), False),  # 0 / 0 is not a number
+    ],
+)
+def test_numbers_are_taken_for_finite(ask: Callable[[Tensor], Tensor], answer: bool | None) -> None:
+    if answer is None:
+        with pytest.raises(UNKNOWN_WITHOUT_DATA):
+            bool(ask(torch.randn(3, 4)))
+    else:
+        assert bool(ask(torch.randn(3, 4))) is answer
 
 
 def _written() -> float:

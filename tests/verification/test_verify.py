@@ -233,3 +233,56 @@ def test_what_a_model_rounds_to_float32_is_not_taken_for_a_difference() -> None:
     found = check(plan, model=model)
     assert found.passed, found
     assert found.worst_difference < 1e-12
+
+
+@torch.library.custom_op("memopt_tests::product_in_single", mutates_args=())
+def product_in_single(x: Tensor, weight: Tensor) -> Tensor:
+    """Stands for a kernel that PyTorch has not for float64, such as the grouped product of experts."""
+    if x.dtype is torch.float64:
+        raise RuntimeError("expected a float32 matrix, got double")
+    return x @ weight
+
+
+def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = ctx.saved_tensors
+    return product_in_single(gradient, weight.t()), product_in_single(x.t(), gradient)
+
+
+product_in_single.register_autograd(
+    _product_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+class InSingle(Parts, weight=lambda: nn.Parameter(torch.randn(8, 8))):
+    def forward(self, x: Tensor) -> Tensor:
+        return product_in_single(x.flatten(0, 1), self.weight).view_as(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_an_operator_without_a_kernel_for_float64_hinders_no_verification(right: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), InSingle(), nn.Linear(8, 8))
+    plan = Plan(segments=(SegmentPlan(path="1"), SegmentPlan(path="2", chunks=2)))
+
+    def wrong(model: nn.Module) -> None:
+        apply_plan(model, plan)
+        model[1].register_forward_hook(lambda module, args, output: output * (1 + 1e-6))  # type: ignore[operator]
+
+    found = check(plan, None if right else wrong, model)
+    assert found.passed is right
+    assert found.precision == "fp64"
+
+
+class Speech(Parts, conv=lambda: nn.Conv1d(1, 4, 3), head=lambda: nn.Linear(4, 2)):
+    """Asks for the gradient of a view of its input, as Wav2Vec2 does, which an input that needs one forbids."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(1)[:, None]
+        y.requires_grad = True
+        return self.head(self.conv(y).mean(-1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("plan", [Plan(segments=(SegmentPlan(path="conv"),)), CHUNKED])
+def test_a_model_that_rejects_inputs_which_need_a_gradient_is_verified(plan: Plan) -> None:
+    found = check(plan, model=Speech())
+    assert found.passed
+    assert found.compared == 6  # the output, four parameters and the generator: no gradient of the input

@@ -7,7 +7,7 @@ of a file that holds several.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,11 +53,12 @@ class FoundModule:
     outside of its training process, such as ``DistributedDataParallel``."""
 
 
-def module_in(root: Any, key: str | None, path: str) -> FoundModule:
+def module_in(root: Any, key: str | None, path: str, code_paths: Sequence[str] = ()) -> FoundModule:
     """Find the stand-in of the model in ``root``.
 
     ``key`` is the model's entry, as keys joined by dots; ``None`` finds the only model in the file's containers.
-    Raises :class:`FileFormatError`, which names ``path`` and says what the file holds instead.
+    Raises :class:`FileFormatError`, which names ``path`` and says what the file holds instead, and what in the files
+    ``code_paths`` builds the model.
     """
     whole, where = root, tuple[str, ...]()
     if key is not None:
@@ -71,7 +72,7 @@ def module_in(root: Any, key: str | None, path: str) -> FoundModule:
             is_object = isinstance(root, Built) and root.how != "plain" and root.name.package not in holds
             if is_object and tensor_of(root) is None:
                 return FoundModule(root=root)  # an object without a state: only making it shows whether it is a model
-            raise _without_model(root, whole, path)
+            raise _without_model(root, whole, path, code_paths)
         ((within, root),) = models.items()
         where = (*where, *within)
     wrappers, root = _split_wrappers(root, path)
@@ -92,7 +93,7 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
     ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
     Raises :class:`FileFormatError`.
     """
-    value, rest, entries_in = root, key, entries or _entries
+    value, rest, entries_in = root, key, entries or container_entries
     where: list[str] = []
     while rest:
         entries_here = dict(entries_in(value))
@@ -100,7 +101,7 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
             (name for name in entries_here if rest == name or rest.startswith(f"{name}.")), key=len, default=None
         )
         if name is None:
-            names = list_paths({(name,): None for name in entries_here}) or "none"
+            names = list_paths([(name,) for name in entries_here]) or "none"
             raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {names}.")
         value, rest = entries_here[name], rest[len(name) + 1 :]
         where.append(name)
@@ -117,20 +118,16 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
         return ()
     other_paths, value = list[Path](), root
     for depth, name in enumerate(where):
-        entries_here = dict((entries or _entries)(value))
+        entries_here = dict((entries or container_entries)(value))
         other_paths += [(*where[:depth], other) for other in entries_here if other != name]
         value = entries_here[name]
-    left_out = (
-        f" The checkpoint's other entries are not copied: {list_paths(dict.fromkeys(other_paths))}."
-        if other_paths
-        else ""
-    )
+    left_out = f" The checkpoint's other entries are not copied: {list_paths(other_paths)}." if other_paths else ""
     return (f"{what} the entry {abridged('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
 
 
 def state_dicts_in(root: Any) -> dict[Path, Any]:
     """Map paths to the stand-ins of dicts whose values are all tensors; dicts inside modules are left out."""
-    return dict(found_in(root, _is_state_dict))
+    return dict(found_in(root, is_state_dict))
 
 
 def modules_in(root: Any) -> dict[Path, Any]:
@@ -166,7 +163,8 @@ def _is_optimizer_state(value: Any) -> bool:
     return {"state", "param_groups"} == {name for name, _ in entries_of(value)}
 
 
-def _is_state_dict(value: Any) -> bool:
+def is_state_dict(value: Any) -> bool:
+    """Return whether ``value`` is the stand-in of a dict whose values are all tensors."""
     entries = entries_of(value)
     return bool(entries) and all(isinstance(name, str) and tensor_of(item) is not None for name, item in entries)
 
@@ -199,10 +197,10 @@ def _module_in_wrapper(root: Built, attribute: str, path: str) -> Any:
     return inner
 
 
-def _without_model(root: Any, whole: Any, path: str) -> FileFormatError:
+def _without_model(root: Any, whole: Any, path: str, code_paths: Sequence[str]) -> FileFormatError:
     refuse_other(root, whole, path)
     if tensors := sum(1 for _ in found_in(root, lambda value: tensor_of(value) is not None)):
-        return no_model(path, tensors)
+        return no_model(path, tensors, code_paths)
     kind = str(root.name) if isinstance(root, Built) else type(root).__name__
     return FileFormatError(
         f"{path} holds a {kind.removeprefix('builtins.').lower()}, not a model",
@@ -223,10 +221,10 @@ def found_in(root: Any, wanted: Callable[[Any], bool], *, entries: Entries | Non
         if wanted(value):
             yield where, value
         elif not (is_module(value) or _is_optimizer_state(value)) and len(where) < _DEEPEST:
-            pending.extend(reversed([((*where, name), item) for name, item in (entries or _entries)(value)]))
+            pending.extend(reversed([((*where, name), item) for name, item in (entries or container_entries)(value)]))
 
 
-def _entries(value: Any) -> list[tuple[str, Any]]:
+def container_entries(value: Any) -> list[tuple[str, Any]]:
     """Return the entries of the container ``value``, by key or number."""
     if isinstance(value, Tuple):
         return [(str(number), item) for number, item in enumerate(value.items)]
@@ -236,7 +234,7 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
     return numbered or [(str(name), item) for name, item in value.entries if isinstance(name, str | int)]
 
 
-def list_paths(paths: dict[Path, Any]) -> str:
+def list_paths(paths: Collection[Path]) -> str:
     """List the first few paths of ``paths``, as keys joined by dots."""
     names = [repr(abridged(".".join(where), _LONGEST_NAME)) for where in itertools.islice(paths, _SHOWN)]
     return ", ".join(names) + (", …" if len(paths) > _SHOWN else "")

@@ -14,7 +14,7 @@ from memopt_cli import trace
 from memopt_cli.errors import StepError, first_line
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
-from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
+from memopt_cli.measure.answers.steps import allocated_by
 from memopt_cli.measure.answers.without_data import may_need_data, may_run_in_full, run_at_full_size, step_under
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
@@ -23,6 +23,9 @@ from memopt_cli.search.estimation import Lifetime, estimate, library_blocks, nee
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.own_checkpoints import watched_checkpoints
 from memopt_cli.training.step import Step
+
+_MAX_HOLDERS = 400
+"""Maximum number of modules that a dry run names: where no plan fits, they must account for most of its peak."""
 
 
 def trace_step(bench: Bench, job: TraceJob) -> Traced:
@@ -66,7 +69,7 @@ def record_step(bench: Bench, job: RecordJob) -> StepTrace:
 def count(bench: Bench, job: CountJob) -> Counted:
     """Count the tensor peak of a step under the plan of ``job``, at its sizes."""
     counted = (_count_without_data if job.fake else count_on_data)(bench, job)
-    return replace(counted, holders=counted.holders[:HOLDERS])
+    return replace(counted, holders=counted.holders[:_MAX_HOLDERS])
 
 
 def _count_without_data(bench: Bench, job: CountJob) -> Counted:

@@ -70,7 +70,7 @@ def require_room(bench: Bench, needed_bytes: int) -> None:
         raise StepTooLargeError(needed_bytes, free_bytes)
 
 
-def needed_bytes(
+def count_step_bytes(
     bench: Bench,
     plan: Plan,
     batch: int | None = None,
@@ -107,7 +107,7 @@ def may_need_data(error: Exception) -> bool:
 
 
 def _needed_by_original(bench: Bench) -> int:
-    return needed_bytes(bench, ORIGINAL)
+    return count_step_bytes(bench, ORIGINAL)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, optimizer_state_notes
 from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, ranked
 from memopt_cli.pipeline.batches.pricing import Pricing
-from memopt_cli.pipeline.batches.recommendation import accumulation_notes, batch_file, check_inputs
+from memopt_cli.pipeline.batches.recommendation import accumulation_notes, batch_file, call_of, check_inputs
 from memopt_cli.pipeline.batches.scaled_models import ScaledModels
 from memopt_cli.pipeline.batches.trials import Trials
 from memopt_cli.pipeline.heads import heads_notes
@@ -41,6 +41,7 @@ from memopt_cli.records import (
     Dropped,
     Failure,
     FastestTraining,
+    ModelCall,
     OutOfMemory,
     PairRun,
     Plan,
@@ -120,6 +121,7 @@ class _FastestSearch:
     interrupted: bool = False
     untried: str = ""
     """Reason why no plan was tried, or empty."""
+    call: ModelCall = ModelCall()
     probes: SearchProbes = field(init=False)
     trials: Trials = field(init=False)
     runs: PairRuns = field(init=False)
@@ -151,6 +153,7 @@ class _FastestSearch:
 
         Raises :class:`TimeIsUp` if the time limit is reached in the runs of the original.
         """
+        self.call = call_of(self.session)
         case = self._run_original_batches()
         if not self.probes.is_late():
             first_batch = max(self.prepared.batch, _MIN_DRY_RUN_BATCH, self.limits.multiple_of)
@@ -283,6 +286,7 @@ class _FastestSearch:
             files=(),
             spent_s=0.0,
             step=self.prepared.subject.settings,
+            call=self.call,
             interrupted=self.interrupted,
             dropped=tuple(self.dropped),
         )

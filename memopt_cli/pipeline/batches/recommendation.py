@@ -15,7 +15,7 @@ from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.files.contents import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.files.outputs import check_outputs, output_paths
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
-from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
+from memopt_cli.measure.jobs import ORIGINAL, CallJob, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import check_varied, optimizer_state_notes
 from memopt_cli.pipeline.failures import required
@@ -34,6 +34,7 @@ from memopt_cli.records import (
     DimRange,
     FileHeader,
     LengthBatching,
+    ModelCall,
     ModelFacts,
     NoBatchFits,
     Plan,
@@ -147,11 +148,13 @@ class _BatchSearch:
     longest: dict[str, int]
     """Dimension -> its size in the longest of the user's sequences, at which the batch must fit; empty without any."""
     search: CaseSearch
+    call: ModelCall = ModelCall()
     length_runs: int = 0
     """Number of runs made to compare ways to batch sequences."""
 
     def recommend(self, session: Sessions, plan: Plan | None, lengths: Sequence[int]) -> BatchRecommendation:
         """Search the batch of each case, make the further runs that the answer needs, and return the answer."""
+        self.call = call_of(session)
         sizes: Sequence[dict[str, int]] = [{}]
         if self.request.dim_range is not None:
             sizes = [{self.request.dim_range.symbol: size} for size in self.request.dim_range.sizes()]
@@ -215,6 +218,7 @@ class _BatchSearch:
             files=(),
             spent_s=0.0,
             step=self.prepared.subject.settings,
+            call=self.call,
             plan=self.request.plan_path or "",
             card="" if self.request.card is None else self.request.card.name,
             backend=self.request.backend or "",
@@ -309,6 +313,12 @@ class _BatchSearch:
         if isinstance(outcome, BatchEstimate):
             return outcome.batch
         return outcome.fastest_batch if self.request.aim == "throughput" else outcome.recommended_batch
+
+
+def call_of(session: Sessions) -> ModelCall:
+    """Return the call of the model; the usual one for a model that does not run, as the search says why."""
+    answer = session().ask(CallJob())
+    return answer if isinstance(answer, ModelCall) else ModelCall()
 
 
 def accumulation_notes(accumulation: Accumulation, facts: ModelFacts, *, was_run: bool = True) -> Iterator[str]:

@@ -38,7 +38,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.estimation import estimate, timed
-from memopt_cli.text.units import format_bytes
+from memopt_cli.text.units import format_apart
 
 _TRUSTED_ERROR = 0.01
 """Largest relative error of the tensor peak of a dry run, by the measured one, up to which dry runs are trusted."""
@@ -158,9 +158,11 @@ def record_step(
     if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measurement, Measurement):
         predicted_bytes, measured_bytes = traced.dry_run_bytes, measurement.tensor_peak_bytes
         if abs(predicted_bytes - measured_bytes) > _TRUSTED_ERROR * measured_bytes:
+            peaks = sorted([predicted_bytes, measured_bytes])
+            in_words = dict(zip(peaks, format_apart(*peaks), strict=True))
             notes.append(
-                f"On tensors without data the step has a tensor peak of {format_bytes(predicted_bytes)} instead of the "
-                f"measured {format_bytes(measured_bytes)}; {consequence}. You need to do nothing."
+                f"On tensors without data the step has a tensor peak of {in_words[predicted_bytes]} instead of the "
+                f"measured {in_words[measured_bytes]}; {consequence}. You need to do nothing."
             )
             on_data = replace(job, fake=False)
             traced = session.ask(on_data) if traced.fake else replace(traced, dry_run_bytes=None)

@@ -169,11 +169,15 @@ def _encoding_of(data: bytes) -> str:
 
 
 def _fragmentation_notes(error: OutOfMemoryText | None) -> tuple[str, ...]:
-    if error is None or not error.reserved_bytes or error.reserved_bytes + error.free_bytes < error.asked_bytes:
+    """Return a note where the bytes that no tensor used would have done, but what was free alone would not."""
+    if error is None or not error.reserved_bytes:
+        return ()
+    if not error.free_bytes < error.asked_bytes <= error.reserved_bytes + error.free_bytes:
         return ()
     return (
-        f"PyTorch's allocator held {format_bytes(error.reserved_bytes)} that no tensor used, in pieces that were too "
-        "small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them.",
+        f"PyTorch's allocator held {format_bytes(error.reserved_bytes)} that no tensor used. Together with the "
+        "free bytes that would have been enough, so memory may have been fragmented: try "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
@@ -12,12 +14,12 @@ from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.text.paths import gathered
 from memopt_cli.text.units import format_apart, format_bytes
 
-_WORKSPACE_SHARE: Final = 0.1
-"""Share of a peak from which on kernel workspaces are named as a reason for the peak."""
-_NAMED_SHARE: Final = 0.9
-"""Share of a peak that a message accounts for by name, as far as :data:`_MAX_HOLDERS` modules hold that much."""
+_REASON_SHARE: Final = 0.1
+"""Share of a peak from which on activations and kernel workspaces are named as reasons for the peak."""
+_NAMED_SHARE: Final = 0.8
+"""Share of the activations at a peak that a message accounts for by the names of modules."""
 _MAX_HOLDERS: Final = 8
-"""Maximum number of modules, or groups of similar modules, that a message names as holding activations."""
+"""Number of modules, or groups of similar modules, beyond which a message names the modules that contain them."""
 _WEIGHTS_SHARE: Final = 0.5
 """Share of a peak above which a message says that parameters and gradients are most of the peak."""
 
@@ -81,11 +83,11 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
     if parts_in_words:
         yield f"No plan can make these parts of its peak smaller: {parts_in_words}."
     workspace_bytes = smallest.allocated_peak_bytes - smallest.tensor_peak_bytes
-    rest_bytes = _NAMED_SHARE * smallest.allocated_peak_bytes - sum(parts.values()) - workspace_bytes
-    holders = list(_largest_holders(smallest, rest_bytes))
-    if holders:
+    rest_bytes = smallest.allocated_peak_bytes - workspace_bytes - sum(parts.values())
+    if smallest.holders and rest_bytes > _REASON_SHARE * smallest.allocated_peak_bytes:
+        holders = _largest_holders(smallest, _NAMED_SHARE * rest_bytes)
         names = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in holders)
-        others = smallest.allocated_peak_bytes - workspace_bytes - sum(parts.values()) - sum(n for _, n in holders)
+        others = rest_bytes - sum(nbytes for _, nbytes in holders)
         more = f", and {format_bytes(others)} of others" * (others > 0)
         yield f"The rest are activations and tensors that backward makes: {names}{more}."
     weights_bytes = smallest.breakdown.parameters_bytes + smallest.breakdown.gradients_bytes
@@ -96,7 +98,7 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
             else " With `--optimizer-in-backward`, a plan can free each gradient as soon as it is used."
         )
         yield f"Parameters and gradients are most of its peak: model.bfloat16() halves both.{advice}"
-    if workspace_bytes < _WORKSPACE_SHARE * smallest.allocated_peak_bytes:
+    if workspace_bytes < _REASON_SHARE * smallest.allocated_peak_bytes:
         return
     largest = max(operators, key=lambda op: op.workspace_bytes, default=None)
     place = f", most of all {largest.name} in '{largest.module or '(root)'}'" if largest is not None else ""
@@ -107,15 +109,23 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
     )
 
 
-def _largest_holders(smallest: Counted, missing_bytes: float) -> Iterator[tuple[str, int]]:
-    """Yield the largest holders in the ``smallest`` peak, with their bytes, until they add up to ``missing_bytes``."""
-    bytes_by_path = gathered({holder.path: holder.held_bytes for holder in smallest.holders})
-    for path, nbytes in list(bytes_by_path.items())[:_MAX_HOLDERS]:
-        if missing_bytes <= 0:
-            return
-        missing_bytes -= nbytes
-        name = f"'{path}'" if path else "the step outside of modules"
-        yield name, nbytes
+def _largest_holders(smallest: Counted, named_bytes: float) -> list[tuple[str, int]]:
+    """Return the largest holders in the ``smallest`` peak, with their bytes, that add up to ``named_bytes``.
+
+    Where that takes more than :data:`_MAX_HOLDERS`, modules count for the modules that contain them, as far up as
+    needed.
+    """
+    depth = max((holder.path.count(".") + 1 for holder in smallest.holders), default=1)
+    while True:
+        bytes_by_path: Counter[str] = Counter()
+        for holder in smallest.holders:
+            bytes_by_path[".".join(holder.path.split(".")[:depth])] += holder.held_bytes
+        rows = list(gathered(bytes_by_path).items())
+        sums = itertools.accumulate(nbytes for _, nbytes in rows)
+        count = 1 + sum(1 for total in sums if total < named_bytes)
+        if count <= _MAX_HOLDERS or depth == 1:
+            return [(f"'{path}'" if path else "the step outside of modules", nbytes) for path, nbytes in rows[:count]]
+        depth -= 1
 
 
 def require_fast(priced: PricedPlan, most_slowdown: float, verb: str = "makes") -> None:

@@ -5,6 +5,12 @@ fastest plan that fits at its largest length, measured and verified by
 :func:`~memopt_cli.pipeline.plans.optimization.find_here`, or by estimates alone for a device that is not here
 (``--for``).
 
+The largest length of a range stands for the shorter ones.  A segment runs its modules' own code again, whichever path
+that takes at a length, so a plan that is right at one length is right at another; and shorter inputs need less memory.
+The model without a plan is run at both ends of the whole range.  A path that cannot be repeated, taken at short lengths
+alone, is not found; a dry run of the plan there does not show it either.  In training, backward ends with an error if
+the tensors that the module saves differ in number or shape.
+
 The search starts with the longest inputs, which must fit.  It then finds the largest length at which the original fits
 without a plan, and cuts the lengths between the two where shorter inputs may train faster with a plan of their own.
 """
@@ -16,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.errors import MemoptError, NothingFitsError, Terminated, UsageError
+from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.inputs.spec_text import format_tensor
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
@@ -250,7 +256,10 @@ class _ByLength:
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
     def all_ranges(self, longest: _Range, budget_bytes: int) -> list[_Range]:
-        """Return the ranges, the shortest lengths first.  Ctrl-C ends the search and keeps the ranges found so far."""
+        """Return the ranges, the shortest lengths first.
+
+        Ctrl-C and SIGTERM end the search and keep the ranges found so far: their plans are measured and verified.
+        """
         ranges_without_plan: list[_Range] = []
         ranges = [longest]
         try:
@@ -266,8 +275,8 @@ class _ByLength:
                 ranges[:0] = self._find_faster(ranges[0], length)
                 if self.interrupted:
                     break
-        except KeyboardInterrupt as err:
-            if isinstance(err, Terminated) or not self.request.interruptible:
+        except KeyboardInterrupt:
+            if not self.request.interruptible:
                 raise
             self.interrupted = True
             self.prepared.progress.interrupted("The search is interrupted: the ranges that it has found are kept.")
@@ -297,13 +306,14 @@ class _ByLength:
         candidates = [length for length in self.work.lengths if length < longest.up_to]
         share, is_fake = _allocated_share(longest.original), _is_dry_run(longest.original)
         with self._sessions() as sessions:
-            peak = functools.partial(self._peak, SearchProbes(sessions, limit_s=None), is_fake)
+            probes = SearchProbes(sessions, limit_s=None)
+            run_near = functools.partial(self._run_near, functools.partial(self._peak, probes, is_fake), 0)
             if self.request.card is not None:
-                if largest := _largest_within(candidates, peak, budget_bytes):
+                if largest := _largest_within(candidates, run_near, budget_bytes):
                     yield self._range_of_original(longest.original, largest[0], None, int(largest[1]))
                 return
             for _ in range(_MAX_ORIGINAL_RUNS):
-                largest = _largest_within(candidates, peak, budget_bytes / share)
+                largest = _largest_within(candidates, run_near, budget_bytes / share)
                 if largest is None:
                     return
                 length_that_fits, counted_bytes = largest
@@ -330,15 +340,30 @@ class _ByLength:
         return answer.tensor_peak_bytes if self.request.card is None else answer.allocated_peak_bytes
 
     def _lower_to_running(self, bounds: Sequence[int], above: int, *, is_fake: bool) -> list[int]:
-        """Return ``bounds``, each lowered to the next length at which the model runs; it stays larger than ``above``.
+        """Return ``bounds``, each lowered to a length at which the model runs; it stays larger than ``above``.
 
-        A bound without such a length is left out.
+        A bound for which no such length is found is left out.
         """
         with self._sessions() as sessions:
             peak = functools.partial(self._peak, SearchProbes(sessions, limit_s=None), is_fake)
-            candidates = [[n for n in reversed(self.work.lengths) if above < n <= bound] for bound in bounds]
-            running = {next((n for n in lengths if peak(n) is not None), above) for lengths in candidates}
-        return sorted(running - {above})
+            return sorted({run[0] for bound in bounds if (run := self._run_near(peak, above, bound)) is not None})
+
+    def _run_near(self, peak: Callable[[int], float | None], above: int, length: int) -> tuple[int, float] | None:
+        """Return a length at which the model runs, ``length`` or one shortly below it and ``above``, and its peak.
+
+        ``None``: it runs at none of those tried, as a note says.
+        """
+        tried = [n for n in _lengths_to_try(self.varied, length) if n > above]
+        runs = ((n, nbytes) for n in tried if (nbytes := peak(n)) is not None)
+        run = next(runs, None)
+        if run is None:
+            symbol = self.varied.symbol
+            self.notes.append(
+                f"The model does not run at {symbol}={length}, nor at the shorter lengths that were tried "
+                f"({', '.join(map(str, tried[1:])) or 'none'}). Others were not tried; `--lengths` names those that "
+                "occur."
+            )
+        return run
 
     def _range_of_original(
         self, original: LevelRow, length: int, measurement: Measurement | None, peak_bytes: int
@@ -410,22 +435,31 @@ def _allocated_share(original: LevelRow) -> float:
     return allocated / tensors if tensors and allocated else 1.0
 
 
-def _largest_within(
-    lengths: list[int], peak_of: Callable[[int], float | None], most_bytes: float
-) -> tuple[int, float] | None:
-    """Return the largest of the ascending ``lengths`` whose peak is at most ``most_bytes``, and its peak.
+def _lengths_to_try(varied: DimRange, length: int) -> Iterator[int]:
+    """Yield ``length`` and then shorter ones, for a model that takes every n-th length alone; few, whatever n is.
 
-    ``None``: none is.  A length without a peak is taken out of ``lengths``.
+    The model runs at both ends of the range ``varied``, so these lengths lie whole steps of n from the lower end.  A
+    network that halves its input a few times has a power of two for n; any other n is taken to divide both ends.
+    """
+    distance = length - varied.low
+    steps = [1 << number for number in range(max(1, distance.bit_length() - 1))]
+    yield from dict.fromkeys(length - distance % step for step in (*steps, math.gcd(varied.low, varied.high)))
+
+
+def _largest_within(
+    lengths: Sequence[int], run_near: Callable[[int], tuple[int, float] | None], most_bytes: float
+) -> tuple[int, float] | None:
+    """Return the largest length whose peak is at most ``most_bytes``, and its peak; ``None``: none is.
+
+    It is one of the ascending ``lengths``, or what ``run_near`` returns for it with its peak: a length at which the
+    model runs.
     """
     largest, fitting, end = None, 0, len(lengths)
     while fitting < end:
         middle = (fitting + end) // 2
-        peak = peak_of(lengths[middle])
-        if peak is None:
-            del lengths[middle]
-            end -= 1
-        elif peak <= most_bytes:
-            largest, fitting = (lengths[middle], peak), middle + 1
+        run = run_near(lengths[middle])
+        if run is not None and run[1] <= most_bytes:
+            largest, fitting = max(largest or run, run), middle + 1
         else:
             end = middle
     return largest

@@ -29,6 +29,7 @@ from memopt_cli.records import (
     ExplainRequest,
     Explanation,
     InputSpec,
+    Instant,
     LevelRow,
     ModelSource,
     OptimizeRequest,
@@ -39,6 +40,7 @@ from memopt_cli.records import (
     StepTrace,
     TensorSpec,
     Trust,
+    break_down,
 )
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.json import JsonReport
@@ -343,6 +345,27 @@ def test_pieces_that_would_do_together_are_told_of(unused: int, is_fragmented: b
     log.write_text(ON_A_GPU.replace("128.00 MiB is reserved", f"{unused}.00 MiB is reserved"))  # 16 of 64 MiB were free
     found = explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress())
     assert any("expandable_segments" in note for note in found.notes) is is_fragmented
+
+
+def test_where_what_was_free_would_do_nothing_is_said_of_pieces(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(ON_A_GPU.replace("16.00 MiB is free", "64.00 MiB is free"))
+    found = explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress())
+    assert found.asked_bytes == 64 << 20
+    assert not any("expandable_segments" in note for note in found.notes)
+
+
+AT_ONCE = Instant(allocated_bytes=8, op=0, name="aten::mm", phase="forward", module="")
+
+
+@pytest.mark.parametrize(("instant", "heading"), [(None, "held at the peak"), (AT_ONCE, "held then")])
+def test_where_memory_does_not_run_out_the_peak_is_shown(instant: Instant | None, heading: str) -> None:
+    breakdown = break_down([("activations", 7)])
+    shown = Explanation(
+        header=None, limit_bytes=9, limit="--memory 9B", needed_bytes=8, instant=instant, breakdown=breakdown
+    )
+    lines = text_of(shown).splitlines()
+    assert heading in [line.strip() for line in lines]
 
 
 def test_a_log_without_an_error_is_refused(tmp_path: Path) -> None:

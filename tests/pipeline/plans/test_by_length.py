@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,10 +127,13 @@ def test_without_lengths_all_are_alike(optimize: Memopt) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_after_the_longest_keeps_it(optimize: Memopt, answered: Callable[..., None]) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_longest_keeps_it(
+    sent: signal.Signals, optimize: Memopt, answered: Callable[..., None]
+) -> None:
     def pressed(session: LocalSession, job: MeasureJob, ask: Callable[[MeasureJob], Any]) -> Any:
         if session._subject.spec.dims["S"] != HIGH:
-            raise KeyboardInterrupt
+            signal.raise_signal(sent)
         return ask(job)
 
     answered(MeasureJob, pressed)
@@ -216,10 +222,47 @@ def test_lengths_at_which_the_model_does_not_run_bound_no_range(optimize: Memopt
 
 @pytest.mark.parametrize(("most", "largest"), [(100, 96), (95, 88), (16, 16), (15, None), (1000, 96)])
 def test_a_length_that_does_not_run_is_none_that_fits(most: int, largest: int | None) -> None:
-    lengths = list(range(10, 101))
-    found = by_length._largest_within(lengths, lambda length: None if length % 8 else length, most)
+    search = searching(DimRange(symbol="S", low=16, high=104))
+    near = functools.partial(search._run_near, lambda length: None if length % 8 else length, 0)
+    found = by_length._largest_within(range(16, 101), near, most)
     assert found == (None if largest is None else (largest, largest))
-    assert {*range(16, 101, 8)} <= {*lengths}
+    assert search.notes == []
+
+
+def searching(varied: DimRange) -> by_length._ByLength:
+    """A search that asks nothing of a model."""
+    given: Any = None
+    counts = {varied.high: 1.0}
+    return by_length._ByLength(given, given, varied, counts, given, Work.of(counts))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "step", "length", "largest"),
+    [
+        (64, 1 << 20, 1, 777_777, 777_777),
+        (64, 1 << 20, 64, 777_777, 777_728),
+        (10, 4106, 64, 999, 970),  # offset by the lower end
+        (60, 1200, 60, 777, 720),
+        (17, 100_001, 49_992, 77_777, None),
+    ],
+)
+def test_few_lengths_are_tried_where_the_model_does_not_run(
+    low: int, high: int, step: int, length: int, largest: int | None
+) -> None:
+    tried: list[int] = []
+
+    def peak(length: int) -> float | None:
+        tried.append(length)
+        return None if (length - low) % step else 1.0
+
+    search = searching(DimRange(symbol="S", low=low, high=high))
+    run = search._run_near(peak, low, length)
+    assert (None if run is None else run[0]) == largest
+    assert len(tried) <= math.log2(length) + 1
+    if largest is None:
+        (note,) = search.notes
+        assert note.startswith(f"The model does not run at S={length}, nor at the shorter lengths that were tried (")
+        assert str(tried[-1]) in note
 
 
 @pytest.mark.slow
@@ -229,6 +272,8 @@ def test_what_does_not_fit_is_the_longest(optimize: Memopt) -> None:
     assert done.code == 6
     assert f"error: at S={HIGH} no plan found takes 1.0 KiB or less" in done.err
     assert f"hint: Let the range end below S={HIGH}. Raise --budget" in done.err
+    assert "No plan can make these parts of its peak smaller: " in done.err
+    assert f"memopt explain net.pt --input BxSx64 --dim B=4 --dim S={HIGH} --memory 1KiB" in done.err
 
 
 def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:

@@ -244,7 +244,7 @@ def test_unavoidable_parts_is_named() -> None:
     assert len(list(unavoidable_parts(less, operators, frees_gradients=False))) == 1  # too little to matter
 
 
-def test_modules_are_named_until_nine_tenths_of_the_peak_are_accounted_for() -> None:
+def test_modules_are_named_until_four_fifths_of_the_activations_are_accounted_for() -> None:
     sizes = {"blocks.0.mlp": 100, "blocks.1.mlp": 100, "head": 150, "": 90, "norm": 60, "other": 50, "last": 20}
     holders = tuple(ModuleShare(path=path, held_bytes=size) for path, size in sizes.items())
     least = counted(1000, gradients=300, holders=holders)
@@ -253,14 +253,31 @@ def test_modules_are_named_until_nine_tenths_of_the_peak_are_accounted_for() -> 
         "The rest are activations and tensors that backward makes: 200 B of 'blocks.*.mlp (×2)', 150 B of 'head', "
         "90 B of the step outside of modules, 60 B of 'norm', 50 B of 'other', 20 B of 'last', and 130 B of others."
     )
+    wider = replace(least, holders=(*holders, ModuleShare(path="wide", held_bytes=110)))
+    _, held = unavoidable_parts(wider, (), frees_gradients=False)
+    assert held.endswith(
+        "200 B of 'blocks.*.mlp (×2)', 150 B of 'head', 110 B of 'wide', 90 B of the step outside of modules, "
+        "60 B of 'norm', and 90 B of others."
+    )
     larger = replace(least, holders=(*holders, ModuleShare(path="large", held_bytes=400)))
     _, held = unavoidable_parts(larger, (), frees_gradients=False)
     assert held.endswith(
         "tensors that backward makes: 400 B of 'large', 200 B of 'blocks.*.mlp (×2)', and 100 B of others."
     )
-    many = tuple(ModuleShare(path=f"{'abcdefghij'[n]}", held_bytes=1) for n in range(10))
-    _, held = unavoidable_parts(replace(least, holders=many), (), frees_gradients=False)
-    assert held.count(" of '") == 8
+
+
+def test_what_others_hold_is_less_than_what_is_named() -> None:
+    """Where many modules hold the same, those that contain them are named, or else as many as it takes."""
+    named = [f"{part}.{name}" for part in ("encoder", "decoder") for name in "abcdefghij"]
+    inside = tuple(ModuleShare(path=path, held_bytes=10) for path in named)
+    _, held = unavoidable_parts(counted(300, gradients=100, holders=inside), (), frees_gradients=False)
+    assert held.endswith("that backward makes: 100 B of 'encoder', 100 B of 'decoder'.")
+    flat = tuple(ModuleShare(path=path.replace(".", "_"), held_bytes=10) for path in named)
+    _, held = unavoidable_parts(counted(300, gradients=100, holders=flat), (), frees_gradients=False)
+    assert held.count(" of '") == 16
+    assert held.endswith(", and 40 B of others.")
+    few = counted(1000, gradients=910, holders=inside)
+    assert not any("activations" in sentence for sentence in unavoidable_parts(few, (), frees_gradients=False))
 
 
 @pytest.mark.parametrize(
