@@ -135,7 +135,7 @@ IN_A_SUBPROCESS = [
         3,
         ["time limit of 1 s", "--timeout"],
     ),
-    ("runs out of memory", "recommend-batch faulty:Starves -i 2x3 --memory 1GiB", 6, ["batch 1", "out of memory"]),
+    ("runs out of memory", "recommend-batch faulty:Starves -i 2x3 --memory 1GiB", 6, ["a batch of 1", "out of memory"]),
     ("sleeps for ever", "recommend-batch faulty:Sleeps -i 2x3 --timeout 1", 3, ["time limit of 1 s", "--timeout"]),
 ]
 
