@@ -37,6 +37,25 @@ def _normalized_backward(args: Any, output: Any) -> Any:
     return (_in_format_of(args[1], output[0]), *output[1:])
 
 
+def _layer_normalized_backward(args: Any, output: Any) -> Any:
+    return (_contiguous(args, output[0]), *output[1:])
+
+
+def _contiguous(args: Any, output: Any) -> Any:
+    """Return a gradient as the CPU lays it out: contiguous, whatever the layout of the output's gradient is."""
+    if output is None or not is_fake(output) or output.device.type != "cpu" or output.is_contiguous():
+        return output
+    return torch.empty_like(output, memory_format=torch.contiguous_format)
+
+
+def _like_gradient(args: Any, output: Any) -> Any:
+    """Return the gradient of an activation's input in the layout of the output's gradient, which comes first."""
+    gradient = args[0]
+    if not is_fake(output) or output.device.type != "cpu" or gradient.shape != output.shape:
+        return output
+    return torch.empty_like(gradient, dtype=output.dtype)
+
+
 def _in_format_of(x: Any, made: Any) -> Any:
     """Return the fake tensor ``made`` in the memory format of ``x``, on the CPU; unchanged otherwise."""
     if made is None or not is_fake(made) or made.device.type != "cpu":
@@ -57,6 +76,9 @@ _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.mkldnn_rnn_layer_backward.default: with_two_biases,
     **dict.fromkeys(_BATCH_NORMS, _normalized),
     _aten.native_batch_norm_backward.default: _normalized_backward,
+    _aten.native_layer_norm_backward.default: _layer_normalized_backward,
+    **dict.fromkeys((_aten._log_softmax_backward_data.default, _aten.mse_loss_backward.default), _contiguous),
+    **dict.fromkeys((_aten.elu_backward.default, _aten.hardswish_backward.default), _like_gradient),
     **dict.fromkeys(
         (
             _aten.mse_loss.default,
