@@ -455,8 +455,8 @@ def _unobserved_codecs(plan: Plan) -> list[str]:
     untried = [f"'{s.path or '(root)'}'" for s in plan.segments if s.compressor != "null"]
     stored = ["Without dummy_input, inputs are stored packed only where x_compressor says how."]
     tried = [
-        f"x_compressor was not tried on your inputs in {format_some(untried)}: what it would not give back to the bit "
-        "is stored as it is. Give dummy_input."
+        f"x_compressor was not tried on your inputs in {format_some(untried)}: an input that it would not restore bit "
+        "for bit is stored as it is. Give dummy_input."
     ]
     return [*(stored if plan.segments else ()), *(tried if untried else ())]
 

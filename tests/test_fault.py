@@ -135,7 +135,7 @@ IN_A_SUBPROCESS = [
         3,
         ["time limit of 1 s", "--timeout"],
     ),
-    ("runs out of memory", "recommend-batch faulty:Starves -i 2x3 --memory 1GiB", 6, ["batch 1", "out of memory"]),
+    ("runs out of memory", "recommend-batch faulty:Starves -i 2x3 --memory 1GiB", 6, ["a batch of 1", "out of memory"]),
     ("sleeps for ever", "recommend-batch faulty:Sleeps -i 2x3 --timeout 1", 3, ["time limit of 1 s", "--timeout"]),
 ]
 
@@ -595,7 +595,7 @@ def test_ctrl_c_keeps_the_best_batch_that_was_run(tmp_path: Path, user_code: str
     command = "recommend-batch faulty:SleepsOverMuch -i 2x3 --memory 1MiB --global-batch 64 -o b.yaml"
     with running(command, tmp_path, user_code, ASLEEP=str(asleep)) as process:
         assert wait_for(asleep.exists)
-        answer = assert_interrupted(process, "interrupted; the report has what was found until then")
+        answer = assert_interrupted(process, "interrupted; the report has what was found before")
     assert "the largest that was run is 2, limited by the interruption\n" in answer
     assert "\nglobal batch 64: 32 × " in answer
     kept = yaml.safe_load((tmp_path / "b.yaml").read_text())["recommended"]

@@ -373,8 +373,8 @@ UNMEASURED = (lambda net: gc(net, Block), lambda net: summary_of(net, Block, lev
 @pytest.mark.filterwarnings("ignore:x_compressor:UserWarning")
 def test_without_inputs_the_codecs_that_were_not_tried_on_them_are_named(codec: object, name: str) -> None:
     said = (
-        "x_compressor was not tried on your inputs in '1': what it would not give back to the bit is stored as it is. "
-        "Give dummy_input."
+        "x_compressor was not tried on your inputs in '1': an input that it would not restore bit for bit is stored "
+        "as it is. Give dummy_input."
     )
     assert installed_without_inputs(codec, *UNMEASURED) == [(name, said)] * 2
 
@@ -555,7 +555,7 @@ def test_level_1_without_inputs_is_verified_where_its_layers_suggest_them() -> N
 @pytest.mark.usefixtures("in_process")
 def test_a_level_above_1_needs_inputs() -> None:
     net = blocks()
-    with pytest.raises(ValueError, match="level 2 is measured, which needs a dummy_input"):
+    with pytest.raises(ValueError, match="level 2 measures the model, and needs a dummy_input"):
         memory_optimization(net, Block, level=2)
     assert segments(net) == []
     summary = summary_of(net, Block, profile="memory")

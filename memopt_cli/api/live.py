@@ -336,9 +336,11 @@ def recommend_batch(
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
     if search and plan is not None:
-        raise OptionError("`--search` looks for the plan: `--plan` does not go with it", hint="Leave one of them out.")
+        raise OptionError(
+            "`--search` looks for the plan: `--plan` cannot be combined with it", hint="Leave one of them out."
+        )
     if not search and (level is not None or target or allow_inexact or search_time is not None):
-        raise OptionError("level, target, allow_inexact and search_time say how to search for plans", hint=_SEARCH)
+        raise OptionError("level, target, allow_inexact and search_time apply only to a search for plans", hint=_SEARCH)
     request = BatchRequest(
         source=_source(model),
         spec=spec,

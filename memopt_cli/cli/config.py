@@ -78,7 +78,7 @@ def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> No
     if unsafe:
         raise UnsafeFileError(
             f"{file} was found here, and its '{unsafe[0]}' could run or allow code, or write elsewhere",
-            hint=f"If the file is yours, say `{quoted_flag('--config', str(file))}`.",
+            hint=f"If the file is yours, add `{quoted_flag('--config', str(file))}`.",
         )
 
 
@@ -102,7 +102,7 @@ def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> N
         if key in data and is_file and not kept_below(str(data[key]), file.parent):
             raise UnsafeFileError(
                 f"{file} was found here, and its '{key}' is not in this folder: {str(data[key])[:200]}",
-                hint=f"If the file is yours, say `{quoted_flag('--config', str(file))}`.",
+                hint=f"If the file is yours, add `{quoted_flag('--config', str(file))}`.",
             )
 
 

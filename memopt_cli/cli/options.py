@@ -273,7 +273,7 @@ class PairSearchOptions:
         for parameter in context.command.params:
             name = parameter.name or ""
             if name in {f.name for f in fields(self)} and is_typed(context, name):
-                raise UsageError(f"`{parameter.opts[-1]}` says how to search for plans", hint="Add `--search`.")
+                raise UsageError(f"`{parameter.opts[-1]}` applies only to a search for plans", hint="Add `--search`.")
         return None
 
 

@@ -121,4 +121,4 @@ def recommend_batch(
                 written = files.write(lambda: fastest_page(found))
     report.written(written, sys.stdout)
     if found.interrupted:
-        raise Interrupted("interrupted; the report has what was found until then")
+        raise Interrupted("interrupted; the report has what was found before")

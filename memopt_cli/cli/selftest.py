@@ -30,6 +30,6 @@ def selftest(
         found = promises.selftest(device, progress=progress)
     shown.report().show(found, sys.stdout)
     if found.interrupted:
-        raise Interrupted("interrupted; the report has what was tried until then")
+        raise Interrupted("interrupted; the report has what was tried before")
     if found.failed:
         raise typer.Exit(VerificationError.exit_code)

@@ -145,7 +145,7 @@ def _asker(progress: Progress) -> Ask:
 
 
 def _ask(wanted: Sequence[WantedGlobal]) -> bool:
-    print("The model file wants to import what memopt does not know to be safe:", file=sys.stderr)
+    print("The model file imports names that memopt does not know to be safe:", file=sys.stderr)
     for package, members in groupby(sorted(wanted, key=lambda g: (g.package, g.name)), key=lambda g: g.package):
         print(f"  {printable(package)}", file=sys.stderr)
         for member in members:

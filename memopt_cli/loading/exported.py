@@ -147,10 +147,10 @@ class _Program:
         module = self._assemble(builder.scopes)
         examples = self._load_weights(_EXAMPLES) if _EXAMPLES in self._archive.sizes else None
         spec, example_notes = _example_spec(examples, arguments, self._graph["tensor_values"])
-        notes = [f"torch.export lost the backward of {function}." for function in sorted(reader.functions)]
+        notes = [f"torch.export dropped the custom backward of {function}." for function in sorted(reader.functions)]
         notes += mode_notes((scope.program() for scope in builder.scopes.values()), "torch.export")
         if tree.kind not in (None, *_CONTAINERS):
-            notes.append(f"The output was a {tree.kind}; it is a {'dict' if tree.keys else 'tuple'} now.")
+            notes.append(f"The model returned a {tree.kind}; it returns a {'dict' if tree.keys else 'tuple'} now.")
         return Loaded(module=module, notes=(*notes, *example_notes), example_spec=spec)
 
     def _read_tensors(self) -> dict[str, Tensor]:
@@ -217,7 +217,7 @@ class _Program:
         for name, tensor in self._tensors.items():
             shared.setdefault(id(tensor), []).append(name)
         if sum(len(names) ** 2 for names in shared.values()) > _MAX_PAIRS:
-            raise ValueError("its tensors have far more names than a model gives them")
+            raise ValueError("its tensors have more names than memopt checks")
         places: dict[str, tuple[tuple[str, ...], ...]] = {}
         for name, (kind, target) in self._names.items():
             if kind != "tensor_constant":
@@ -407,7 +407,7 @@ def _example_spec(
     """Describe the example inputs of the export, ``None`` if they are nested or no tensors, with notes for the user."""
     inputs = [a for a in arguments if not a.is_constant()]
     if not all(a.tree.kind is None and a.leaves[0] in shapes for a in inputs):
-        return None, ("Its example inputs are nested or no tensors: describe the inputs with `--input-script`.",)
+        return None, ("Its example inputs are nested or are not tensors: describe the inputs with `--input-script`.",)
     metas = {a.name: shapes[str(a.leaves[0])] for a in inputs}
     symbols = _symbols(list(metas.values()))
     tensors, by_name = [], False

@@ -96,7 +96,7 @@ def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step
             hint = "It does not fit here; `memopt profile --fake` may not need that memory."
         elif isinstance(err, UNKNOWN_WITHOUT_DATA):
             hint = (
-                "With `--fake`, tensors have no values, and it reads some: leave `--fake` out, or do not read values."
+                "With `--fake`, tensors have no values, but the function reads some: leave `--fake` out, or read none."
             )
         raise FileFormatError(f"{location}() failed: {first_line(err)}", hint=hint) from err
     if not isinstance(product, nn.Module | Step):

@@ -215,7 +215,7 @@ class ES_D_RTRL(OnlineAlgorithm):
         self.decay, self.rank = parse_decay_or_rank(decay_or_rank)
         if correction == "reference" and self.decay == 0:
             raise UsageError(
-                "a decay of 0 (rank 1) does not go with the reference's correction, which would divide by 1 - 1^t = 0",
+                "a decay of 0 (rank 1) excludes the reference's correction, which would divide by 1 - 1^t = 0",
                 hint='Give correction="exact", or a rank of 2 or more.',
             )
         self.correction = correction

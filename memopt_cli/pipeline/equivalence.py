@@ -118,7 +118,7 @@ def _require_trained(answer: FollowedSteps | Failure) -> FollowedSteps:
     if gradients and all(is_nowhere_finite(tensor) for tensor in gradients):
         raise StepError(
             "the reference's gradients are all NaN or infinity, so there is nothing to compare",
-            hint="torch.autograd.set_detect_anomaly(True) in the script says where they come from.",
+            hint="torch.autograd.set_detect_anomaly(True) in the script shows where they come from.",
         )
     return answer
 
@@ -367,7 +367,7 @@ class _Judge:
         )
         if not comparison.passed or set(self.first_run.evaluating) == set(self.candidate_run.evaluating):
             return noted_comparison
-        self.sides.progress.stage("comparing in the modes that they came in")
+        self.sides.progress.stage("comparing in the modes in which they were given")
         own_modes_job = replace(self.job, mode="as it came")
         runs = self.sides.run_both(own_modes_job)
         if not isinstance(runs, tuple):

@@ -28,7 +28,7 @@ def raise_failure(failure: Failure, context: str = "") -> NoReturn:
     hints: dict[type[Failure], str] = {
         TimedOut: "Raise `--timeout`, or give smaller inputs.",
         OutOfMemory: "Give smaller inputs (`--dim B=1` where the shape says B), or a machine with more memory.",
-        Crashed: "If you trust the model, take one training step of it in plain Python: it should end the same way.",
+        Crashed: "If you trust the model, take one training step in plain Python: it should fail in the same way.",
     }
     tail = f"\n{failure.output_tail}" if isinstance(failure, Crashed) and failure.output_tail else ""
     raise MeasurementError(context + describe(failure) + tail, hint=hints[type(failure)])

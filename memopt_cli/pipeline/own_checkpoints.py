@@ -66,6 +66,6 @@ def own_checkpoints_notes(paths: Sequence[str]) -> tuple[str, ...]:
     modules = format_some([f"'{path or '(root)'}'" for path in paths])
     return (
         f"The model checkpoints by itself, in the forward of {modules}: that part is recomputed whatever a plan does, "
-        "and twice within a segment. If the forward asks an attribute first, such as use_checkpoint, plans are "
+        "and twice within a segment. If the forward checks an attribute first, such as use_checkpoint, plans are "
         "searched with it off.",
     )

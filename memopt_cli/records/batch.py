@@ -334,7 +334,9 @@ class BatchRequest(StepRequest):
         }
         for flag, (purpose, is_given) in excluded.items():
             if is_given:
-                raise OptionError(f"`--search` {purpose}: {flag} does not go with it", hint="Leave one of them out.")
+                raise OptionError(
+                    f"`--search` {purpose}: {flag} cannot be combined with it", hint="Leave one of them out."
+                )
 
     def _check_strategies(self) -> None:
         if self.dim_range is None:

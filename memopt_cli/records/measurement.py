@@ -256,7 +256,7 @@ def describe(failure: Failure) -> str:
     """Say in one sentence why there is no measurement."""
     match failure:
         case OutOfMemory(needed_bytes=needed, free_bytes=free) if needed:
-            return f"not run here: needs {format_bytes(needed)}, {format_bytes(free)} are free"
+            return f"not run here: it needs {format_bytes(needed)}, and {format_bytes(free)} is free"
         case OutOfMemory(detail=detail):
             return f"out of memory ({detail})" if detail else "out of memory"
         case TimedOut(limit_s=limit_s):

@@ -105,7 +105,7 @@ class OptimizeRequest(StepRequest):
             self.settings.check_in_backward()
         if self.dim_range is None and self.lengths is not None:
             raise OptionError(
-                "`--lengths` says how long inputs are, but no dimension has a range",
+                "`--lengths` gives the lengths of the inputs, but no dimension has a range",
                 hint="Add it, as in `--dim S=64:2048`.",
             )
         if self.backend is not None:
@@ -142,7 +142,7 @@ class OptimizeRequest(StepRequest):
         }
         flag = next((flag for flag, is_wanted in not_at_all_sizes.items() if is_wanted), None)
         if flag is not None:
-            raise OptionError(f"{flag} does not go with a range of `--dim`", hint="Give the dimension one size.")
+            raise OptionError(f"{flag} cannot be combined with a range of `--dim`", hint="Give the dimension one size.")
         if goal.budget is None:
             raise OptionError(
                 f"a range of {varied.symbol} needs a budget that the plans meet at all its sizes",

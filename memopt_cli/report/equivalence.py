@@ -14,7 +14,7 @@ _SHOWN = 12
 HEADINGS = ("tensor", "differs by")
 
 _ALIKE: dict[Likeness, str] = {
-    "to the bit": "the same to the bit",
+    "to the bit": "the same bit for bit",
     "within noise": "as close as two runs of the reference are",
     "up to rounding": "the same up to rounding: within 1e-9 in float64",
     "as far as memopt can tell": "equal to half of the digits, which is as far as float64 can tell here",

@@ -48,16 +48,16 @@ def _outcome(explanation: Explanation) -> str:
     has_failed = explanation.asked_bytes or explanation.event
     if has_failed and not explanation.limit_bytes:
         step = "" if explanation.header is None else f". This step needs about {needed}"
-        return f"memory ran out, and the error does not say how much there was: say so with `--memory 16GiB`{step}"
+        return f"memory ran out, and the error does not say how much there was: add `--memory 16GiB`{step}"
     if explanation.header is None and not explanation.asked_bytes and explanation.event:
         return ""  # a process was killed, which says all
     if explanation.header is None:
         return f"tensors held {needed} of {there}"
     if explanation.instant is not None:
-        return f"the step needs about {needed}, and there are {there}"
+        return f"the step needs about {needed}; available: {there}"
     if has_failed:
         return f"memory ran out, but this step alone does not fill it: it needs about {needed} of {there}"
-    return f"the step fits: it needs about {needed}, and there are {there}"
+    return f"the step fits: it needs about {needed}; available: {there}"
 
 
 def tables(explanation: Explanation) -> Iterator[Table]:

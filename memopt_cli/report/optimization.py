@@ -611,7 +611,7 @@ def inexact(verification: Verification) -> Iterator[str]:
     if verification.passed and verification.rounding:
         yield (
             f"as measured, a tensor differs by {verification.rounding:.1%} of its norm: rounding in chunks tips "
-            "choices, such as a spike; `--level 2` keeps the same bits"
+            "choices, such as a spike or a ReLU's sign; `--level 2` keeps the same bits"
         )
     if verification.inexact:
         names = ", ".join(verification.inexact)
@@ -641,7 +641,7 @@ def _batch(advice: BatchAdvice | BatchEstimate) -> str:
     text = f"batch: {advice.recommended_batch} was run and fits {budget}; limited by {advice.limited_by}"
     if advice.estimated_batch == advice.recommended_batch:
         return text
-    return f"{text}; a line through {len(advice.probes)} runs says that about {advice.estimated_batch} would fit"
+    return f"{text}; extrapolated from {len(advice.probes)} runs, about {advice.estimated_batch} would fit"
 
 
 def _slowdown(measurement: Measurement, original: Measurement) -> str:

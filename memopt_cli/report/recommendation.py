@@ -38,7 +38,7 @@ def headline(recommendation: BatchRecommendation) -> Iterator[str]:
 
 
 def _fits(recommendation: BatchRecommendation, main: BatchRow) -> str:
-    """Return ``batch 40 fits at S=128, the largest that does; it was run``, or that it is an estimate."""
+    """Return ``batch 40 fits at S=128, the largest that does (confirmed by a run)``, or that it is an estimate."""
     where = _case(main) + (f", compiled by {recommendation.backend}" if recommendation.backend else "")
     if not main.planned and any(row.planned for row in recommendation.rows):
         where += ", without the plan"
@@ -52,7 +52,7 @@ def _fits(recommendation: BatchRecommendation, main: BatchRow) -> str:
     if estimated > largest:
         run = f"the largest that was run is {largest}, limited by {main.outcome.limited_by}"
         return f"about {copies}batch {estimated} fits{where}, as predicted; {run}"
-    end = "the largest of those run" if recommendation.interrupted else "the largest that does; it was run"
+    end = "the largest of those run" if recommendation.interrupted else "the largest that does (confirmed by a run)"
     return f"{copies}batch {largest} fits{where}, {end}"
 
 

@@ -45,7 +45,7 @@ def remarks(comparison: StrategyComparison) -> Iterator[str]:
     """Yield the meaning of the marks in the table, notes, and the total time."""
     points = [point for curve in comparison.curves for point in curve.points]
     if not all(point.measured for point in points):
-        yield "~: an estimate by the line through the peaks that were measured"
+        yield "~: an estimate, on the line through the measured peaks"
     if any(point.allocated_peak_bytes > comparison.budget_bytes for point in points):
         yield "!: beyond the memory limit"
     if any(curve.strategy == "online" and curve.points for curve in comparison.curves):

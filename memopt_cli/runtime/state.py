@@ -257,6 +257,8 @@ class StartingState:
         self._parameters.put()
         present = self._known.read_owners(self._known.indices)
         copied = self._put(state_tensors, present, None if self._held is None else self._held.put_back)
+        if any(self._known.without_hooks):
+            self._keep_flags(present)
         for argument, value in zip(others, copied, strict=False):
             if not put_right(argument, value):
                 raise RuntimeError(
@@ -264,6 +266,19 @@ class StartingState:
                     "be put back for a recomputation; take it out of the plan"
                 )
         self._generators.restore()
+
+    def _keep_flags(self, before: Mapping[int, Slots]) -> None:
+        """Keep the flags in ``before`` by which a forward notes that it has added hooks, as the hooks stay as well.
+
+        Without its flag, the next forward would add the hooks again, as models of transformers do that collect hidden
+        states.
+        """
+        for index, slots in before.items():
+            owner = self._known.owners[index]
+            present = owner.read()
+            flags = {name: value for name, value in slots.items() if value is True and name not in present}
+            if flags:
+                owner.write(present | flags)
 
     def _put(
         self,

@@ -221,7 +221,7 @@ def _unscale_without_data(parameters: Iterable[Tensor]) -> None:
 SCALES = 33
 """Number of scales that are tried, from 2^16 down to 2^-16; a loss that is a sum may need one below 1."""
 _NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
-_FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script says where they come from."
+_FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script shows where they come from."
 
 
 def _is_finite(parameter: Tensor) -> bool:

@@ -233,9 +233,9 @@ def test_a_search_finds_batch_and_plan_and_leaves_the_model_alone(x: Tensor) -> 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"level": 2}, "how to search for plans"),
-        ({"search_time": 5}, "how to search for plans"),
-        ({"search": True, "plan": memopt_cli.Plan(packed=True)}, "looks for the plan: plan does not go with it"),
+        ({"level": 2}, "apply only to a search for plans"),
+        ({"search_time": 5}, "apply only to a search for plans"),
+        ({"search": True, "plan": memopt_cli.Plan(packed=True)}, "looks for the plan: plan cannot be combined with it"),
         ({"search": True, "level": 9}, "level"),
     ],
 )

@@ -80,7 +80,7 @@ def test_an_interrupted_one_shows_what_had_been_tried(
     shown = capsys.readouterr()
     assert "every promise that was tried holds here" in shown.out
     assert shown.out.count("it ran") == 1
-    assert "interrupted; the report has what was tried until then" in shown.err
+    assert "interrupted; the report has what was tried before" in shown.err
     assert main(["selftest", "--device", "cpu", "-q", "--json"]) == 130
     found = json.loads(capsys.readouterr().out)
     assert (found["interrupted"], found["holds"]) == (True, False)

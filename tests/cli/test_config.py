@@ -83,7 +83,7 @@ def test_a_found_file_names_no_file_elsewhere(
     diagnostics = capsys.readouterr().err
     assert f"memopt.yaml: {key} cannot be 'a\\x00b'" in diagnostics or (
         f"memopt.yaml was found here, and its '{key}' is not in this folder: {where}" in diagnostics
-        and "hint: If the file is yours, say --config memopt.yaml." in diagnostics
+        and "hint: If the file is yours, add --config memopt.yaml." in diagnostics
     )
 
 

@@ -283,7 +283,7 @@ def test_a_file_that_runs_code_must_be_named(
     assert main(["optimize", "model.pt"]) == 4
     assert capsys.readouterr().err == (
         f"error: memopt.yaml was found here, and its '{key}' could run or allow code, or write elsewhere\n"
-        "hint: If the file is yours, say --config memopt.yaml.\n"
+        "hint: If the file is yours, add --config memopt.yaml.\n"
     )
     assert pipeline.requests == []
     if key in RUNS_CODE:

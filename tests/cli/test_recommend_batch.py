@@ -219,7 +219,7 @@ def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert lines[0].startswith("batch ")
-    assert lines[0].endswith(" fits, the largest that does; it was run")
+    assert lines[0].endswith(" fits, the largest that does (confirmed by a run)")
     (line,) = (line for line in lines if line.startswith("global batch 4096: "))
     steps, batch = (int(word) for word in line.removeprefix("global batch 4096: ").split(" × batch "))
     assert steps * batch == 4096
@@ -316,7 +316,7 @@ def test_nothing_fits(memopt: Callable[..., Any], net: str) -> None:
     torch.save(nn.Linear(64, 64), net)
     done = memopt("recommend-batch", net, "-i", "8x64", "--memory", "16KiB", "-o", "b.yaml")
     assert done.code == 6
-    assert "error: not even batch 1 fits into 16.0 KiB (--memory 16KiB): it took 3" in done.err
+    assert "error: not even a batch of 1 fits in 16.0 KiB (--memory 16KiB): it took 3" in done.err
     assert done.out == ""
     assert not done.changed
 
@@ -412,7 +412,8 @@ def test_a_search_where_no_step_is_in_time(memopt: Callable[..., Any], six_block
     assert answer["late"]
     assert answer["batch"] == 1
     assert answer["plan"]["segments"]
-    assert "No step took 0.001 s or less (--longest-step): the answer has the shortest step." in found["notes"]
+    note = "No step took 0.001 s or less (--longest-step): the recommended batch has the shortest step."
+    assert note in found["notes"]
 
 
 @pytest.mark.slow

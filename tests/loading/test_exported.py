@@ -194,7 +194,7 @@ class Spiking(Parts, linear=lambda: nn.Linear(2, 2)):
 def test_a_backward_that_export_lost_is_said(tmp_path: Path) -> None:
     export(Spiking(), tmp_path / "m.pt2", torch.randn(3, 2), strict=False)
     notes = load_model(ModelSource(location=str(tmp_path / "m.pt2"))).notes
-    assert any("lost the backward of Step (" in note for note in notes)
+    assert any("dropped the custom backward of Step (" in note for note in notes)
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def test_weights_are_found_in_a_checkpoint_and_under_prefixes(folder: Path, pref
     assert torch.equal(loaded.module.state_dict()["weight"], weights[f"{prefix}weight"])
     others = "'optimizer', 'hyper_parameters', 'epoch'"
     where = (
-        f"The weights are the entry '{entry}' of weights.pt. Its other entries are not written with a model: {others}."
+        f"The weights are the entry '{entry}' of weights.pt. The checkpoint's other entries are not copied: {others}."
     )
     assert where in loaded.notes or not entry
     assert any(prefix.replace("_orig_mod.", "") in note for note in loaded.notes) or not prefix

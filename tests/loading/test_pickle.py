@@ -784,7 +784,7 @@ def test_a_model_in_a_container_is_taken_and_the_rest_named(
     torch.save(wrap(small_model()), tmp_path / "wrapped.pt")
     loaded = load_model(replace(source(tmp_path / "wrapped.pt", pickle=unchecked), key=key))
     assert isinstance(loaded.module, nn.Sequential)
-    left_out = f" Its other entries are not written with a model: {others}." if others else ""
+    left_out = f" The checkpoint's other entries are not copied: {others}." if others else ""
     assert loaded.notes[-1] == f"The model is the entry '{place}' of the file.{left_out}"
 
 

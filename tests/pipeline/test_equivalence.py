@@ -1072,7 +1072,7 @@ def test_the_report_of_what_is_the_same() -> None:
     text = io.StringIO()
     TextReport().show(verified(*pair(dropping), steps=1), text)
     assert text.getvalue().startswith("- trains as - does: one step, ")
-    assert "the same to the bit" in text.getvalue()
+    assert "the same bit for bit" in text.getvalue()
 
 
 def test_the_report_for_programs(different: Equivalence) -> None:

@@ -45,10 +45,10 @@ def optimizing(**asked: Any) -> OptimizeRequest:
     ("asked", "refusal"),
     [
         ({"search": searching(level=0), "goal": BUDGET}, "but level 0 does not search"),
-        ({"lengths": {8: 1}}, "`--lengths` says how long inputs are"),
+        ({"lengths": {8: 1}}, "`--lengths` gives the lengths of the inputs"),
         ({"dim_range": RANGE}, "a range of S needs a budget that the plans meet"),
-        ({"dim_range": RANGE, "goal": FRONTIER}, "`--frontier` does not go with a range"),
-        ({"dim_range": RANGE, "goal": replace(FRONTIER, pick=1)}, "`--pick` does not go with a range"),
+        ({"dim_range": RANGE, "goal": FRONTIER}, "`--frontier` cannot be combined with a range"),
+        ({"dim_range": RANGE, "goal": replace(FRONTIER, pick=1)}, "`--pick` cannot be combined with a range"),
         ({"dim_range": RANGE, "goal": BUDGET, "card": CARD, "unverified": True}, "`--unverified` is for one step"),
         ({"unverified": True}, "`--unverified` is for a step that is not run here"),
         ({"card": CARD, "goal": FRONTIER}, "`--frontier` needs steps that run, but `--for t4-16gb`"),
@@ -62,7 +62,7 @@ def optimizing(**asked: Any) -> OptimizeRequest:
         ({"search": IN_BACKWARD, "settings": ADAMW, "card": CARD}, "`--optimizer-in-backward` needs steps that run"),
         (
             {"search": IN_BACKWARD, "settings": ADAMW, "goal": BUDGET, "dim_range": RANGE},
-            "`--optimizer-in-backward` does not go with a range",
+            "`--optimizer-in-backward` cannot be combined with a range",
         ),
         ({"backend": "inductor", "search": searching(level=0)}, "level 0 does not search"),
         ({"backend": "inductor", "confirm_batch": True}, "without a compiler"),
@@ -89,8 +89,8 @@ def recommending(**asked: Any) -> BatchRequest:
     ("asked", "refusal"),
     [
         ({"search": searching(level=0)}, "level 0 allows none"),
-        ({"search": searching(), "objective": "max"}, "`--objective max` does not go with it"),
-        ({"search": searching(), "replicas": RANGE}, "`--replicas` does not go with it"),
+        ({"search": searching(), "objective": "max"}, "`--objective max` cannot be combined with it"),
+        ({"search": searching(), "replicas": RANGE}, "`--replicas` cannot be combined with it"),
         ({"card": CARD, "replicas": RANGE}, "a comparison of copies needs steps that run, but none runs for t4"),
         ({"card": CARD, "lengths_path": "l.txt"}, "a comparison of lengths needs steps that run"),
         ({"card": CARD, "strategies": ("bptt",), "dim_range": RANGE}, "a comparison of strategies needs steps"),

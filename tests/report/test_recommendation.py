@@ -62,7 +62,7 @@ def shown(found: BatchRecommendation) -> list[str]:
 
 def test_the_whole_report() -> None:
     assert shown(FOUND) == [
-        "batch 40 fits, the largest that does; it was run",
+        "batch 40 fits, the largest that does (confirmed by a run)",
         "fastest of those run: batch 20, 200 samples/s; batch 40: 160",
         "memory limit: 100.0 MiB (--memory 100MiB)",
         "",
@@ -130,7 +130,7 @@ def test_a_batch_that_fits_under_the_plan_alone_is_pasted_with_it() -> None:
 
 def test_a_batch_of_a_compiled_step_is_pasted_with_what_compiles_it() -> None:
     lines = shown(replace(FOUND, backend="inductor"))
-    assert lines[0] == "batch 40 fits, compiled by inductor, the largest that does; it was run"
+    assert lines[0] == "batch 40 fits, compiled by inductor, the largest that does (confirmed by a run)"
     assert "model.compile(backend='inductor')  # before it trains" in lines
 
 
@@ -205,7 +205,7 @@ def test_copies() -> None:
     row = BatchRow(planned=False, dims={}, outcome=replace(ADVICE, probes=runs), replicas=REPLICAS)
     lines = shown(replace(FOUND, rows=(row,)))
     assert lines[:13] == [
-        "4 copies × batch 40 fits, the largest that does; it was run",
+        "4 copies × batch 40 fits, the largest that does (confirmed by a run)",
         "fastest of those run: batch 20, 800 samples/s; batch 40: 640",
         "4 copies at batch 20: 2.5 times as many samples/s as 1 copy (fused); tried up to 16: --memory 100MiB",
         "memory limit: 100.0 MiB (--memory 100MiB)",

@@ -215,7 +215,10 @@ def a_point(outcome: Measurement, summary: MemOptSummary) -> ParetoPoint:
 
 def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(summary: MemOptSummary) -> None:
     assert summary.verification is not None
-    said = "as measured, a tensor differs by 3.4% of its norm: rounding in chunks tips choices, such as a spike; "
+    said = (
+        "as measured, a tensor differs by 3.4% of its norm: rounding in chunks tips choices, such as a spike or a "
+        "ReLU's sign; "
+    )
     for passed, count in ((True, 1), (False, 0)):
         summary.verification = replace(summary.verification, exact=False, passed=passed, rounding=0.034)
         assert shown(TextReport(), result(summary)).count(f"{said}--level 2 keeps the same bits\n") == count
@@ -463,7 +466,7 @@ def test_verification_in_words(verification: Verification | None, line: str, sum
 def test_an_untested_batch_is_called_an_estimate(summary: MemOptSummary) -> None:
     summary.advice = replace(ADVICE, estimated_batch=52, limited_by="the time limit of a run")
     text = shown(DETAILED, result(summary))
-    assert "limited by the time limit of a run; a line through 3 runs says that about 52 would fit\n" in text
+    assert "limited by the time limit of a run; extrapolated from 3 runs, about 52 would fit\n" in text
 
 
 def test_step_times_that_vary_are_called_rough(summary: MemOptSummary) -> None:

@@ -516,3 +516,26 @@ def test_parametrizations_that_are_cached_in_forward_alone() -> None:
 def test_recurrent_dropout_is_found(layer: Callable[[], nn.Module], draws: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), layer())
     assert has_recurrent_dropout(model) is draws
+
+
+class Collecting(Parts, layers=lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), seen=0):
+    """Collects the outputs of its layers by hooks that it adds in its first forward, as models of transformers do."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        collected: list[Tensor] = []
+        if not hasattr(self, "has_hooks"):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, output: self.collected.append(output))
+            self.has_hooks = True
+        self.collected = collected
+        self.seen += 1
+        return self.layers(x), len(collected)
+
+
+def test_a_model_that_adds_hooks_once_has_them_once_from_its_starting_state_on() -> None:
+    model, x = Collecting(), torch.ones(2, 4)
+    start = StartingState(model)
+    for _ in range(3):
+        start.enter()
+        assert model(x)[1] == 2
+        assert model.seen == 1

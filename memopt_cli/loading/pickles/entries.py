@@ -121,7 +121,7 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
         entries_here = dict((entries or container_entries)(value))
         other_paths += [(*where[:depth], other) for other in entries_here if other != name]
         value = entries_here[name]
-    left_out = f" Its other entries are not written with a model: {list_paths(other_paths)}." if other_paths else ""
+    left_out = f" The checkpoint's other entries are not copied: {list_paths(other_paths)}." if other_paths else ""
     return (f"{what} the entry {abridge('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
 
 

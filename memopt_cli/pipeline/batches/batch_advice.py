@@ -108,7 +108,7 @@ def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
     budget_bytes, first_run = search.runs.limits.budget_bytes, search.runs.measured[0]
     batch = search.model.largest_within(budget_bytes)
     if not batch:
-        return f"not even batch {search.model.smallest_batch} fits into {search.runs.limits.text}"
+        return f"not even a batch of {search.model.smallest_batch} fits in {search.runs.limits.text}"
     return BatchEstimate(
         batch=batch,
         predicted_peak_bytes=round(search.model.peak_bytes(batch)),
@@ -130,7 +130,7 @@ def _advise_by_runs(search: BatchSearch) -> BatchAdvice | str:
         case BatchEstimate(batch=batch):
             return f"no batch could be run; by an estimate, about {batch} would fit"
         case NoBatchFits(batch=batch, reason=reason):
-            return f"not even batch {batch} could be run: {reason}"
+            return f"not even a batch of {batch} could be run: {reason}"
         case advice:
             return advice
 

@@ -131,7 +131,7 @@ class CaseSearch:
             # This costs nothing: the search needs these dry runs.
             predicted_batch = model.largest_within(runs.limits.budget_bytes)
             if predicted_batch and runs.limits.probes:
-                warning = f"By dry runs, about batch {predicted_batch} fits{case.text}; runs confirm it."
+                warning = f"Dry runs predict that about batch {predicted_batch} fits{case.text}; runs confirm it."
                 self.prepared.progress.note(warning)
         if not (warning := loop_warning(case.probes)):
             return

@@ -264,7 +264,7 @@ class _FastestSearch:
         if pairs[chosen].late:
             longest_s = self.limits.longest_step_s
             self.notes.append(
-                f"No step took {longest_s:g} s or less (`--longest-step`): the answer has the shortest step."
+                f"No step took {longest_s:g} s or less (`--longest-step`): the recommended batch has the shortest step."
             )
         self.notes += heads_notes(pairs[chosen].plan)
         if self.interrupted:
@@ -314,7 +314,7 @@ class _FastestSearch:
 
     def _nothing_fits(self) -> NothingFitsError:
         unit = self.limits.multiple_of
-        text = f"not even batch {unit} fits into {self.limits.text}"
+        text = f"not even a batch of {unit} fits in {self.limits.text}"
         if self.probes.is_late():
             text += f" without a plan, and {self.probes.over}"
             return NothingFitsError(text, hint="Raise `--search-time` or `--memory`.")

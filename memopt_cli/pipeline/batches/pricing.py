@@ -32,7 +32,7 @@ class Pricing:
         """Return the fastest plan at ``batch`` whose computed peak is within ``budget_bytes``; ``None`` if none is."""
         priced = self._planner(batch).within(self.options.level, budget_bytes)
         if priced is None:
-            self.progress.update(self.priced, None, f"batch {batch} · none fits by the sums")
+            self.progress.update(self.priced, None, f"batch {batch} · no plan is predicted to fit")
             return None
         step = f"a step of about {format_seconds(self.step_s(priced.plan, batch))}"
         plan = format_count(len(priced.plan.segments), "segment")

@@ -131,7 +131,7 @@ class _RanksSearch:
         ranks = format_count(row.layout.ranks, "rank")
         more_ranks = "" if row.layout.parallel == "ddp" else "more ranks, "  # in ddp, each rank has the whole model
         raise NothingFitsError(
-            f"not even batch {row.outcome.batch} of each rank{suffix} fits into {self.limits.text} on {ranks}: "
+            f"not even a batch of {row.outcome.batch} on each rank{suffix} fits in {self.limits.text} on {ranks}: "
             f"{row.outcome.reason}",
             hint=f"Give more `--memory`, {more_ranks}smaller inputs, or with `--plan` a plan for these ranks.",
         )

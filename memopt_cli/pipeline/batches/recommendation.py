@@ -235,9 +235,9 @@ class _BatchSearch:
                 return max((case for case in cases_of_kind if case.dims == cases_of_kind[0].dims), key=self._worth)
         smallest = outcomes[-1][1]
         assert isinstance(smallest, NoBatchFits)
-        copies = f" of {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
+        copies = f" for {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
         raise NothingFitsError(
-            f"not even batch {smallest.batch}{copies}{cases[0].text} fits into {self.search.limits.text}: "
+            f"not even a batch of {smallest.batch}{copies}{cases[0].text} fits in {self.search.limits.text}: "
             f"{smallest.reason}",
             hint="Raise `--memory`, give smaller inputs, or add `--plan` with a plan of memopt optimize.",
         )

@@ -84,7 +84,7 @@ def _device(request: MeasureRequest) -> str:
     if ":" in request.settings.device:
         raise UsageError(
             f"`--device {request.settings.device}` is one device, but every rank has its own",
-            hint="Write `--device cuda` or cpu; LOCAL_RANK says which is whose.",
+            hint="Write `--device cuda` or cpu; LOCAL_RANK gives each rank its own device.",
         )
     device = resolve_device(request.settings.device)
     return resolve_device(f"cuda:{request.local_rank}") if device.startswith("cuda") else device

@@ -46,7 +46,7 @@ _DEFAULT_MEMORY_SHARE: Final = 0.9
 """Share of the device's free memory that counts as the limit, where neither the user nor an error gives one."""
 _MAX_LOG_BYTES: Final = 16 << 20
 """Maximum number of bytes read from the end of a log, where the last failure is."""
-_ERROR_LIMIT: Final = "the bytes that tensors held and the free bytes, by the error"
+_ERROR_LIMIT: Final = "bytes held by tensors plus free bytes, according to the error"
 _KILL_LIMIT: Final = "the process's when it was killed, of which its libraries take a part: `--memory` sets another"
 _NAME_MODEL_NOTE: Final = (
     "Name the model as well, with the inputs of a step (memopt explain model.pt `-i 64x3x224x224`, and `--optimizer` "
@@ -110,7 +110,7 @@ def _explain_snapshot(snapshot: SnapshotFacts) -> Explanation:
     return Explanation(
         header=None,
         limit_bytes=snapshot.reserved_bytes + snapshot.free_bytes,
-        limit="the memory of the device, by the snapshot",
+        limit="the memory of the device, according to the snapshot",
         needed_bytes=snapshot.allocated_bytes,
         notes=(_NAME_MODEL_NOTE,),
     )
@@ -119,7 +119,7 @@ def _explain_snapshot(snapshot: SnapshotFacts) -> Explanation:
 def _explain_error(error: OutOfMemoryText) -> Explanation:
     """Explain ``error`` by the numbers in its message alone."""
     numbers = (
-        f"By the error, tensors held {format_bytes(error.allocated_bytes)}, PyTorch's allocator held "
+        f"According to the error, tensors held {format_bytes(error.allocated_bytes)}, PyTorch's allocator held "
         f"{format_bytes(error.reserved_bytes)} that no tensor used, and {format_bytes(error.free_bytes)} were free."
     )
     return Explanation(
@@ -155,8 +155,8 @@ def _read_error(path: str) -> OutOfMemoryText:
     if error is None:
         raise UsageError(
             f"{path} has no out-of-memory message",
-            hint='PyTorch\'s begins with "CUDA out of memory. Tried to allocate"; of a process that was killed, the '
-            "kernel's log speaks: dmesg | memopt explain `--log -`",
+            hint='PyTorch\'s begins with "CUDA out of memory. Tried to allocate"; for a process that was killed, '
+            "give the kernel's log: dmesg | memopt explain `--log -`",
         )
     return error
 
@@ -201,7 +201,7 @@ def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | Non
     if snapshot is not None and snapshot.asked_bytes:
         return (
             snapshot.allocated_bytes + snapshot.free_bytes,
-            "the bytes that tensors held and the free bytes, by the snapshot",
+            "bytes held by tensors plus free bytes, according to the snapshot",
         )
     return None
 

@@ -147,7 +147,7 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
     rows = list(search.rows(ranges)) if plan.ranges else []
     findings.notes.extend(search.estimate(ranges))
     if request.lengths is None and plan.ranges:
-        findings.notes.append("All lengths count as equally frequent; `--lengths` says how often each occurs.")
+        findings.notes.append("All lengths count as equally frequent; give their frequencies with `--lengths`.")
     return replace(
         findings, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*findings.notes, *search.notes]
     )

@@ -66,6 +66,6 @@ def _peak_notes(row: LevelRow, original: LevelRow) -> list[str]:
         return []
     peaks = f"{format_bytes(original_outcome.allocated_peak_bytes)} → {format_bytes(outcome.allocated_peak_bytes)}"
     return [
-        f"The segments that were asked for do not lower the peak ({peaks}), for a step "
+        f"The segments that you named do not lower the peak ({peaks}), and make the step "
         f"{outcome.slowdown(original_outcome):.2f} times as long: level 2 and above choose among them."
     ]

@@ -282,7 +282,7 @@ class _PlanSearch:
         has_frontier = goal.needs_frontier
         if goal.pick is not None and not goal.frontier:
             self.findings.notes.append(
-                f"There is no file of a frontier beside the model, so `--pick {goal.pick}` has searched it anew."
+                f"There is no frontier file beside the model, so `--pick {goal.pick}` searched again."
             )
         self.prepared.progress.stage("searching the frontier" if has_frontier else "searching within the budget")
         priced_plans = goal_search.worth_showing() if has_frontier else []

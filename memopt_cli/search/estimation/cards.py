@@ -86,8 +86,8 @@ def device_profile(text: str) -> DeviceProfile:
     close = difflib.get_close_matches(text.lower(), CARDS, n=3, cutoff=0.4)
     suggestion = f"Did you mean {' or '.join(close)}? " if close else ""
     raise UsageError(
-        f"no card is known as {shorten(text)}",
-        hint=f"{suggestion}Known are {', '.join(CARDS)}; describe another in a file, mine.yaml.",
+        f"unknown card {shorten(text)}",
+        hint=f"{suggestion}Known cards: {', '.join(CARDS)}. Describe any other in a YAML file, such as mine.yaml.",
     )
 
 

@@ -77,7 +77,7 @@ def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedS
     if requested > 1 and not has_inputs:
         if profile is None:
             raise OptionError(
-                f"level {requested} is measured, which needs a dummy_input to run the model on",
+                f"level {requested} measures the model, and needs a dummy_input to run it on",
                 hint="Give dummy_input=(x, …), or level=1.",
             )
         options = replace(options, level=1)

@@ -381,7 +381,7 @@ class TestInProcess:
 
     def test_nothing_fits(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net(4))
-        with pytest.raises(NothingFitsError, match=r"batch 8 fits into 64\.0 KiB \(`--memory 64KiB`\): it took"):
+        with pytest.raises(NothingFitsError, match=r"a batch of 8 fits in 64\.0 KiB \(`--memory 64KiB`\): it took"):
             recommended(location, "16x64", memory=1 << 16, multiple_of=8)
 
 

@@ -175,7 +175,8 @@ class TestInProcess:
     @pytest.mark.slow
     def test_copies_of_which_no_batch_fits_are_named(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", net())
-        with pytest.raises(NothingFitsError, match=r"not even batch 1 of 1 copy fits into 1.0 KiB \(`--memory 1KiB`\)"):
+        message = r"not even a batch of 1 for 1 copy fits in 1.0 KiB \(`--memory 1KiB`\)"
+        with pytest.raises(NothingFitsError, match=message):
             recommended(request(location, 4, memory=1024))
 
     def test_a_range_that_begins_with_copies_that_cannot_run(self, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ ON_A_GPU = (
     "capacity of 1.00 GiB of which 16.00 MiB is free. Of the allocated memory 512.00 MiB is allocated by PyTorch, and "
     "128.00 MiB is reserved by PyTorch but unallocated"
 )
-NO_LIMIT = "memory ran out, and the error does not say how much there was: say so with `--memory 16GiB`"
+NO_LIMIT = "memory ran out, and the error does not say how much there was: add `--memory 16GiB`"
 ON_THE_CPU = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12"
 
 
@@ -212,7 +212,7 @@ def test_an_error_alone_says_what_its_message_says(tmp_path: Path) -> None:
     log.write_text(ON_A_GPU)
     text = text_of(explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress()))
     assert text.startswith(
-        "tensors held 512.0 MiB of 528.0 MiB (the bytes that tensors held and the free bytes, by the error)\n"
+        "tensors held 512.0 MiB of 528.0 MiB (bytes held by tensors plus free bytes, according to the error)\n"
     )
     assert "the error asked for 64.0 MiB more\nthe error was raised at /me/train.py:9\n" in text
     assert "PyTorch's allocator held 128.0 MiB that no tensor used, and 16.0 MiB were free." in text
@@ -220,7 +220,7 @@ def test_an_error_alone_says_what_its_message_says(tmp_path: Path) -> None:
     log.write_text(ON_THE_CPU)
     text = text_of(explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress()))
     assert text.startswith(f"{NO_LIMIT}\n")
-    assert "By the error" not in text
+    assert "According to the error" not in text
 
 
 @pytest.mark.slow
@@ -282,7 +282,7 @@ def test_a_step_that_does_not_fit_here_is_not_run(
     (plan,) = (said for said in found.suggestions if said.change == "plan")
     assert (plan.peak_bytes, plan.seconds) == (None, None)
     assert plan.predicted_bytes <= found.limit_bytes
-    assert plan.not_run.startswith("not run here: needs ")
+    assert plan.not_run.startswith("not run here: it needs ")
     assert plan.command.startswith("memopt optimize ")
     text = text_of(found)
     assert plan.not_run in text

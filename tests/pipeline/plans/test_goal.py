@@ -197,7 +197,7 @@ def test_a_plan_that_does_not_fit_here_gives_way_to_one_that_does() -> None:
 def test_the_fastest_plan_that_was_not_run_is_named(most_slowdown: float | None) -> None:
     search, _ = goal(lambda peak: unrun(peak, 100))
     with pytest.raises(
-        NotRunHereError, match="700 B is predicted to fit, but not run here: needs 700 B, 100 B are free"
+        NotRunHereError, match="700 B is predicted to fit, but not run here: it needs 700 B, and 100 B is free"
     ):
         replace(search, most_slowdown=most_slowdown).within(750)
 

@@ -172,7 +172,7 @@ def test_a_budget_gives_way_to_an_explicit_limit(limit: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("level", [2, 3, 4])
 def test_levels_above_1_need_inputs(level: int) -> None:
-    with pytest.raises(ValueError, match=f"level {level} is measured, which needs a dummy_input"):
+    with pytest.raises(ValueError, match=f"level {level} measures the model, and needs a dummy_input"):
         resolve(SearchOverrides(level=level), has_inputs=False)
 
 

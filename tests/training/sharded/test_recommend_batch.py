@@ -87,7 +87,7 @@ def test_a_number_that_cannot_be_had_has_its_reason(capsys: pytest.CaptureFixtur
 @pytest.mark.usefixtures("in_process", "here")
 def test_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert recommended("2:4", "fsdp", "--memory", "64KiB") == 6
-    assert "not even batch 1 of each rank fits into 64.0 KiB (--memory 64KiB) on 4 ranks" in capsys.readouterr().err
+    assert "not even a batch of 1 on each rank fits in 64.0 KiB (--memory 64KiB) on 4 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
