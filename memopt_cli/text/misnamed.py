@@ -46,7 +46,8 @@ _MAX_SOURCE_BYTES: Final = 1 << 20
 """Bytes of a Python file that is looked into."""
 _SHOWN: Final = 8
 """Names that a hint lists."""
-_SHELL_WORD: Final = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
+_MAX_HINT: Final = 10_000
+"""Maximum number of characters of a hint that is searched for a function."""
 _BUILDERS: Final = ("build", "make_model", "get_model", "create_model")
 _WRITE: Final = "build.py is a file that you write, of two lines: from net import Net; def build(): return Net()"
 
@@ -77,8 +78,19 @@ def moved_hint(path: str, code_paths: Sequence[str] = ()) -> str:
 
 def builder_in(hint: str, weights: str) -> str:
     """Return the function that ``hint`` names for the model of the file ``weights``; empty if it names none."""
-    found = re.search(rf"({_SHELL_WORD.pattern}) `--weights {re.escape(quoted_path(weights))}`", hint)
-    return shlex.split(found[1])[0] if found else ""
+    before, marker, _ = hint.partition(f" `--weights {quoted_path(weights)}`")
+    if not marker or len(before) > _MAX_HINT:
+        return ""
+    parts = before.split(": ")  # the function may have a colon in its path, too
+    words = (_shell_words(": ".join(parts[number:])) for number in range(1, len(parts)))
+    return next((found[0] for found in words if len(found) == 1), "")
+
+
+def _shell_words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # a quotation mark without its pair
+        return []
 
 
 def _builder_among(code_paths: Sequence[str]) -> str:

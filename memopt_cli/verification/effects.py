@@ -20,7 +20,7 @@ from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.in_backward import StateOnDemand
 from memopt_cli.runtime.module_state import ModuleState, copy_of
-from memopt_cli.runtime.private_torch import TorchDispatchMode
+from memopt_cli.runtime.private_torch import TorchDispatchMode, schema_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.own_step import OwnStep
@@ -248,7 +248,7 @@ class DoubleThroughout(TorchDispatchMode):
             return func(*map(_widen, args), **{name: _widen(value) for name, value in kwargs.items()})
         except RuntimeError as error:
             has_doubles = any(t.dtype in _NARROWER for t in tensors_of((args, kwargs)))
-            if not has_doubles or func._schema.is_mutable or is_out_of_memory(error):
+            if not has_doubles or schema_of(func).is_mutable or is_out_of_memory(error):
                 raise
             narrow_args, narrow_kwargs = map_leaves(_narrow, (args, kwargs))
             with suppress(RuntimeError):
