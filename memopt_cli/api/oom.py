@@ -64,7 +64,7 @@ def _keep_files(error: Exception, base: Path) -> str:
 
 def _guard() -> str:
     """Return a line that asks for the guard of the running script, which the command imports; empty if it has one."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    path = _running_script()
     try:
         is_guarded = path is None or "__main__" in Path(path).read_text(errors="replace")
     except OSError:  # the script lies in an archive, say
@@ -76,8 +76,13 @@ def _guard() -> str:
 
 def _script() -> str:
     """Return the flag that lets classes of the running script be imported; empty in a notebook."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    path = _running_script()
     return f"--code-path {quoted_path(path)}" if path else ""
+
+
+def _running_script() -> str | None:
+    """Return the path of the running script; ``None`` in a notebook."""
+    return getattr(sys.modules.get("__main__"), "__file__", None)
 
 
 def _optimizer(error: Exception) -> str:

@@ -56,16 +56,15 @@ def _by_transformers(module: nn.Module) -> tuple[TensorSpec, ...]:
 
 def _input(name: Any, config: Any) -> TensorSpec | None:
     """Return the input ``name`` of a model with ``config``; ``None`` if it does not tell the shape."""
-    sizes = {key: getattr(config, key, None) for key in ("vocab_size", "image_size", "num_mel_bins")}
     match name:
-        case "input_ids" if _is_size(vocabulary := sizes["vocab_size"]):
+        case "input_ids" if _is_size(vocabulary := getattr(config, "vocab_size", None)):
             return TensorSpec(name=name, shape=("B", "S"), dtype="int64", values=f"0..{vocabulary}")
-        case "pixel_values" if _is_size(side := sizes["image_size"]):
+        case "pixel_values" if _is_size(side := getattr(config, "image_size", None)):
             channels = getattr(config, "num_channels", 3)
             return TensorSpec(name=name, shape=("B", channels, side, side)) if _is_size(channels) else None
         case "input_values" if hasattr(config, "conv_stride"):
             return TensorSpec(name=name, shape=("B", _SAMPLES))
-        case "input_features" if _is_size(bins := sizes["num_mel_bins"]):
+        case "input_features" if _is_size(bins := getattr(config, "num_mel_bins", None)):
             frames = getattr(config, "max_source_positions", None)  # the encoder halves them
             return TensorSpec(name=name, shape=("B", bins, 2 * frames)) if _is_size(frames) else None
     return None

@@ -30,8 +30,8 @@ def training_settings(batch: int, steps: int, step: StepSettings, device: str, c
 
 
 def loop_of(call: ModelCall, steps: int, step: StepSettings, device: str) -> Iterator[str]:
-    """Yield a loop that trains the model by ``call``, but not the loop that everybody writes: see :func:`is_plain`."""
-    if is_plain(steps, step):
+    """Yield a loop that trains the model by ``call``, but not the loop that everybody writes: see :func:`_is_plain`."""
+    if _is_plain(steps, step):
         return
     if steps > 1:
         yield f"# 1/{steps} each: where labels of -100 do not count, weight each loss by its share of those that do"
@@ -58,7 +58,7 @@ def samples_of(call: ModelCall) -> str:
     return ", ".join(name for name, is_used in names.items() if is_used)
 
 
-def is_plain(steps: int, step: StepSettings) -> bool:
+def _is_plain(steps: int, step: StepSettings) -> bool:
     """Return whether the loop is the one that everybody writes: one pass, in full precision, without clipping."""
     return steps == 1 and step.precision not in _AUTOCASTS and step.clip_norm is None
 

@@ -43,9 +43,7 @@ def _layer_normalized_backward(args: Any, output: Any) -> Any:
 
 def _contiguous(args: Any, output: Any) -> Any:
     """Return a gradient as the CPU lays it out: contiguous, whatever the layout of the output's gradient is."""
-    if output is None or not is_fake(output) or output.device.type != "cpu" or output.is_contiguous():
-        return output
-    return torch.empty_like(output, memory_format=torch.contiguous_format)
+    return _in_memory_format(torch.contiguous_format, output)
 
 
 def _like_gradient(args: Any, output: Any) -> Any:
@@ -58,9 +56,14 @@ def _like_gradient(args: Any, output: Any) -> Any:
 
 def _in_format_of(x: Any, made: Any) -> Any:
     """Return the fake tensor ``made`` in the memory format of ``x``, on the CPU; unchanged otherwise."""
+    return _in_memory_format(_format_of(x), made)
+
+
+def _in_memory_format(memory_format: torch.memory_format, made: Any) -> Any:
+    """Return the fake tensor ``made`` in ``memory_format``, on the CPU; unchanged otherwise."""
     if made is None or not is_fake(made) or made.device.type != "cpu":
         return made
-    return torch.empty_like(made, memory_format=_format_of(x))
+    return torch.empty_like(made, memory_format=memory_format)
 
 
 def _format_of(x: Any) -> torch.memory_format:

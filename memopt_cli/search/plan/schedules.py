@@ -171,7 +171,7 @@ class Schedule:
         stack: list[tuple[Schedule, dict[str, str]]] = [(self, {})]
         while stack:
             schedule, moved = stack.pop()
-            if schedule.relocation is not None and schedule.has_segments:
+            if schedule.relocation is not None:
                 moved = _moved_paths(*schedule.relocation, moved)
             if schedule.segment is not None:
                 path = schedule.segment.path
