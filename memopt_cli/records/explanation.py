@@ -51,7 +51,11 @@ class OutOfMemoryText:
     free_bytes: int = 0
     """Bytes of the device that were free."""
     allocated_bytes: int = 0
-    """Bytes held by tensors."""
+    """Bytes held by tensors; where :attr:`before_bytes` are known, by all that the process took since then."""
+    before_bytes: int = 0
+    """Bytes that the process held before it trained, for Python and its libraries; 0 if not known."""
+    limit: str = ""
+    """Source of the limit of the process; empty if not known."""
     reserved_bytes: int = 0
     """Bytes held by PyTorch's allocator and by no tensor."""
     event: str = ""

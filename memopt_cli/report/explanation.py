@@ -52,7 +52,7 @@ def _outcome(explanation: Explanation) -> str:
     if explanation.header is None and not explanation.asked_bytes and explanation.event:
         return ""  # a process was killed, which says all
     if explanation.header is None:
-        return f"tensors held {needed} of {there}"
+        return f"{needed} were in use of {there}"
     if explanation.instant is not None:
         return f"the step needs about {needed}; available: {there}"
     if has_failed:

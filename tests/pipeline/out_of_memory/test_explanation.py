@@ -212,7 +212,7 @@ def test_an_error_alone_says_what_its_message_says(tmp_path: Path) -> None:
     log.write_text(ON_A_GPU)
     text = text_of(explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress()))
     assert text.startswith(
-        "tensors held 512.0 MiB of 528.0 MiB (bytes held by tensors plus free bytes, according to the error)\n"
+        "512.0 MiB were in use of 528.0 MiB (bytes held by tensors plus free bytes, according to the error)\n"
     )
     assert "the error asked for 64.0 MiB more\nthe error was raised at /me/train.py:9\n" in text
     assert "PyTorch's allocator held 128.0 MiB that no tensor used, and 16.0 MiB were free." in text
@@ -231,6 +231,35 @@ def test_the_limit_comes_from_the_error(tmp_path: Path, explained: Callable[...,
     assert found.limit_bytes == 528 * 2**20
     assert (found.asked_bytes, found.raised_at) == (64 * 2**20, "/me/train.py:9")
     assert explained(100 * 2**20, log_path=str(log)).limit_bytes == 100 * 2**20
+
+
+LIMITS = (
+    "memopt: RLIMIT_AS (ulimit -v) {space}, VmSize 1887436800, before the block 629145600; "
+    "memory 25769803776 (the machine's memory), VmRSS 1468006400, before the block 209715200\n"
+)
+"""Sizes of which the block took 1200 MiB, by both."""
+
+
+@pytest.mark.parametrize(
+    ("space", "free_mib", "said"),
+    [
+        ("1992294400", 100, "Of the 1.9 GiB of RLIMIT_AS (ulimit -v), the process held 600.0 MiB before"),
+        ("unlimited", 23176, "Of the 24.0 GiB of the machine's memory, the process held 200.0 MiB before"),
+    ],
+)
+def test_of_a_process_with_a_limit_the_shares_are_named(
+    space: str, free_mib: int, said: str, tmp_path: Path, explained: Callable[..., Explanation]
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(ON_THE_CPU + "\n" + LIMITS.format(space=space))
+    alone = text_of(explain(ExplainRequest(source=None, log_path=str(path)), progress=Progress()))
+    assert said in alone
+    assert "MALLOC" not in alone  # what the tensors held is not known
+    found = explained(None, log_path=str(path))
+    assert found.limit_bytes == (1200 + free_mib) << 20
+    text = text_of(found)
+    assert text.startswith("memory ran out, but this step alone does not fill it: it needs about ")
+    assert "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment" in text
 
 
 def snapshot(folder: Path) -> str:
