@@ -34,8 +34,8 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
 
     ``path``: the files' path without ending.  ``.log`` gets the traceback, and on Linux the process's size and limits
     if the CPU's memory ran out.  On a GPU, ``.snapshot.pickle`` gets the allocator's snapshot: which line of code
-    allocated what; stacks are recorded inside the block for that.  Existing files are replaced.  A note on the error says which command to type.  Raises ``OptionError`` for a path of
-    another type.
+    allocated what; stacks are recorded inside the block for that.  Existing files are replaced.  A note on the error
+    says which command to type.  Raises ``OptionError`` for a path of another type.
     """
     base, sizes_before = path_given("path", path), _process_sizes()
     with memory_history() if torch.cuda.is_available() else contextlib.nullcontext():

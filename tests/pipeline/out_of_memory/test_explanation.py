@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -541,6 +542,21 @@ def test_one_sample_is_not_offered_in_micro_batches(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(trial, name, lambda **_: iter(()))
     assert trial.suggestions(0, 0) == ()
     assert trial.refused == ["Micro-batches: the batch has one sample, which cannot be split."]
+
+
+def test_where_one_sample_does_not_fit_each_figure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "build.py"
+    script.write_text("from torch import nn\ndef net(): return nn.Sequential(nn.Linear(512, 512), nn.GELU())\n")
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 512)),), dims={"B": 512}, source="here")
+    request = ExplainRequest(source=ModelSource(location=f"{script}:net"), spec=spec, memory=2560 << 10)
+    for name in ("_try_plan", "_try_autocast", "_try_plan_under_autocast"):
+        monkeypatch.setattr(ChangeTrials, name, lambda *_, **__: iter(()))
+    found = SimpleNamespace(plan=Plan(segments=(SegmentPlan(path="1"),)))
+    monkeypatch.setattr(ChangeTrials, "_search", lambda *_, **__: found)
+    alone, planned = explain(request, progress=Progress()).refused
+    earlier = r"it took [\d.]+ MiB, with the gradients of earlier micro-batches in memory\.$"
+    assert re.search(rf"^Micro-batches: not even a batch of 1 fits in .*: {earlier}", alone)
+    assert re.search(rf"^A plan and micro-batches: .*: it took [\d.]+ MiB; under the plan, {earlier}", planned)
 
 
 @pytest.mark.slow
