@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from memopt_cli.records.batch import BatchRecommendation
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.measurement import Breakdown
@@ -107,6 +108,8 @@ class Suggestion:
     """Plan under which the step was run."""
     batch: int | None = None
     """Samples of a micro-batch.  ``None``: the whole batch."""
+    recommendation: BatchRecommendation | None = None
+    """Recommendation of the micro-batches.  ``None``: another change."""
     predicted_bytes: int | None
     """Peak of a dry run.  ``None``: there was none."""
     peak_bytes: int | None

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from memopt_cli.records import Explanation, Holder, to_data
 from memopt_cli.report.lines import plain_table
+from memopt_cli.report.recommendation import settings
 from memopt_cli.text.paths import gather_paths
 from memopt_cli.text.units import format_bytes, format_seconds
 
@@ -101,6 +102,14 @@ def _suggestions(explanation: Explanation) -> Table:
         measured = said.not_run if said.peak_bytes is None else format_bytes(said.peak_bytes)
         table.add_row(said.text, predicted, measured, "–" if said.seconds is None else format_seconds(said.seconds))
     return table
+
+
+def loops(explanation: Explanation) -> Iterator[str]:
+    """Yield the lines to paste for micro-batches that ``explanation`` suggests, those of ``memopt recommend-batch``."""
+    for said in explanation.suggestions:
+        if said.recommendation is not None:
+            yield f"# {said.text}"
+            yield from settings(said.recommendation)
 
 
 def remarks(explanation: Explanation) -> Iterator[str]:
