@@ -130,8 +130,9 @@ def _in_parts(
             blocks = strategies.verdicts(found), strategies.remarks(found)
             _print_all(console, strategies.headline(found), strategies.tables(found), *blocks)
         case Explanation():
-            blocks = [block for block in ([*explanation.loops(found)], explanation.remarks(found)) if block]
-            _print_all(console, explanation.headline(found), explanation.tables(found), *blocks)
+            loops = [*explanation.loops(found)]
+            remarks = *([loops] if loops else []), explanation.remarks(found)
+            _print_all(console, explanation.headline(found), explanation.tables(found), *remarks)
         case Equivalence():
             table = _table_of(equivalence.HEADINGS, equivalence.rows(found))
             first_lines = equivalence.headline(found), *equivalence.where(found)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.inputs.spec_text import parse_tensor
-from memopt_cli.measure.jobs import MeasureJob
+from memopt_cli.measure.jobs import MeasureJob, RecordJob, Subject
+from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import profile
 from memopt_cli.pipeline.memory import profiling
 from memopt_cli.pipeline.memory.profiling import profile_prepared
@@ -30,6 +31,7 @@ from memopt_cli.records import (
     SegmentPlan,
     StepProfile,
     StepSettings,
+    Trust,
     to_data,
 )
 from memopt_cli.records.progress import Progress
@@ -144,16 +146,18 @@ def test_tensors_in_memory_that_the_model_rejects_are_said_to_be_rejected(tmp_pa
     assert str(data) not in str(raised.value)
 
 
-def test_a_step_that_packs_is_timed(tmp_path: Path) -> None:
-    """Where packing begins depends on when tensors are freed: only the model's operators are the same in every step."""
+def test_what_packing_runs_is_not_taken_for_the_models(tmp_path: Path) -> None:
     path = tmp_path / "net.pt"
-    torch.save(nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout())]), path)
+    torch.save(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 4)), path)
     spec = InputSpec(tensors=(parse_tensor("96x64"),), source="here")
-    request = ProfileRequest(source=ModelSource(location=str(path)), spec=spec)
-    prepared = prepare(opening_of(request, request.settings), progress=Progress(), ask=None)
-    found = profile_prepared(request, prepared, Plan(packed=True))
-    assert {"forward", "backward", "packing and copies"} <= {part.name for part in found.times}
-    assert not [note for note in found.notes if "other operators" in note]
+    with LocalSession(
+        Subject(source=ModelSource(location=str(path), trust=Trust(pickle=True)), spec=spec), 60.0
+    ) as asked:
+        plain, packed = (asked.ask(RecordJob(plan=plan)) for plan in (Plan(), Plan(packed=True)))
+    forward = [op for op in packed.ops if op.phase == "forward"]
+    own = [op.name for op in forward if not op.packs]
+    assert own == [op.name for op in plain.ops if op.phase == "forward"]
+    assert len(own) < len(forward)
 
 
 @pytest.mark.slow
