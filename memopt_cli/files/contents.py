@@ -331,16 +331,20 @@ def batch_yaml(header: FileHeader, *, shaping: Mapping[str, Any], recommended: M
 def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int) -> dict[str, Any]:
     """Return ``advice`` as the mapping below ``recommended``; sizes in bytes, times in seconds.
 
-    ``described``: the batch of the inputs, whose step was measured.  It is recommended if memory does not limit the
-    batch, or if there is no advice.
+    ``described``: the batch of the inputs, whose step was measured.  It takes the place of a recommendation if memory
+    does not limit the batch, or if there is no advice.
     """
     if advice is None:
-        return {"batch_size": described, "verified": True}
+        return {"batch_size": described, "verified": True, "limited_by": "the given batch: no other is recommended"}
     if isinstance(advice, BatchEstimate):
-        batch = advice.batch if advice.is_limited_by_memory else described
+        batch, limited_by = advice.batch, "memory, as dry runs predict"
+        if not advice.is_limited_by_memory:
+            batch = described
+            limited_by = f"the given batch: about {advice.batch} is predicted to fit, but {advice.because}"
         return {
             "batch_size": batch,
             "verified": batch == described,
+            "limited_by": limited_by,
             "estimated_batch_size": advice.batch,
             "predicted_peak_bytes": advice.predicted_peak_bytes,
             "budget_bytes": advice.budget_bytes,

@@ -68,6 +68,8 @@ class BatchEstimate:
     budget_bytes: int
     is_limited_by_memory: bool = True
     """Whether memory limits the batch: ``False`` if even batches larger than anybody trains with would fit."""
+    because: str = ""
+    """Reason why memory does not limit the batch, in words; empty if it does."""
     is_measured: bool = False
     """Whether a step at this batch was run, and fitted."""
 

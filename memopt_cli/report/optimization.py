@@ -631,7 +631,8 @@ def _precision(verification: Verification) -> str:
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
     if isinstance(advice, BatchEstimate):
         if not advice.is_limited_by_memory:
-            return "batch: memory does not limit it, as dry runs predict"
+            fits = f"about {advice.batch} is predicted to fit, but {advice.because}"
+            return f"batch: the given one; {fits}; `--recommend-batch` finds the largest in time"
         peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes)
         if advice.is_measured:
             larger = "dry runs predict that no larger one does"

@@ -305,7 +305,12 @@ def test_another_search_is_told_how_to_replace_the_files_that_were_written(
             "batch: 37 is the largest that fits (measured), 7.9 GiB of 8.0 GiB; "
             "dry runs predict that no larger one does",
         ),
-        (False, False, "batch: memory does not limit it, as dry runs predict"),
+        (
+            False,
+            False,
+            "batch: the given one; about 37 is predicted to fit, but its step would take about 2 min 0 s; "
+            "--recommend-batch finds the largest in time",
+        ),
     ],
 )
 def test_a_batch_of_dry_runs_is_called_predicted_unless_it_was_measured(
@@ -316,6 +321,7 @@ def test_a_batch_of_dry_runs_is_called_predicted_unless_it_was_measured(
         predicted_peak_bytes=int(7.9 * 2**30),
         budget_bytes=8 * 2**30,
         is_limited_by_memory=is_limited,
+        because="" if is_limited else "its step would take about 2 min 0 s",
         is_measured=is_measured,
     )
     assert said in shown(TextReport(), result(summary)).splitlines()
