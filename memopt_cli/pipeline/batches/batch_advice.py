@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import UsageError
@@ -167,7 +168,8 @@ def begin_advice(
     device, longest_s = prepared.subject.settings.device, request.longest_step_s
     if longest_s is None:
         least_s = _MIN_S if device == "cpu" else _MIN_GPU_S
-        longest_s = round(max(min(max(_LONGEST_STEPS * measurement.step_s, least_s), _MAX_S), measurement.step_s), 1)
+        longest_s = max(min(max(_LONGEST_STEPS * measurement.step_s, least_s), _MAX_S), measurement.step_s)
+        longest_s = math.ceil(10 * longest_s) / 10  # no less than the described step
     probes = BatchProbes(session=session, plan=plan, progress=prepared.progress)
     limits = limits_of_device(device, longest_s, aim=_AIMED_TIME_SHARE, budget=request.goal.budget)
     search = probes.search(prepared.batch, limits)

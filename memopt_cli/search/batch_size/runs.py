@@ -12,8 +12,6 @@ TARGET_SHARE = 0.8
 """Share of the device's memory that a batch may take by default."""
 MAX_PROBES = 6
 """Maximum number of measured runs for one answer."""
-_TIME_TOLERANCE = 1.1
-"""Multiple of the time limit up to which a step is still in time, since times vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +28,8 @@ class Limits:
     """Budget in words: ``80 % of the machine's memory``."""
     longest_step_s: float
     """Longest time that a step may take."""
+    time_name: str = "`--longest-step`"
+    """Time limit in words."""
     aim: float = 1.0
     """Share of :attr:`longest_step_s` that runs aim at."""
     multiple_of: int = 1
@@ -45,7 +45,7 @@ class Limits:
 
     def is_in_time(self, step_s: float) -> bool:
         """Return whether a step of ``step_s`` seconds is in time."""
-        return step_s <= _TIME_TOLERANCE * self.longest_step_s
+        return step_s <= self.longest_step_s
 
 
 class Runs(dict[int, BatchProbe | Failure]):

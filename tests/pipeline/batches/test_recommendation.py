@@ -377,7 +377,7 @@ class TestInProcess:
         assert found.limit.endswith(("memory)", "limit)"))
         assert "(50 % of the" in found.limit
         assert advice.estimated_batch > advice.recommended_batch
-        assert advice.limited_by == "memopt's own time limit of a step (0.001 s)"
+        assert advice.limited_by == "`--longest-step` (0.001 s)"
 
     def test_nothing_fits(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net(4))
