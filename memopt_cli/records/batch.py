@@ -57,6 +57,8 @@ class BatchAdvice:
     device_bytes: int
     limited_by: str
     """Limit of the recommendation: the budget, the longest step that may be run, or a failed run."""
+    without_optimizer: bool = False
+    """Whether an optimizer's state would add to every peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,8 @@ class BatchEstimate:
     """Reason why memory does not limit the batch, in words; empty if it does."""
     is_measured: bool = False
     """Whether a step at this batch was run, and fitted."""
+    without_optimizer: bool = False
+    """Whether an optimizer's state would add to every peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

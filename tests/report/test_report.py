@@ -325,6 +325,11 @@ def test_a_batch_of_dry_runs_is_called_predicted_unless_it_was_measured(
         is_measured=is_measured,
     )
     assert said in shown(TextReport(), result(summary)).splitlines()
+    summary.advice = replace(summary.advice, without_optimizer=True)
+    bare = re.search(
+        r"fit.* without an optimizer's state \(--optimizer adamw counts it\)", shown(TextReport(), result(summary))
+    )
+    assert bare, "without a word of it, 37 seems to train"
     assert from_data(MemOptSummary, json.loads(json.dumps(to_data(summary)))) == summary
 
 

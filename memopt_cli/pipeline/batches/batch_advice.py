@@ -72,8 +72,9 @@ def advise(
     if isinstance(advice, str):
         notes.append(f"No batch recommendation: {advice.removesuffix('.')}.")
         return None
-    details.extend(optimizer_state_notes(prepared))
-    return advice
+    left_out = optimizer_state_notes(prepared)
+    details.extend(left_out)
+    return replace(advice, without_optimizer=bool(left_out))
 
 
 def _find_advice(

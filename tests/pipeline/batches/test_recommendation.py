@@ -374,8 +374,10 @@ class TestInProcess:
         found = recommended(location, "4x8", memory=0.5, longest_step_s=0.001)
         advice = only(found)
         assert advice.budget_bytes == advice.device_bytes // 2
-        assert found.limit.endswith(("memory)", "limit)"))
-        assert "(50 % of the" in found.limit
+        limit, bare = found.limit.split(", without an optimizer's state")
+        assert limit.endswith(("memory)", "limit)"))
+        assert bare == ", which `--optimizer adamw` counts"
+        assert "(50 % of the" in limit
         assert advice.estimated_batch > advice.recommended_batch
         assert advice.limited_by == "`--longest-step` (0.001 s)"
 
