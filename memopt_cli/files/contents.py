@@ -349,6 +349,7 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
             "predicted_peak_bytes": advice.predicted_peak_bytes,
             "budget_bytes": advice.budget_bytes,
         }
+    fit = {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes}
     return {
         "batch_size": advice.recommended_batch,
         "verified": True,  # an advice recommends only a batch that was run
@@ -357,7 +358,7 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
         "limited_by": on_command_line(advice.limited_by),
         "budget_bytes": advice.budget_bytes,
         "device_bytes": advice.device_bytes,
-        "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
+        **({"peak_fit": fit} if advice.slope_bytes > 0 else {}),  # a falling peak, as other kernels run, is no line
         "probes": to_short_data(advice.probes),
     }
 
