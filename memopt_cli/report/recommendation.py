@@ -52,7 +52,11 @@ def _fits(recommendation: BatchRecommendation, main: BatchRow) -> str:
     if estimated > largest:
         run = f"the largest that was run is {largest}, limited by {main.outcome.limited_by}"
         return f"about {copies}batch {estimated} fits{where}, as predicted; {run}"
-    end = "the largest of those run" if recommendation.interrupted else "the largest that does (confirmed by a run)"
+    end = "the largest that does (confirmed by a run)"
+    if recommendation.interrupted:
+        end = "the largest of those run"
+    elif f"({main.outcome.limited_by})" not in recommendation.limit:  # a run failed, though memory may suffice
+        end = f"the largest of those run; limited by {main.outcome.limited_by}"
     return f"{copies}batch {largest} fits{where}, {end}"
 
 

@@ -104,6 +104,12 @@ def test_the_answer(change: dict[str, object], line: str) -> None:
     assert line in shown(replace(FOUND, **change))  # type: ignore[arg-type]
 
 
+def test_a_batch_limited_by_a_failure_is_not_called_the_largest_that_fits() -> None:
+    outcome = replace(ADVICE, limited_by="a run at batch 90: killed by SIGSEGV")
+    lines = shown(replace(FOUND, rows=(BatchRow(planned=False, dims={}, outcome=outcome),)))
+    assert lines[0] == "batch 40 fits, the largest of those run; limited by a run at batch 90: killed by SIGSEGV"
+
+
 def test_what_trains_fastest_is_pasted_without_a_word_on_the_largest() -> None:
     lines = shown(replace(FOUND, objective="throughput", batch=20))
     assert "loader = DataLoader(dataset, batch_size=20, shuffle=True)" in lines

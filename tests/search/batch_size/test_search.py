@@ -23,6 +23,7 @@ from memopt_cli.records import (
     BatchOutcome,
     BatchProbe,
     Budget,
+    Crashed,
     Failure,
     NoBatchFits,
     OutOfMemory,
@@ -174,6 +175,20 @@ def test_a_run_that_would_take_too_long_makes_an_estimate() -> None:
     assert advice.recommended_batch == 40 == machine.asked[-1]
     assert advice.estimated_batch == 800
     assert advice.limited_by == "`--longest-step` (20 s)"
+
+
+def test_a_crash_far_above_what_fits_does_not_end_the_search_there() -> None:
+    """A step that loops over its batch overflows the stack in its backward at some batch, whatever memory there is."""
+    limits = Limits(budget_bytes=100_000, device_bytes=100_000, runnable_bytes=100_000, name="", longest_step_s=1e6)
+
+    def probe(batch: int) -> BatchProbe | Failure:
+        if batch > 3000:
+            return Crashed(reason="killed by SIGSEGV", output_tail="")
+        return BatchProbe(batch=batch, allocated_peak_bytes=10 * batch, step_s=0.01 * batch)
+
+    advice = BatchSearch(batch=8, probe=probe, predict=lambda batch: 10.0 * batch, limits=limits).largest()
+    assert isinstance(advice, BatchAdvice)
+    assert advice.recommended_batch > 1000
 
 
 def test_small_batches_that_are_slow_per_sample_do_not_hold_it_back() -> None:
