@@ -647,18 +647,16 @@ def _precision(verification: Verification) -> str:
 
 
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
-    bare = " without an optimizer's state (`--optimizer adamw` counts it)" * advice.without_optimizer
+    bare = ", without an optimizer's state (`--optimizer adamw` counts it)" * advice.without_optimizer
     if isinstance(advice, BatchEstimate):
         if not advice.is_limited_by_memory:
             fits = f"about {advice.batch} is predicted to fit{bare}, but {advice.because}"
             return f"batch: the given one; {fits}; `--recommend-batch` finds the largest in time"
-        peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes)
+        peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes) + bare
         if advice.is_measured:
             larger = "dry runs predict that no larger one does"
-            return f"batch: {advice.batch} is the largest that fits{bare} (measured), {peak} of {room}; {larger}"
-        return (
-            f"batch: up to about {advice.batch} predicted to fit{bare}, {peak} of {room}; `--recommend-batch` runs it"
-        )
+            return f"batch: {advice.batch} is the largest that fits (measured), {peak} of {room}; {larger}"
+        return f"batch: up to about {advice.batch} predicted to fit, {peak} of {room}; `--recommend-batch` runs it"
     budget = f"{format_bytes(advice.budget_bytes)} of the {format_bytes(advice.device_bytes)} here"
     text = f"batch: {advice.recommended_batch} was run and fits {budget}{bare}; limited by {advice.limited_by}"
     if advice.estimated_batch == advice.recommended_batch:

@@ -151,7 +151,9 @@ def _run_table(recommendation: BatchRecommendation) -> Table:
     """Return a table of the batches that were run in the recommended case."""
     table = plain_table("batch run", "peak", "step", "samples/s", "", words=[""])
     outcome = _main(recommendation).outcome
-    for run in outcome.probes if isinstance(outcome, BatchAdvice) else ():
+    if not isinstance(outcome, BatchAdvice):
+        return table
+    for run in outcome.probes:
         cells = str(run.batch), format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s), _rate(run)
         table.add_row(*cells, _verdict(run, outcome))
     return table
