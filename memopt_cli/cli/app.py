@@ -86,7 +86,8 @@ class CheckCommand(GroupedCommand):
     def _report(self, err: BaseException, context: Any, model: str) -> None:
         """Write ``err`` in the format that ``context`` names; if that cannot be written, stderr still has it."""
         options, failure = context.params, _as_memopt_error(err)
-        report = report_in("json") if options.get("json") else report_in(options.get("format") or "table")
+        format = "json" if options.get("json") else options.get("format") or "table"
+        report = report_in(format, baseline=options.get("baseline") or "")
         if not isinstance(failure, OutputError):
             with suppress(OSError):
                 report.refused(failure, model or "the model", sys.stdout)

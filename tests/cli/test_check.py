@@ -217,7 +217,9 @@ def test_the_summary_page_of_github(
     page = tmp_path / "page.md"
     page.write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
-    assert recorded("check", "net.pt", "--format", "github").out.startswith("::notice title=memopt%3A net.pt::no regr")
+    assert recorded("check", "net.pt", "--format", "github").out.startswith(
+        "::notice title=memopt%3A net.pt,file=memopt-baseline.json,line=1::no regr"
+    )
     save_net(tmp_path / "net.pt", 96)
     done = recorded("check", "net.pt", "--format", "github")
     assert (done.code, done.out.count("::error")) == (1, 1)
