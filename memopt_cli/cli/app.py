@@ -136,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(given or ["--help"])
         except (Exception, KeyboardInterrupt, SystemExit) as err:
             failure = _as_memopt_error(err)
-            failure.hint = "\n".join(filter(None, [failure.hint, _suggest_retry(failure, given)]))
+            again = isinstance(failure, UnsafeFileError) and failure.trusted_with
+            failure.hint = "\n".join(filter(None, ["" if again else failure.hint, _suggest_retry(failure, given)]))
             if isinstance(failure, OutputError):
                 _drop_stdout()
             if not isinstance(failure, NobodyReads) and speaks(failure, err):
