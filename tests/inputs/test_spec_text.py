@@ -195,3 +195,8 @@ def test_no_limits(text: str) -> None:
         parse_limit(text)
     assert caught.value.hint
     assert caught.value.message.startswith(f"'{text}': '")
+
+
+@pytest.mark.parametrize("metric", ["peak", "step"])
+def test_a_limit_of_zero_needs_no_unit(metric: str) -> None:
+    assert parse_limit(f"{metric}:0").amount == 0
