@@ -25,7 +25,7 @@ from memopt_cli.cli.baseline import baseline
 from memopt_cli.cli.check import SHOWN, check
 from memopt_cli.cli.compare import compare
 from memopt_cli.cli.explain import explain
-from memopt_cli.cli.formats import report_in
+from memopt_cli.cli.formats import ReportFormat, report_in
 from memopt_cli.cli.help import GroupedCommand, RankCommand
 from memopt_cli.cli.inspect import inspect
 from memopt_cli.cli.measure import measure
@@ -86,8 +86,8 @@ class CheckCommand(GroupedCommand):
     def _report(self, err: BaseException, context: Any, model: str) -> None:
         """Write ``err`` in the format that ``context`` names; if that cannot be written, stderr still has it."""
         options, failure = context.params, _as_memopt_error(err)
-        format = "json" if options.get("json") else options.get("format") or "table"
-        report = report_in(format, baseline=options.get("baseline") or "")
+        form: ReportFormat = "json" if options.get("json") else options.get("format") or "table"
+        report = report_in(form, baseline=options.get("baseline") or "")
         if not isinstance(failure, OutputError):
             with suppress(OSError):
                 report.refused(failure, model or "the model", sys.stdout)

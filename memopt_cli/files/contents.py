@@ -43,7 +43,7 @@ from memopt_cli.text.documents import (
     MAX_BYTES,
     json_text,
     printable_data,
-    quoted_flag,
+    quoted_path,
     read_bytes,
     read_json,
     read_mapping,
@@ -201,7 +201,7 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
 
 
 def _record_hint(path: str | os.PathLike[str]) -> str:
-    return f"Record one with `memopt baseline MODEL -i SHAPE {quoted_flag('-o', str(path))}`."
+    return f"Record one with `memopt baseline MODEL -i SHAPE -o {quoted_path(str(path))}`."
 
 
 def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader, dict[str, Any]]:
