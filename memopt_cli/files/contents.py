@@ -43,6 +43,7 @@ from memopt_cli.text.documents import (
     MAX_BYTES,
     json_text,
     printable_data,
+    quoted_path,
     read_bytes,
     read_json,
     read_mapping,
@@ -194,9 +195,13 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
             _require_comparable(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
         )
     except FileNotFoundError as err:
-        raise BaselineError(f"there is no baseline at {path}", hint=_RECORD_HINT) from err
+        raise BaselineError(f"there is no baseline at {path}", hint=_record_hint(path)) from err
     except (OSError, ValueError, UsageError) as err:
-        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_RECORD_HINT) from err
+        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_record_hint("FILE")) from err
+
+
+def _record_hint(path: str | os.PathLike[str]) -> str:
+    return f"Record one with `memopt baseline MODEL -i SHAPE -o {quoted_path(str(path))}`."
 
 
 def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader, dict[str, Any]]:
@@ -289,7 +294,6 @@ def _upgrade(data: Any) -> Any:
 _Record = TypeVar("_Record")
 _MAX_LEVELS = 200  # of nested modules in a baseline
 _FRONTIER_HINT = "`memopt optimize --frontier --force` writes it anew."
-_RECORD_HINT = "Record one with `memopt baseline MODEL … -o FILE`."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 

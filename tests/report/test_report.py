@@ -213,11 +213,18 @@ def a_point(outcome: Measurement, summary: MemOptSummary) -> ParetoPoint:
     )
 
 
+def test_the_figure_of_one_step_promises_nothing_of_later_ones(summary: MemOptSummary) -> None:
+    assert summary.verification is not None
+    for exact in (True, False):
+        summary.verification = replace(summary.verification, exact=exact)
+        assert ("over many steps rounding adds up" in shown(TextReport(), result(summary))) is not exact
+
+
 def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(summary: MemOptSummary) -> None:
     assert summary.verification is not None
     said = (
         "as measured, a tensor differs by 3.4% of its norm: rounding in chunks tips choices, such as a spike or a "
-        "ReLU's sign; "
+        "ReLU's sign, and two training runs drift apart; "
     )
     for passed, count in ((True, 1), (False, 0)):
         summary.verification = replace(summary.verification, exact=False, passed=passed, rounding=0.034)
@@ -383,9 +390,12 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
 @pytest.mark.parametrize(
     ("changes", "size"),
     [
-        ({"measured": replace(MEASURED, equal=70, worst_difference=2.4e-7)}, " (about 2e-07 of the norm)"),
-        ({"measured": MEASURED, "worst_difference": 3e-16}, " (about 3e-16 of the largest value in float64)"),
-        ({"rounding": 0.02, "worst_difference": 3e-16}, " (about 2e-02 of the norm)"),
+        ({"measured": replace(MEASURED, equal=70, worst_difference=2.4e-7)}, " (in one step, about 2e-07 of the norm)"),
+        (
+            {"measured": MEASURED, "worst_difference": 3e-16},
+            " (in one step, about 3e-16 of the largest value in float64)",
+        ),
+        ({"rounding": 0.02, "worst_difference": 3e-16}, " (in one step, about 2e-02 of the norm)"),
         ({}, ""),
     ],
 )
