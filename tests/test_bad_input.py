@@ -95,7 +95,7 @@ BEFORE_A_STEP = [
         "optimize weights.pt --code-path loss.py --code-path net.py",
         3,
         [
-            "Name the function that builds the model: net.py:build --weights weights.pt\n",
+            "Name what builds the model: net.py:build --weights weights.pt\n",
             "In full: memopt optimize net.py:build --weights weights.pt --code-path loss.py --code-path net.py\n",
         ],
     ),
