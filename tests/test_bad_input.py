@@ -178,14 +178,15 @@ IN_A_STEP = [
     (
         "optimize faulty:ConvNet -i 2x5x8x8",
         3,
-        ["module '0.0' (Conv2d) rejected its input 2x5x8x8@float32", "such as -i 8x3x32x32"],
+        ["module '0.0' (Conv2d) rejected its input 2x5x8x8@float32", "such as -i 2x1x64x64"],
     ),
     (
         "optimize half.pt -i 2x3",
         3,
         ["'0' (Linear) rejected its input 2x3@float32", "float16: give", "-i 2x3@float16, or", "--precision fp32."],
     ),
-    ("optimize good.pt -i x:2x3", 3, ["x", "such as -i 8x3x32x32"]),
+    ("optimize good.pt -i inputs:2x3x8x8", 3, ["Forward names no argument inputs; did you mean input?"]),
+    ("optimize good.pt -i x:2x3", 3, ["Forward names no argument x; it names input."]),
     (
         "optimize faulty:Raises -i 2x3",
         3,

@@ -23,7 +23,9 @@ def restore_sequentials(model: nn.Module) -> nn.Module:
         for path, module in lifted.items()
         for attribute in attributes_of(module._program)
     }
-    plain = {module: _sequential(module) or module for module in lifted.values() if module not in read}
+    plain: dict[nn.Module | None, nn.Module] = {
+        module: _sequential(module) or module for module in lifted.values() if module not in read
+    }
     for module in {*lifted.values(), *plain.values()}:
         children = children_of(module)
         children.update({name: plain.get(child, child) for name, child in children.items()})

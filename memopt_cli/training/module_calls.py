@@ -103,12 +103,12 @@ def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module)
             hint="The same error appears when the model is called with these inputs in plain Python.",
         )
     if not stack:
-        return InputsRejected(f"the model rejected its inputs: {first_line(error)}", hint=_accepted_hint(()))
+        return InputsRejected(f"the model rejected its inputs: {first_line(error)}", hint=GIVE_ACCEPTED)
     last = stack[-1]
     path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
     given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
-    hint = _dtype_hint(last, stack[0].inputs) or _accepted_hint(stack[0].inputs)
+    hint = _dtype_hint(last, stack[0].inputs) or GIVE_ACCEPTED
     return InputsRejected(f"{where} rejected its input {given}", hint=hint)
 
 
@@ -128,12 +128,7 @@ def _dtype_hint(call: WatchedCall, given: Any) -> str:
     return f"Its weights are {dtype}: give such inputs, `-i {spec}`, or run the step in float32, `--precision fp32`."
 
 
-def _accepted_hint(given: Any) -> str:
-    """Return the hint for a model that rejected the inputs ``given``, with an example that these are not."""
-    shapes = [tuple(tensor.shape) for tensor in tensors_of(given)]
-    example = "16x3x64x64" if (8, 3, 32, 32) in shapes else "8x3x32x32"
-    return f"Give inputs that the model accepts, one for each argument of forward, such as `-i {example}`."
-
+GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."
 
 _OF_INPUTS: Final = re.compile(
     r"shape|size|d-?type|scalar type|dimension|argument|input|out of range|channels|\b\dD\b|expected", re.IGNORECASE

@@ -144,7 +144,7 @@ class OwnStep(Step):
 
 NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
 LIST_OPTIMIZERS = "List the optimizers that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
-_HINT = "It is called with the inputs, one for each argument of run, such as `-i 8x3x32x32`."
+_HINT = "It is called with the inputs: give one `-i` for each argument of run."
 
 
 def _describe(output: Any) -> str:
