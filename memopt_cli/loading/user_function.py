@@ -36,7 +36,8 @@ def user_function(
         raise UsageError(f"{flag_text}: there is no file '{path}'", hint=_HINT)
     function = getattr(_module_of(path, flag_text), name, None)
     if not callable(function):
-        raise UsageError(f"{flag_text}: {path} has no function {name}", hint=f"{_HINT} {definitions(path)}".strip())
+        hint = f"{_HINT} {definitions(path, name)}".strip()
+        raise UsageError(f"{flag_text}: {path} has no function {name}", hint=hint)
     return function  # type: ignore[no-any-return]
 
 

@@ -218,9 +218,24 @@ def _makes_module(node: ast.FunctionDef | ast.ClassDef) -> bool:
     )
 
 
-def definitions(path: str) -> str:
-    """Return a sentence on the functions and classes of the Python file at ``path``; empty if it has none."""
+def refuse_misspelt(path: str, name: str) -> None:
+    """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and never says ``name``.
+
+    The file is not run: this is known before outputs that exist already are complained of.
+    """
+    hint = definitions(path, name)
+    if hint.startswith("Did") and not re.search(rf"\b{name}\b".encode(), read_bytes(path, _MAX_SOURCE_BYTES)):
+        raise UsageError(f"{path} has no function {name}", hint=hint)
+
+
+def definitions(path: str, name: str = "") -> str:
+    """Return a sentence on the functions and classes of the Python file at ``path``; empty if it has none.
+
+    If ``name`` may be a misspelling of one of them, the sentence asks so.
+    """
     names = [node.name for node in _definitions_in(path)]
+    if near := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
+        return f"Did you mean {near[0]}?"
     return f"It defines {format_some(names, _SHOWN)}." if names else ""
 
 
