@@ -84,7 +84,11 @@ BEFORE_A_STEP = [
     ("optimize missing.pt", 2, ["there is no file 'missing.pt'"]),
     ("optimize a_folder", 2, ["'a_folder' is a folder"]),
     ("optimize empty.pt", 3, ["empty.pt is empty"]),
-    ("optimize truncated.pt", 3, ["truncated.pt", "damaged"]),
+    (
+        "optimize truncated.pt",
+        3,
+        ["truncated.pt cannot be read: it is truncated, as after an interrupted torch.save or download\n"],
+    ),
     ("optimize random.pt", 3, ["random.pt", "not a model saved by torch.save"]),
     ("inspect plan.yaml", 3, ["plan.yaml is not a model", "its bytes are no pickle"]),
     ("compare good.pt plan.yaml", 5, ["good.pt is not a baseline: it is not JSON"]),

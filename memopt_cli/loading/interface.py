@@ -15,7 +15,7 @@ from memopt_cli.text.units import format_count
 from memopt_cli.training.wrappers import Wrapper
 
 # Hints on damaged files, and on files that want more than is allowed.
-TRUNCATED: Final = "It may be truncated: download it or save it again."
+TRUNCATED: Final = "Save it or download it again."
 UNCHECKED: Final = "If you saved it yourself, `--trust-pickle` loads it without any check."
 
 
