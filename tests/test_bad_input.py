@@ -87,7 +87,7 @@ BEFORE_A_STEP = [
     (
         "optimize truncated.pt",
         3,
-        ["truncated.pt cannot be read: it is truncated, as after an interrupted torch.save or download\n"],
+        ["truncated.pt cannot be read: it is truncated, as after an interrupted save or download\n"],
     ),
     ("optimize random.pt", 3, ["random.pt", "not a model saved by torch.save"]),
     ("inspect plan.yaml", 3, ["plan.yaml is not a model", "its bytes are no pickle"]),

@@ -175,8 +175,8 @@ def _count_records(data: bytes) -> int:
         signature64, *_, count, size, start = _END64.unpack_from(data, end)
         if position != end or signature64 != b"PK\x06\x06":
             raise ValueError("the archive is damaged: it has two ends")
-    if signature != b"PK\x05\x06" and b"PK\x05\x06" not in data[-_LONGEST_END:]:
-        raise ValueError("it is truncated, as after an interrupted torch.save or download")
+    if data.startswith(b"PK\x03\x04") and b"PK\x05\x06" not in data[-_LONGEST_END:]:
+        raise ValueError("it is truncated, as after an interrupted save or download")
     if signature != b"PK\x05\x06" or comment or start + size != end:
         raise ValueError("the archive is damaged: its end is not where it should be")
     return int(count)
