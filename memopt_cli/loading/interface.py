@@ -67,9 +67,13 @@ class Format(Protocol):
         """
 
 
-def no_model(path: str, tensors: int, code_paths: Sequence[str]) -> FileFormatError:
+class WithoutModel(FileFormatError):
+    """A file that holds weights alone."""
+
+
+def no_model(path: str, tensors: int, code_paths: Sequence[str]) -> WithoutModel:
     """Return the error for a file that holds nothing but ``tensors`` weights; see :func:`build_hint`."""
-    return FileFormatError(
+    return WithoutModel(
         f"{path} holds {format_count(tensors, 'tensor')} but no model", hint=build_hint(path, code_paths)
     )
 

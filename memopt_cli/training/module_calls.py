@@ -108,7 +108,8 @@ def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module)
     path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
     given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
-    hint = _dtype_hint(last, stack[0].inputs) or GIVE_ACCEPTED
+    hint = next((hint for said, hint in _HINTS.items() if said in str(error)), GIVE_ACCEPTED)
+    hint = _dtype_hint(last, stack[0].inputs) or hint
     return InputsRejected(f"{where} rejected its input {given}", hint=hint)
 
 
@@ -127,6 +128,13 @@ def _dtype_hint(call: WatchedCall, given: Any) -> str:
     spec = f"{'x'.join(map(str, model_input.shape))}@{dtype}"
     return f"Its weights are {dtype}: give such inputs, `-i {spec}`, or run the step in float32, `--precision fp32`."
 
+
+_HINTS: Final = {
+    "more than 1 value per channel": "Batch normalization trains on several samples: give a batch of at least 2.",
+    "positional arguments but": "Each input is an argument of forward: leave targets out, and use them in the loss, "
+    "`--loss file.py:function`.",
+}
+"""Words of an error -> the hint on it."""
 
 GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."
 

@@ -65,3 +65,11 @@ def test_an_error_that_speaks_of_an_input_has_a_hint_on_inputs(complaint: str) -
     assert (
         error.message == f"the model itself (Complains) rejected its input 2x3@float32: TypeError: {complaint} {where}"
     )
+
+
+def test_hints_on_a_batch_of_one_and_on_a_target_among_the_inputs() -> None:
+    assert "a batch of at least 2" in error_of(nn.Sequential(nn.BatchNorm1d(3)), ones(1, 3)).hint
+    model = nn.Linear(3, 3)
+    with watched_modules(model) as stack, pytest.raises(TypeError) as caught:
+        model(ones(2, 3), ones(2))
+    assert "leave targets out" in failed_forward(caught.value, stack, model).hint
