@@ -183,6 +183,7 @@ from memopt_cli.records.settings import Precision as Precision
 from memopt_cli.records.settings import StepSettings as StepSettings
 from memopt_cli.records.summary import PREDICTED_SHARE as PREDICTED_SHARE
 from memopt_cli.records.summary import CompiledRow as CompiledRow
+from memopt_cli.records.summary import LengthRun as LengthRun
 from memopt_cli.records.summary import LevelRow as LevelRow
 from memopt_cli.records.summary import MemOptSummary as MemOptSummary
 from memopt_cli.records.summary import Outlook as Outlook

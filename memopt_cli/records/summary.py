@@ -128,6 +128,14 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRun:
+    """One run of a range's plan at a length below its largest."""
+
+    length: int
+    allocated_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRow:
     """One range of lengths, with its plan as measured at the largest length."""
 
@@ -148,6 +156,15 @@ class RangeRow:
     """Step time divided by the original's, by the cost model.  ``None``: not predicted."""
     verification: Verification | None = None
     """Verification of the plan.  ``None``: the range has the original."""
+    inside: tuple[LengthRun, ...] = ()
+    """Runs of the plan at shorter lengths.  Empty for a plan for another device."""
+
+    @property
+    def runs(self) -> tuple[LengthRun, ...]:
+        """All runs of the plan: those inside, then the run at the largest length."""
+        if self.outcome is None:
+            return ()
+        return *self.inside, LengthRun(length=self.up_to, allocated_peak_bytes=self.outcome.allocated_peak_bytes)
 
     @property
     def slowdown(self) -> float | None:

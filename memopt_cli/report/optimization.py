@@ -137,6 +137,21 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
         yield frontier(summary)
 
 
+def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
+    """Return which runs were within ``budget_bytes``; for a plan by length, name the lengths that were run."""
+    budget = f"the budget of {format_bytes(budget_bytes)}"
+    runs = sorted((run for row in summary.ranges for run in row.runs), key=lambda run: run.length)
+    if not runs or summary.plan is None or summary.plan.by is None:
+        return f"within {budget}"
+    over = {run.length: run for run in runs if run.allocated_peak_bytes > budget_bytes}
+    dim, within = summary.plan.by.dim, [str(run.length) for run in runs if run.length not in over]
+    text = f"within {budget} at {dim}={', '.join(within)}, the lengths that were run"
+    if over:
+        peaks = ", ".join(f"{format_bytes(run.allocated_peak_bytes)} at {dim}={run.length}" for run in over.values())
+        text += f"; above it at others: {peaks}. No plan was found that fits there"
+    return text
+
+
 def compiled_table(summary: MemOptSummary) -> Table:
     """Return the original and every plan that was measured for ``--compile``, with what was measured of it."""
     original = _outcome(summary, 0)
@@ -304,7 +319,7 @@ def range_headings(summary: MemOptSummary) -> tuple[str, ...]:
 
 
 def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each range of lengths of ``summary``; peak and times are those of its largest length."""
+    """Yield a row for each range of lengths of ``summary``; times are those of its largest length."""
     for row in summary.ranges:
         ratio = "–" if row.slowdown is None else f"{row.slowdown:.2f}×"
         if not isinstance(row.original, Measurement):
@@ -312,8 +327,11 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
         predicted = row.predicted_allocated_peak_bytes
         numbers = ["–" if predicted is None else f"~{format_bytes(predicted)}", "–", "–"]
         if row.outcome is not None:
-            peaks = row.outcome.allocated_peak_bytes, row.outcome.tensor_peak_bytes
-            numbers = [*map(format_bytes, peaks), format_seconds(row.outcome.step_s)]
+            highest = max(row.runs, key=lambda run: (run.allocated_peak_bytes, run.length))
+            allocated = format_bytes(highest.allocated_peak_bytes)
+            allocated += f" (at {highest.length})" * (highest.length < row.up_to)
+            tensors, step = format_bytes(row.outcome.tensor_peak_bytes), format_seconds(row.outcome.step_s)
+            numbers = [allocated, tensors, step]
         yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, in_words(row.plan)
 
 
@@ -400,7 +418,7 @@ def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
 def remarks(summary: MemOptSummary) -> Iterator[str]:
     """Yield the notes on ``summary`` that a user must see beside its headline."""
     if summary.budget_bytes is not None and summary.is_applied:
-        yield f"within the budget of {format_bytes(summary.budget_bytes)}"
+        yield _within_budget(summary, summary.budget_bytes)
     if summary.parallel is not None:
         yield from planned_lines(summary.parallel, verified=summary.verification is not None)
     elif summary.estimates is not None:

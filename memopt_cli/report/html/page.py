@@ -280,7 +280,8 @@ class _Page:
         if summary.plan is None or summary.plan.by is None:
             return
         longest = f"{summary.plan.by.dim}={summary.plan.ranges[-1].up_to}"
-        lead = f"Each is measured and verified at its largest length; all else on this page is of {escape(longest)}."
+        lead = "Each is verified at its largest length and run at a few more; "
+        lead += f"all else on this page is of {escape(longest)}."
         self.section("A plan for each range of lengths", lead, _table(range_headings(summary), range_rows(summary)))
 
     def saved(self, tensors: Sequence[SavedTensor]) -> None:
