@@ -130,7 +130,8 @@ def _in_parts(
             blocks = strategies.verdicts(found), strategies.remarks(found)
             _print_all(console, strategies.headline(found), strategies.tables(found), *blocks)
         case Explanation():
-            _print_all(console, explanation.headline(found), explanation.tables(found), explanation.remarks(found))
+            blocks = [block for block in ([*explanation.loops(found)], explanation.remarks(found)) if block]
+            _print_all(console, explanation.headline(found), explanation.tables(found), *blocks)
         case Equivalence():
             table = _table_of(equivalence.HEADINGS, equivalence.rows(found))
             first_lines = equivalence.headline(found), *equivalence.where(found)
