@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn, ones
 
 from memopt_cli.errors import StepError
-from memopt_cli.training.module_calls import InputsRejected, failed_forward, watched_modules
+from memopt_cli.training.module_calls import InputsRejected, failed_step, running_calls
 from tests.zoo.models import Parts
 
 
@@ -27,9 +27,9 @@ class Raises(Parts, within=Tries):
 
 def test_an_exception_that_was_caught_is_not_where_the_next_comes_from() -> None:
     model = nn.Sequential(Raises())
-    with watched_modules(model) as stack, pytest.raises(LookupError):
+    with pytest.raises(LookupError) as caught:
         model(ones(2, 4))
-    assert [call.path for call in stack] == ["", "0"]
+    assert [call.path for call in running_calls(caught.value, model)] == ["", "0"]
 
 
 class Complains(nn.Module):
@@ -42,9 +42,9 @@ class Complains(nn.Module):
 
 
 def error_of(model: nn.Module, x: Tensor) -> StepError:
-    with watched_modules(model) as stack, pytest.raises(Exception, match=r"\w") as caught:
+    with pytest.raises(Exception, match=r"\w") as caught:
         model(x)
-    return failed_forward(caught.value, stack, model)
+    return failed_step(caught.value, model)
 
 
 def test_an_error_that_speaks_of_no_input_is_told_as_what_it_is() -> None:
@@ -70,6 +70,6 @@ def test_an_error_that_speaks_of_an_input_has_a_hint_on_inputs(complaint: str) -
 def test_hints_on_a_batch_of_one_and_on_a_target_among_the_inputs() -> None:
     assert "a batch of at least 2" in error_of(nn.Sequential(nn.BatchNorm1d(3)), ones(1, 3)).hint
     model = nn.Linear(3, 3)
-    with watched_modules(model) as stack, pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError) as caught:
         model(ones(2, 3), ones(2))
-    assert "leave targets out" in failed_forward(caught.value, stack, model).hint
+    assert "leave targets out" in failed_step(caught.value, model).hint
