@@ -118,7 +118,8 @@ class SavedTensor:
     module: str
     """Path of the module of the first operator that saved the storage."""
     op: str
-    """First operator that saved the storage; or :data:`SEGMENT` or :data:`PACKING` if that part of a plan keeps it."""
+    """First operator that saved the storage; or :data:`SEGMENT` or :data:`PACKING` if that part of a plan keeps it.
+    Under a plan that packs, the last operator of forward that reads a storage which stays as it is."""
     savers: int
     """Number of operators or segments that keep the storage."""
     compressor: CompressorName

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from rich.table import Table
 
 from memopt_cli.records import (
+    PACKING,
     DeviceEstimate,
     Measurement,
     ModuleUse,
@@ -272,7 +273,10 @@ def remarks(profile: StepProfile) -> Iterator[str]:
     """Yield the totals of ``profile``, and notes on how they were found."""
     total = sum(saved.nbytes for saved in profile.saved)
     spared = total - sum(saved.packed_bytes for saved in profile.saved)
-    packing = f", {format_bytes(spared)} of it spared by packing" if spared else ""
+    packed = sum(saved.nbytes for saved in profile.saved if saved.op == PACKING)
+    packing = f"; a plan that packs could spare {format_bytes(spared)} of it" if spared else ""
+    if packed:
+        packing = f", {format_bytes(packed)} of it packed"
     yield f"{len(profile.saved)} tensors, {format_bytes(total)}, are kept for backward{packing}"
     if profile.flops:
         yield f"{profile.flops / 1e9:,.1f} GFLOP in products, convolutions and attention"

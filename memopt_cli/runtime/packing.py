@@ -26,6 +26,7 @@ from memopt_cli.runtime.compressor import (
     IndexCompressor,
     Packed,
     SpikeCompressor,
+    internal_tensors,
     is_dense,
     load,
     note_stored,
@@ -312,7 +313,7 @@ class PackedSaves:
 
     def _pack_new(self, tensor: Tensor) -> _Saved | None:
         """Pack ``tensor``.  ``None``: no codec makes it smaller."""
-        with torch.no_grad():
+        with internal_tensors(), torch.no_grad():  # the samples, too, are no operators of the model
             codec = codec_for(tensor)
             whole = tensor if codec else _whole_of(tensor)
             # A view that shows only a part of its base is not packed by parts.  The number of elements alone would not

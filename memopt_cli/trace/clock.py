@@ -16,7 +16,7 @@ from torch import nn
 
 from memopt_cli.records import OpTrace, PlaceName, StepTrace, ancestry
 from memopt_cli.runtime import SegmentConfig, install_segment
-from memopt_cli.runtime.compressor import COMPRESSORS
+from memopt_cli.runtime.compressor import COMPRESSORS, makes_internal_tensors
 from memopt_cli.runtime.places.interface import Place, Sent
 from memopt_cli.runtime.places.schedule import place_named
 from memopt_cli.runtime.private_torch import TorchDispatchMode
@@ -54,6 +54,8 @@ class OperatorTime:
 
     name: str
     seconds: float
+    packs: bool = False
+    """Whether the operator packs, unpacks or copies tensors for memopt, and is not the model's."""
 
 
 class Clock(TorchDispatchMode):
@@ -72,7 +74,7 @@ class Clock(TorchDispatchMode):
         if is_bookkeeping(func):
             return func(*args, **(kwargs or {}))
         output, seconds = _time_run(lambda: func(*args, **(kwargs or {})), self._device)
-        self.times.append(OperatorTime(operator_name(func), seconds))
+        self.times.append(OperatorTime(operator_name(func), seconds, makes_internal_tensors()))
         return output
 
 
@@ -216,13 +218,19 @@ def segment_s(device: str) -> float:
 def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepTrace, str]:
     """Return ``trace`` with ``times``, and an empty note.
 
-    If the timed step ran other operators, ``trace`` stays unchanged, and the note says why.
+    Packing runs operators by the values that it meets, and when tensors are freed; so where only those of packing
+    differ, they share their time.  If the model's differ, ``trace`` stays unchanged, and the note says why.
     """
-    if [op.name for op in trace.ops] != [timed.name for timed in times]:
+    own = [timed for timed in times if not timed.packs]
+    if [op.name for op in trace.ops if not op.packs] != [timed.name for timed in own]:
         return trace, (
             f"the step that was timed ran other operators ({len(times)}) than the recorded one ({len(trace.ops)}): "
             "step times are estimated from floating-point operations"
         )
+    if [op.name for op in trace.ops] != [timed.name for timed in times]:
+        packed_s = sum(timed.seconds for timed in times if timed.packs) / max(1, sum(op.packs for op in trace.ops))
+        rest = iter(own)
+        times = [OperatorTime(op.name, packed_s, packs=True) if op.packs else next(rest) for op in trace.ops]
     ops = tuple(replace(op, seconds=timed.seconds) for op, timed in zip(trace.ops, times, strict=True))
     seconds = _forward_seconds(ops)
     modules = tuple(replace(module, forward_s=seconds[module.path]) for module in trace.modules)

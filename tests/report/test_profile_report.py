@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from memopt_cli.records import (
+    PACKING,
     Instant,
     ModuleUse,
     OpTrace,
@@ -180,7 +181,10 @@ def test_saved_tensors_and_what_they_pack_into() -> None:
     assert "body" in first
     assert first.endswith("packs into 1.0 MiB (bit)")
     assert any("an input, by mul" in line for line in lines)
-    assert "2 tensors, 36.0 MiB, are kept for backward, 31.0 MiB of it spared by packing" in lines
+    assert "2 tensors, 36.0 MiB, are kept for backward; a plan that packs could spare 31.0 MiB of it" in lines
+    saved = a_profile().saved
+    packed = replace(a_profile(), saved=(replace(saved[0], op=PACKING, nbytes=MIB), *saved[1:]))
+    assert "2 tensors, 5.0 MiB, are kept for backward, 1.0 MiB of it packed" in shown(packed)
     assert "2.0 GFLOP in products, convolutions and attention" in lines
     assert lines[-1] == "Something to know."
 

@@ -43,6 +43,7 @@ from memopt_cli.trace import (
     with_contents,
     with_seconds,
 )
+from memopt_cli.trace.clock import OperatorTime
 from memopt_cli.trace.log import StorageLog, active, module_stack, run_step
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.apply import apply_plan, remove_plan
@@ -410,6 +411,16 @@ def test_times_come_to_their_operators() -> None:
     same, unknown = with_seconds(fake, times[1:])
     assert same == fake
     assert "other operators" in unknown
+
+
+def test_operators_of_packing_share_their_time_where_the_timed_step_ran_others() -> None:
+    trace = FakeStep(step_of(Spikes(), torch.randn(64, 40))).record(64)
+    packing = replace(trace.ops[0], name="aten::view", packs=True)
+    trace = replace(trace, ops=(packing, *trace.ops, packing))
+    own = [OperatorTime(op.name, 2.0) for op in trace.ops if not op.packs]
+    timed, unknown = with_seconds(trace, [own[0], OperatorTime("aten::slice", 6.0, packs=True), *own[1:]])
+    assert not unknown
+    assert [op.seconds for op in timed.ops] == [3.0, *[2.0] * len(own), 3.0]
 
 
 def test_a_step_under_a_plan_is_recorded_too() -> None:

@@ -168,9 +168,12 @@ def _wants_data(bench: Bench, traced: Traced) -> bool:
 
 def _require_data(bench: Bench, reason: str) -> NoReturn:
     """Raise :class:`StepError` for a step that needs data, or the error of a small step if its inputs are wrong."""
-    if bench.subject.data == "small batch":  # wrong inputs fail here, with a message that names the module
+    # Wrong inputs fail here, with a message that names the module.  The user's own tensors come in one size only.
+    if bench.subject.data == "small batch" and bench.subject.spec.data_file is None:
         bench.step(min(SMALL_BATCH, bench.batch)).run_checked()
-    raise StepError(reason, hint="Use a batch that fits, and memopt profile without `--fake`.")
+    raise StepError(
+        reason, hint="Check the inputs. If they are right, use a batch that fits, and memopt profile without `--fake`."
+    )
 
 
 def codecs_for(bench: Bench, plan: Plan) -> trace.Codecs | None:

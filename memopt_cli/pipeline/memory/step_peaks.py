@@ -122,8 +122,17 @@ def _saved_by_plan(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
         ):
             paths = () if index in segment_outputs else ancestry(storage.module)
             segment_path = next((path for path in paths if path in segments), None)
-            by, module = (PACKING, storage.module) if segment_path is None else (SEGMENT, segment_path)
+            by, module = (_keeper(trace, index), storage.module) if segment_path is None else (SEGMENT, segment_path)
             yield _saved_tensor(trace, storage, by=by, module=module, keepers=1)
+
+
+def _keeper(trace: StepTrace, index: int) -> str:
+    """Return the last operator of forward that reads a storage which packing left as it is; else :data:`PACKING`."""
+    born = trace.storages[index].born
+    if trace.ops[born].packs:
+        return PACKING
+    later = (op for op in trace.ops[born + 1 :] if op.phase == "forward" and not op.packs and index in op.reads)
+    return next((op.name for op in reversed([*later])), PACKING)
 
 
 def _is_of_forward(trace: StepTrace, s: StorageTrace) -> bool:

@@ -122,10 +122,38 @@ def test_what_packing_and_segments_keep_is_named(tmp_path: Path) -> None:
     plans = Plan(packed=True), Plan(packed=True, segments=(SegmentPlan(path="2", compressor="sparse"),))
     packed, segment = (profile_prepared(request, prepared, plan).saved for plan in plans)
     assert [(s.op, s.module, s.nbytes) for s in packed if s.made_by] == [
-        (PACKING, "1", 96 * 64 * 4),
-        (PACKING, "2.1", 96 * 64 * 4),
+        ("aten::addmm", "1", 96 * 64 * 4),  # dense numbers, which packing leaves as they are
+        ("aten::addmm", "2.1", 96 * 64 * 4),
     ]
-    assert {(s.op, s.module) for s in segment if s.made_by} == {(SEGMENT, "2"), (PACKING, "2.1")}
+    assert {(s.op, s.module) for s in segment if s.made_by} == {(SEGMENT, "2"), ("aten::addmm", "2.1")}
+    torch.save(nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 4)), path)
+    found = profile_prepared(
+        request, prepare(opening_of(request, request.settings), progress=Progress(), ask=None), plans[0]
+    )
+    assert PACKING in {s.op for s in found.saved}  # the mask
+
+
+def test_tensors_in_memory_that_the_model_rejects_are_said_to_be_rejected(tmp_path: Path) -> None:
+    model, data = tmp_path / "net.pt", tmp_path / "inputs.pt"
+    torch.save(nn.Sequential(nn.Conv2d(3, 8, 3)), model)
+    torch.save(torch.zeros(16, 1, 8, 8), data)
+    spec = InputSpec(data_file=str(data), source="here")
+    request = ProfileRequest(source=ModelSource(location=str(model)), spec=spec, fake=True)
+    with pytest.raises(StepError, match="to have 3 channels, but got 1 channels") as raised:
+        profile(request, progress=Progress(), ask=None)
+    assert str(data) not in str(raised.value)
+
+
+def test_a_step_that_packs_is_timed(tmp_path: Path) -> None:
+    """Where packing begins depends on when tensors are freed: only the model's operators are the same in every step."""
+    path = tmp_path / "net.pt"
+    torch.save(nn.Sequential(*[m for _ in range(3) for m in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout())]), path)
+    spec = InputSpec(tensors=(parse_tensor("96x64"),), source="here")
+    request = ProfileRequest(source=ModelSource(location=str(path)), spec=spec)
+    prepared = prepare(opening_of(request, request.settings), progress=Progress(), ask=None)
+    found = profile_prepared(request, prepared, Plan(packed=True))
+    assert {"forward", "backward", "packing and copies"} <= {part.name for part in found.times}
+    assert not [note for note in found.notes if "other operators" in note]
 
 
 @pytest.mark.slow
