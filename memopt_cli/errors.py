@@ -37,8 +37,8 @@ from typing import Final
 class MemoptError(Exception):
     """Base of all expected failures.
 
-    ``message`` is one sentence with the values seen; ``hint`` is the next step for the user, or empty.  Values may come
-    from an untrusted file, so both are made printable here: no caller has to escape them before printing.
+    ``message`` is one sentence with the values seen; ``hint``, unless empty, is the next step for the user.  Values may
+    come from an untrusted file, so both are made printable here: no caller has to escape them before printing.
     """
 
     exit_code = 3

@@ -87,7 +87,10 @@ def settings_of(
     device: str | torch.device | None,
     seed: int,
 ) -> StepSettings:
-    """Return the settings of a step with these arguments.  Raises :class:`OptionError` and :class:`UsageError`."""
+    """Return the settings of a step with these arguments.
+
+    Raises :class:`OptionError` for a value out of its range, and :class:`UsageError` for an unknown device.
+    """
     return StepSettings(
         device=resolve_device() if device is None else device_named(parse_device(str(device))),
         precision=accepted("precision", precision),
@@ -104,7 +107,8 @@ def card_given(
 ) -> DeviceProfile | None:
     """Return the card that ``for_device`` names, a device that this machine need not have; ``None`` if it is ``None``.
 
-    Raises :class:`OptionError` and :class:`UsageError`, also if ``device`` names another device to run on.
+    Raises :class:`UsageError` for an unknown card; :class:`OptionError` if ``for_device`` has another type, or if
+    ``device`` names a device to run on.
     """
     if for_device is None or isinstance(for_device, DeviceProfile):
         card = for_device
@@ -128,7 +132,7 @@ def search_of(
     host_memory: str | int | None = None,
     optimizer_in_backward: bool = False,
 ) -> ResolvedSearch:
-    """Return the resolved limits of a search with these arguments.  Raises :class:`OptionError`."""
+    """Return the resolved limits of a search with these arguments.  Raises :class:`OptionError` for a wrong value."""
     return resolve(
         SearchOverrides(
             level=level,
@@ -145,7 +149,7 @@ def search_of(
 def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
     """Return ``inputs`` as arguments of ``forward``, or, if they are text, as a description with the sizes ``dims``.
 
-    Raises :class:`OptionError` and :class:`UsageError`.
+    Raises :class:`OptionError` for values of other types, :class:`UsageError` for text that is not a description.
     """
     texts = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
@@ -207,7 +211,10 @@ def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None
 
 
 def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
-    """Return ``given`` as the path of a file, or as length -> how often it occurs.  Raises :class:`OptionError`."""
+    """Return ``given`` as the path of a file, or as length -> number of its inputs.
+
+    Raises :class:`OptionError` if it is neither a path nor whole numbers.
+    """
     if given is None or isinstance(given, str | os.PathLike):
         return None if given is None else os.fspath(given)
     if not isinstance(given, Iterable) or isinstance(given, bytes) or (isinstance(given, Tensor) and not given.dim()):
@@ -239,7 +246,10 @@ def path_given(name: str, given: str | os.PathLike[str]) -> Path:
 
 
 def checked_names(name: str, given: object) -> tuple[str, ...]:
-    """Return the name or names in ``given``, where a class gives its own name.  Raises :class:`OptionError`."""
+    """Return the name or names in ``given``, where a class gives its own name.
+
+    Raises :class:`OptionError` for other types.
+    """
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     return tuple(checked_text(name, each) for each in several)
 
@@ -255,7 +265,7 @@ def checked_text(name: str, given: object) -> str:
 def checked_function(name: str, given: _Function) -> _Function:
     """Return ``given`` if it is a function, text that names one, or ``None``.
 
-    Raises :class:`OptionError` for anything else, also for a model or a class of optimizers: ``torch.optim.AdamW`` can
+    Raises :class:`OptionError` for anything else, even a model or a class of optimizers: ``torch.optim.AdamW`` can
     be called, but not with a model.
     """
     is_class = isinstance(given, type) and issubclass(given, torch.optim.Optimizer | nn.Module)

@@ -49,7 +49,7 @@ def apply_plan(
 
     ``verify``: inputs, or a list of several, such as batches of other sizes and padded batches.  For each, a step with
     the plan is compared with a step without it, in the mode that the model is in: outputs, gradients, buffers, hidden
-    state and random numbers must be equal to the bit, or, for a plan with chunks, to 1e-9 in float64.
+    state and random numbers must be bit-identical, or, for a plan with chunks, to 1e-9 in float64.
     ``loss``: a function of the output, as in training.  ``optimizer``: the training script's, which a plan with
     ``in_backward`` runs in backward; the script must then not accumulate, clip or scale gradients.
 

@@ -26,7 +26,7 @@ class Usages:
         self._shares[batch] = (call, share)
 
     def rescale(self, factor: float) -> None:
-        """Multiply all shares by ``factor``, the ratio of the earlier capacity to the present one."""
+        """Multiply all shares by ``factor``, the ratio of the earlier capacity to the current one."""
         self._shares = {batch: (call, share * factor) for batch, (call, share) in self._shares.items()}
 
     def batch_at(self, target: float, call: int, batch: int, usage: float) -> float:

@@ -1,4 +1,4 @@
-"""Choosing among batch shapes by measuring a step of each on this machine, also for a machine with other memory."""
+"""Choosing among batch shapes by measuring a step of each here; the limits may be those of another machine."""
 
 from __future__ import annotations
 

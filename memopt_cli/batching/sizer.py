@@ -20,7 +20,7 @@ from memopt_cli.records import AdaptiveSizing
 from memopt_cli.text.units import format_bytes
 
 DANGER_SHARE = 0.95
-"""Share of capacity at which the batch is halved at once, also between two intervals."""
+"""Share of capacity at which the batch is halved at once, even between two intervals."""
 _SHRINK_RATIO = 1.05
 """Ratio of the usage to the target above which the batch shrinks."""
 _GROW_RATIO = 0.9
@@ -236,7 +236,7 @@ class AdaptiveBatchSizer:
         return share
 
     def _follow_capacity(self) -> bool:
-        """Convert shares of an earlier capacity into shares of the present one, and return whether it changed."""
+        """Convert shares of an earlier capacity into shares of the current one, and return whether it changed."""
         old_bytes, self._capacity_bytes = self._capacity_bytes, self._memory.capacity_bytes()
         if old_bytes is None or old_bytes == self._capacity_bytes:
             return False

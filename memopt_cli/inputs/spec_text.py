@@ -205,7 +205,7 @@ def parse_limit(text: str) -> Limit:
 
 
 def parse_device(text: str) -> str:
-    """Return ``text`` if it names a device, present or not.  Raises :class:`UsageError`."""
+    """Return ``text``.  Raises :class:`UsageError` unless it has the form of a device's name."""
     if not _DEVICE_PATTERN.fullmatch(text):
         raise UsageError(f"there is no device '{text}'", hint="Write auto, cpu, cuda or cuda:N.")
     return text
@@ -407,7 +407,7 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
 
 
 def _complete_mesh(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return ``mesh`` with the remaining length in place of -1.  Raises :class:`UsageError`."""
+    """Return ``mesh`` with the remaining length in place of -1.  Raises :class:`UsageError` if no length fits."""
     text = _mesh_text(mesh)
     rest = [name for name, length in mesh.items() if length == -1]
     if any(length < 1 and name not in rest for name, length in mesh.items()):

@@ -96,7 +96,7 @@ class Archive:
         return bytes(self.view(name))
 
     def text(self, name: str) -> str:
-        """Return the short record ``name`` as text, or an empty text if there is none."""
+        """Return the short record ``name`` as text; empty if there is none."""
         return self.read(name).decode(errors="replace").strip() if self.sizes.get(name, _LONG) < _LONG else ""
 
 

@@ -210,7 +210,7 @@ class _Reading:
             yield part
 
     def _line_of(self, block: Mapping[str, Any]) -> str:
-        """Return the source line that allocated ``block``, or empty if no stack was recorded."""
+        """Return the source line that allocated ``block``; empty if no stack was recorded."""
         past = self._each(block.get("history", ()))
         frames = block.get("frames") or next((event["frames"] for event in past if event.get("frames")), ())
         if id(frames) not in self.known:

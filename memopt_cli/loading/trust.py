@@ -98,7 +98,7 @@ def is_attack(wanted: Global) -> bool:
 
 
 def stores_code(wanted: Iterable[Global]) -> str:
-    """Return the package among ``wanted`` that stores functions as code, or empty if there is none."""
+    """Return the package among ``wanted`` that stores functions as code; empty if there is none."""
     return next((name.package for name in wanted if name.package in _CODE_PICKLERS), "")
 
 

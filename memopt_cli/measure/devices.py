@@ -20,7 +20,10 @@ _DRIVER: Final = "libcuda.so.1"
 
 
 def resolve_device(text: str) -> str:
-    """Return the device that ``text`` names: ``auto``, ``cpu``, ``cuda[:N]``.  Raises :class:`UsageError`."""
+    """Return the device that ``text`` names: ``auto``, ``cpu``, ``cuda[:N]``.
+
+    Raises :class:`UsageError` if the machine does not have it.
+    """
     if text == "cpu" or (text == "auto" and not _may_have_gpu()):
         return "cpu"
     import torch  # here, since it takes seconds

@@ -256,7 +256,7 @@ class Traced:
     dry_run_bytes: int | None
     """The tensor peak of the step on fake tensors.  ``None``: the model does not run on fake tensors."""
     note: str = ""
-    """The reason why the model does not run on fake tensors, or empty."""
+    """The reason why the model does not run on fake tensors; empty if it does."""
     unknown: tuple[str, ...] = ()
     """Sentences on facts of the step that are not known, and why."""
     checkpoints: tuple[str, ...] = ()

@@ -99,7 +99,7 @@ class Worker:
             self.bench.rank_step.close()
 
     def save(self, job: SaveJob, file: BinaryIO) -> None:
-        """Write the model of ``job`` into ``file``.  Raises :class:`MemoptError`."""
+        """Write the model of ``job`` into ``file``."""
         model_file.save(self._subject, job, file)
 
 

@@ -56,7 +56,7 @@ class RouteTrial:
 
     name: RouteName
     refused: str = ""
-    """Reason why the route cannot be used, or empty."""
+    """Reason why the route cannot be used; empty if it can."""
     difference: float = 0.0
     """Largest relative difference from the loop in float64, over outputs, gradients and buffers.  NaN: not compared."""
     step_s: float = math.nan
@@ -158,7 +158,7 @@ class Reference:
         return RouteTrial(name=name, refused=refused, difference=relative)
 
     def _compare(self, name: RouteName) -> tuple[str, float]:
-        """Return a reason why the route ``name`` cannot be used, or empty, and its largest relative difference."""
+        """Return why the route ``name`` cannot be used (empty if it can), and its largest relative difference."""
         if self._effects is None:
             return f"it cannot be compared with the loop, since a step of the loop fails: {self._failure}", 0.0
         worst = difference(self._effects, self._effects_of(name))

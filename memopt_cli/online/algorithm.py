@@ -175,7 +175,7 @@ class OnlineAlgorithm(nn.Module):
         return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *buffers)]
 
     def accept_states(self) -> None:
-        """Take the present states and traces for the result of the last step, whoever has set them."""
+        """Take the current states and traces for the result of the last step, whoever has set them."""
         self._past.remember(self._carried_tensors())
 
 

@@ -111,7 +111,7 @@ class LIF(Neuron):
         declare_state(self, "v", size)
 
     def get_spike(self) -> Tensor:
-        """Return the spikes of the present potential."""
+        """Return the spikes of the current potential."""
         scale = self.V_th - self.V_reset
         if self.spk_fun is None and scale == 1:
             return spike(self.v, self.V_th)

@@ -82,7 +82,7 @@ class TracedStep(Interception):
             state.value = value
 
     def tie_to_past(self, scale: float | Tensor) -> None:
-        """Tie the present states to the traces, which turn gradients of the states into gradients of the weights.
+        """Tie the current states to the traces, which turn gradients of the states into gradients of the weights.
 
         In a window all states are tied; in a single step, only states that are read outside their cells.  ``scale``:
         the divisor of the last step's gradients.

@@ -1,7 +1,7 @@
 """Eligibility traces: what D-RTRL and ES-D-RTRL remember of the past, for one use of one weight.
 
 Take a weight ``W`` with ``y = W z`` and a neuron with the state ``h^t = 0.9 h^(t-1) + y``.  The derivative of the
-present state by the weight is ``e^t = dh^t/dW = 0.9 e^(t-1) + z``: the eligibility trace.  If the loss of step t gives
+current state by the weight is ``e^t = dh^t/dW = 0.9 e^(t-1) + z``: the eligibility trace.  If the loss of step t gives
 ``l = dL^t/dh^t``, the gradient of the weight by all steps so far is ``l e^t``, and no earlier step stays in memory.
 
 In general the weight reaches a group ``h`` of k states per neuron, of one cell or of several that are connected neuron

@@ -50,10 +50,7 @@ _TOLERANCE: Final = 1e-9
 
 
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:
-    """Train the reference and the candidate of ``request`` for a few steps, and compare all that the steps leave.
-
-    Raises :class:`MemoptError`.
-    """
+    """Train the reference and the candidate of ``request`` for a few steps, and compare all that the steps leave."""
     started = time.monotonic()
     opening = Opening(
         source=replace(request.reference, keeps_compiled=True),

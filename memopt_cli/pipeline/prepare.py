@@ -237,7 +237,8 @@ def typed_inputs(header: FileHeader, path: Path) -> InputSpec | None:
 def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
     """Load the model of ``opening`` in a subprocess, without the plan that it may carry; find its inputs and device.
 
-    Names that the user allows when ``ask`` asks are allowed in later subprocesses too.  Raises :class:`MemoptError`.
+    Names that the user allows when ``ask`` asks are allowed in later subprocesses too.
+    Raises :class:`MemoptError` if the model cannot be loaded or its inputs are not known.
     """
     return prepare_with_plan(opening, progress=progress, ask=ask).without_carried(TAKEN_OFF_NOTE)
 
@@ -280,8 +281,6 @@ def open_model(
 
     The source also gains the names that the user allowed when asked.  Loading from it later finds the same files, or
     raises :class:`ChangedFileError`.
-
-    Raises :class:`MemoptError`.
     """
     with Session(Subject(source=source, data=data), timeout_s) as session:
         answer = session.ask(job)

@@ -156,7 +156,7 @@ def fault_in(outcome: Verification | Failure) -> Differs | NotRun | None:
 def check_fingerprints(
     measured: MeasuredSteps, plan: Plan, prepared: Prepared, rounded: Fingerprint | None = None
 ) -> tuple[FingerprintCheck, bool]:
-    """Compare the ``measured`` fingerprints, to the bit, or in norm for a plan with chunks; return whether they agree.
+    """Compare the ``measured`` fingerprints, bit for bit, or in norm for a plan with chunks; return whether they agree.
 
     ``rounded``: the fingerprint of a step of the original with rounded parameters.
     """

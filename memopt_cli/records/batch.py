@@ -203,9 +203,9 @@ class BatchRequest(StepRequest):
     replicas: DimRange | None = None
     """Numbers of copies of the model to try.  ``None``: a single model."""
     plan_path: str | None = None
-    """Path of a plan under which a batch is recommended as well.  ``None``: none."""
+    """Path of a plan under which a batch is recommended as well.  ``None``: without a plan only."""
     lengths_path: str | None = None
-    """Path of a file of sequence lengths.  ``None``: none."""
+    """Path of a file of sequence lengths.  ``None``: not given."""
     strategies: tuple[StrategyName, ...] = ()
     """Strategies to learn sequences, whose memory is compared over ``dim_range``; empty to recommend a batch."""
     search: ResolvedSearch | None = None

@@ -108,7 +108,7 @@ class FollowedSteps:
 
 
 Likeness = Literal["to the bit", "within noise", "up to rounding", "as far as memopt can tell", "not"]
-"""How alike two trainings are, best first: equal to the bit; no further apart than two runs of the reference; equal to
+"""How alike two trainings are, best first: bit-identical; no further apart than two runs of the reference; equal to
 1e-9 in float64; equal in half of the digits, where float64 cannot decide; not alike."""
 
 

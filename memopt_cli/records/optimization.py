@@ -85,7 +85,7 @@ class OptimizeRequest(StepRequest):
     """Flags by which the user described the model, its inputs and its step, to suggest another command of memopt's.
     ``None``: a call from Python."""
     backend: str | None = None
-    """Backend of ``torch.compile``, to look for compiled steps as well.  ``None``: none."""
+    """Backend of ``torch.compile``, to look for compiled steps as well.  ``None``: they are not tried."""
     interruptible: bool = False
     """Whether Ctrl-C ends only the search, after which the best plan so far is measured, verified and written."""
 

@@ -107,7 +107,7 @@ class StorageTrace:
     """First operator that ran after the storage was freed, or that reused it for its own sum.  ``None``: it outlives
     the step."""
     freed: int | None
-    """First operator that would have run without the storage if autograd had saved nothing.  ``None``: none."""
+    """First operator that would have run without the storage if autograd had saved nothing.  ``None``: all need it."""
     saved_by: tuple[int, ...] = ()
     """Operators of forward whose derivative holds the storage until backward; empty for parameters, which live on."""
     compressor: CompressorName = "null"

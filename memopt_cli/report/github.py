@@ -71,7 +71,7 @@ class GithubReport:
 
 
 def _annotation(kind: str, title: str, lines: list[str], place: tuple[str, str] | None = None) -> str:
-    """Return the command for an annotation; ``place``: file and line that GitHub shows it beside, ``None`` for none."""
+    """Return the command for an annotation; ``place``: file and line at which GitHub shows it, if any."""
     message = printable_lines("\n".join(lines))
     properties = {"title": title} | (dict(zip(("file", "line"), place, strict=True)) if place else {})
     spelled = ",".join(f"{name}={_escape(printable(value), ':,')}" for name, value in properties.items())

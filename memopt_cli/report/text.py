@@ -216,7 +216,7 @@ def plain_text(answer: Answer) -> str:
 
 
 def _console(stream: TextIO, colours: Literal["auto"] | None = "auto") -> Console:
-    """Return a console that writes to ``stream``, also in a notebook, where rich would display the text instead."""
+    """Return a console that writes to ``stream``, even in a notebook, where rich would display the text."""
     width = None if stream.isatty() else 1000  # rich would wrap lines in files and logs at 80 columns
     file = cast(TextIO, guard(stream))
     return Console(file=file, width=width, highlight=False, emoji=False, color_system=colours, force_jupyter=False)

@@ -88,8 +88,8 @@ class ReachedNorm:
     source: int | None
     """The index, among forward's calls of costly operators, of the call that made the norm's input.
 
-    ``None``: the next pass must not skip that call, since its operator is not costly, say, or its output may have been
-    written since.
+    ``None``: the next pass must not skip that call, for example since its operator is not costly, or its output may
+    have been written since.
     """
     values: Tensor | None
     """The norm's input, until the next pass has taken it.  ``None``: the next pass recomputes it."""
@@ -113,7 +113,7 @@ class _Norm:
 
 
 def statistics_refusal(module: nn.Module, chunks: int) -> str:
-    """Return why ``module`` cannot run in chunks with the statistics of all chunks, or an empty text."""
+    """Return why ``module`` cannot run in chunks with the statistics of all chunks; empty if it can."""
     if chunks < 2:
         return "batch statistics are gathered over chunks, and it runs in one"
     for name, inner in module.named_modules():
@@ -250,7 +250,10 @@ class _Norms(TorchFunctionMode):
         self._last: _Output | None = None
         """The output of the last costly operator.  ``None``: the next pass must run that operator itself."""
         self.broken_off = ""
-        """Why the run does not count, even if forward caught the exception that ended it, or empty."""
+        """Reason why the run does not count; set even if forward caught the exception that ended it.
+
+        Empty: it counts.
+        """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))

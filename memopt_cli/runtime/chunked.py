@@ -64,7 +64,7 @@ class _Call:
     pieces: Sequence[tuple[Any, ...]]
     """For each chunk, its pieces of the arguments that are cut."""
     states: tuple[Any, ...]
-    """The other positional arguments, for the first chunk; a chunk may return the next one's (an LSTM's state, say)."""
+    """The other positional arguments, for the first chunk; a chunk may return the next one's (as an LSTM's state)."""
     kwargs: dict[str, Any]
     """Keyword arguments, which every chunk gets whole."""
     parcel: Parcel | None
@@ -166,7 +166,7 @@ def _run_passes(call: _Call) -> Any:
 def _gather(call: _Call, gathering: BatchStatistics) -> tuple[list[tuple[Any, ...]], Any]:
     """Run passes until every norm knows its statistics; return what :func:`_one_by_one` returns in the last pass.
 
-    Raises :class:`NotGathered`.
+    Raises :class:`NotGathered` if the passes would not give the result of the whole.
     """
     tries_rows = True
     while True:
@@ -270,7 +270,7 @@ class _FirstChunk:
     def check(self, output: Any, *, tries_rows: bool) -> None:
         """Check the ``output`` of the chunk and the state that it changed; ``tries_rows``: try whether rows mix, too.
 
-        Raises :class:`_NotInChunks`.
+        Raises :class:`_NotInChunks` if the chunks would not give the result of the whole.
         """
         moved = self._moves.to_try()
         if self._start is None or runs_plainly(self._module):
@@ -416,7 +416,7 @@ def _join_outputs(config: SegmentConfig, columns: list[tuple[Any, ...]], output:
 
 
 def _concatenate(column: tuple[Any, ...], axis: int) -> Tensor:
-    """Return the chunks in ``column`` joined, with their order of dimensions in memory (channels last, say).
+    """Return the chunks in ``column`` joined, with their order of dimensions in memory (such as channels last).
 
     A later layer may draw its noise in that order.
     """

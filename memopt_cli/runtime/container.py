@@ -141,7 +141,7 @@ def check_installed(module: nn.Module) -> None:
 
 
 def _first(reason_of: Callable[[SegmentConfig], str], config: Settings) -> str:
-    """Return the first ``reason_of`` a setting in ``config``, one for each range of lengths, or an empty text."""
+    """Return the first reason that ``reason_of`` gives for ``config``, or for one of its ranges; empty if none."""
     configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
     return next(filter(None, map(reason_of, filter(None, configs))), "")
 
@@ -336,7 +336,7 @@ def _run_between_graphs(
 
 
 def _run_at_length(module: nn.Module) -> Run | None:
-    """Return the function that runs the forward of ``module`` at the present length.  ``None``: it runs plainly.
+    """Return the function that runs the forward of ``module`` at the current length.  ``None``: it runs plainly.
 
     Segments run uncompiled: a graph made for one length would also be used for other lengths.
     """

@@ -50,7 +50,7 @@ class Frozen:
     shared: Mapping[int, Any]
     """Number in the pickle -> the object that is not copied."""
     uncopyable_iterator: str
-    """The name, for messages, of an iterator in the object that cannot be copied, or empty."""
+    """Name, for messages, of an iterator in the object that cannot be copied; empty if there is none."""
 
     def thaw(self, tensor_for: Callable[[Any], Any]) -> Any:
         """Return a copy of the object.  ``tensor_for``: maps each object from ``keep`` back to a tensor."""

@@ -1,7 +1,7 @@
 """Hold the state that a segment's forward changes, until backward has recomputed the segment from it.
 
-A spiking layer, say, sets ``self.v`` in each of 100 calls, and each recomputation must start from the ``v`` of its own
-call.  Tensors are held without the graph that made them, and objects as copies (``frozen.py``): with its graph, the
+For example, a spiking layer sets ``self.v`` in each of 100 calls; each recomputation must start from the ``v`` of its
+own call.  Tensors are held without the graph that made them, and objects as copies (``frozen.py``): with its graph, the
 ``v`` of one call would keep alive what all the calls before it have saved.  ``learned.py`` explains slots and owners.
 """
 
@@ -65,7 +65,7 @@ class HeldSlots:
 
         slot                         listed in                       held as
         (0, "calls"): a number       moves[0]["calls"]               the number
-        (1, "running_mean"): tensor  moves[1]["running_mean"]        a HeldTensor, also in tensors; the tensor itself is
+        (1, "running_mean"): tensor  moves[1]["running_mean"]        the HeldTensor in tensors; the tensor itself is
                                                                      in originals until forward has ended
         (0, "seen"): an object       moving                          a part of the one pickle _objects; if forward may
                                                                      change it, another pickle of its own in _contents
@@ -130,7 +130,7 @@ class HeldSlots:
                 held.alias = self.originals[number].detach()
 
     def _hold(self, tensor: Tensor) -> Any:
-        """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is no state (a parameter, say)."""
+        """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is not state, but a parameter."""
         if not is_plain_state(tensor):
             return tensor
         number = id(tensor)

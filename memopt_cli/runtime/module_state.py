@@ -54,7 +54,7 @@ Whoever shows it puts the module's name (:func:`label_of`) before it.
 
 
 def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
-    """Return the path of a lazy parameter or buffer of ``module``, one without a shape yet, or an empty text."""
+    """Return the path of a parameter or buffer of ``module`` that has no shape yet; empty if there is none."""
     for path, part in module.named_modules() if recurse else [("", module)]:
         for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
             if is_lazy(tensor):

@@ -35,7 +35,7 @@ class SameStatistics(TorchFunctionMode):
     """A mode in which each call of a batch norm uses the statistics that the same call had in the first run.
 
     In later runs, a module may run on several parts in turn, and the norms' calls repeat for each part.  No weights are
-    applied: weights of zero would hide differences.  Raises :class:`OtherNorms`.
+    applied: weights of zero would hide differences.  Raises :class:`OtherNorms` if a call gets other channels.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ class Owner:
     __slots__ = ()
 
     def read(self) -> Slots:
-        """Return the present values by their names."""
+        """Return the current values by their names."""
         raise NotImplementedError
 
     def write(self, slots: Slots) -> None:
@@ -78,7 +78,7 @@ class Snapshot:
         """
         self._mappings: list[dict[Any, Any]] = []
         self._views: list[Iterable[Any]] = []
-        """The present values of each dictionary of which all are compared."""
+        """The current values of each dictionary of which all are compared."""
         self._readers: list[tuple[Callable[[Any], tuple[Any, ...]], dict[Any, Any]]] = []
         """Each other dictionary, and the function that reads the values to compare."""
         self._values: list[Any] = []
@@ -307,7 +307,7 @@ class Function(Owner):
 
 
 class InContext(Owner):
-    """The value of a :class:`contextvars.ContextVar` in the present context."""
+    """The value of a :class:`contextvars.ContextVar` in the current context."""
 
     __slots__ = ("_variable",)
 

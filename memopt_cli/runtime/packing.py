@@ -50,7 +50,7 @@ _MIN_BYTES = 4096
 _SAMPLE_SIZE = 64
 """Number of elements, roughly, by which a codec is chosen, before the codec reads the whole tensor."""
 _PLANES_SIZE = 2**16
-"""Number of elements, roughly, that show the planes (height x width, say) into which the indices of pooling point."""
+"""Number of elements, roughly, that show the planes (of height x width) into which the indices of pooling point."""
 
 
 _thread = threading.local()

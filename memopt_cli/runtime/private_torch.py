@@ -245,8 +245,8 @@ def mend_copies_of_fakes() -> None:
     """Make ``copy.deepcopy`` of a dry run's tensor return another tensor of the dry run, from now on.
 
     PyTorch would copy its storage, which has a size but no memory, and write out of bounds.  The change is permanent,
-    because such tensors may outlive a dry run, in a list that a user's hook appends to, say, and are then copied with
-    the model.
+    because such tensors may outlive a dry run (for example in a list that a user's hook appends to) and are then copied
+    with the model.
     """
     FakeTensor.__deepcopy__ = _copy_of_fake  # type: ignore[method-assign]
 
@@ -433,7 +433,7 @@ next_node: Final[Callable[[], int]] = torch._C._autograd._get_sequence_nr
 
 
 def name_of_node(node: Any) -> str:
-    """Return the name of ``node``, also where a user's ``torch.autograd.Function`` has set ``ctx.name``."""
+    """Return the name of ``node``, even where a user's ``torch.autograd.Function`` has set ``ctx.name``."""
     return type(node).__name__
 
 

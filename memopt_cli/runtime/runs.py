@@ -98,7 +98,7 @@ def remove_runs(model: nn.Module, only: Sequence[Run] | None = None) -> None:
 
 
 def calls_in_turn(module: nn.Module) -> bool:
-    """Return whether the forward of ``module`` is a Sequential's, with runs or without, also if it is a segment."""
+    """Return whether the forward of ``module`` is a Sequential's, with runs or without, even if it is a segment."""
     return inspect.unwrap(type(module).forward) in (nn.Sequential.forward, GroupedSequential.forward, Chain.forward)
 
 
@@ -130,7 +130,7 @@ def named_parts(
 
 
 def _runs_of(module: nn.Module) -> dict[str, Run]:
-    """Return the runs of ``module`` by name, brought up to date with its present children."""
+    """Return the runs of ``module`` by name, brought up to date with its current children."""
     runs: dict[str, Run] = vars(module).get(RUNS_KEY, {})
     for run in runs.values():
         now = {name: children_of(module)[name] for name in children_of(run) if name in children_of(module)}

@@ -88,7 +88,7 @@ class _Saved:
     is_input = False
     """Whether it is an input of a segment inside this one."""
     broken = ""
-    """Why backward cannot have it (forward itself has written to it later, say), or empty."""
+    """Reason why backward cannot use the tensor, for example that forward wrote to it later; empty if it can."""
 
 
 def _record_of(run: SegmentRun | None, tensor: Tensor) -> _Saved:
@@ -310,8 +310,8 @@ class SegmentRun:
         set there, act in the first run only.
         """
         self._was_repeated = True
-        # Backward runs inside the forward of a segment around, which calls ``torch.autograd.grad``, say.  It will do so
-        # again when it is recomputed.
+        # Backward runs inside the forward of an enclosing segment, which calls ``torch.autograd.grad``, for example.
+        # It will do so again when it is recomputed.
         if enclosing_segment_run() is not None:
             self._learned.is_differentiated_in_forward = True
         to_end = self._learned.runs_to_end.get(len(self._refs), False)

@@ -57,12 +57,12 @@ _KEPT_NAME = re.compile(r"(?P<namespace>\w+)::(?P<operator>\w+)(#(?P<call>[1-9]\
 
 
 def keep_refusal(names: Sequence[str]) -> str:
-    """Return why outputs of the operators ``names`` (``aten::convolution``) cannot be kept, or an empty text."""
+    """Return why outputs of the operators ``names`` (``aten::convolution``) cannot be kept; empty if they can."""
     return _first_refused(names, _operator_refusal)
 
 
 def why_misspelled(names: Sequence[str]) -> str:
-    """Return why one of ``names`` is an operator of no version of PyTorch, or an empty text."""
+    """Return why one of ``names`` is an operator of no version of PyTorch; empty if none is."""
     return _first_refused(names, lambda name: "" if _KEPT_NAME.fullmatch(name) else _NO_OPERATOR)
 
 

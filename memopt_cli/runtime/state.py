@@ -227,7 +227,7 @@ class StartingState:
         # If nothing has changed since forward where nothing was seen to move, only the other owners are exchanged.
         is_still = known.stays is self._stays and not self._received and known.is_still()
         present = known.read_owners(known.movers if is_still else known.indices)
-        # Dictionaries that were empty when forward started, and are not any more: a hook, say, was added since.
+        # Dictionaries that were empty when forward started, and are not any more: for example, a hook was added since.
         filled: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         if any(known.without_hooks) or any(known.empty):
             filled = [(table, dict(table)) for table in (*known.without_hooks, *known.empty) if table]
@@ -288,7 +288,7 @@ class StartingState:
     ) -> list[Any]:
         """Write the starting state to the slots, whose values are ``present``, and return copies of ``others``.
 
-        ``value_for``: returns the new value of a slot, given its present value and a copy of the one to restore.
+        ``value_for``: returns the new value of a slot, given its current value and a copy of the one to restore.
         ``None``: it is the copy.
         """
         held, received = self._held, self._received or {}

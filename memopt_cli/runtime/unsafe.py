@@ -116,5 +116,5 @@ def _was_noted(moments: MutableMapping[nn.Module, int], module: nn.Module) -> bo
 
 
 def this_moment() -> int:
-    """Return the present moment; in a recomputation, the moment at which the first run began."""
+    """Return the current moment; in a recomputation, the moment at which the first run began."""
     return this_thread.moment or next(_moments)

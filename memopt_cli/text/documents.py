@@ -102,7 +102,7 @@ def _require_room(state: os.stat_result, path: str | os.PathLike[str]) -> None:
 
 
 def read_end(path: str | os.PathLike[str], most: int) -> bytes:
-    """Read the last ``most`` bytes of a regular file or a pipe.  Raises :class:`OSError`."""
+    """Read the last ``most`` bytes of a regular file or a pipe.  Raises :class:`OSError` if it cannot be read."""
     with _open(path) as file:
         if file.seekable():
             file.seek(max(0, os.fstat(file.fileno()).st_size - most))

@@ -179,7 +179,10 @@ def weights_files_in(folder: str) -> list[str]:
 
 
 def weights_in(path: str) -> str:
-    """Return ``path``, or the only file of weights in it if it is a folder.  Raises :class:`UsageError`."""
+    """Return the only file of weights in the folder ``path``, or ``path`` if it is a file.
+
+    Raises :class:`UsageError` for a folder with none or several.
+    """
     if not os.path.isdir(path):
         return path
     found = weights_files_in(path)

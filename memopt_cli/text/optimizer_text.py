@@ -90,7 +90,7 @@ def notebook_refusal(text: str) -> str:
 
 
 def parse_optimizer(text: str) -> OptimizerChoice:
-    """Parse the name of an optimizer; empty text and ``none`` give :class:`NoOptimizer`.
+    """Parse the name of an optimizer; an empty name and ``none`` give :class:`NoOptimizer`.
 
     Raises :class:`UsageError` for an unknown name or implementation.
     """

@@ -134,7 +134,7 @@ def _size(text: str) -> str:
 
 
 def _field_of_trust(flag: str) -> str:
-    """Return the field of :class:`memopt_cli.Trust` that ``flag`` sets, or empty if it is another argument."""
+    """Return the field of :class:`memopt_cli.Trust` that ``flag`` sets; empty if it is another argument."""
     argument, _, field = (_OPTIONS[flag][1].python or "").partition(".")
     return field if argument == "trust" else ""
 

@@ -130,7 +130,7 @@ def codec_paths(model: nn.Module) -> tuple[str, ...]:
 
 
 def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
-    """Return a complaint if the user's own codec fails to restore ``tensors``, or an empty text."""
+    """Return a complaint if the user's own codec fails to restore ``tensors``; empty if it does not."""
     if name != OWN_COMPRESSOR:
         return ""
     with aside():

@@ -78,7 +78,7 @@ class StepLog(StorageLog):
         self.ops: list[LoggedOp] = []
         self.calls: list[CalledModule] = []
         self._innermost = -1
-        """Index of the innermost call that is running; -1 for none."""
+        """Index of the innermost call that is running; -1 outside of calls."""
         self._path_of: dict[int, str] = {}
         """Id of a module -> its path."""
         self._call_from_node: list[tuple[int, int]] = [(0, -1)]

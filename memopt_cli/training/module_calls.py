@@ -113,7 +113,7 @@ def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module)
 
 
 def _dtype_hint(call: WatchedCall, given: Any) -> str:
-    """Return the hint for ``call``, of a module whose weights have another floating dtype than its input, or empty.
+    """Return the hint if the weights of the module of ``call`` have another floating dtype than its input, else "".
 
     ``given``: the inputs of the model.
     """

@@ -159,7 +159,7 @@ class _Watch:
         self._on_phase = on_phase
         self._on_update = on_update
         self._phases: list[Phase] = []
-        """Phases that have begun and not ended, the present one last; forward goes on after a backward or update."""
+        """Phases that have begun and not ended, the current one last; forward goes on after a backward or update."""
         self._rates: list[Any] = []
         """Learning rates of the parameter groups of the optimizer that is stepping."""
         self._listed = {id(optimizer) for optimizer in step.optimizers()}

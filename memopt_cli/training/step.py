@@ -162,7 +162,7 @@ class Step:
         raise StepError(_NEVER_FINITE, hint=_FIND_NAN)
 
     def has_scale(self) -> bool:
-        """Return whether all present gradients are finite, so that the scaler lets the optimizer step."""
+        """Return whether all current gradients are finite, so that the scaler lets the optimizer step."""
         return self.scaler is None or all(map(_is_finite, self.model.parameters()))
 
     def reset_gradients(self) -> None:

@@ -43,7 +43,7 @@ class Difference:
     """The tensor that differs most between two steps."""
 
     name: str
-    """Name of the tensor.  Empty: all tensors are equal to the bit."""
+    """Name of the tensor.  Empty: all tensors are bit-identical."""
     relative: float
     """Largest absolute difference, divided by the largest magnitude in the reference tensor.  Infinite: the shapes
     differ.  For a gradient far smaller than the others, :data:`_ROUNDING_SCALE` gives the divisor.  It does so for the
@@ -307,7 +307,7 @@ _NARROWER = {wide: narrow for narrow, wide in _WIDER.items()}
 
 
 def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether two steps left the very same bits."""
+    """Return whether two steps left identical bits."""
     return not difference(reference, other).name
 
 

@@ -59,7 +59,7 @@ class RecordedStep:
     original_step_s: float
     """Seconds of a step without the plan at the requested size.  0: this step has that size."""
     tolerance: float
-    """Largest relative difference that passes.  0: the effects must be equal to the bit."""
+    """Largest relative difference that passes.  0: the effects must be bit-identical."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class CheckResult:
     """Name of the check, as the end of a sentence: ``in eval mode``."""
     worst: Difference
     detail: str = ""
-    """Message of the error that the step with the plan raised, or empty."""
+    """Message of the error that the step with the plan raised; empty if it ran."""
 
     def differs(self, tolerance: float) -> bool:
         """Return whether the steps differ by more than ``tolerance``."""

@@ -45,7 +45,7 @@ def verify(
 ) -> Verification:
     """Compare outputs, gradients, buffers, state and random numbers of ``step`` with and without ``plan``.
 
-    Without chunks they must be equal to the bit, or, if the original itself differs from run to run, within that noise.
+    Without chunks they must be bit-identical, or, if the original itself differs from run to run, within that noise.
     Chunks change the order of sums, and a difference in rounding can flip a spike.  So a plan with chunks is compared
     in float64, to :data:`TOLERANCE`; there the model's own casts to float32 do not round.  In segments that the user
     allowed to be inexact, batch norms have fixed statistics during the comparison: everything else must agree.
@@ -89,7 +89,7 @@ class _Compared:
     recorded: RecordedStep
     worst: Difference
     exact: bool
-    """Whether the effects must be equal to the bit."""
+    """Whether the effects must be bit-identical."""
     whole: bool
     """See :attr:`memopt_cli.records.Verification.whole`."""
 
@@ -165,7 +165,7 @@ def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
 
 
 def _noise(first: dict[str, Tensor], second: dict[str, Tensor], device: str) -> float:
-    """Return twice the difference of two runs of the original, as atomic additions on a GPU may cause; 0 for none.
+    """Return twice the difference of two runs of the original, as atomic additions on a GPU may cause.
 
     Raises :class:`StepError` for a difference on the CPU: nothing can be verified for such a model.
     """

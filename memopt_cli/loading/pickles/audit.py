@@ -50,7 +50,7 @@ def assign_kinds(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple
     claims, unclaimed = [], []
     cache: dict[object, Kind | None] = {}
     for use in uses:
-        # The key has everything that ``Kind.claims`` looks at: of the call ``list[int]``, also its argument ``list``.
+        # The key has everything that ``Kind.claims`` looks at; for the call ``list[int]``, this includes ``list``.
         arguments = use.node.argument_items() if use.node and use.how == "called" else ()
         first = arguments[0] if arguments and isinstance(arguments[0], Global) else None
         key = use.name, use.how, first, len(arguments)
@@ -123,7 +123,7 @@ class Audit:
         yield from self._misplaced_classes()
 
     def exhausting(self) -> str:
-        """Return the reason why a walk of the objects would never end or go too deep, or an empty string."""
+        """Return the reason why a walk of the objects would never end or go too deep; empty if it would not."""
         if depth_of(self._root) > _DEEPEST:
             return f"its objects are nested deeper than {_DEEPEST}"
         modules = Walk(self._children_of_module, _MAX_MODULES, _MAX_ITEMS)

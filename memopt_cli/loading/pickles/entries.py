@@ -91,7 +91,7 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
     """Return the path of the entry ``key``, keys joined by dots, in ``root``, and the entry.
 
     ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
-    Raises :class:`FileFormatError`.
+    Raises :class:`FileFormatError` if there is no such entry.
     """
     value, rest, entries_in = root, key, entries or container_entries
     where: list[str] = []

@@ -378,7 +378,7 @@ class _Timed:
 
 
 def _time_step(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
-    """Time ``step``; with ``phases``, also its update alone, for which it waits for the device before and after."""
+    """Time ``step`` and, with ``phases``, its update, for which it waits for the device before and after."""
     bench.begin(step)
     timed = _Timed(bench.settings.device)
     with timed.running():

@@ -120,7 +120,7 @@ class _FastestSearch:
     notes: list[str]
     interrupted: bool = False
     untried: str = ""
-    """Reason why no plan was tried, or empty."""
+    """Reason why no plan was tried; empty if one was."""
     call: ModelCall = ModelCall()
     probes: SearchProbes = field(init=False)
     trials: Trials = field(init=False)

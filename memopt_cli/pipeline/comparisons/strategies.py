@@ -58,7 +58,7 @@ Probe = Callable[[int], BatchProbe | Failure]
 def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> StrategyComparison:
     """Measure each strategy at a few lengths of the range, as far as they fit, and estimate the others by a line.
 
-    The curve of a strategy that cannot be run says why.  Raises :class:`MemoptError`.
+    The curve of a strategy that cannot be run says why.
     """
     started = time.monotonic()
     plan: Plan | StepFailed | None = read_plan(request.plan_path)[1] if request.plan_path is not None else None

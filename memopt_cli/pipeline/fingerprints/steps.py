@@ -42,7 +42,7 @@ def compare_fingerprints(
 ) -> tuple[FingerprintCheck, bool]:
     """Compare the fingerprints of two steps; return the check, and whether they agree.
 
-    ``exact``: whether they must agree to the bit.  Otherwise floating tensors must agree in half of the digits of their
+    ``exact``: whether they must be bit-identical.  Otherwise floating tensors must agree in half of the digits of their
     dtype, or of a dtype with ``epsilon`` if that has fewer.  ``rounded``: the fingerprint of the original with rounded
     parameters; where it differs by more, the plan may as well.
     """

@@ -315,7 +315,7 @@ class ChangeTrials:
         return self._with(replace(self._prepared.subject.settings, micro_batches=2))
 
     def _require_one_pass(self) -> None:
-        """Refuse a step that is not one pass over several samples.  Raises :class:`UsageError`."""
+        """Raise :class:`UsageError` if the step is not one pass over several samples."""
         self._require_step_of_ours()
         if self._prepared.batch == 1:
             raise UsageError("the batch has one sample, which cannot be split")
@@ -323,7 +323,7 @@ class ChangeTrials:
             raise UsageError("the step accumulates already")
 
     def _require_step_of_ours(self) -> None:
-        """Refuse a step of the user's own, whose code fixes batch and precision.  Raises :class:`UsageError`."""
+        """Raise :class:`UsageError` if the step is the user's own, whose code fixes batch and precision."""
         if self._prepared.facts.format == STEP:
             raise UsageError("the batch and the precision of a custom step are fixed in its code")
 

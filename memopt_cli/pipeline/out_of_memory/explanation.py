@@ -62,10 +62,7 @@ _MAX_RECORDING_S: Final = 20.0
 
 
 def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = None) -> Explanation:
-    """Read the error or snapshot, if given, find the instant at which memory runs out, and try changes that fit.
-
-    Raises :class:`MemoptError`.
-    """
+    """Read the error or snapshot, if given, find the instant at which memory runs out, and try changes that fit."""
     started = time.monotonic()
     error = _read_error(request.log_path) if request.log_path is not None else None
     snapshot = _read_snapshot(request) if request.snapshot_path is not None else None

@@ -300,7 +300,7 @@ class CompiledSearch(ABC):
         slowdown = self._slowdown(outcome)
         if slowdown <= self.most_slowdown:
             return ""
-        return f"its step takes {slowdown:.2f} times as long {self._beside}, and {self.most_slowdown:g} is allowed"
+        return f"its step takes {slowdown:.2f} times as long {self._beside}; at most {self.most_slowdown:g} is allowed"
 
     def _slowdown(self, outcome: Measurement | Failure) -> float:
         """Return the step time of ``outcome``, divided by the yardstick's step time; 0 where either does not run."""
@@ -308,7 +308,7 @@ class CompiledSearch(ABC):
         return outcome.slowdown(yardstick) if isinstance(outcome, Measurement) and yardstick is not None else 0.0
 
     def _verification_fault(self, plan: Plan, prepared: Prepared, reference: Prepared) -> str:
-        """Verify ``plan`` and return why it fails; if it passes, keep its verification and return an empty text.
+        """Verify ``plan`` and return why it fails; if it passes, keep its verification and return "".
 
         Its segments are verified without a compiler, then its compiled steps are compared with the ``reference``'s.
         """

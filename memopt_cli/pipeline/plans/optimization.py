@@ -87,7 +87,7 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Find a plan for ``prepared``, by runs here or by estimates; for a range of a dimension, find a plan by length.
 
     If the model checkpoints by itself, its own checkpointing is turned off first, where possible.  The findings may
-    hold a plan that fails verification; nothing is written.  Raises :class:`MemoptError`.
+    hold a plan that fails verification; nothing is written.
     """
     prepared = without_own_checkpoints(prepared, measures=request.runs)
     prepared = with_place(request, prepared)

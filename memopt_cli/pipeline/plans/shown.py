@@ -219,7 +219,7 @@ def _short_hash(sha256: str | None) -> str:
 def write_shown(request: OptimizeRequest, prepared: Prepared, findings: Findings) -> list[Path]:
     """Write the frontier in ``findings`` beside the model and return its path; if that fails, add a note instead.
 
-    A read-only disk, say, is no reason to fail: without the file, ``--pick`` only has to search again.
+    The folder may be read-only.  Without the file, ``--pick`` only has to search again.
     """
     path = frontier_path(request)
     text = frontier_json(replace(_empty_frontier(request, prepared), points=tuple(findings.frontier)))

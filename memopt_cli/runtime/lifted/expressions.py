@@ -51,7 +51,7 @@ class Expressions:
     def global_name(self, name: str) -> str:
         """Return the text that refers to ``name``, a name in :data:`FUNCTIONS` or a library.
 
-        It is ``len``, say, or ``len_`` if an argument of the function is called ``len``.
+        For example, it is ``len``, or ``len_`` if an argument of the function is called ``len``.
         """
         function = FUNCTIONS.get(name, self._names.get(name))
         if function is None or name not in self._arguments:

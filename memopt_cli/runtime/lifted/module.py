@@ -95,7 +95,7 @@ def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedMod
 
 
 def check_lifted(module: LiftedModule) -> None:
-    """Raise :class:`BadProgram` unless the present attributes of ``module`` fit its program.
+    """Raise :class:`BadProgram` unless the current attributes of ``module`` fit its program.
 
     Paths that the program calls must be modules, and those that it reads or sets must be data: then it can reach
     nothing but operators.  Running it cannot change that, since it sets only data, and never a module.
@@ -108,10 +108,7 @@ def check_lifted(module: LiftedModule) -> None:
 
 
 def make_module(program: tuple[Any, ...], constants: tuple[Tensor, ...]) -> LiftedModule:
-    """Return a module of the class of ``program``, without parameters, buffers and children.
-
-    Raises :class:`BadProgram`.
-    """
+    """Return a module of the class of ``program``, without parameters, buffers and children."""
     module = lifted_class(program)()
     module._constants, module._device = constants, None
     return module

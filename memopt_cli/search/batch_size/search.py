@@ -106,7 +106,7 @@ class BatchSearch:
         return make_outcome(self.runs, self.model, interrupted=self._interrupted)
 
     def smaller_refusal(self, batch: int) -> str:
-        """Run ``batch``, which is smaller than the user's, and return why the model refuses it, or an empty text.
+        """Run ``batch``, which is smaller than the user's; return why the model refuses it, or "" if it does not.
 
         To be called before anything else has run.
         """

@@ -54,7 +54,7 @@ class CachingAllocator:
     """Whether blocks are small -> the free blocks, sorted by size, then by address."""
 
     def allocate(self, nbytes: int) -> _Block:
-        """Return a block for ``nbytes``, more than 0.  Raises :class:`NoRoomError`."""
+        """Return a block for ``nbytes``, more than 0.  Raises :class:`NoRoomError` if it does not fit."""
         size = self.rounded(nbytes)
         small = size <= self.rules.small_bytes
         block = self._best_fit(size, small) or self._segment(size, small)
@@ -158,10 +158,10 @@ STEPS: Final = 2
 
 
 def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:
-    """Run ``allocator`` through training steps with blocks of these ``lives``.  Raises :class:`NoRoomError`.
+    """Run ``allocator`` through training steps with blocks of these ``lives``.
 
     Blocks that exist before and after the step stay.  Blocks that a step makes and that outlive it are freed at its
-    end, as gradients are before the next step.
+    end, as gradients are before the next step.  Raises :class:`NoRoomError` if a block does not fit.
     """
     permanent = [life for life in lives if life.born < 0 and life.died is None]
     for life in permanent:

@@ -100,7 +100,7 @@ class LevelRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelSearch:
-    """Searches for plans of one level, which are then among its dry runs.  Raises :class:`TimeIsUp`."""
+    """Searches for plans of one level, which are then among its dry runs, until :class:`TimeIsUp` is raised."""
 
     space: SearchSpace
     runs: LevelRuns

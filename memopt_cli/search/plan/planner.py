@@ -75,7 +75,7 @@ class Planner:
         return list(nondominated_plans(self.dry_runs.up_to(self._options.level)))
 
     def neighbours(self, plan: Plan, excluded: Collection[Plan] = ()) -> tuple[Outlook | None, Outlook | None]:
-        """Return peak and slowdown of the next faster plan than ``plan``, and of the next smaller; ``None`` for none.
+        """Return peak and slowdown of the next plan faster than ``plan``, and of the next smaller, if any.
 
         Both come from the frontier so far, without the original and ``excluded``, and are clearly faster, or smaller.
         If no smaller plan was counted, the solver's prediction of the least peak takes its place.

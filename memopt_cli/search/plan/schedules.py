@@ -36,7 +36,7 @@ from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.interface import is_within
 
 MAX_SCHEDULES = 400
-"""Maximum number of schedules kept for the part of the step up to the present block."""
+"""Maximum number of schedules kept for the part of the step up to the current block."""
 MAX_INNER_SCHEDULES = 32
 """Maximum number of schedules kept for a single block."""
 

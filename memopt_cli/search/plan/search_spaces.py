@@ -116,7 +116,7 @@ class SearchSpaces:
         return self._headed or self.plain
 
     def at(self, level: int) -> SearchSpace:
-        """Return the search space of ``level``, with its permissions.  Raises :class:`TimeIsUp`."""
+        """Return the search space of ``level``, with its permissions.  Raises :class:`TimeIsUp` if no time is left."""
         self._tick()
         if level >= CHUNKS and self._headed is None and self.limits.cuts != 0 and self._named is None:
             self._headed = next(self._with_heads(), None)

@@ -96,8 +96,10 @@ class Recipe:
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
-    """Function that says why a file must not hold an object of these parts, and returns an empty text if it may;
-    ``None`` if any parts are allowed."""
+    """Function that says why a file must not hold an object of these parts; it returns "" if the file may.
+
+    ``None``: all parts are allowed.
+    """
 
 
 class Kind(Protocol):

@@ -326,8 +326,7 @@ def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -
 
 
 Check = Callable[[str, Any, Graph], str]
-"""Function ``check(name, value, graph)`` that returns why a module must not have this attribute, or an empty string if
-it is accepted."""
+"""Function ``check(name, value, graph)`` that returns why a module must not have this attribute; "" if it may."""
 
 
 def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:

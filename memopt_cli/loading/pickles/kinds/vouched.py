@@ -143,7 +143,7 @@ def _sources_with(wanted: Global, pattern: str) -> list[Path]:
 
 
 def defined_as(path: Path, wanted: Global) -> Definition:
-    """Return the keyword with which the source at ``path`` defines ``wanted``, or empty if it does not.
+    """Return the keyword with which the source at ``path`` defines ``wanted``; empty if it does not.
 
     The source is read, not imported.
     """
@@ -182,7 +182,7 @@ def _cells(notebook: bytes) -> list[str]:
 
 
 def _defined_in(source: str | bytes) -> Iterator[tuple[str, Definition]]:
-    """Yield the name and kind of each definition at the top level of ``source``, also under an ``if`` or ``try``."""
+    """Yield the name and kind of each definition at the top level of ``source``, even under an ``if`` or ``try``."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of the user's source, such as a wrong escape in a string
             pending: list[ast.AST] = [ast.parse(source)]
