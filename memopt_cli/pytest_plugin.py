@@ -60,12 +60,12 @@ class TrainMemory:
         are ``None`` afterwards.
         """
         __tracebackhide__ = True  # pytest shows the line of the test, not those of memopt and PyTorch
-        from memopt_cli.training.module_calls import InputsRejected
+        from memopt_cli.training.module_calls import InputsRejectedError
 
         try:
             with said_in_python():
                 counted, messages = _count(model, args, inputs or {}, loss, optimizer, seed)
-        except InputsRejected as error:
+        except InputsRejectedError as error:
             error.hint = "Give one tensor for each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32))."
             raise error.with_traceback(None) from None
         except MemoptError as error:

@@ -109,7 +109,7 @@ def record_names(data: bytes) -> frozenset[str]:
         return frozenset()
 
 
-class _HostileArchive(Exception):
+class _HostileArchiveError(Exception):
     """An archive that no program writes: somebody made it by hand."""
 
 
@@ -121,7 +121,7 @@ def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict
     """
     try:
         return _records(data, limit)
-    except _HostileArchive as err:
+    except _HostileArchiveError as err:
         raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_HINT) from err
     except Exception as err:  # a damaged or hostile directory may raise anything
         reason = str(err) if type(err) is ValueError else "the archive is damaged"
@@ -142,10 +142,10 @@ def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
         if stored and record.file_size != record.compress_size:
             raise ValueError("the archive is damaged: a record has two sizes")
     if sum(record.compress_size for record in records) > len(data):
-        raise _HostileArchive("its records overlap")
+        raise _HostileArchiveError("its records overlap")
     unpacked = sum(record.file_size for record in records)
     if unpacked > limit.times * len(data) + limit.more_bytes:
-        raise _HostileArchive(f"its {format_bytes(len(data))} unpack to {format_bytes(unpacked)}")
+        raise _HostileArchiveError(f"its {format_bytes(len(data))} unpack to {format_bytes(unpacked)}")
     return {record.orig_filename: record.file_size for record in records}
 
 
@@ -156,7 +156,7 @@ def _check_fields(extra: bytes) -> None:
         kind, length = _FIELD.unpack_from(extra, start)
         start += _FIELD.size + length
         if kind in seen or start > len(extra):
-            raise _HostileArchive("a record of it has a field twice")
+            raise _HostileArchiveError("a record of it has a field twice")
         seen.add(kind)
 
 
@@ -181,7 +181,7 @@ def _check_names(names: Iterable[str]) -> None:
     for name in names:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not name.isprintable() or "\\" in name or name[1:2] == ":":
-            raise _HostileArchive(f"it has a record named {name!r}")
+            raise _HostileArchiveError(f"it has a record named {name!r}")
         if name.lower() in seen:  # PyTorch's reader ignores case
-            raise _HostileArchive(f"it has two records named {name}")
+            raise _HostileArchiveError(f"it has two records named {name}")
         seen.add(name.lower())

@@ -27,7 +27,7 @@ from memopt_cli.loading.exported_contents import PROGRAM, PROGRAMS, checked_path
 from memopt_cli.loading.exported_graph import (
     DTYPE_CODES,
     GraphReader,
-    NotAllowed,
+    NotAllowedError,
     Op,
     Operand,
     size_text,
@@ -40,7 +40,7 @@ from memopt_cli.loading.pickles.described import check_view, items_in
 from memopt_cli.records import InputSpec, TensorSpec, Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.operators import DTYPES
-from memopt_cli.runtime.lifted.program import VERSION, BadProgram, is_attribute, is_parameter
+from memopt_cli.runtime.lifted.program import VERSION, BadProgramError, is_attribute, is_parameter
 from memopt_cli.runtime.private_torch import children_of, memory_of, parameters_of
 from memopt_cli.text.documents import read_json
 
@@ -89,12 +89,12 @@ class Exported:
             )
         try:
             return _Program(archive, file.path).lift()
-        except NotAllowed as err:
+        except NotAllowedError as err:
             raise UnsafeFileError(
                 f"{file.path} was not loaded: it uses {err}, which is not on memopt's list",
                 hint="Save the model itself with torch.save(model, path), or as TorchScript.",
             ) from err
-        except BadProgram as err:
+        except BadProgramError as err:
             raise UnsafeFileError(f"{file.path} was not loaded: {err}", hint="The file is likely an attack.") from err
         except MemoptError:
             raise
@@ -133,7 +133,7 @@ class _Program:
     def lift(self) -> Loaded:
         """Build the model.
 
-        Raises :class:`NotAllowed` and :class:`BadProgram`; a damaged program may raise any exception.
+        Raises :class:`NotAllowedError` and :class:`BadProgramError`; a damaged program may raise any exception.
         """
         reader = GraphReader()
         ops, results = reader.read(self._graph)

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeGuard
 from memopt_cli.loading.pickles.names import LONGEST_ATTRIBUTE
 from memopt_cli.loading.pickles.nodes import DICT, LIST, Built, Global, Tuple, entries_of
 from memopt_cli.loading.pickles.packed_weights import NATIVE, is_packed
-from memopt_cli.runtime.script_code import UnsafeScript, attribute_types, parsed_type
+from memopt_cli.runtime.script_code import UnsafeScriptError, attribute_types, parsed_type
 
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
@@ -56,7 +56,7 @@ class ScriptObjects:
     def __init__(self, trees: Mapping[str, ast.Module]) -> None:
         """Collect the classes in ``trees``, which maps a record to its parsed code.
 
-        Raises :class:`UnsafeScript` for a class that is declared twice, and :class:`ValueError` for an attribute whose
+        Raises :class:`UnsafeScriptError` for a class that is declared twice, and :class:`ValueError` for an attribute whose
         name is too long.
         """
         self._classes: dict[str, _Class] = {}
@@ -70,7 +70,7 @@ class ScriptObjects:
 
     def _declare(self, name: str, node: ast.ClassDef) -> None:
         if name in self._classes:
-            raise UnsafeScript(f"two classes named {name}")
+            raise UnsafeScriptError(f"two classes named {name}")
         methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
         base = ast.unparse(node.bases[0]) if node.bases else ""
         attributes = attribute_types(node)

@@ -23,7 +23,7 @@ from memopt_cli.loading.script_graph import ScriptClass, attributes_of, calls_of
 from memopt_cli.loading.script_nodes import find_module
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
-from memopt_cli.runtime.lifted.program import BadProgram
+from memopt_cli.runtime.lifted.program import BadProgramError
 from memopt_cli.runtime.private_torch import (
     buffers_of,
     children_of,
@@ -34,7 +34,7 @@ from memopt_cli.runtime.private_torch import (
     program_of,
 )
 from memopt_cli.runtime.script import ScriptLeaf
-from memopt_cli.runtime.script_code import UnsafeScript
+from memopt_cli.runtime.script_code import UnsafeScriptError
 
 
 class TorchScript:
@@ -57,7 +57,7 @@ class TorchScript:
             ) from err
         try:
             return lift_script(script, unit)
-        except (UnsafeScript, BadProgram) as err:
+        except (UnsafeScriptError, BadProgramError) as err:
             raise UnsafeFileError(
                 f"{file.path} was not loaded: its TorchScript code uses {err}",
                 hint=UNCHECKED_SCRIPT,

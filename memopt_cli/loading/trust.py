@@ -57,7 +57,7 @@ _DISTRIBUTIONS: Final = {
 """Package -> the distribution that installs it, if its name is another."""
 
 
-class Unvouched(UnsafeFileError):
+class UnvouchedError(UnsafeFileError):
     """The file uses names that the user did not allow; ``remedy`` has the flags that would, and is empty if none do."""
 
     def __init__(self, message: str, *, hint: str, remedy: Trust, denied: Mapping[Global, Denied]) -> None:

@@ -17,7 +17,7 @@ _COPIED: Final[dict[str, Any]] = {}
 """Name -> the definition that was copied to ``__main__``; it may be replaced by that of the next script."""
 
 
-class ClassNotFound(FileFormatError):
+class ClassNotFoundError(FileFormatError):
     """A class of the file is not installed, and not in the code that the user named."""
 
 
@@ -66,7 +66,7 @@ class UserCode:
             if value is not None and (home is module or home is sys.modules["__main__"] or self._owns(home)):
                 return value
         names = ", ".join(path.name for path in self._paths)
-        raise ClassNotFound(f"{names} defines no {wanted.name}, which the file was saved with")
+        raise ClassNotFoundError(f"{names} defines no {wanted.name}, which the file was saved with")
 
     def require_single(self, wanted: Global) -> None:
         """Raise :class:`UsageError` if ``wanted`` has two definitions, in the scripts or in the user's session.

@@ -62,14 +62,14 @@ class Channel:
         """Wait until the subprocess is started, and return its id.  ``None``: it has ended, or cannot be started."""
         try:
             return self.process.pid if self.process is not None else None
-        except processes.Lost:
+        except processes.ServerLostError:
             return None
 
     def close(self, *, patiently: bool) -> None:
         """End the subprocess at once, or ``patiently`` only if it has not ended by itself in a few seconds."""
         self._jobs.close()
         if patiently and self.process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired, processes.Lost):
+            with contextlib.suppress(subprocess.TimeoutExpired, processes.ServerLostError):
                 self.process.wait(_EXIT_TIMEOUT_S)
         self.end()
         self._replies.close()
@@ -152,7 +152,7 @@ class Channel:
         except subprocess.TimeoutExpired:
             self.end()
             return Crashed(reason="it closed its pipe without an answer", output_tail=self._tail())
-        except processes.Lost:
+        except processes.ServerLostError:
             self.end()
             return Crashed(reason="the process that it is forked from has ended", output_tail=self._tail())
         self.end()
@@ -174,7 +174,7 @@ class Channel:
     def _has_ended(self) -> bool:
         try:
             return self.process is not None and self.process.poll() is not None
-        except processes.Lost:
+        except processes.ServerLostError:
             return True
 
     def end(self) -> None:

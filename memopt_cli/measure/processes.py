@@ -35,7 +35,7 @@ def encode_number(number: int) -> bytes:
     return _NUMBER.pack(number)
 
 
-class Lost(Exception):
+class ServerLostError(Exception):
     """The server has ended, and its subprocesses with it, or it could not start a subprocess."""
 
 
@@ -50,18 +50,18 @@ class Subprocess:
 
     @property
     def pid(self) -> int:
-        """The process id; waits until the process is started.  Raises :class:`Lost`."""
+        """The process id; waits until the process is started.  Raises :class:`ServerLostError`."""
         return self._await_pid(None)
 
     def poll(self) -> int | None:
-        """Return the exit code, negative after a signal; ``None`` while the process lives.  Raises :class:`Lost`."""
+        """Return the exit code, negative after a signal; ``None`` while the process lives.  Raises :class:`ServerLostError`."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for the exit code, and return it.  Raises :class:`subprocess.TimeoutExpired` and :class:`Lost`."""
+        """Wait for the exit code, and return it.  Raises :class:`subprocess.TimeoutExpired` and :class:`ServerLostError`."""
         self._await_pid(timeout_s)
         if self._code is None:
             self._code = self._receive(timeout_s)
@@ -69,7 +69,7 @@ class Subprocess:
 
     def end(self) -> None:
         """Kill the process and its descendants, and wait for their end; a process not started yet never starts."""
-        with contextlib.suppress(subprocess.TimeoutExpired, Lost, OSError), self._status:
+        with contextlib.suppress(subprocess.TimeoutExpired, ServerLostError, OSError), self._status:
             self._await_pid(0.0)
             self._status.shutdown(socket.SHUT_WR)
             if self._code is None:
@@ -89,7 +89,7 @@ class Subprocess:
         except OSError:
             received = b""
         if not received:
-            raise Lost
+            raise ServerLostError
         number: int = _NUMBER.unpack(received)[0]
         return number
 

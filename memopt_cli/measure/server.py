@@ -209,7 +209,7 @@ def _import_the_rest() -> None:
         import_compiler()
 
 
-class _OutOfTime(BaseException):
+class _OutOfTimeError(BaseException):
     """The time for imports is over; not an ``Exception``, so that no library catches it as a failure of its own."""
 
 
@@ -238,10 +238,10 @@ def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: floa
 
 @contextlib.contextmanager
 def _limit_time(left_s: float) -> Iterator[None]:
-    """Raise :class:`_OutOfTime` in the block after ``left_s`` seconds, or before it if ``left_s`` is not positive."""
+    """Raise :class:`_OutOfTimeError` in the block after ``left_s`` seconds, or before it if ``left_s`` is not positive."""
 
     def end(*_: object) -> None:
-        raise _OutOfTime
+        raise _OutOfTimeError
 
     if left_s <= 0:
         end()

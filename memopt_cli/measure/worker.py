@@ -22,7 +22,7 @@ from torch import nn
 from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
 from memopt_cli.inputs.spec_text import is_pretrained
 from memopt_cli.loading import bounds
-from memopt_cli.loading.trust import Unvouched
+from memopt_cli.loading.trust import UnvouchedError
 from memopt_cli.measure import model_file, sandbox
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.without_data import StepTooLargeError
@@ -32,7 +32,7 @@ from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_d
 from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text import documents
 from memopt_cli.text.units import format_bytes
-from memopt_cli.training.module_calls import InputsRejected
+from memopt_cli.training.module_calls import InputsRejectedError
 from memopt_cli.training.step import is_out_of_memory
 from memopt_cli.training.wrappers import suspend_compilation
 
@@ -78,7 +78,7 @@ class Worker:
             compiled = contextlib.nullcontext() if keeps_compiled else suspend_compilation(self.bench.model)
             with self.bench.restored(), compiled:
                 return answer(self.bench, job)
-        except InputsRejected as error:
+        except InputsRejectedError as error:
             spec, location = self._subject.spec, self._subject.source.location
             if spec.is_guess:
                 error.hint = f"The inputs were {spec.source}. {error.hint}"
@@ -174,6 +174,6 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
-        requests = error.requests if isinstance(error, Unvouched) else ()
+        requests = error.requests if isinstance(error, UnvouchedError) else ()
         return StepFailed.of(error, hint, wanted=requests)
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

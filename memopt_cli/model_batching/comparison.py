@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import first_line
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.routes.fused import FusedRoute
-from memopt_cli.model_batching.routes.interface import Refused, Route, RouteName
+from memopt_cli.model_batching.routes.interface import RouteRefusedError, Route, RouteName
 from memopt_cli.model_batching.routes.loop import LoopRoute
 from memopt_cli.model_batching.routes.vmap import VmapRoute
 from memopt_cli.model_batching.stacked import first_models, slots_of
@@ -151,7 +151,7 @@ class Reference:
         if name != "loop":
             try:
                 refused, relative = self._compare(name)
-            except Refused as refusal:
+            except RouteRefusedError as refusal:
                 refused = str(refusal)
             except Exception as error:
                 refused = first_line(error)

@@ -128,7 +128,7 @@ def statistics_refusal(module: nn.Module, chunks: int) -> str:
     return ""
 
 
-class NotGathered(Exception):
+class NotGatheredError(Exception):
     """Passes over the chunks would not give the result of the whole; the message is a :data:`Complaint`."""
 
 
@@ -154,7 +154,7 @@ class BatchStatistics:
         """Yield, for each of the ``chunks`` of the next pass, the function that runs in place of forward.
 
         Call each function before the next is yielded.  It returns a :class:`ReachedNorm` at the first norm without
-        known statistics, and the output once all are known.  It raises :class:`NotGathered`.
+        known statistics, and the output once all are known.  It raises :class:`NotGatheredError`.
         """
         breaks_off: set[bool] = set()
         for index in range(chunks):
@@ -164,10 +164,10 @@ class BatchStatistics:
     def merge(self, reached: Sequence[ReachedNorm]) -> None:
         """Merge the statistics of the norm that every chunk has ``reached``, and put the module's state back.
 
-        Raises :class:`NotGathered`, or :class:`RuntimeError` if the state cannot be put back.
+        Raises :class:`NotGatheredError`, or :class:`RuntimeError` if the state cannot be put back.
         """
         if self._start.draws():
-            raise NotGathered("draws random numbers before a batch norm, others in chunks than as a whole")
+            raise NotGatheredError("draws random numbers before a batch norm, others in chunks than as a whole")
         self._norms = (*self._norms, _Norm(merged([chunk.statistics for chunk in reached]), reached))
         self._start.add_norm(reached[0].running)
         self._start.enter()
@@ -197,10 +197,10 @@ class BatchStatistics:
                 output = unknown.reached
             else:
                 if norms.broken_off:
-                    raise NotGathered(norms.broken_off)
+                    raise NotGatheredError(norms.broken_off)
             breaks_off.add(isinstance(output, ReachedNorm))
             if len(breaks_off) > 1:
-                raise NotGathered("calls more batch norms on some chunks than on others")
+                raise NotGatheredError("calls more batch norms on some chunks than on others")
             return output
 
         return run
@@ -332,7 +332,7 @@ class _Norms(TorchFunctionMode):
 
     def _refuse(self, reason: str) -> NoReturn:
         self.broken_off = reason
-        raise NotGathered(reason)
+        raise NotGatheredError(reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,10 +536,10 @@ class Start:
     def enter_norms(self) -> None:
         """Put back the state of the batch norms alone.
 
-        Raises :class:`NotGathered` if the module has other batch norms now.
+        Raises :class:`NotGatheredError` if the module has other batch norms now.
         """
         if batch_norms(self._module) != self._batch_norms:
-            raise NotGathered("makes or takes away a batch norm in its forward")
+            raise NotGatheredError("makes or takes away a batch norm in its forward")
         self._state_of_norms.restore()
         for tensor, _, copy in (self._copies[key] for key in self._norms & self._copies.keys()):
             tensor.data.copy_(copy)

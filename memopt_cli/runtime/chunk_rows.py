@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.chunk_state import Moves, largest
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import Complaint
-from memopt_cli.runtime.norms import OtherNorms
+from memopt_cli.runtime.norms import OtherNormsError
 from memopt_cli.runtime.private_torch import unseen
 
 _MAX_ROUNDINGS: Final = 8
@@ -106,7 +106,7 @@ def mixing(piece: Piece) -> Complaint:
             whole = _run_whole(piece, _copies(piece.sequences))
             cut = _run(piece, piece.halves)
             return _other_shape(piece, whole, cut) or _dependence(piece, whole) or _restart(piece, whole, cut)
-    except OtherNorms as error:
+    except OtherNormsError as error:
         return str(error)
     except Exception:  # the module's own code may not take this length, which proves nothing about chunks
         return ""

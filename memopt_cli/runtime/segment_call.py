@@ -45,7 +45,7 @@ from memopt_cli.runtime.running import (
     within_chunk,
 )
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.segment_run import SegmentRun, Unrepeatable, Unused, unpack_saved
+from memopt_cli.runtime.segment_run import SegmentRun, UnrepeatableError, Unused, unpack_saved
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, uncounted
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import Arguments, join_tensors, joined, split_tensors, tensors_of
@@ -115,7 +115,7 @@ def call_checkpointed(
     gradients = [(t, t.grad) for t in arguments.tensors if t.retains_grad]
     try:
         return run.run_first(first, arguments.tensors, hooks_on_saving())
-    except Unrepeatable as error:
+    except UnrepeatableError as error:
         # Earlier chunks may have run and updated norms; ``chunked.py`` rolls all of it back.
         if inputs.of_chunk:
             raise

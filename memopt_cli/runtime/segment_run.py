@@ -59,7 +59,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Autograd's hooks on saving: one that packs a tensor, and one that unpacks it."""
 
 
-class Unrepeatable(RuntimeError):
+class UnrepeatableError(RuntimeError):
     """A forward cannot run in a segment, or computes something else there; the message is a :data:`Complaint`."""
 
 
@@ -160,12 +160,12 @@ class SegmentRun:
         """Run ``forward`` for the first time.
 
         ``given``: the tensors among its arguments; ``hooks``: the hooks on saving around the segment.  Raises
-        :class:`Unrepeatable` if ``forward`` must run without the segment's hooks.
+        :class:`UnrepeatableError` if ``forward`` must run without the segment's hooks.
         """
         versions, before = [version_of(t) for t in given], unrepeatable_runs()
         output = self._run(forward)
         if self._kept.other_kernel:
-            raise Unrepeatable(self._kept.other_kernel)
+            raise UnrepeatableError(self._kept.other_kernel)
         if reason := self._start.lost():
             run_plainly(self._module, reason)
         if self._start.is_surprised:
@@ -193,7 +193,7 @@ class SegmentRun:
             has_failed = False
         except RuntimeError as error:
             if forbids_hooks(error):
-                raise Unrepeatable("computes gradients by torch.func") from error
+                raise UnrepeatableError("computes gradients by torch.func") from error
             raise
         finally:
             self.is_running = False
@@ -221,9 +221,9 @@ class SegmentRun:
         return saved
 
     def note_use(self) -> None:
-        """Note that forward itself asks for a saved tensor.  Raises :class:`Unrepeatable` if gradients would differ."""
+        """Note that forward itself asks for a saved tensor.  Raises :class:`UnrepeatableError` if gradients would differ."""
         if self.gathers:  # the gradient of one chunk depends on the others, through the statistics, which end its graph
-            raise Unrepeatable("computes gradients in its forward, through batch statistics that its chunks share")
+            raise UnrepeatableError("computes gradients in its forward, through batch statistics that its chunks share")
 
     def _drop_saved(self, results: Any) -> None:
         """Drop the saved tensors, since forward can be recomputed; ``results`` hold its outputs."""

@@ -86,7 +86,7 @@ def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
         yield stack
 
 
-class InputsRejected(StepError):
+class InputsRejectedError(StepError):
     """A forward that failed on what it was given: a shape, a dtype, or an argument."""
 
 
@@ -103,13 +103,13 @@ def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module)
             hint="The same error appears when the model is called with these inputs in plain Python.",
         )
     if not stack:
-        return InputsRejected(f"the model rejected its inputs: {first_line(error)}", hint=_accepted_hint(()))
+        return InputsRejectedError(f"the model rejected its inputs: {first_line(error)}", hint=_accepted_hint(()))
     last = stack[-1]
     path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
     given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
     hint = _dtype_hint(last, stack[0].inputs) or _accepted_hint(stack[0].inputs)
-    return InputsRejected(f"{where} rejected its input {given}", hint=hint)
+    return InputsRejectedError(f"{where} rejected its input {given}", hint=hint)
 
 
 def _dtype_hint(call: WatchedCall, given: Any) -> str:

@@ -31,7 +31,7 @@ from memopt_cli.verification.effects import (
     effects,
     gradients_by_parameter,
 )
-from memopt_cli.verification.variations import CHECKS, Arguments, CannotVary, Resize, Variation, variations
+from memopt_cli.verification.variations import CHECKS, Arguments, CannotVaryError, Resize, Variation, variations
 
 _MAX_STEPS, _MAX_FULL_STEPS = 4, 3
 """Longest time for all checks, in plain steps: at the compared size, or at the requested size, whichever is longer."""
@@ -108,7 +108,7 @@ def _compare_all(
                 result = pair.compare(variation)
         except Exception as error:  # the model's own code may raise anything
             reason = error.message if isinstance(error, MemoptError) else first_line(error)
-            skipped = isinstance(error, _NoTime) or is_out_of_memory(error)
+            skipped = isinstance(error, _NoTimeError) or is_out_of_memory(error)
             checks.append(FurtherCheck(name=variation.name, batch=variation.batch, not_tried=reason, skipped=skipped))
             continue
         checks.append(FurtherCheck(name=variation.name, batch=variation.batch, compared=result.worst.compared))
@@ -133,7 +133,7 @@ def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> A
     return cut_args, cut_kwargs
 
 
-class _NoTime(StepError):
+class _NoTimeError(StepError):
     """Raised for a check for which there is not enough time."""
 
 
@@ -148,10 +148,10 @@ class _Deadline:
 
     @contextlib.contextmanager
     def watching(self, variation: Variation) -> Iterator[None]:
-        """Time the check in the block, or raise :class:`_NoTime` if it would end too late."""
+        """Time the check in the block, or raise :class:`_NoTimeError` if it would end too late."""
         began, expected_s = time.monotonic(), self._expected_s(variation.batch)
         if began + expected_s > self._ends:
-            raise _NoTime(f"a step with the plan and one without take {format_seconds(expected_s)} together")
+            raise _NoTimeError(f"a step with the plan and one without take {format_seconds(expected_s)} together")
         yield
         self._pair_s[variation.batch] = time.monotonic() - began
 
@@ -201,7 +201,7 @@ class _SteppingCopy:
         """
         try:
             return self._take(variation)
-        except CannotVary:
+        except CannotVaryError:
             raise
         except Exception as error:
             if self.at_start or is_out_of_memory(error):
@@ -260,7 +260,7 @@ class _Pair:
         if result.differs(self._tolerance):
             noise = self._plain.noise(variation)
             if noise.name and result.worst.relative <= _NOISE_RATIO * noise.relative:
-                raise CannotVary("the original's own step is not repeatable")
+                raise CannotVaryError("the original's own step is not repeatable")
         self._gradients = gradients_by_parameter(reference)
         return result
 

@@ -14,7 +14,7 @@ from memopt_cli.loading.archive import FILE_LIMIT, Archive, SizeLimit
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import storage_of
-from memopt_cli.loading.pickles.kinds.interface import Broken
+from memopt_cli.loading.pickles.kinds.interface import BrokenObjectError
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Tuple
 from memopt_cli.loading.pickles.scan import scan_pickle
 from memopt_cli.loading.pickles.storages import Storages, archived_storages, legacy_storages
@@ -91,14 +91,14 @@ def read_stream(data: bytes, scan: PickleScan) -> PickledFile:
 def nested_storage(data: bytes, scan: PickleScan) -> tuple[Any, Storages]:
     """Return the identity of the storage in ``data``, a legacy file inside a pickle, and the storages of that file.
 
-    The work is charged to ``scan``.  Raises :class:`Broken` if ``data`` holds anything else.
+    The work is charged to ``scan``.  Raises :class:`BrokenObjectError` if ``data`` holds anything else.
     """
     try:
         inner = read_stream(data, scan)
     except ValueError as err:
-        raise Broken(f"a storage is damaged ({err})") from err
+        raise BrokenObjectError(f"a storage is damaged ({err})") from err
     root = inner.pickle.root
     if not isinstance(root, Built) or root.how != "stored" or not isinstance(root.arguments, Tuple):
-        raise Broken("a storage is built from unexpected arguments")
+        raise BrokenObjectError("a storage is built from unexpected arguments")
     identity = tuple(part.name if isinstance(part, Global) else part for part in root.arguments.items)
     return identity, inner.storages

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from memopt_cli.loading.archive import Archive
-from memopt_cli.loading.pickles.kinds.interface import Broken
+from memopt_cli.loading.pickles.kinds.interface import BrokenObjectError
 
 _LENGTH = 8
 """Bytes of the number that precedes each storage of a legacy file, its number of items."""
@@ -23,16 +23,16 @@ class Storages:
         self._made: dict[str, torch.UntypedStorage] = {}
 
     def get(self, key: str, nbytes: int) -> torch.UntypedStorage:
-        """Return the storage ``key``.  Raises :class:`Broken` if the file does not have it, or not ``nbytes`` of it."""
+        """Return the storage ``key``.  Raises :class:`BrokenObjectError` if the file does not have it, or not ``nbytes`` of it."""
         if key not in self._made:
             data = self._find(key)
             if data is None:
-                raise Broken(f"its storage {key} is missing")
+                raise BrokenObjectError(f"its storage {key} is missing")
             self._made[key] = storage = torch.UntypedStorage(data.nbytes)
             if data.nbytes:
                 memoryview((ctypes.c_char * data.nbytes).from_address(storage.data_ptr())).cast("B")[:] = data
         if self._made[key].nbytes() != nbytes:
-            raise Broken(f"its storage {key!r} does not have the size that the pickle says")
+            raise BrokenObjectError(f"its storage {key!r} does not have the size that the pickle says")
         return self._made[key]
 
 
@@ -46,15 +46,15 @@ def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, i
 
     The storages follow each other in the order of ``keys``.  Each gives its number of items, but the bytes depend on
     the dtype, which only the pickle knows: ``sizes`` maps keys to bytes.
-    Raises :class:`Broken` if ``data`` is too short, or the pickle does not name a storage.
+    Raises :class:`BrokenObjectError` if ``data`` is too short, or the pickle does not name a storage.
     """
     storages: dict[str, memoryview] = {}
     start = 0
     for key in keys:
         if key not in sizes:
-            raise Broken(f"its pickle does not name the storage {key}")
+            raise BrokenObjectError(f"its pickle does not name the storage {key}")
         start, end = start + _LENGTH, start + _LENGTH + sizes[key]
         if end > data.nbytes:
-            raise Broken("its storages are cut off")
+            raise BrokenObjectError("its storages are cut off")
         storages[key], start = data[start:end], end
     return Storages(storages.get)

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 RouteName = Literal["fused", "vmap", "loop"]
 
 
-class Refused(Exception):
+class RouteRefusedError(Exception):
     """The refusal of a route to run a model; the message says why and names the module or function."""
 
 

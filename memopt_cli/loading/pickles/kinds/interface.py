@@ -42,7 +42,7 @@ class Use:
     """The stand-in of the object that is made.  ``None``: a name that is held as a value."""
 
 
-class Broken(ValueError):
+class BrokenObjectError(ValueError):
     """An object of a known kind is made of parts that do not fit: the file is damaged, or was made by hand."""
 
 
@@ -199,7 +199,7 @@ def set_attributes(target: Any, state: Any) -> None:
         vars(target).update(attributes)
     for name, value in (slots or {}).items():
         if not isinstance(inspect.getattr_static(type(target), name, None), types.MemberDescriptorType):
-            raise Broken(f"{type(target).__name__} has no slot {quote(name)}")  # a property would run
+            raise BrokenObjectError(f"{type(target).__name__} has no slot {quote(name)}")  # a property would run
         object.__setattr__(target, name, value)
 
 
