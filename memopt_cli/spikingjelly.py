@@ -30,10 +30,10 @@ from memopt_cli.pipeline.live.model import (
     dropped_unmeasured,
     find_and_verify,
     inputs_of,
+    notes_on_wrapping,
     prepared_model,
     step_of_copies,
     taken_off_note,
-    wrapper_notes,
 )
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.plans.findings import Findings
@@ -145,7 +145,7 @@ def memory_optimization(
     of the first tensor is the batch), and verified against the original.  Without ``dummy_input``, level 1 measures
     nothing, and verifies the plan on inputs guessed from the first layers; a note says if the model rejects them.
 
-    A warning says why, if a plan was searched for and none is applied.  A plan that ``net`` already carries is removed
+    If a plan was searched for and none is applied, a warning says why.  A plan that ``net`` already carries is removed
     first, and put back if this call fails.
 
     Parameters
@@ -225,7 +225,7 @@ def memory_optimization(
                 findings = _apply_unmeasured(net, resolved, settings, progress)
             else:
                 findings = _search_and_apply(net, _arguments(inputs), resolved, settings, progress)
-                findings.notes.extend(wrapper_notes(wrapper))
+                findings.notes.extend(notes_on_wrapping(wrapper))
         findings.notes.extend(_missing_segment_notes(net, instance, findings))
         return summarize(findings, spent_s=time.monotonic() - started)
 
@@ -400,7 +400,7 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
     """Return inputs guessed from the layers of ``net``.  Raises :class:`StepError` if no layer allows a guess."""
     spec = guessed_spec(net)
     if spec is None:
-        raise StepError("no layer says what its inputs are")
+        raise StepError("no layer says what its inputs are", hint="Give dummy_input=(x, …).")
     return make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)[0]
 
 

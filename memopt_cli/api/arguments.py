@@ -187,7 +187,7 @@ def _size(name: str, given: object) -> int:
 _ONE_SIZE = "Only memopt_cli.optimize takes a range, such as (64, 2048)."
 
 
-def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
+def split_range(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
     """Return ``dims`` with the upper end in place of a range, and that range; ``None`` if there is no range.
 
     ``{"B": 16, "S": (64, 2048)}`` gives ``{"B": 16, "S": 2048}`` and the range of S.

@@ -34,7 +34,7 @@ from memopt_cli.api.arguments import (
     path_given,
     search_of,
     settings_of,
-    split_dims,
+    split_range,
 )
 from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
 from memopt_cli.errors import OptionError
@@ -178,7 +178,7 @@ def optimize(
     def optimized() -> Optimized:
         card = card_given(for_device, device)
         step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-        limit_s, (sizes, varied) = accepted("timeout", timeout), split_dims(dims)
+        limit_s, (sizes, varied) = accepted("timeout", timeout), split_range(dims)
         given, wants_batch = given_inputs(inputs, sizes), recommend_batch and card is None
         request = OptimizeRequest(
             source=_source(model),

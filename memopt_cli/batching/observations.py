@@ -70,7 +70,7 @@ class Losses:
         return loss > self._mean + (_LOSS_SPIKE - 1) * abs(self._mean)
 
 
-class Bounds:
+class BatchBounds:
     """The bounds of the batch size: the configured limits, and for some intervals a lower cap."""
 
     def __init__(self, config: AdaptiveSizing) -> None:
@@ -79,7 +79,7 @@ class Bounds:
         self._cap_end = 0
 
     def cap(self, batch: int, call: int) -> None:
-        """Allow no size above ``batch`` for five intervals from ``call`` on."""
+        """Allow no size above ``batch`` for :data:`_CAPPED_INTERVALS` intervals from ``call`` on."""
         self._cap = batch
         self._cap_end = call + _CAPPED_INTERVALS * self._config.adaptation_interval
 

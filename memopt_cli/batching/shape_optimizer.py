@@ -244,6 +244,6 @@ def _smallest(candidates: Sequence[Candidate]) -> Candidate:
     if not measured:
         raise MemoryBudgetError(
             f"none of {len(candidates)} batch shapes could be run: out of memory",
-            hint="Give smaller shapes, or make the step smaller: memopt optimize.",
+            hint="Give smaller shapes, or lower the memory of a step with memopt optimize.",
         )
     return min(measured, key=lambda c: c["memory_bytes"] or 0)

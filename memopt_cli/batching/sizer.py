@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memopt_cli.batching.memory import MemoryMeter, meter_of, usage_share
-from memopt_cli.batching.observations import Bounds, Losses, Usages
+from memopt_cli.batching.observations import BatchBounds, Losses, Usages
 from memopt_cli.batching.requirements import infer_requirements, require_batch_shape, sample_input
 from memopt_cli.batching.trial import Trial, try_step
 from memopt_cli.errors import MemoryBudgetError, UsageError
@@ -87,7 +87,7 @@ class AdaptiveBatchSizer:
         self._throughputs: list[float] = []
         self._losses = Losses(self._config.performance_window)
         self._growth: _Growth | None = None
-        self._bounds = Bounds(self._config)
+        self._bounds = BatchBounds(self._config)
         self._capacity_bytes: int | None = None
         self._memory.restart()
 

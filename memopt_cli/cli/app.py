@@ -32,7 +32,7 @@ from memopt_cli.cli.measure import measure
 from memopt_cli.cli.optimize import optimize
 from memopt_cli.cli.options import is_verbose
 from memopt_cli.cli.profile import profile
-from memopt_cli.cli.ranks import speaks
+from memopt_cli.cli.ranks import await_turn_to_print
 from memopt_cli.cli.recommend_batch import recommend_batch
 from memopt_cli.cli.selftest import selftest
 from memopt_cli.cli.verify import verify
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failure.hint = "\n".join(filter(None, [failure.hint, _suggest_retry(failure, given)]))
             if isinstance(failure, OutputError):
                 _drop_stdout()
-            if not isinstance(failure, ClosedOutputError) and speaks(failure, err):
+            if not isinstance(failure, ClosedOutputError) and await_turn_to_print(failure, err):
                 with suppress(OSError):
                     _print_failure(failure, err)
             return failure.exit_code

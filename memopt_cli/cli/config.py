@@ -72,7 +72,7 @@ def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> No
         name
         for command in _commands(context)
         for name, parameter in _flags(command).items()
-        if _option(command, parameter).may_name == "code"
+        if _option(command, parameter).checked_risk == "code"
     }
     unsafe = sorted(key for key, value in data.items() if key in code or _names_function(value))
     if unsafe:
@@ -98,7 +98,7 @@ def _commands(context: typer.Context) -> list[Any]:
 
 def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
     for key, parameter in _flags(context.command).items():
-        is_file = _option(context.command, parameter).may_name == "file"
+        is_file = _option(context.command, parameter).checked_risk == "file"
         if key in data and is_file and not kept_below(str(data[key]), file.parent):
             raise UnsafeFileError(
                 f"{file} was found here, and its '{key}' is not in this folder: {str(data[key])[:200]}",

@@ -83,7 +83,7 @@ class LoadingOptions:
     """Options that say which model of a file to load, and which code in it the user trusts."""
 
     config: str | None = None
-    """Path of the config file; unused here, since the option's callback has read the file before the command begins."""
+    """Path of the config file; not read here: the option's callback has read it before the command begins."""
     key: str | None = None
     weights: str | None = None
     code_path: list[str]

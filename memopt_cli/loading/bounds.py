@@ -67,7 +67,7 @@ _MAX_PATH_CHARACTERS: Final = 1 << 24
 
 @contextmanager
 def bound_weights(tensors: int, nbytes: int) -> Iterator[None]:
-    """Raise :class:`TooLargeError` inside the block for modules and tensors far beyond ``tensors`` weights of ``nbytes``."""
+    """Raise :class:`TooLargeError` in the block for modules and tensors far larger than ``tensors`` of ``nbytes``."""
     allowance = {
         "modules": _FREE_MODULES + _MODULES_PER_TENSOR * tensors,
         "bytes": _FREE_BYTES + _BYTES_PER_WEIGHT_BYTE * nbytes,

@@ -31,7 +31,7 @@ _SEQUENCES: Final = ("builtins.list", "builtins.set", "builtins.tuple", "collect
 
 
 @dataclass(slots=True)
-class Contents:
+class FileContents:
     """The modules and tensors of a file, in its order."""
 
     modules: list[StoredModule] = field(default_factory=list)
@@ -84,7 +84,7 @@ def count_items(tensor: StoredTensor) -> int:
     return items_in(size for size in tensor.shape if isinstance(size, int))
 
 
-def contents_of(root: Any, *, registered: Registered | None = None, loose: TensorKind = "tensor") -> Contents:
+def contents_of(root: Any, *, registered: Registered | None = None, loose: TensorKind = "tensor") -> FileContents:
     """List the modules and tensors in ``root``, which :func:`~memopt_cli.loading.pickles.scan.scan_pickle` returned.
 
     ``registered`` gives the kinds of attributes that the code of a TorchScript archive declares; ``loose`` is the kind
@@ -108,10 +108,10 @@ class _Walk:
     def __init__(self, registered: Registered, loose: TensorKind) -> None:
         self._registered = registered
         self._loose = loose
-        self._found = Contents()
+        self._found = FileContents()
         self._seen: set[int] = set()
 
-    def all_of(self, root: Any) -> Contents:
+    def all_of(self, root: Any) -> FileContents:
         pending, looked = [_Place("", root, self._loose, -1, 0)], 0
         while pending:
             place, looked = pending.pop(), looked + 1

@@ -13,7 +13,7 @@ from typing import Any, Final
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading import format_of
 from memopt_cli.loading.archive import Archive
-from memopt_cli.loading.contents import Contents, contents_of, count_items
+from memopt_cli.loading.contents import FileContents, contents_of, count_items
 from memopt_cli.loading.exported_contents import read_exported
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import refusals_by_name
@@ -42,7 +42,7 @@ class _Found:
     """The findings in a file, by the reader of its format."""
 
     format: str
-    contents: Contents
+    contents: FileContents
     versions: dict[str, str] = field(default_factory=dict)
     globals: tuple[GlobalVerdict, ...] = ()
     inputs: tuple[StoredTensor, ...] = ()
@@ -161,7 +161,7 @@ def _describe_pickle(archive: Archive, record: str) -> Any:
 
 def _safetensors(file: ModelFile) -> _Found:
     entries, remarks = read_header(file.data, file.path)
-    contents = Contents()
+    contents = FileContents()
     for name, entry in entries.items():
         dtype, size = dtype_name(entry.dtype), entry.end - entry.start
         stored = StoredTensor(name=printable(name), kind="tensor", shape=entry.shape, dtype=dtype, size_bytes=size)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from memopt_cli.loading.archive import NESTED_TENSORS_LIMIT, Archive
-from memopt_cli.loading.contents import DEEPEST, Contents, contents_of
+from memopt_cli.loading.contents import DEEPEST, FileContents, contents_of
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.described import LARGEST, item_bytes, items_in
 from memopt_cli.loading.pickles.reading import read_pickled
@@ -34,7 +34,7 @@ _PICKLED_WEIGHTS: Final = "data/weights/model.pt"
 """The record in which PyTorch 2.8 pickles all weights."""
 
 
-def read_exported(archive: Archive) -> tuple[Contents, dict[str, str], tuple[StoredTensor, ...]]:
+def read_exported(archive: Archive) -> tuple[FileContents, dict[str, str], tuple[StoredTensor, ...]]:
     """Read the modules and tensors of the program in ``archive``, the versions that wrote it, and its inputs.
 
     Raises :class:`KeyError`, :class:`TypeError`, :class:`AttributeError`, :class:`IndexError` or :class:`ValueError`
@@ -68,8 +68,8 @@ def _records(archive: Archive) -> dict[str, Any]:
     return {name: f"{entry['path_name']} {entry['tensor_meta']}" for name, entry in entries.items()}
 
 
-def _contents(graph: Any, signature: Any, values: Any, records: dict[str, Any]) -> Contents:
-    contents = Contents()
+def _contents(graph: Any, signature: Any, values: Any, records: dict[str, Any]) -> FileContents:
+    contents = FileContents()
     tensors = list(_tensors(signature, values))
     classes = _classes(graph["nodes"])
     for path in [tensor.name.rpartition(".")[0] for tensor in tensors]:

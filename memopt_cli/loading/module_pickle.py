@@ -25,7 +25,7 @@ from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.entries import found_in, module_in, place_notes, place_of, several_models
 from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
-from memopt_cli.loading.pickles.kinds.interface import BrokenObjectError, Denied, Kind, Missing, Use
+from memopt_cli.loading.pickles.kinds.interface import BrokenError, Denied, Missing, ObjectKind, Use
 from memopt_cli.loading.pickles.kinds.modules import Libraries
 from memopt_cli.loading.pickles.kinds.tensors import Stored
 from memopt_cli.loading.pickles.kinds.vouched import Vouched
@@ -198,21 +198,23 @@ def storages_of(pickled: PickledFile) -> Stored:
     return Stored(pickled.storages, functools.partial(nested_storage, scan=pickled.scan))
 
 
-def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Any:
+def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched) -> Any:
     """Audit everything that ``root`` reaches, then make it."""
     with suspend_collection():
         audit = audit_objects(file, pickled, root, kinds, vouched)
     try:
         with watch_code(file.path):
             return build(pickled.pickle, root, audit.recipes)
-    except BrokenObjectError as err:
+    except BrokenError as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err
     except (BadProgramError, UnsafeScriptError) as err:
         part = "its TorchScript part uses " if isinstance(err, UnsafeScriptError) else ""
         raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=UNCHECKED) from err
 
 
-def audit_objects(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
+def audit_objects(
+    file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched
+) -> Audit:
     """Check all objects that ``root`` reaches, and return their audit; no object is made yet.
 
     Names are checked first, then the classes that they import, then the objects as a whole: a file that no flag could
@@ -252,7 +254,7 @@ def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
         )
 
 
-def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, Kind]]) -> None:
+def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, ObjectKind]]) -> None:
     """Refuse a file that imports far too many modules of libraries: each import may take a second."""
     modules = {use.name.module for use, kind in claims if isinstance(kind, Libraries)} - sys.modules.keys()
     if len(modules) > _MAX_IMPORTS:

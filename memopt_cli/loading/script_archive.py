@@ -87,7 +87,7 @@ def check_script_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) 
 def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: ScriptObjects) -> Pickle:
     """Follow the pickle ``record`` to its end, and check every object in it.
 
-    Raises :class:`UnsafeScriptError` for a name that PyTorch's reader does not know, and :class:`ValueError` if reading it
+    Raises :class:`UnsafeScriptError` for a name unknown to PyTorch's reader, and :class:`ValueError` if reading it
     would take too much, an object is not what the code declares, or a tensor or storage leaves its record.
     """
     data = archive.read(record)

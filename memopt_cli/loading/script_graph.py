@@ -77,7 +77,7 @@ class _Functions:
     """Name in the program -> how many functions have it, numbered ones included; keeps names unique."""
 
     def name(self, qualified: str) -> str:
-        """Return the name of the function ``qualified`` in the program.  Raises :class:`UnliftableError` if it has none."""
+        """Return the program's name for the function ``qualified``.  Raises :class:`UnliftableError` if it has none."""
         if qualified in self.failures:
             raise UnliftableError(self.failures[qualified])
         if qualified not in self.names:

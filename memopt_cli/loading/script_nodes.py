@@ -72,7 +72,7 @@ class LiftedGraph:
         """Name of a function in the graph -> its qualified name."""
 
     def method(self, name: str, schema: Any, *, own: bool) -> tuple[Any, ...]:
-        """Return the stored form of the graph as the method ``name``.  Raises :class:`UnliftableError` if it has none."""
+        """Return the graph's stored form as the method ``name``.  Raises :class:`UnliftableError` if it has none."""
         inputs = list(self._graph.inputs())
         if own:
             self.paths[inputs[0].debugName()] = ()

@@ -56,7 +56,7 @@ class ScriptObjects:
     def __init__(self, trees: Mapping[str, ast.Module]) -> None:
         """Collect the classes in ``trees``, which maps a record to its parsed code.
 
-        Raises :class:`UnsafeScriptError` for a class that is declared twice, and :class:`ValueError` for an attribute whose
+        Raises :class:`UnsafeScriptError` for a class declared twice, and :class:`ValueError` for an attribute whose
         name is too long.
         """
         self._classes: dict[str, _Class] = {}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import first_line
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.routes.fused import FusedRoute
-from memopt_cli.model_batching.routes.interface import RouteRefusedError, Route, RouteName
+from memopt_cli.model_batching.routes.interface import Route, RouteName, RouteRefusedError
 from memopt_cli.model_batching.routes.loop import LoopRoute
 from memopt_cli.model_batching.routes.vmap import VmapRoute
 from memopt_cli.model_batching.stacked import first_models, slots_of

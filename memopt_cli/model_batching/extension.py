@@ -98,7 +98,10 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
             hint="Register the batch class, whose base_class names the class that it replaces.",
         )
     if batch_class.base_class is nn.Module:
-        raise UsageError(f"{batch_class.__name__}.base_class does not say which class it replaces")
+        raise UsageError(
+            f"{batch_class.__name__}.base_class does not say which class it replaces",
+            hint="Set base_class to the class of torch.nn that it replaces, such as nn.Linear.",
+        )
     _batch_classes[batch_class.base_class] = batch_class
     return batch_class
 

@@ -32,7 +32,7 @@ def map_models(function: Callable[..., Any], axes: tuple[Any, ...], *inputs: Any
 
 
 def refuse_kept_tensors(model: nn.Module) -> None:
-    """Raise :class:`RouteRefusedError` if a module of ``model`` keeps an unusable tensor of a ``vmap`` that has ended."""
+    """Raise :class:`RouteRefusedError` if a module of ``model`` keeps a tensor of a ``vmap`` that has ended."""
     for path, module in model.named_modules():
         if any(is_of_vmap(t) for t in tensors_of(list(vars(module).values()))):
             raise RouteRefusedError(f"module '{path or '(root)'}' ({type(module).__name__}) keeps state in attributes")

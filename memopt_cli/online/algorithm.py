@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError, UsageError, type_in_words
-from memopt_cli.online.calls import Past, Sizes
+from memopt_cli.online.calls import Past, SampleShapes
 from memopt_cli.online.finding import find_structure
 from memopt_cli.online.operations import Operation, has_tags, operation_of, trace_kind
 from memopt_cli.online.states import Batching, check_mode, environ, init_all_states, states_of
 from memopt_cli.online.traced_step import TracedStep
-from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, Trace, Use
+from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, ModuleUse, Trace
 from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap, tree_map, without_transform
 
 VjpMethod = Literal["single-step", "multi-step"]
@@ -56,7 +56,7 @@ class OnlineAlgorithm(nn.Module):
         self.vjp_method = vjp_method
         self.traces = nn.ModuleList()
         self._step: TracedStep | None = None
-        self._sizes = Sizes((), has_batch=self.mode is not None)
+        self._sizes = SampleShapes((), has_batch=self.mode is not None)
         self._past = Past()
 
     def compile_graph(self, *inputs: Tensor) -> None:
@@ -68,7 +68,7 @@ class OnlineAlgorithm(nn.Module):
         if self._step is not None:
             return
         has_batch = self.mode is not None
-        Sizes(states_of(self.model).values(), has_batch=has_batch).check(inputs)
+        SampleShapes(states_of(self.model).values(), has_batch=has_batch).check(inputs)
         if not has_tags(self.model):
             warnings.warn(
                 f"no weight of {type(self.model).__name__} is tagged, so that each gets only the gradient of each "
@@ -94,7 +94,7 @@ class OnlineAlgorithm(nn.Module):
         self._step = TracedStep(
             self.model, structure, traces, batched=has_batch, window=self.vjp_method == "multi-step"
         )
-        self._sizes = Sizes(self._step.all_states, inputs, has_batch=has_batch)
+        self._sizes = SampleShapes(self._step.all_states, inputs, has_batch=has_batch)
 
     def reset_state(self, batch_size: int | None = None) -> None:
         """Begin a new sequence: reset states and traces, for one sample or for ``batch_size`` samples."""
@@ -157,7 +157,7 @@ class OnlineAlgorithm(nn.Module):
         return 1.0
 
     def _make_trace(
-        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+        self, use: ModuleUse, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
     ) -> Trace:
         raise NotImplementedError
 
@@ -183,7 +183,7 @@ class D_RTRL(OnlineAlgorithm):
     """Diagonal real-time recurrent learning: exact on the cut graph; memory ``B * I * H * k`` numbers per weight."""
 
     def _make_trace(
-        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+        self, use: ModuleUse, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
     ) -> Trace:
         return FullTrace(use, groups, operation)
 
@@ -236,7 +236,7 @@ class ES_D_RTRL(OnlineAlgorithm):
         return 1.0 if self.correction == "none" else 1 - self.unseen.clamp_max(self._base)
 
     def _make_trace(
-        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+        self, use: ModuleUse, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
     ) -> Trace:
         return FactoredTrace(use, groups, operation, self.decay, z_shape)
 
@@ -250,7 +250,7 @@ class HybridTrace(ES_D_RTRL):
     """
 
     def _make_trace(
-        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+        self, use: ModuleUse, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
     ) -> Trace:
         full = FullTrace(use, groups, operation)
         factored = FactoredTrace(use, groups, operation, self.decay, z_shape)

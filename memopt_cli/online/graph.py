@@ -67,7 +67,7 @@ def _edge_of(tensor: Tensor) -> _Edge:
     return edge.node, edge.output_nr
 
 
-class Graph:
+class AutogradGraph:
     """Autograd's graph of a step, walked from a tensor to the leaves behind it."""
 
     def __init__(self, model: nn.Module, trainable: set[int], weights: Mapping[str, nn.Module]) -> None:

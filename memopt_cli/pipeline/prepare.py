@@ -67,7 +67,7 @@ class Prepared:
     own_checkpoints: Measurement | None = None
     """Step with the model's own checkpoints, which are off here.  ``None``: it has none, or was not run with them."""
     messages: dict[str, None] = field(default_factory=dict)
-    """Sentences for the user that came with answers of sessions, each once: on which output is taken as the loss."""
+    """Sentences for the user from the sessions' answers, without repeats, such as which output is taken as the loss."""
 
     def with_progress(self, progress: Progress, timeout_s: float) -> Prepared:
         """Return the model with ``progress``, which shows its notes now, and with ``timeout_s`` as its time limit."""
@@ -85,7 +85,7 @@ class Prepared:
     @property
     def batch(self) -> int:
         """Batch size of the inputs, in samples."""
-        assert self.facts.batch is not None, "they were asked for"
+        assert self.facts.batch is not None, "a prepared model has inputs"
         return self.facts.batch
 
     @property

@@ -156,7 +156,10 @@ class CompilePlan(_ShortRepr):
     def __post_init__(self) -> None:
         budget = self.activation_memory_budget
         if budget is not None and not 0 <= budget <= 1:
-            raise UsageError(f"the activation_memory_budget is {budget:g}; it must be from 0 to 1")
+            raise UsageError(
+                f"the activation_memory_budget is {budget:g}; it must be from 0 to 1",
+                hint="1 keeps all that PyTorch saves for backward; leave it out for the default.",
+            )
         if budget is not None and self.backend not in BUDGETED:
             raise UsageError(
                 f"the backend {self.backend} does not read activation_memory_budget",

@@ -264,7 +264,7 @@ def _print(console: Printer, text: str = "", *, style: str | None = None) -> Non
 
 
 def _table_of(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table; its last three columns, the first excepted, hold numbers."""
+    """Return a table; its last three columns hold numbers, but never the first."""
     table = plain_table(*headings, names=headings[: max(1, len(headings) - 3)])
     for row in rows:
         table.add_row(*row)

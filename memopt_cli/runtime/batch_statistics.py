@@ -148,7 +148,7 @@ class BatchStatistics:
         # A segment that keeps outputs finds them by the number of the operator's call, which must be the same in every
         # pass: there no pass may skip an operator.
         self._hands_on = not config_of(module).keep
-        self._start = Start(module, inputs)
+        self._start = StateBeforePasses(module, inputs)
 
     def forwards(self, chunks: int) -> Iterator[Callable[..., Any]]:
         """Yield, for each of the ``chunks`` of the next pass, the function that runs in place of forward.
@@ -510,7 +510,7 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
         running.data.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
 
 
-class Start:
+class StateBeforePasses:
     """A copy of the state of a module and of the random generators, to put back before another pass."""
 
     def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = ()) -> None:

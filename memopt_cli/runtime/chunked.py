@@ -22,7 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime import chunk_rows
-from memopt_cli.runtime.batch_statistics import BatchStatistics, NotGatheredError, ReachedNorm, Start, statistics_refusal
+from memopt_cli.runtime.batch_statistics import (
+    BatchStatistics,
+    NotGatheredError,
+    ReachedNorm,
+    StateBeforePasses,
+    statistics_refusal,
+)
 from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
 from memopt_cli.runtime.compressor import is_dense
@@ -155,7 +161,9 @@ def _run_passes(call: _Call) -> Any:
     """
     # Checked when it became a segment, too; but hooks or norms may have been added since.
     if refused := statistics_refusal(call.module, len(call.pieces)):
-        raise _NotInChunksError(f"gathers batch statistics over its chunks, and {refused}", lambda: None, is_certain=True)
+        raise _NotInChunksError(
+            f"gathers batch statistics over its chunks, and {refused}", lambda: None, is_certain=True
+        )
     gathering = BatchStatistics(call.module, call.forward, tensors_of((call.pieces, call.states, call.kwargs)))
     try:
         return _join_outputs(config_of(call.module), *_gather(call, gathering))
@@ -348,7 +356,7 @@ class _FirstChunk:
 
     def _run_halves(self) -> list[Any]:
         config = config_of(self._module)
-        start, states, outputs = Start(self._module), self._states, list[Any]()
+        start, states, outputs = StateBeforePasses(self._module), self._states, list[Any]()
         for index, half in enumerate(zip(*(_halves(s, config.axis) for s in self._sequences()), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
             start.enter_norms()

@@ -279,7 +279,7 @@ def _numbers_in(frozen: Frozen) -> set[int]:
 
 
 def put_right(target: Any, value: Any) -> bool:
-    """Give the object ``target``, to which others may refer, the contents of ``value``; tell whether that worked.
+    """Give the object ``target``, to which others may refer, the contents of ``value``; return whether it worked.
 
     An object may keep more than its attributes show, and ``__setstate__`` need not put it back: a generator of NumPy's
     has no state there at all, and ``itertools.cycle`` leaves its iterator where it is.  So the outcome is compared.

@@ -37,8 +37,8 @@ from memopt_cli.runtime.segment_config import Installed
 from memopt_cli.runtime.variables import Code, may_draw, variables_of
 
 _WATCHED_EXCHANGES: Final = 2
-"""Number of exchanges of a slot's value between calls after which the next call is watched.  Later exchanges are taken
-for the rule: a training loop that sets ``model.step = n`` does so before every call."""
+"""Number of exchanges of a slot's value between calls after which the next call is watched.  Further exchanges are
+assumed to be regular: a training loop that sets ``model.step = n`` does so before every call."""
 _MAX_OWNERS: Final = 1000
 """Maximum number of owners that are looked at, outside of the modules."""
 Slot = tuple[int, Any]

@@ -232,7 +232,7 @@ class ScriptAttributes(Owner):
         self._slots().update(slots)
 
 
-class Variables(Owner):
+class ModuleVariables(Owner):
     """Some variables of a Python module, given as its dictionary, or of a class."""
 
     __slots__ = ("_owner", "names")
@@ -325,7 +325,7 @@ class InContext(Owner):
             self._variable.set(slots[""])
 
 
-class Contents(Owner):
+class HiddenContents(Owner):
     """The contents of an object that keeps them in no attributes, such as an array or a random generator."""
 
     __slots__ = ("_object", "_seen")
@@ -358,7 +358,7 @@ def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
 def owners_in(part: Any) -> Iterator[Owner]:
     """Yield the owners that keep the state of ``part``, a collection, an array or another object."""
     if is_opaque(part):
-        yield Contents(part)
+        yield HiddenContents(part)
         return
     if isinstance(part, dict):
         yield Table(part)

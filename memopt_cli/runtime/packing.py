@@ -146,7 +146,7 @@ def _spread(x: Tensor, plane: int) -> int:
     return int((most - least).max())
 
 
-class _Saved:
+class _PackedRegion:
     """A packed region of a storage; views of it that are saved share it."""
 
     __slots__ = ("__weakref__", "codec", "packed")
@@ -182,7 +182,7 @@ def _require_unmodified(tensor: Tensor, version: int | None) -> Tensor:
 
 
 class _Late:
-    """A tensor that the operator which saved it may still fill: held raw for now, and packed afterwards."""
+    """A tensor that was saved before its operator had filled it: held raw for now, and packed afterwards."""
 
     __slots__ = ("_tensor", "node", "stored")
 
@@ -207,7 +207,7 @@ class PackedSaves:
         """
         self._group, self._packs = group, packs
         self._untouched = {memory_of(t) for t in untouched if has_memory(t)}
-        self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_Saved]]]] = {}
+        self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_PackedRegion]]]] = {}
         """Key of a storage -> the storage, and its regions, each with what is packed of it."""
         self._late: list[_Late] = []
         """Tensors saved by the latest operator, which may still be filling them."""
@@ -301,16 +301,16 @@ class PackedSaves:
             raw = fetch(stored)
             return _require_unmodified(raw.data[0], raw.version)
         saved, shape, stride = stored
-        assert isinstance(saved, _Saved)
+        assert isinstance(saved, _PackedRegion)
         return load(saved.codec, fetch(saved.packed)).as_strided(shape, stride)
 
-    def _packed_before(self, tensor: Tensor) -> _Saved | None:
+    def _packed_before(self, tensor: Tensor) -> _PackedRegion | None:
         """Return the packed region that ``tensor`` shows if another operator has saved it, or else ``None``."""
         entry = self._seen.get(memory_of(tensor))
         reference = entry[1].get(_region(tensor)) if entry else None
         return reference() if reference and is_dense(tensor) else None
 
-    def _pack_new(self, tensor: Tensor) -> _Saved | None:
+    def _pack_new(self, tensor: Tensor) -> _PackedRegion | None:
         """Pack ``tensor``.  ``None``: no codec makes it smaller."""
         with torch.no_grad():
             codec = codec_for(tensor)
@@ -324,7 +324,7 @@ class PackedSaves:
         if packed.raw:
             return None
         note_stored(whole, packed)
-        saved = _Saved(codec, self._send(packed))
+        saved = _PackedRegion(codec, self._send(packed))
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key not in self._seen:  # the entry goes with the storage, since another one may get the same address

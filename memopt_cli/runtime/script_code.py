@@ -104,7 +104,7 @@ def kind_of(record: str) -> Kind:
 
 
 def check_classes(data: bytes) -> None:
-    """Raise :class:`UnsafeScriptError` if the pickle ``data`` names a C++ class other than a quantized layer's weights."""
+    """Raise :class:`UnsafeScriptError` if the pickle ``data`` names a C++ class that no quantized layer has."""
     match = _NATIVE_CLASS.search(data.replace(b"\n", b"."))
     if match:
         raise UnsafeScriptError(f"the class torch.classes.{match.group(1).decode().rstrip('.')}")

@@ -8,7 +8,7 @@ The mechanism is the same as in PyTorch's non-reentrant checkpoint, hooks on the
 
 The tensors are held until forward has ended, because only then is it known whether forward can be recomputed.  This
 does not raise the peak of a step: all of them exist together once more when forward runs for the second time.  If a
-node of autograd is freed before, its _Saved is freed with it, and nothing is put there.
+node of autograd is freed before backward, its _Saved is freed with it, and the recomputation skips it.
 
 If a segment is called inside another, the outer segment saves the inner segment's inputs as it saves any tensor, so
 that its recomputation includes them.  A segment that runs inside the recomputation of another drops the tensors that it
@@ -221,7 +221,7 @@ class SegmentRun:
         return saved
 
     def note_use(self) -> None:
-        """Note that forward itself asks for a saved tensor.  Raises :class:`UnrepeatableError` if gradients would differ."""
+        """Note that forward asks for a saved tensor.  Raises :class:`UnrepeatableError` if gradients would differ."""
         if self.gathers:  # the gradient of one chunk depends on the others, through the statistics, which end its graph
             raise UnrepeatableError("computes gradients in its forward, through batch statistics that its chunks share")
 

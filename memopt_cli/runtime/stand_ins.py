@@ -59,7 +59,7 @@ class StandIns:
     def counting(self, live_bytes: Callable[[], int]) -> Iterator[None]:
         """Let stand-ins replace chunks in the block; ``live_bytes`` returns the bytes of all tensors that are alive.
 
-        Raises :class:`ChunksDifferError` for a module whose chunks are not alike.  The next try runs all chunks of that one.
+        Raises :class:`ChunksDifferError` for a module whose chunks are not alike.  The next try runs all of them.
         """
         self._live_bytes = live_bytes
         try:

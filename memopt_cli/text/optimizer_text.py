@@ -100,7 +100,10 @@ def parse_optimizer(text: str) -> OptimizerChoice:
         return MadeOptimizer(text)
     name, colon, implementation = text.partition(":")
     if name == "lbfgs":
-        raise UsageError("lbfgs runs forward and backward within its step; memopt measures steps that do so once")
+        raise UsageError(
+            "lbfgs runs forward and backward within its step; memopt measures steps that run each of them once",
+            hint="Name an optimizer whose step needs no closure, such as `--optimizer adamw`.",
+        )
     if name not in _CLASSES:
         raise UsageError(f"unknown optimizer {shorten(text)}", hint=f"Known: none, {', '.join(_CLASSES)}. {_OWN}")
     class_name, implementations = _CLASSES[name]

@@ -27,7 +27,7 @@ _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 """Codecs that are tried for inputs of segments."""
 
 
-class Contents:
+class ContentsReader:
     """Examines the values of tensors, once each, as a module and its parts often get the same ones."""
 
     def __init__(self, log: StorageLog) -> None:

@@ -39,7 +39,7 @@ TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class EffectDifference:
     """The tensor that differs most between two steps."""
 
     name: str
@@ -214,7 +214,7 @@ def generator_state() -> dict[str, Tensor]:
     return {"the random generator's state": torch.frombuffer(bytearray(Generators().to_bytes()), dtype=torch.uint8)}
 
 
-def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
+def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> EffectDifference:
     """Find the tensor in which the effects of two steps differ most; a tensor of only one step differs infinitely."""
     worst, worst_name = 0.0, ""
     gradients = [t for name, t in reference.items() if name.startswith("gradient")]
@@ -227,7 +227,7 @@ def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Differ
         relative = _relative(first, second, least_scale)
         if relative > worst or not worst_name:
             worst, worst_name = relative, name
-    return Difference(worst_name, worst, len(reference.keys() | other.keys()))
+    return EffectDifference(worst_name, worst, len(reference.keys() | other.keys()))
 
 
 def in_double(value: Any) -> Any:

@@ -25,7 +25,7 @@ from memopt_cli.text.units import format_seconds
 from memopt_cli.training.step import Step, is_out_of_memory, synchronize
 from memopt_cli.verification.effects import (
     CannotCopyError,
-    Difference,
+    EffectDifference,
     copy_model,
     difference,
     effects,
@@ -68,7 +68,7 @@ class CheckResult:
 
     check: str
     """Name of the check, as the end of a sentence: ``in eval mode``."""
-    worst: Difference
+    worst: EffectDifference
     detail: str = ""
     """Message of the error that the step with the plan raised; empty if it ran."""
 
@@ -219,7 +219,7 @@ class _SteppingCopy:
         self.took_from_start, self.at_start = self.at_start, False
         return collected
 
-    def noise(self, variation: Variation) -> Difference:
+    def noise(self, variation: Variation) -> EffectDifference:
         """Return the difference between two steps from the same state."""
         self.at_start = True
         first = self.take(variation)
@@ -271,7 +271,9 @@ class _Pair:
             if is_out_of_memory(error):
                 self._plain.at_start = True  # so that both copies begin the next step alike
                 raise
-            return CheckResult(variation.name, Difference("the step", math.inf, len(reference)), first_line(error))
+            return CheckResult(
+                variation.name, EffectDifference("the step", math.inf, len(reference)), first_line(error)
+            )
 
 
 def _small_rate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:

@@ -20,7 +20,7 @@ from memopt_cli.runtime.unsafe import why_whole
 from memopt_cli.training.step import Step, is_out_of_memory, synchronize
 from memopt_cli.verification.effects import (
     TOLERANCE,
-    Difference,
+    EffectDifference,
     difference,
     effects,
     gradients_by_parameter,
@@ -87,7 +87,7 @@ class _Compared:
     """The recorded step, and the tensor that differs most in it under the plan."""
 
     recorded: RecordedStep
-    worst: Difference
+    worst: EffectDifference
     exact: bool
     """Whether the effects must be bit-identical."""
     whole: bool

@@ -103,7 +103,7 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
     first = counted(1000)
     return StartedSearch(
         traced=SimpleNamespace(has_dry_runs=True, trace=SimpleNamespace(ops=(), batch=1)),  # type: ignore[arg-type]
-        first=first,
+        original_dry_run=first,
         original=row.predicted(first),
         probes=SearchProbes(nobody, limit_s=None),
         planner=planner,
@@ -113,6 +113,6 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
             model_format="",
             device="cpu",
         ),
-        notes=0,
-        details=0,
+        notes_before=0,
+        details_before=0,
     )

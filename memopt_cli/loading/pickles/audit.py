@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from memopt_cli.loading.pickles.kinds.interface import Denied, Kind, Missing, Recipe, Role, Use, plain_entries
+from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, ObjectKind, Recipe, Role, Use, plain_entries
 from memopt_cli.loading.pickles.kinds.modules import REGISTERS
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS
 from memopt_cli.loading.pickles.making import HASHING
@@ -45,12 +45,12 @@ def uses_in(root: Any) -> list[Use]:
     ]
 
 
-def assign_kinds(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
+def assign_kinds(uses: Sequence[Use], kinds: Sequence[ObjectKind]) -> tuple[list[tuple[Use, ObjectKind]], list[Use]]:
     """Pair each of ``uses`` with the first of ``kinds`` that claims it by its name, and list the unclaimed uses."""
     claims, unclaimed = [], []
-    cache: dict[object, Kind | None] = {}
+    cache: dict[object, ObjectKind | None] = {}
     for use in uses:
-        # The key has everything that ``Kind.claims`` looks at; for the call ``list[int]``, this includes ``list``.
+        # The key has everything that ``ObjectKind.claims`` looks at; for ``list[int]``, this includes ``list``.
         arguments = use.node.argument_items() if use.node and use.how == "called" else ()
         first = arguments[0] if arguments and isinstance(arguments[0], Global) else None
         key = use.name, use.how, first, len(arguments)
@@ -67,7 +67,7 @@ def assign_kinds(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple
 class Audit:
     """The objects that a root reaches and their recipes; the :class:`~.kinds.interface.Graph` that kinds ask."""
 
-    def __init__(self, root: Any, claims: Sequence[tuple[Use, Kind]], trusts: Callable[[type], bool]) -> None:
+    def __init__(self, root: Any, claims: Sequence[tuple[Use, ObjectKind]], trusts: Callable[[type], bool]) -> None:
         """Import the names in ``claims``, the uses from :func:`assign_kinds`, and collect their recipes."""
         self.trusts = trusts
         self.recipes: dict[Built | Global, Recipe] = {}

@@ -102,7 +102,7 @@ _MADE: Final = (Built, Tuple)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class UnpicklingStep:
     """One step of unpickling: make an object, extend it, set entries in it or give it its state."""
 
     action: Literal["make", "extend", "set", "fill"]
@@ -117,13 +117,13 @@ class Pickle:
 
     root: Any
     """The pickled value: a number, string, bytes, ``None``, :class:`Global`, :class:`Tuple` or :class:`Built`."""
-    steps: tuple[Step, ...]
+    steps: tuple[UnpicklingStep, ...]
     """The steps of unpickling in the order of the opcodes."""
 
     def with_dict(self, entries: Iterable[tuple[str, Any]]) -> tuple[Built, Pickle]:
         """Return a dict of ``entries``, stand-ins of this pickle, and a pickle that makes it last."""
         made = Built("plain", DICT, entries=list(entries))
-        steps = Step("make", made), Step("set", made, tuple(chain.from_iterable(made.entries)))
+        steps = UnpicklingStep("make", made), UnpicklingStep("set", made, tuple(chain.from_iterable(made.entries)))
         return made, Pickle(self.root, (*self.steps, *steps))
 
 

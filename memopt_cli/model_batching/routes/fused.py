@@ -24,10 +24,10 @@ from torch import Tensor, fx, nn
 
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.attention import TRACEABLE
-from memopt_cli.model_batching.kernels.functions import Call, operation_of, shape_query
+from memopt_cli.model_batching.kernels.functions import GraphCall, operation_of, shape_query
 from memopt_cli.model_batching.kernels.modules import KERNELS, kernel_of, mapped, run_custom
 from memopt_cli.model_batching.mapping import refuse_segments
-from memopt_cli.model_batching.routes.interface import RouteRefusedError, Route
+from memopt_cli.model_batching.routes.interface import Route, RouteRefusedError
 from memopt_cli.model_batching.stacked import slots_of
 from memopt_cli.runtime import (
     ConfigsByLength,
@@ -168,7 +168,9 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
             )
     changed = [path for path, attributes in _attributes(entry.model).items() if attributes != before.get(path)]
     if changed:
-        raise RouteRefusedError(f"module '{changed[0] or '(root)'}' keeps state in attributes, which a graph would not update")
+        raise RouteRefusedError(
+            f"module '{changed[0] or '(root)'}' keeps state in attributes, which a graph would not update"
+        )
     return graph, entry
 
 
@@ -242,7 +244,7 @@ class _GraphFusion:
         return self._call(node, str(node.target), functools.partial(_call_method, str(node.target)))
 
     def _call(self, node: fx.Node, name: str, function: Callable[..., Any]) -> tuple[bool, fx.Node]:
-        call = Call(name, function, self._flags(node.args), self._flags(node.kwargs))
+        call = GraphCall(name, function, self._flags(node.args), self._flags(node.kwargs))
         args, kwargs = self._map_nodes(node.args), self._map_nodes(node.kwargs)
         if True not in tree_leaves((call.args, call.kwargs)):
             if name in _RANDOM_FUNCTIONS:
@@ -259,7 +261,9 @@ class _GraphFusion:
     def _module_operation(self, module: nn.Module, path: str) -> Callable[..., Any]:
         config = settings_of(module)
         if isinstance(config, ConfigsByLength):
-            raise RouteRefusedError(f"module '{path or '(root)'}' has a plan by length, which depends on the model's input")
+            raise RouteRefusedError(
+                f"module '{path or '(root)'}' has a plan by length, which depends on the model's input"
+            )
         if config is not None and not config.through_loss:
             return _fused_segment(module, self._models)
         if isinstance(module, AbstractBatchModule):

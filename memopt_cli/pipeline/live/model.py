@@ -74,10 +74,10 @@ def prepared_model(
     that cannot be copied, and within a profiling subprocess.
     """
     with refuse_recursion(), also_prepared_model(unwrap(model), inputs, settings, functions) as prepared:
-        yield replace(prepared, notes=(*prepared.notes, *wrapper_notes(model)))
+        yield replace(prepared, notes=(*prepared.notes, *notes_on_wrapping(model)))
 
 
-def wrapper_notes(model: nn.Module) -> list[str]:
+def notes_on_wrapping(model: nn.Module) -> list[str]:
     """Return notes on a wrapper around ``model`` that is left out, and on parts of it that are compiled."""
     name, wrapped = type(model).__name__, unwrap(model)
     left_out = [f"The step is measured without {name}, and the memory of {name} is not counted."]

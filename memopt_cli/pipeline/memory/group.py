@@ -78,7 +78,7 @@ def _device(request: MeasureRequest) -> str:
     """
     if not is_factory(request.source.location):
         raise UsageError(
-            f"{request.source.location} is not a function, but every rank must build the model that it spreads",
+            f"{request.source.location} is not a function that builds the model, and every rank must build its own",
             hint="Name what builds the model: package.module:callable, or file.py:function.",
         )
     if ":" in request.settings.device:

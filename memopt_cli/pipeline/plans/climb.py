@@ -74,7 +74,7 @@ class Climb:
         return self.search.planner.may_go_lower(plan, self.search.options.level, most_slowdown)
 
     def _take_lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
-        """Return ``rows[highest]``, with the plan of a lower level if that one is measured to peak no higher.
+        """Return ``rows[highest]``, or the row of a lower level whose measured peak is no higher.
 
         The plan that a lower level has found is tried while the measured peak misses its prediction, or if it is
         predicted to peak lower: a faster plan may have taken the place of one that was timed on a busy machine.  A plan
@@ -181,7 +181,7 @@ class Climb:
         priced = self.search.planner.dry_runs.get(row.plan)
         if priced is None or not isinstance(self._original, Measurement):
             return None
-        original_bytes = self.search.first.allocated_peak_bytes
+        original_bytes = self.search.original_dry_run.allocated_peak_bytes
         return drop_by_prediction(row.plan, priced.peak_bytes, original_bytes, row.predicted_slowdown or 1.0)
 
     def _why_dropped(self, row: LevelRow) -> Dropped | None:
@@ -224,8 +224,8 @@ class Climb:
             self._max_predicted_slowdown = most_predicted
             if priced.slowdown >= predicted:
                 break
-            dry_runs_before = row.dry_runs + len(planner.dry_runs) - dry_runs_before
-            faster = self.search.row(row.level, priced, dry_runs_before, started)
+            dry_runs = row.dry_runs + len(planner.dry_runs) - dry_runs_before
+            faster = self.search.row(row.level, priced, dry_runs, started)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         self._max_predicted_slowdown = 1.0
         return self._with_original(row)

@@ -73,7 +73,7 @@ _FAILED_VERIFICATION: Final = "verification failed"
 class CompiledSearch(ABC):
     """The candidates for one backend, measured and verified one after another."""
 
-    _beside: ClassVar[str]
+    _compared_to: ClassVar[str]
     """Words of messages for the step of :attr:`_yardstick`, such as "as the original's"."""
 
     backend: str
@@ -230,7 +230,7 @@ class CompiledSearch(ABC):
             yield plan
 
     def _shows_no_use(self, row: CompiledRow) -> bool:
-        """Return whether ``row`` shows memory budgets to be useless: its budget changes the results, or not the peak.
+        """Return whether ``row`` shows that budgets are useless: with one, the results change or the peak does not.
 
         With dropout, recomputing under a budget may change the results.
         """
@@ -300,7 +300,8 @@ class CompiledSearch(ABC):
         slowdown = self._slowdown(outcome)
         if slowdown <= self.most_slowdown:
             return ""
-        return f"its step takes {slowdown:.2f} times as long {self._beside}; at most {self.most_slowdown:g} is allowed"
+        allowed = f"at most {self.most_slowdown:g} is allowed"
+        return f"its step takes {slowdown:.2f} times as long {self._compared_to}; {allowed}"
 
     def _slowdown(self, outcome: Measurement | Failure) -> float:
         """Return the step time of ``outcome``, divided by the yardstick's step time; 0 where either does not run."""
@@ -334,7 +335,7 @@ class FastestCompiled(CompiledSearch):
     Step times are compared with the step time of the original.
     """
 
-    _beside: ClassVar[str] = "as the original's"
+    _compared_to: ClassVar[str] = "as the original's"
 
     @property
     def _yardstick(self) -> Plan:
@@ -398,7 +399,7 @@ class FastestCompiled(CompiledSearch):
 class SmallestCompiled(CompiledSearch):
     """The search for the lowest peak.  Step times are compared with the model as compiled without a plan."""
 
-    _beside: ClassVar[str] = "as compiled without a plan"
+    _compared_to: ClassVar[str] = "as compiled without a plan"
 
     @property
     def _yardstick(self) -> Plan:
@@ -445,7 +446,7 @@ class SmallestCompiled(CompiledSearch):
 class SpreadCompiled(SmallestCompiled):
     """The search for steps to choose from on the frontier.  Step times are compared with the original's."""
 
-    _beside: ClassVar[str] = FastestCompiled._beside
+    _compared_to: ClassVar[str] = FastestCompiled._compared_to
 
     @property
     def _yardstick(self) -> Plan:

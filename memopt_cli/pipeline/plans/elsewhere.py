@@ -60,7 +60,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
         prepared.progress.stage(f"recording a step for {device_in_words}")
         original = LevelRow(level=0, plan=ORIGINAL, outcome=None, predicted_slowdown=1.0, dry_runs=0, search_s=0.0)
         search = start_search(request, findings, sessions, original)
-        traced, original_count = search.traced, search.first
+        traced, original_count = search.traced, search.original_dry_run
         rows.append(search.original)
         if request.goal.budget is not None:
             findings.budget_bytes = budget_bytes(request.goal.budget, original_count.allocated_peak_bytes)

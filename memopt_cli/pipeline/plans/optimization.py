@@ -249,7 +249,7 @@ class _PlanSearch:
 
         Raises :class:`KeyboardInterrupt` if it had found no plan.
         """
-        if not search.probes.has_improved(search.first):
+        if not search.probes.has_improved(search.original_dry_run):
             raise KeyboardInterrupt
         self.prepared.progress.interrupted(
             "The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop."
@@ -259,8 +259,8 @@ class _PlanSearch:
         self.findings.skipped.clear()
         self.findings.dropped.clear()
         self.findings.compiled.clear()
-        del self.findings.notes[search.notes :]
-        del self.findings.details[search.details :]
+        del self.findings.notes[search.notes_before :]
+        del self.findings.details[search.details_before :]
         try:
             rows = self._search_plans(search)
         except NothingFitsError as err:
@@ -290,7 +290,7 @@ class _PlanSearch:
             check_pick(goal.pick, len(priced_plans))
         if goal.budget is not None:
             original_outcome = search.original.outcome
-            original_peak = original_outcome if isinstance(original_outcome, Measurement) else search.first
+            original_peak = original_outcome if isinstance(original_outcome, Measurement) else search.original_dry_run
             self.findings.budget_bytes = budget_bytes(goal.budget, original_peak.allocated_peak_bytes)
             rows.append(self._find_within_or_own(goal_search, self.findings.budget_bytes))
         if has_frontier:

@@ -30,7 +30,7 @@ class StartedSearch:
     """A recorded step of the original, and a planner that can ask questions about it."""
 
     traced: Traced
-    first: Counted
+    original_dry_run: Counted
     """A dry run of the original."""
     original: LevelRow
     """Row of the original as first measured; without an outcome where it is not run here."""
@@ -38,9 +38,9 @@ class StartedSearch:
     planner: Planner
     findings: Findings
     """Findings so far."""
-    notes: int
+    notes_before: int
     """Number of notes among the findings when the search began."""
-    details: int
+    details_before: int
     """Number of details among the findings when the search began."""
 
     @property
@@ -102,13 +102,13 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
     original = replace(original, search_s=original.search_s + time.monotonic() - started)
     return StartedSearch(
         traced=traced,
-        first=original_count,
+        original_dry_run=original_count,
         original=original.predicted(original_count) if is_fake else original,
         probes=probes,
         planner=Planner(traced.trace, original_count, probes_of_planner, options, place=place),
         findings=findings,
-        notes=len(findings.notes),
-        details=len(findings.details),
+        notes_before=len(findings.notes),
+        details_before=len(findings.details),
     )
 
 

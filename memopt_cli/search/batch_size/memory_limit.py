@@ -32,7 +32,7 @@ def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_
 def limits_of_device(device: str, longest_step_s: float, *, aim: float, budget: Budget | None) -> Limits:
     """Return the limits on ``device`` without ``--memory``.
 
-    The budget is the default share of the device's memory, free or not, or ``budget`` if that is less: a user who
+    The budget is :data:`TARGET_SHARE` of the device's whole memory, or ``budget`` if that is less: a user who
     optimizes within 200 MiB asks what fits into 200 MiB.
     """
     capacity = device_capacity(device)

@@ -71,7 +71,7 @@ _NORM_SHARE = 0.4
 _FLOPS_PER_S = 5e10
 """Assumed operations a second where no operator was timed; only ratios of times matter then."""
 _MIN_OP_S = 15e-6
-"""Assumed least seconds of an operator where none was timed."""
+"""Minimum seconds of an operator, assumed where no operator was timed."""
 
 
 def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:

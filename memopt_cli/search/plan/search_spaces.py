@@ -21,7 +21,7 @@ from memopt_cli.search.plan.levels import CHUNKS, NESTED, allowed_at
 from memopt_cli.search.plan.loss_heads import add_heads
 from memopt_cli.search.plan.policy import max_segments
 from memopt_cli.search.plan.proposals import Proposals
-from memopt_cli.search.plan.schedules import Limits
+from memopt_cli.search.plan.schedules import SegmentLimits
 from memopt_cli.search.plan.targets import named_modules
 
 WORTH_LOWERING = 0.02
@@ -188,17 +188,17 @@ class SearchSpaces:
             self._dry_runs.count(plan, proposals)
         return self._space(proposals)
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> SegmentLimits:
         """Return the limits that the options set.
 
         ``gc_target_budget_ratio`` is a share of the modules that the user named.  If the user named none, it is a share
         of the segments that level 1 would choose without limits.
         """
         options = self._options
-        limits = Limits(splits=options.max_split_rounds, cuts=options.max_split_rounds)
+        limits = SegmentLimits(splits=options.max_split_rounds, cuts=options.max_split_rounds)
         named, plan = self._named, None
         if named is None and options.gc_target_budget_ratio is not None:
-            self.plain.proposals.allow(allowed_at(1, options, self._trace.modules, Limits()))
+            self.plain.proposals.allow(allowed_at(1, options, self._trace.modules, SegmentLimits()))
             with contextlib.suppress(TimeIsUp):
                 plan = self.plain.proposals.solvers.least(2 * self.plain.proposals.model.peak_bytes)
         candidates = len(named) if named is not None else len(plan.segments) if plan else 0

@@ -269,7 +269,7 @@ def test_no_level_is_shown_above_one_below_that_could_have_been_smaller() -> Non
     planner = step.planner(without_norms(step))
     made, _ = climb({4: {}}, measured, max_slowdown=math.inf)
     by_dry_runs = measurements_by(lambda plan: measured(step.dry_run(plan)))
-    search = replace(made.search, planner=planner, first=measurements.counted(10**9))
+    search = replace(made.search, planner=planner, original_dry_run=measurements.counted(10**9))
     made = replace(made, search=search, measurements=by_dry_runs)
     peaks = [row.predicted_allocated_peak_bytes or 0 for row in made.rows()]
     assert peaks == sorted(peaks, reverse=True)

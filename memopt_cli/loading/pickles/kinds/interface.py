@@ -1,4 +1,4 @@
-"""The interface of a kind of objects (:class:`Kind`), recipes for objects, and helpers of all kinds.
+"""The interface of a kind of objects (:class:`ObjectKind`), recipes for objects, and helpers of all kinds.
 
 A kind claims the names that it knows, such as ``torch.nn.modules.linear.Linear``, by name alone.  When it is then asked
 for a recipe, it may import the name, and returns how to check, make and fill the object, or why the file is refused.
@@ -42,7 +42,7 @@ class Use:
     """The stand-in of the object that is made.  ``None``: a name that is held as a value."""
 
 
-class BrokenObjectError(ValueError):
+class BrokenError(ValueError):
     """An object of a known kind is made of parts that do not fit: the file is damaged, or was made by hand."""
 
 
@@ -102,7 +102,7 @@ class Recipe:
     """
 
 
-class Kind(Protocol):
+class ObjectKind(Protocol):
     """A kind of object that a file may hold."""
 
     def claims(self, use: Use) -> bool:
@@ -199,7 +199,7 @@ def set_attributes(target: Any, state: Any) -> None:
         vars(target).update(attributes)
     for name, value in (slots or {}).items():
         if not isinstance(inspect.getattr_static(type(target), name, None), types.MemberDescriptorType):
-            raise BrokenObjectError(f"{type(target).__name__} has no slot {quote(name)}")  # a property would run
+            raise BrokenError(f"{type(target).__name__} has no slot {quote(name)}")  # a property would run
         object.__setattr__(target, name, value)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memopt_cli.loading.archive import NESTED_CODE_LIMIT
 from memopt_cli.loading.pickles.kinds.interface import (
-    BrokenObjectError,
+    BrokenError,
     Denied,
     Graph,
     Missing,
@@ -89,11 +89,11 @@ def _fill_script(target: Any, state: Any) -> None:
     """Check the TorchScript archive in ``state`` as a TorchScript file is checked, then give it to ``target``."""
     archive = state.get("archive") if isinstance(state, dict) else None
     if not isinstance(archive, Tensor) or archive.dtype != torch.uint8 or archive.dim() != 1:
-        raise BrokenObjectError("a script has no archive")
+        raise BrokenError("a script has no archive")
     try:
         check_script_archive(bytes_of(archive), "its TorchScript part", NESTED_CODE_LIMIT)
     except ValueError as err:
-        raise BrokenObjectError(f"its TorchScript part is damaged: {err}") from err
+        raise BrokenError(f"its TorchScript part is damaged: {err}") from err
     fill(target, state)
 
 
@@ -102,15 +102,15 @@ def _segment(restore: Callable[..., nn.Module], original: Any, settings: Any) ->
         return restore(original, settings)
     except ValueError as reason:
         kind = original if isinstance(original, type) else type(original)
-        raise BrokenObjectError(f"an instance of {kind.__name__} cannot be a segment: {reason}") from reason
+        raise BrokenError(f"an instance of {kind.__name__} cannot be a segment: {reason}") from reason
 
 
 def check_segment(module: nn.Module) -> None:
-    """Raise :class:`BrokenObjectError` if ``module``, after it has its state, is a segment that no plan could have made."""
+    """Raise :class:`BrokenError` if ``module``, after it has its state, is a segment that no plan could have made."""
     try:
         check_installed(module)
     except ValueError as reason:
-        raise BrokenObjectError(f"its {label_of(module)} cannot be a segment: {reason}") from reason
+        raise BrokenError(f"its {label_of(module)} cannot be a segment: {reason}") from reason
 
 
 def _check_segment(node: Built, graph: Graph) -> str:

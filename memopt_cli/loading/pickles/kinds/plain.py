@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.kinds.interface import (
-    BrokenObjectError,
+    BrokenError,
     Graph,
     Listed,
     Recipe,
@@ -43,7 +43,7 @@ def _with_type_check(make: Callable[..., Any], *allowed_types: type, most: int =
 
     def checked(*arguments: Any) -> Any:
         if len(arguments) > most or not all(type(argument) in allowed_types for argument in arguments):
-            raise BrokenObjectError(f"{getattr(make, '__name__', 'a value')} is built from unexpected arguments")
+            raise BrokenError(f"{getattr(make, '__name__', 'a value')} is built from unexpected arguments")
         return make(*arguments)
 
     return checked
@@ -52,7 +52,7 @@ def _with_type_check(make: Callable[..., Any], *allowed_types: type, most: int =
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
     """Make bytes from ``text``, one for each character: pickle protocol 2 has no bytes of its own."""
     if encoding not in ("latin1", "latin-1"):
-        raise BrokenObjectError(f"bytes are encoded as {quote(encoding)}")
+        raise BrokenError(f"bytes are encoded as {quote(encoding)}")
     return text.encode("latin1")
 
 
@@ -71,14 +71,14 @@ def _check_defaultdict(node: Built, graph: Graph) -> str:
 
 def _deque(items: Any = (), longest: Any = None) -> Any:
     if type(items) not in (list, tuple) or type(longest) not in (int, type(None)):
-        raise BrokenObjectError("a deque is built from unexpected arguments")
+        raise BrokenError("a deque is built from unexpected arguments")
     return collections.deque(items, longest)
 
 
 def _path(kind: Callable[..., pathlib.PurePath]) -> Callable[..., Any]:
     def make(*parts: str) -> pathlib.PurePath:
         if sum(map(len, parts)) > _LONGEST:
-            raise BrokenObjectError(f"a path has more than {_LONGEST} characters")
+            raise BrokenError(f"a path has more than {_LONGEST} characters")
         return kind(*parts)
 
     return _with_type_check(make, str)
@@ -86,19 +86,19 @@ def _path(kind: Callable[..., pathlib.PurePath]) -> Callable[..., Any]:
 
 def _logger(name: str = "root") -> logging.Logger:
     if not name.isprintable() or len(name) > _LONGEST_LOGGER:
-        raise BrokenObjectError("a logger has no name")
+        raise BrokenError("a logger has no name")
     return logging.getLogger(name)
 
 
 def _pattern(text: Any, flags: Any = 0) -> Any:
     if type(text) not in (str, bytes) or type(flags) is not int or len(text) > _LONGEST_PATTERN:
-        raise BrokenObjectError("a regular expression is built from unexpected arguments")
+        raise BrokenError("a regular expression is built from unexpected arguments")
     return re.compile(text, flags & ~re.DEBUG)  # DEBUG prints
 
 
 def _decimal(text: Any) -> decimal.Decimal:
     if type(text) is not str or len(text) > _LONGEST_PATTERN:
-        raise BrokenObjectError("a decimal number is built from unexpected arguments")
+        raise BrokenError("a decimal number is built from unexpected arguments")
     return decimal.Decimal(text)
 
 
@@ -117,13 +117,13 @@ def _set_random(generator: random.Random, state: Any) -> None:
         case (3, tuple(numbers), None | float()) if all(type(number) is int for number in numbers):
             generator.setstate(state)
         case _:
-            raise BrokenObjectError("a random generator has a state of an unexpected type")
+            raise BrokenError("a random generator has a state of an unexpected type")
 
 
 def _type_of(value: Any) -> type:
     """Return the type of a singleton, as pickles store ``NoneType``: ``type(None)``."""
     if value is not None and value is not Ellipsis and value is not NotImplemented:
-        raise BrokenObjectError("it asks for the type of a value that memopt does not expect")
+        raise BrokenError("it asks for the type of a value that memopt does not expect")
     return type(value)
 
 
