@@ -227,7 +227,9 @@ def shorten(value: object, most: int = 60) -> str:
 
 
 def type_in_words(given: object) -> str:
-    """Return the name of the type of ``given`` with its article: ``an int``, ``a Net``."""
+    """Return the name of the type of ``given`` with its article: ``an int``, ``a Net``; ``nothing`` for ``None``."""
+    if given is None:
+        return "nothing"
     name = type(given).__name__
     return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
 

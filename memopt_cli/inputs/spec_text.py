@@ -26,6 +26,7 @@ from memopt_cli.records import (
     TensorSpec,
 )
 from memopt_cli.text.optimizer_text import is_function
+from memopt_cli.text.options import MAX_RANKS
 from memopt_cli.text.units import parse_bytes
 
 _INTEGER_RANGES = {
@@ -433,10 +434,6 @@ def check_layout(layout: RankLayout) -> None:
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{name}={length}" for name, length in mesh.items())
-
-
-MAX_RANKS = 2**20
-"""Maximum number of ranks of a layout."""
 
 
 def ranks_asked(layout: RankLayout, rank: int | None) -> tuple[int, ...]:

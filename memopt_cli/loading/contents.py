@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.described import PickledTensor, items_in, tensor_of
-from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, RUNTIME, is_segment
+from memopt_cli.loading.pickles.entries import SCRIPT_LEAF
+from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, is_segment
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, entries_of
+from memopt_cli.loading.script_objects import TYPE_TAG
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 from memopt_cli.text.documents import printable
 
@@ -16,14 +18,12 @@ Registered = Mapping[str, Mapping[str, TensorKind]]
 """Class of a script -> attribute -> the kind of tensor that it is registered as."""
 
 _SCRIPT: Final = "__torch__"
-_SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 """The class of a module that stayed TorchScript; its parts are in an archive of its own."""
 _RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
 """Maximum depth of nested modules and containers."""
 _MAX_PLACES, _LONGEST_NAME = 1_000_000, 200
 """Maximum number of visited values, and of characters in a listed name."""
-_TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 """A function that TorchScript's pickles call with a container and its type."""
 _RUNS: Final = "_memopt_runs"
 """The attribute in which a Sequential keeps its runs of layers; they are not among its children."""
@@ -130,7 +130,7 @@ class _Walk:
         elif id(place.value) not in self._seen:
             self._seen.add(id(place.value))
             attributes = self._attributes(place.value)
-            if {"_modules", "_parameters"} <= attributes.keys() or _class_of(place.value) == _SCRIPT_LEAF:
+            if {"_modules", "_parameters"} <= attributes.keys() or _class_of(place.value) == SCRIPT_LEAF:
                 yield from self._inside_module(place, attributes)
             elif _class_of(place.value).startswith(f"{_SCRIPT}."):
                 yield from self._inside_script(place, attributes)
@@ -196,7 +196,7 @@ class _Walk:
 
 def _inside_container(place: _Place) -> Iterator[_Place]:
     value = place.value
-    if _class_of(value) == _TYPE_TAG and isinstance(value.arguments, Tuple) and value.arguments.items:
+    if _class_of(value) == TYPE_TAG and isinstance(value.arguments, Tuple) and value.arguments.items:
         value = value.arguments.items[0]
     if isinstance(value, Tuple):
         items: Iterable[tuple[Any, Any]] = enumerate(value.items)

@@ -17,7 +17,7 @@ from memopt_cli.loading.pickles.nodes import DICT, LIST, Built, Global, Tuple, e
 from memopt_cli.loading.pickles.packed_weights import NATIVE, is_packed
 from memopt_cli.runtime.script_code import UnsafeScriptError, attribute_types, parsed_type
 
-_TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
+TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
 """Functions that turn a list into one of a certain type."""
 _LONGEST_SOURCE: Final = 64 << 20
@@ -91,7 +91,7 @@ class ScriptObjects:
         elif node.how == "called" and name.startswith("__torch__."):
             if name not in self._classes or self._classes[name].base != "Enum":
                 raise ValueError(f"it calls {name}")
-        elif node.how == "called" and name == _TYPE_TAG:
+        elif node.how == "called" and name == TYPE_TAG:
             match node.argument_items():
                 case (value, str(text)) if self._fits(value, parsed_type(text)):
                     return
@@ -175,7 +175,7 @@ def _is_plain(value: Any, kind: Global) -> bool:
 def _strip_type_tag(value: Any) -> Any:
     """Return the container in ``value``, a call that gives a container its type; ``value`` itself otherwise."""
     match value:
-        case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.argument_items():
+        case Built(how="called", callee=Global() as callee) if str(callee) == TYPE_TAG and value.argument_items():
             return value.argument_items()[0]
         case Built(how="called", callee=Global() as callee) if (
             str(callee) in _LISTS and len(value.argument_items()) == 1

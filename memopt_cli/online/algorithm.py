@@ -22,7 +22,7 @@ from memopt_cli.online.operations import Operation, has_tags, operation_of, trac
 from memopt_cli.online.states import Batching, check_mode, environ, init_all_states, states_of
 from memopt_cli.online.traced_step import TracedStep
 from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, ModuleUse, Trace
-from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap, tree_map, without_transform
+from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap, tree_map, tree_map_only, without_transform
 
 VjpMethod = Literal["single-step", "multi-step"]
 Correction = Literal["reference", "exact", "none"]
@@ -139,7 +139,7 @@ class OnlineAlgorithm(nn.Module):
             outputs = [run.step(self.model, step, self._next_scale()) for step in steps]
         self.accept_states()
         output = tree_map(_stack, *outputs) if window else outputs[0]
-        return output if torch.is_grad_enabled() else tree_map(_detach, output)
+        return output if torch.is_grad_enabled() else tree_map_only(Tensor, Tensor.detach, output)
 
     def update(self, *inputs: Tensor) -> Any:
         """Return the output for ``inputs``, as calling the algorithm does."""
@@ -275,7 +275,3 @@ def _element_count(trace: Trace) -> int:
 
 def _stack(*steps: Any) -> Any:
     return torch.stack(steps) if isinstance(steps[0], Tensor) else steps[-1]
-
-
-def _detach(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

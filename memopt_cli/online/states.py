@@ -20,15 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.runtime.private_torch import buffers_of, tree_leaves
+from memopt_cli.runtime.private_torch import MODULE_ATTRIBUTES, buffers_of, tree_leaves
 from memopt_cli.runtime.runs import child_path
 
 Initializer = Callable[..., Tensor]
 """Function called as ``initializer(shape, dtype=..., device=...)``: ``torch.zeros``, ``torch.rand`` and their like."""
 
 _DECLARED = "_declared_states"
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes of every module, which hold its parameters, buffers, submodules and hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +181,7 @@ def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             place = child_path(path, name)
             if isinstance(value, Tensor):
                 yield place, value
-            elif isinstance(value, list | tuple | dict | deque) and name not in _MODULE_ATTRIBUTES:
+            elif isinstance(value, list | tuple | dict | deque) and name not in MODULE_ATTRIBUTES:
                 yield from ((place, leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 

@@ -218,7 +218,9 @@ class Trace(nn.Module):
         live, operation = self.live, self.operation
         live.z = None if z is None else z.detach()
         weight, bias = operation.weight, operation.bias
-        live.y = operation.apply(z, batch, *((weight, bias) if attached else (_detach(weight), _detach(bias))))
+        if not attached:
+            weight, bias = (None if t is None else t.detach() for t in (weight, bias))
+        live.y = operation.apply(z, batch, weight, bias)
         return live.y
 
     def attached(self, z: Tensor | None, batch: int) -> Tensor:
@@ -391,7 +393,3 @@ def _key(past_state: PastState, part: str) -> str:
 
 def _is_trainable(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
-
-
-def _detach(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+TOLERANCE: Final = 1e-9
+"""Relative difference in float64 up to which two steps count as equal."""
 NOT_FINITE: Final = "not finite"
 """Words in the kind of a tensor that has NaN or infinity in it."""
 

@@ -168,14 +168,15 @@ def circumstances(comparison: Comparison) -> Iterator[str]:
 
 
 def _describe_saved(saved: SavedTensor) -> str:
-    made = f"made by {_short(saved.made_by)}" if saved.made_by else "an input"
-    return f"{format_bytes(saved.nbytes)}, {made}, kept by {_short(saved.op)} of {saved.module or '(root)'}"
+    made = f"made by {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
+    kept = f"kept by {saved.op.removeprefix('aten::')} of {saved.module or '(root)'}"
+    return f"{format_bytes(saved.nbytes)}, {made}, {kept}"
 
 
 def _place(place: PeakPlace) -> str:
     if not place.op:
         return "what exists before the step"
-    return f"{place.phase} of {place.module or '(root)'} ({_short(place.op)})"
+    return f"{place.phase} of {place.module or '(root)'} ({place.op.removeprefix('aten::')})"
 
 
 def _list_differences(differences: Sequence[Difference]) -> str:
@@ -228,7 +229,3 @@ def _name(change: Change) -> str:
 
 def _module(change: ModuleChange) -> str:
     return change.path or "(root)"
-
-
-def _short(operator: str) -> str:
-    return operator.removeprefix("aten::")

@@ -35,15 +35,8 @@ from memopt_cli.report.lines import busy_notes, plain_table, room_in_words
 from memopt_cli.report.rank import planned_headline, planned_lines
 from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
-_COLUMNS = (
-    "allocated\npeak",
-    "predicted",
-    "of\nlevel 0",
-    "tensor\npeak",
-    "activation\npeak",
-    "step",
-    "ratio",
-)
+_DETAILS = ("tensor\npeak", "activation\npeak", "step\ntime")
+"""Headings of the further columns of the table of levels with ``--verbose``."""
 _WORTH_NAMING = 0.02
 """Share of the applied plan's peak that a plan must save for the report to name it, though it is not applied."""
 _ROUGH = 0.15
@@ -120,15 +113,9 @@ def _outcome(summary: MemOptSummary, level: int) -> object:
 
 def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
     """Yield the tables of ``summary``: of its plans, of its ranges of lengths and of its frontier."""
-    if verbose:
-        yield level_table(summary)
-    elif (
-        (summary.is_applied or summary.own_checkpoints)
-        and not summary.ranges
-        and not summary.compiled
-        and len(summary.levels) > 1
-    ):
-        yield plan_table(summary)
+    has_several = len(summary.levels) > 1 and not summary.ranges and not summary.compiled
+    if verbose or (has_several and (summary.is_applied or summary.own_checkpoints)):
+        yield plan_table(summary, verbose=verbose)
     if summary.compiled and not summary.offers_choice:
         yield compiled_table(summary)
     if summary.ranges:
@@ -169,19 +156,24 @@ def compiled_table(summary: MemOptSummary) -> Table:
     return table
 
 
-def plan_table(summary: MemOptSummary) -> Table:
-    """Return a row for each different plan of ``summary``: what was measured of it, and what was predicted."""
+def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
+    """Return a row for each different plan of ``summary``: what was measured of it, and what was predicted.
+
+    ``verbose``: a row for each level, and further columns of what was measured.
+    """
     original = _outcome(summary, 0)
     shows_elsewhere = any(map(_elsewhere, summary.levels))
-    headings = ("level", "plan", "measured", "step", "predicted", "step", *["elsewhere"] * shows_elsewhere)
-    table = plain_table(*headings, names=["level"], words=["plan"])
-    for span, levels, row in rows_by_plan(summary):
-        applied = summary.is_applied and summary.applied_level in levels
-        cells = [*_measured_cells(row, original), *_predicted_cells(row)]
-        cells += [_elsewhere(row)] * shows_elsewhere
-        table.add_row(f"{span}{' *' if applied else ''}", in_words(row.plan), *cells, style="bold" if applied else None)
+    headings = ["level", "plan", "measured", "step", "predicted", "step", *(_DETAILS if verbose else ())]
+    table = plain_table(*headings, *["elsewhere"] * shows_elsewhere, names=["level"], words=["plan"])
+    by_level = ((str(row.level), [row.level], row) for row in summary.levels)
+    rows = [(*found, in_words(found[2].plan)) for found in (by_level if verbose else rows_by_plan(summary))]
     if (own := _own_row(summary)) is not None:
-        table.add_row("–", _OWN, *_measured_cells(own, original))
+        rows.append(("–", [], own, _OWN))
+    for span, levels, row, words in rows:
+        applied = summary.is_applied and summary.applied_level in levels
+        cells = [*_measured_cells(row, original), *_predicted_cells(row), *(_detail_cells(row) if verbose else ())]
+        cells += [_elsewhere(row)] * shows_elsewhere
+        table.add_row(f"{span}{' *' if applied else ''}", words, *cells, style="bold" if applied else None)
     return table
 
 
@@ -230,45 +222,11 @@ def _predicted_cells(row: LevelRow) -> tuple[str, str]:
     return "" if peak is None else format_bytes(peak), "" if slowdown is None else f"{slowdown:.2f}×"
 
 
-def level_table(summary: MemOptSummary) -> Table:
-    """Return a row for each level of ``summary``, with all of its peaks."""
-    original = _outcome(summary, 0)
-    shows_elsewhere = any(map(_elsewhere, summary.levels))
-    headings = ("level", "plan", *_COLUMNS, *["elsewhere"] * shows_elsewhere)
-    table = plain_table(*headings, names=["level"], words=["plan"])
-    for row in summary.levels:
-        cells = _numbers(row, original if isinstance(original, Measurement) else None)
-        cells += (_elsewhere(row),) * shows_elsewhere
-        applied = row.level == summary.applied_level
-        table.add_row(
-            f"{row.level}{' *' if applied else ''}", in_words(row.plan), *cells, style="bold" if applied else None
-        )
-    if (own := _own_row(summary)) is not None:
-        table.add_row("–", _OWN, *_numbers(own, original if isinstance(original, Measurement) else None))
-    return table
-
-
-def _numbers(row: LevelRow, original: Measurement | None) -> tuple[str, ...]:
-    predicted = row.predicted_allocated_peak_bytes
-    forecast = format_bytes(predicted) if predicted is not None else "–"
-    match row.outcome:
-        case Measurement() as found:
-            peak = found.allocated_peak_bytes
-            return (
-                format_bytes(peak),
-                forecast,
-                f"{100 * peak / original.allocated_peak_bytes:.0f} %" if original else "–",
-                format_bytes(found.tensor_peak_bytes),
-                format_bytes(found.activation_peak_bytes),
-                format_seconds(found.step_s),
-                _slowdown(found, original) if original else "–",
-            )
-        case None if predicted is not None:
-            share = f"~{100 * predicted / original.allocated_peak_bytes:.0f} %" if original else "–"
-            slowdown = row.predicted_slowdown
-            return ("–", forecast, share, "–", "–", "–", f"~{slowdown:.2f}×" if slowdown is not None else "–")
-        case _:
-            return ("–", forecast, "–", "–", "–", "–", "–")
+def _detail_cells(row: LevelRow) -> tuple[str, ...]:
+    if not isinstance(row.outcome, Measurement):
+        return "", "", ""
+    peaks = row.outcome.tensor_peak_bytes, row.outcome.activation_peak_bytes
+    return *map(format_bytes, peaks), format_seconds(row.outcome.step_s)
 
 
 _PLOT = "step time →"

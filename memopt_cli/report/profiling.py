@@ -252,10 +252,10 @@ def _saved_table(profile: StepProfile) -> Table:
     table = plain_table("kept for backward", "", "in", "", names=["kept for backward"], words=["", "in"])
     for saved in profile.saved[:_SAVED]:
         others = f" and {saved.savers - 1} more" if saved.savers > 1 else ""
-        made = f"from {_short(saved.made_by)}" if saved.made_by else "an input"
+        made = f"from {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
         table.add_row(
             f"{format_bytes(saved.nbytes):>9}",
-            f"{made}, by {_short(saved.op)}{others}",
+            f"{made}, by {saved.op.removeprefix('aten::')}{others}",
             _module_name(profile, saved.module),
             _packs(saved),
         )
@@ -294,7 +294,3 @@ _ESTIMATE = (
 
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
-
-
-def _short(operator: str) -> str:
-    return operator.removeprefix("aten::")

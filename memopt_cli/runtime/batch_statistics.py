@@ -50,6 +50,7 @@ from memopt_cli.runtime.lengths import config_of, segment_of
 from memopt_cli.runtime.module_state import ModuleState, label_of
 from memopt_cli.runtime.norms import BATCH_NORMS, batch_norms
 from memopt_cli.runtime.private_torch import (
+    CHANNELS_LAST,
     buffers_of,
     has_gradient_hooks,
     hooks_on_saving,
@@ -495,12 +496,9 @@ def _scale_and_shift(
 
 def _layout_of(x: Tensor) -> torch.memory_format:
     """Return the memory format of batch norm's output for ``x``; a later dropout draws its noise in that order."""
-    layout = _CHANNELS_LAST.get(x.dim())
+    layout = CHANNELS_LAST.get(x.dim())
     is_last = layout is not None and (x.is_contiguous(memory_format=layout) or suggest_memory_format(x) is layout)
     return layout if layout is not None and is_last else torch.contiguous_format
-
-
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @torch.no_grad()

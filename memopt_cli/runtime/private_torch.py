@@ -342,6 +342,12 @@ def buffers_of(module: Any) -> dict[str, Any]:
     return table
 
 
+MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
+"""Attributes of every module, which hold its parameters, buffers, submodules and hooks."""
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Number of dimensions -> the memory format with the channels last."""
+
+
 def children_of(module: Any) -> dict[str, Any]:
     """Return the dictionary of the children of ``module``; of a ``ScriptModule``, an object that has ``items``."""
     table: dict[str, Any] = module._modules

@@ -29,6 +29,7 @@ GROUPS: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP,
 """The groups of options in the order of help, most needed first."""
 
 MAX_RANKS: Final = 2**20
+"""Maximum number of ranks of a layout."""
 LONGEST_S: Final = 1e6
 """Largest number of seconds that an option takes."""
 

@@ -64,7 +64,7 @@ class OwnStep(Step):
             output = models.step.run(*self.args, **self.kwargs)
         if not any(True for _ in tensors_of(output)):
             raise StepError(
-                f"the step's function returned {_describe(output)}, not a tensor",
+                f"the step's function returned {type_in_words(output)}, not a tensor",
                 hint="Return the losses from run, or other tensors that depend on the step: memopt compares them.",
             )
         watch.check()
@@ -145,10 +145,6 @@ class OwnStep(Step):
 NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
 LIST_OPTIMIZERS = "List the optimizers that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
 _HINT = "It is called with the inputs, one for each argument of run, such as `-i 8x3x32x32`."
-
-
-def _describe(output: Any) -> str:
-    return "nothing" if output is None else type_in_words(output)
 
 
 class _Watch:

@@ -34,9 +34,6 @@ share of the largest gradient, not by their own size."""
 _NORM_EPSILON = 1e-5
 """Number that norms add to a variance, so that smaller variances do not matter."""
 
-TOLERANCE = 1e-9
-"""Relative difference in float64 up to which two steps count as equal."""
-
 
 @dataclass(frozen=True, slots=True)
 class EffectDifference:

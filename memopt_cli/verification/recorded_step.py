@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from memopt_cli.errors import StepError
-from memopt_cli.records import FurtherCheck, Plan, Verification
+from memopt_cli.records import TOLERANCE, FurtherCheck, Plan, Verification
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.samples import nothing_sampled
@@ -19,7 +19,6 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import why_whole
 from memopt_cli.training.step import Step, is_out_of_memory, synchronize
 from memopt_cli.verification.effects import (
-    TOLERANCE,
     EffectDifference,
     difference,
     effects,

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.records import StepSettings
+from memopt_cli.records import TOLERANCE, StepSettings
 from memopt_cli.training import step as step_module
 from memopt_cli.training.step import Step, seed_torch
 from memopt_cli.verification.effects import (
-    TOLERANCE,
     EffectDifference,
     bit_equal,
     difference,

@@ -22,9 +22,18 @@ from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, ObjectKi
 from memopt_cli.loading.pickles.kinds.modules import REGISTERS
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS
 from memopt_cli.loading.pickles.making import HASHING
-from memopt_cli.loading.pickles.nodes import DICT, GETATTR, Built, Global, Tuple, Walk, depth_of, held_in, reachable
+from memopt_cli.loading.pickles.nodes import (
+    DICTS,
+    GETATTR,
+    Built,
+    Global,
+    Tuple,
+    Walk,
+    depth_of,
+    held_in,
+    reachable,
+)
 
-_DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _MAX_MODULES: Final = 100
 _MAX_CONTAINERS: Final = 200
 """Maximum depth of nested modules, and of nested plain containers: Python walks them by recursion."""
@@ -170,7 +179,7 @@ class Audit:
         """Yield the dicts that become the attributes of ``node``, and the registers of a module in them."""
         for attributes in _states_of(node):
             inner = attributes.items if isinstance(attributes, Tuple) else (attributes,)
-            yield from (part for part in inner if isinstance(part, Built) and part.name in _DICTS)
+            yield from (part for part in inner if isinstance(part, Built) and part.name in DICTS)
             if self.role_of(node) == "module":
                 entries = plain_entries(attributes) or ()
                 yield from (part for name, part in entries if name in REGISTERS and isinstance(part, Built))

@@ -20,7 +20,7 @@ from memopt_cli.loading.pickles.nodes import Built, Tuple, entries_of
 from memopt_cli.text.documents import abridge, quoted_flag
 from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 
-_SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
+SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _MAX_LOOKED_AT, _DEEPEST = 100_000, 20
 """Maximum number of values that are searched for a model, and maximum depth of nested containers."""
 _SHOWN, _LONGEST_NAME = 8, 200
@@ -35,7 +35,7 @@ def is_module(value: Any) -> bool:
     """Return whether ``value`` is the stand-in of a module: its state has ``_modules``, or memopt itself made it."""
     if not isinstance(value, Built):
         return False
-    if value.callee in (*RESTORE_SEGMENTS, RESTORE_LIFTED) or str(value.name) == _SCRIPT_LEAF:
+    if value.callee in (*RESTORE_SEGMENTS, RESTORE_LIFTED) or str(value.name) == SCRIPT_LEAF:
         return True
     return any(name == "_modules" for name, _ in plain_entries(value.state) or ())
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from memopt_cli.loading.pickles.charges import PickleScan, amount_of, hash_cost, hash_of, size_of
 from memopt_cli.loading.pickles.names import called_name, within_class
-from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Tuple, UnpicklingStep
+from memopt_cli.loading.pickles.nodes import DICTS, Built, Global, Tuple, UnpicklingStep
 
 TENSOR_SUBCLASS_REBUILD: Final = Global("torch._tensor", "_rebuild_from_type_v2")
 """The function that rebuilds a tensor subclass; it calls its first argument."""
@@ -41,7 +41,6 @@ _COPIED: Final = (Global("torch._utils", "_rebuild_sparse_tensor"), Global("torc
 """Functions that copy tensors among their arguments: indices, and the scales of channels."""
 _COPIED_STATES: Final = (Global("torch", "ScriptObject"), Global("memopt_cli.runtime.script", "ScriptLeaf"))
 """Classes that copy the tensors of their state: packed weights, and a TorchScript archive, which is read again."""
-_DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
 """Functions by which the protocols before 2 create an empty object."""
 
@@ -144,7 +143,7 @@ class Maker:
             raise ValueError("it sets the state of an object twice")
         node.state, node.has_state = state, True
         parts = state.items if isinstance(state, Tuple) else (state,)
-        self._states.update(id(part) for part in parts if isinstance(part, Built) and part.name in _DICTS)
+        self._states.update(id(part) for part in parts if isinstance(part, Built) and part.name in DICTS)
         self._scan.spend(sum(amount_of(part) for part in parts if isinstance(part, Built | Tuple)))
         self._scan.take(sum(map(size_of, parts)))
         if node.callee in _COPIED_STATES:

@@ -39,6 +39,7 @@ PERSISTENT: Final = Global("?", "persistent")
 """A stand-in for the function that finds an object outside of the pickle, by its identity."""
 GETATTR: Final = Global("builtins", "getattr")
 DICT: Final = Global("builtins", "dict")
+DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 LIST: Final = Global("builtins", "list")
 SET: Final = Global("builtins", "set")
 FROZENSET: Final = Global("builtins", "frozenset")

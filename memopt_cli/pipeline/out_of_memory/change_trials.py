@@ -18,6 +18,7 @@ from memopt_cli.pipeline.plans.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.terms import command_line
 from memopt_cli.records import (
+    LONGEST_STEP_S,
     STEP,
     BatchAdvice,
     BatchRequest,
@@ -42,8 +43,6 @@ _LEVEL: Final = 4
 """Level of the search for a plan: the highest, as the step must fit by any means."""
 _SEARCH_S: Final = 30.0
 """Time limit of the search for a plan, in seconds."""
-LONGEST_STEP_S: Final = 60.0
-"""Longest step that the search for micro-batches runs, in seconds."""
 
 
 def plan_in_words(plan: Plan) -> str:

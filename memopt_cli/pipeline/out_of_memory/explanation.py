@@ -20,11 +20,12 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.memory.step_peaks import allocated_peak, first_beyond, is_alive, live_bytes
-from memopt_cli.pipeline.out_of_memory.change_trials import LONGEST_STEP_S, ChangeTrials
+from memopt_cli.pipeline.out_of_memory.change_trials import ChangeTrials
 from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.records import (
+    LONGEST_STEP_S,
     STEP,
     ExplainRequest,
     Explanation,

@@ -23,10 +23,8 @@ from torch import Tensor, nn
 from memopt_cli.runtime.lifted.operators import FUNCTIONS, is_data
 from memopt_cli.runtime.lifted.program import BadProgramError, check_program, check_size, is_further_call, nodes_of
 from memopt_cli.runtime.lifted.source import generate
-from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
+from memopt_cli.runtime.private_torch import MODULE_ATTRIBUTES, buffers_of, children_of, parameters_of
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
-
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class LiftedModule(nn.Module):
@@ -187,7 +185,7 @@ def _running_further_calls(methods: dict[str, Callable[..., Any]]) -> Callable[.
 
 def _check_state(module: LiftedModule) -> None:
     state = vars(module)
-    if not state.keys() >= _MODULE_ATTRIBUTES:
+    if not state.keys() >= MODULE_ATTRIBUTES:
         raise BadProgramError("its state is not a module's")
     children = state["_modules"]
     if not all(isinstance(child, nn.Module) for child in children.values()):
