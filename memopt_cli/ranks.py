@@ -220,7 +220,7 @@ def plan_rank(
         source=rank_step.subject.source,
         spec=rank_step.subject.spec,
         settings=rank_step.subject.settings,
-        search=search_of(level, max_slowdown, target, allow_inexact),
+        search=search_of(level=level, max_slowdown=max_slowdown, target=target, allow_inexact=allow_inexact),
         goal=SearchGoal(budget=budget_of(budget)),
         search_limit_s=accepted_if_given("search_time", search_time),
         card=card_given(for_device, None),

@@ -156,9 +156,11 @@ def compiled_table(summary: MemOptSummary) -> Table:
     """Return the original and every plan that was measured for ``--compile``, with what was measured of it."""
     original = _outcome(summary, 0)
     table = plain_table("plan", "allocated\npeak", "step", "ratio", "", words=["plan", ""])
-    rows = [(in_words(row.plan), row.plan, row.outcome, row.dropped) for row in summary.compiled]
-    own = [(_OWN, None, summary.own_checkpoints, "")] * (summary.own_checkpoints is not None)
-    for words, plan, outcome, dropped in [(in_words(Plan()), Plan(), original, ""), *own, *rows]:
+    rows: list[tuple[str, Plan | None, object, str]] = [(in_words(Plan()), Plan(), original, "")]
+    if summary.own_checkpoints is not None:
+        rows.append((_OWN, None, summary.own_checkpoints, ""))
+    rows += [(in_words(row.plan), row.plan, row.outcome, row.dropped) for row in summary.compiled]
+    for words, plan, outcome, dropped in rows:
         cells = ("–", "–", "–")
         if isinstance(outcome, Measurement):
             ratio = _slowdown(outcome, original) if isinstance(original, Measurement) else "–"
@@ -285,7 +287,11 @@ def frontier(summary: MemOptSummary) -> Table:
     own = summary.own_checkpoints
     longest = max((found.step_s for found in [*measured, *([own] if own else [])]), default=0.0)
     words = told_apart([point.plan for point in summary.frontier])
-    for number, (point, plan) in enumerate(zip(summary.frontier, words, strict=True), 1):
+    rows = [(str(number), *row) for number, row in enumerate(zip(summary.frontier, words, strict=True), 1)]
+    if own is not None:
+        base_s = summary.frontier[0].original_step_s
+        rows.append(("–", ParetoPoint(plan=Plan(), outcome=own, original_step_s=base_s), _OWN))
+    for pick, point, plan in rows:
         match point.outcome:
             case Measurement() as found:
                 cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
@@ -296,13 +302,7 @@ def frontier(summary: MemOptSummary) -> Table:
         peak = point.predicted_allocated_peak_bytes
         predicted = "–" if peak is None else format_bytes(peak)
         elsewhere = [_elsewhere(point)] * shows_elsewhere
-        table.add_row(str(number), cells[0], predicted, cells[1], ratio, *elsewhere, _bits(point.plan), plan, plot)
-    if own is not None:
-        cells = (format_bytes(own.allocated_peak_bytes), format_seconds(own.step_s))
-        base_s = summary.frontier[0].original_step_s
-        ratio = "–" if base_s is None else f"{own.step_s / base_s:.2f}×"
-        plot = " " * round(_PLOT_WIDTH * own.step_s / longest) + "●"
-        table.add_row("–", cells[0], "–", cells[1], ratio, *[""] * shows_elsewhere, _bits(Plan()), _OWN, plot)
+        table.add_row(pick, cells[0], predicted, cells[1], ratio, *elsewhere, _bits(point.plan), plan, plot)
     return table
 
 
@@ -376,23 +376,25 @@ def _in_place(segment: SegmentPlan) -> str:
 
 
 def in_words(plan: Plan) -> str:
-    """Return ``plan`` in words: ``8 segments (2 packed), saved packed``, ``7 recomputed, 4 in chunks, …``.
+    """Return ``plan`` in words: ``8 segments (2 packed), saved tensors packed``, ``7 recomputed, 4 in chunks, …``.
 
     The counts before the brackets add up to the number of segments.
     """
     if plan.by is not None:
         return "; ".join(f"{plan.by.dim} up to {part.up_to}: {in_words(part.plan)}" for part in plan.ranges)
-    said = _segments_in_words(plan.segments)
-    said += (
-        ["saved packed"] * plan.packed
-        + [f"saved sent to {plan.place}"] * (plan.place != "device")
-        + ["optimizer in backward"] * plan.in_backward
-    )
+    phrases = _segments_in_words(plan.segments)
+    if plan.packed:
+        phrases.append("saved tensors packed")
+    if plan.place != "device":
+        phrases.append(f"saved tensors sent to {plan.place}")
+    if plan.in_backward:
+        phrases.append("optimizer in backward")
     if plan.compile is not None:
         budget, mode = plan.compile.activation_memory_budget, plan.compile.mode
-        said = [" ".join(filter(None, ["compiled by", plan.compile.backend, mode])), *said]
-        said += [f"memory budget {budget:g}"] if budget is not None else []
-    return ", ".join(said) or "no segments"
+        phrases.insert(0, " ".join(filter(None, ["compiled by", plan.compile.backend, mode])))
+        if budget is not None:
+            phrases.append(f"memory budget {budget:g}")
+    return ", ".join(phrases) or "no segments"
 
 
 def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
@@ -472,7 +474,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
 def _next_in_python(result: OptimizeResult) -> Iterator[str]:
     """Yield the next thing to type after a Python function's answer, whatever the user's variable is called."""
     if result.summary.offers_choice:
-        yield "nothing is applied; memopt_cli.apply_plan(model, plan) takes the result's .summary.frontier[N - 1].plan"
+        yield "nothing is applied; for plan N: memopt_cli.apply_plan(model, result.summary.frontier[N - 1].plan)"
     elif result.summary.is_applied:
         path = f"{result.header.model}.plan.yaml"
         use = f'memopt_cli.apply_plan(model, "{path}")'
@@ -604,7 +606,7 @@ def _measured_steps(found: FingerprintCheck) -> str:
     equal = "bit for bit"
     if found.equal < found.compared:
         largest = f"{found.worst_difference:.0e} of their norm, {found.tolerance:.0e} allowed"
-        largest += ": at most ten times what rounding the parameters changes" * found.by_rounding
+        largest += ", at most ten times the change from rounding the parameters" * found.by_rounding
         equal = f"within rounding ({found.equal} bit for bit, the others to {largest})"
     return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
 

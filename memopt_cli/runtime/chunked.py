@@ -383,7 +383,7 @@ def _without_axis(config: SegmentConfig, output: Any) -> Complaint:
 
 
 def _writing(name: str, value: Any) -> Complaint:
-    """Return that the first chunk wrote to the argument ``value`` named ``name``."""
+    """Return the complaint that the first chunk wrote to the argument ``value`` named ``name``."""
     kind = type(value).__name__
     is_cache = "cache" in kind.lower()
     hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""

@@ -66,7 +66,7 @@ class Packed:
     dim: int = 0
     """The dimension along which the parts are concatenated."""
     whole: Packed | None = None
-    """For a view stored raw, its base, stored raw.  ``None``: it is no view, or is encoded."""
+    """For a view stored raw, its base, stored raw.  ``None``: it is not a view, or it is encoded."""
 
     @property
     def raw(self) -> bool:
@@ -296,7 +296,7 @@ class OwnCompressor(SpikeCompressor):
         """Whether its ``decompress`` takes the shape.  ``None``: not called yet (a compiler cannot find out)."""
 
     def compress(self, x: Tensor) -> Packed:
-        """Store ``x`` by the codec, restore it at once and compare; warn of what the codec would not give back."""
+        """Store ``x`` by the codec, restore it and compare; warn if the codec does not give it back exactly."""
         packed, reason = self._try(x)
         if reason:
             warnings.warn(
@@ -544,7 +544,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def recorded_shares(share: Callable[[], float]) -> Iterator[None]:
-    """Have fake tensors that are stored sparsely in the block take the ``share()`` of their bytes, below 1."""
+    """Inside the block, count a fake tensor stored by ``sparse`` as ``share()`` (below 1) of its bytes."""
     _thread.share = share
     try:
         yield

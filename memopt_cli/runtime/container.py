@@ -64,7 +64,7 @@ class GCContainer(Installed):
     def __new__(cls, x_compressor: Any, *modules: nn.Module) -> Any:
         """Make a segment of ``modules``.
 
-        Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot be a segment.
+        Raises :class:`TypeError` if one is not a module, :class:`ValueError` if they cannot be a segment.
         """
         return _construct(cls, x_compressor, modules, SegmentConfig())
 
@@ -88,7 +88,7 @@ class TCGCContainer(GCContainer):
     ) -> Any:
         """Make a segment of ``modules`` that runs in ``n_chunk`` chunks.
 
-        Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot run in chunks.
+        Raises :class:`TypeError` if one is not a module, :class:`ValueError` if they cannot run in chunks.
         """
         norms = n_chunk != 1 and any(batch_norms(module) for module in modules)
         config = SegmentConfig(chunks=n_chunk, seq_inputs=n_seq_inputs, seq_outputs=n_outputs, batch_statistics=norms)
@@ -141,7 +141,7 @@ def check_installed(module: nn.Module) -> None:
 
 
 def _first(reason_of: Callable[[SegmentConfig], str], config: Settings) -> str:
-    """Return the first ``reason_of`` a setting in ``config``, one for each range of lengths, or an empty text."""
+    """Return the first reason that ``reason_of`` gives for ``config``, or for one of its ranges; else ""."""
     configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
     return next(filter(None, map(reason_of, filter(None, configs))), "")
 
@@ -172,13 +172,13 @@ def settings_of(module: nn.Module) -> Settings | None:
 def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
     """Return an empty segment of class ``original``, which an unpickler fills, or the lifted module made a segment.
 
-    Saved models refer to this function: a file format.  Raises :class:`ValueError` for settings that no segment has.
+    Saved models name this function: do not rename it.  Raises :class:`ValueError` for settings no segment has.
     """
     return _restore(original, SegmentConfig(**config))
 
 
 def restore_by_length(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
-    """Return an empty segment by length, as :func:`restore_segment` does for other segments: also a file format."""
+    """Return an empty segment by length, as :func:`restore_segment` does for other segments; do not rename it."""
     configs = tuple(None if entry is None else SegmentConfig(**entry) for entry in config["configs"])
     length = None if config["length"] is None else LengthOf(**config["length"])
     return _restore(original, ConfigsByLength(**{**config, "configs": configs, "length": length}))
@@ -204,7 +204,7 @@ _MADE = "_memopt_made"
 
 
 class _SegmentClass(type):
-    """The class of the classes of segments, on which attributes are set as without a plan: on the module's own class.
+    """Metaclass of segment classes: attributes set on one are set on the module's own class, as without a plan.
 
     So ``type(self).calls += 1`` in a forward, or ``type(layer).rate = 0.1`` in a schedule, is seen by all modules of
     that class, segments or not.

@@ -16,7 +16,7 @@ _looks: MutableMapping[nn.Module, Look] = WeakKeyDictionary()
 
 
 def look_at_first_call(segment: nn.Module, look: Look) -> None:
-    """Have ``look`` called before ``segment`` runs as one for the first time, and where it runs plainly instead."""
+    """Register ``look`` to be called before the first run of ``segment`` as a segment, or where it runs plainly."""
     _looks[segment] = look
 
 

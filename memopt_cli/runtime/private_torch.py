@@ -315,7 +315,7 @@ def is_known_to_script(operator: str) -> bool:
 
 
 def with_plain_functions() -> AbstractContextManager[None]:
-    """Have functions ignore ``__torch_function__`` of their arguments' classes, for the time of the block."""
+    """Ignore ``__torch_function__`` of arguments' classes inside the block."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -917,7 +917,7 @@ function_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stac
 
 @contextlib.contextmanager
 def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Have ``modes`` see every function that is called in the block, and no others."""
+    """Activate ``modes``, and no other function modes, inside the block."""
     present = [_pop_mode() for _ in function_modes()][::-1]
     for mode in modes:
         _push_mode(mode)

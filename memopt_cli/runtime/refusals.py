@@ -1,4 +1,4 @@
-"""Find the reason why a module cannot be a segment, or not with the settings of a plan.
+"""Find the reason why a module cannot be a segment, at all or with the settings of a plan.
 
 Every reason is a sentence about the module ("it is a ScriptModule"), which callers show as it is.  An empty text: there
 is no reason.

@@ -33,7 +33,7 @@ class Run(nn.Sequential):
 class GroupedSequential(nn.Sequential):
     """A Sequential with runs.  A child that is replaced is replaced in its run, too.
 
-    Saved models refer to this class, and have its runs in the attribute ``RUNS_KEY``: a file format.
+    Saved models name this class and the attribute ``RUNS_KEY``, which has its runs: do not rename either.
     """
 
     def forward(self, input: Any) -> Any:

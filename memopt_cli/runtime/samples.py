@@ -75,7 +75,7 @@ def sample(tensor: Tensor) -> list[Any] | None:
 
 
 def glance(tensor: Tensor) -> bytes | None:
-    """Return the bytes at start, middle and end of ``tensor``, at next to no cost.  ``None``: not readable so."""
+    """Return the bytes at start, middle and end of ``tensor``, at almost no cost; ``None`` if they cannot be read."""
     if _is_off or type(tensor) is not Tensor or not tensor.is_cpu or is_of_transform(tensor):
         return None
     if not tensor.is_contiguous():

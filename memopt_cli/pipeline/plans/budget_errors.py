@@ -15,7 +15,7 @@ from memopt_cli.text.paths import gather_paths
 from memopt_cli.text.units import format_apart, format_bytes
 
 _REASON_SHARE: Final = 0.1
-"""Share of a peak from which on activations and kernel workspaces are named as reasons for the peak."""
+"""Activations and kernel workspaces are named as reasons if they are at least this share of the peak."""
 _NAMED_SHARE: Final = 0.8
 """Share of the activations at a peak that a message accounts for by the names of modules."""
 _MAX_HOLDERS: Final = 8

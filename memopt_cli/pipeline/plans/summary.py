@@ -17,7 +17,7 @@ from memopt_cli.search.plan.schedules import count_segments
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 _SLOW_STEP_RATIO = 2.0
-"""A slowdown from which on the summary points to faster plans."""
+"""The summary points to faster plans if the slowdown is at least this."""
 
 
 def summarize(

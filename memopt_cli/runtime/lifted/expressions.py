@@ -41,7 +41,7 @@ class Expressions:
         the variables of its operands are known only then."""
 
     def write_inline(self, node: Node) -> None:
-        """Have the value of ``node`` written wherever it is used."""
+        """Write the value of ``node`` inline wherever it is used, without a variable."""
         self._inline[node[3][0]] = self.of(node)
 
     def is_inline(self, operand: Any) -> bool:
