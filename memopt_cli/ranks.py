@@ -273,8 +273,8 @@ def _rank_step(
 
 def _function(name: str, value: Any, role: str) -> UserFunction:
     if value is None or isinstance(value, nn.Module):
-        kind = "no function" if value is None else f"a model ({type(value).__name__})"
-        raise OptionError(f"{name} is {kind}", hint="Give a function, or text that names one.")
+        kind = "None" if value is None else f"a model ({type(value).__name__})"
+        raise OptionError(f"{name} is {kind}, not a function", hint="Give a function, or text that names one.")
     return locate_function(checked_function(name, value), role)
 
 

@@ -300,7 +300,7 @@ def resolve_device() -> str:
 
     N is the local rank that a launcher put into the environment (torchrun, Slurm, Open MPI, MVAPICH2); else, with
     ``torch.distributed`` initialized, the rank modulo the number of devices; else the current device.
-    Raises :class:`OptionError` (a :class:`ValueError`) for a local rank that is no number or has no device.
+    Raises :class:`OptionError` (a :class:`ValueError`) for a local rank that is not a number or has no device.
     """
     if not torch.cuda.is_available():
         return "cpu"

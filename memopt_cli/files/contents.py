@@ -71,7 +71,7 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     Raises
     ------
     UsageError
-        If the file cannot be read, is no plan, has an unknown or missing key or a value of the wrong type, or was
+        If the file cannot be read, is not a plan, has an unknown or missing key or a value of the wrong type, or was
         written by a later memopt.
     """
     data = _plan_data(path)

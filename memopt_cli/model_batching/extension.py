@@ -90,7 +90,7 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
     Raises
     ------
     UsageError
-        If it is no subclass of :class:`AbstractBatchModule`, or has no ``base_class``.
+        If it is not a subclass of :class:`AbstractBatchModule`, or has no ``base_class``.
     """
     if not (isinstance(batch_class, type) and issubclass(batch_class, AbstractBatchModule)):
         raise UsageError(

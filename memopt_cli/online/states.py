@@ -200,7 +200,7 @@ def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
     Raises
     ------
     UsageError
-        If ``batch_size`` is no whole number of at least 1.
+        If ``batch_size`` is not a whole number of at least 1.
     """
     if batch_size is not None and not is_size(batch_size, 1):
         raise UsageError(

@@ -23,7 +23,7 @@ from memopt_cli.runtime.owners import Slots
 _MAX_COPY_BYTES: Final = 1 << 16
 """Maximum bytes of a tensor that is copied, in a watched call, if an object outside of the module holds it."""
 _OTHERS: Final[Slot] = (-1, None)
-"""A slot of no owner, under which the arguments that are no tensors are held."""
+"""A slot of no owner, under which the arguments that are not tensors are held."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class HeldTensor:
 
 
 class HeldSlots:
-    """The values in the slots that move, and the arguments that are no tensors, from before forward.
+    """The values in the slots that move, and the arguments that are not tensors, from before forward.
 
     How each is held, for a block (owner 0) with a counter, a list ``seen``, and a batch norm's buffers (owner 1)::
 
@@ -73,7 +73,7 @@ class HeldSlots:
     """
 
     def __init__(self, known: Known, reading: Reading, others: Iterable[Any], *, is_watched: bool) -> None:
-        """Hold the slots that move according to ``reading``, and ``others``, the arguments that are no tensors.
+        """Hold the slots that move according to ``reading``, and ``others``, the arguments that are not tensors.
 
         ``is_watched``: copy whatever forward might change, and not only what earlier calls changed.
         """
@@ -130,7 +130,7 @@ class HeldSlots:
                 held.alias = self.originals[number].detach()
 
     def _hold(self, tensor: Tensor) -> Any:
-        """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is no state (a parameter, say)."""
+        """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is not state (a parameter, say)."""
         if not is_plain_state(tensor):
             return tensor
         number = id(tensor)

@@ -207,7 +207,7 @@ def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     if not hasattr(optimizer, "param_groups"):
-        raise ValueError("is no torch.optim.Optimizer")
+        raise ValueError("is not a torch.optim.Optimizer")
     if "param_groups" not in vars(optimizer):
         raise ValueError("wraps another optimizer: pass the wrapped optimizer")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -143,7 +143,7 @@ is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
 
 base_of: Final[Callable[[Tensor], Tensor | None]] = attrgetter("_base")
-"""The base of a tensor that autograd takes for a view.  ``None``: it is no view."""
+"""The base of a tensor that autograd takes for a view.  ``None``: it is not a view."""
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -633,7 +633,7 @@ _SKIPPED: Final = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def not_compiled(function: _C) -> _C:
-    """Have ``torch.compile`` look neither into ``function`` nor into what that calls.
+    """Hide ``function``, and all that it calls, from ``torch.compile``.
 
     ``torch.compiler.disable`` would do so too, but imports the compiler and puts a wrapper around every call.
     """
@@ -653,7 +653,7 @@ between_graphs: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torc
 
 
 def asked_while_compiling(function: _C) -> _C:
-    """Have ``torch.compile`` call ``function``, which may take strings alone, and treat its result as a constant.
+    """Let ``torch.compile`` call ``function``, whose arguments are strings, and treat its result as a constant.
 
     ``torch.compiler.assume_constant_result`` would do so too, but imports the compiler.
     """
@@ -897,10 +897,10 @@ class _Chunks(Sequence[Tensor]):
 
 @contextlib.contextmanager
 def sharded_without_the_others() -> Iterator[None]:
-    """Have ``fully_shard`` make only the shards that it keeps, in the block.
+    """Inside the block, make ``fully_shard`` create only the shards that it keeps.
 
-    It makes a shard for every rank, and keeps its own.  In dry runs for 1024 ranks, the other shards would take two
-    thirds of the time.
+    Otherwise it creates a shard for every rank, and keeps its own.  In dry runs for 1024 ranks, the other shards would
+    take two thirds of the time.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -1002,7 +1002,7 @@ def hooks_of(script: Any) -> list[Any]:
 
 
 def reader_of(archive: bytes) -> Any:
-    """Return PyTorch's own reader of ``archive``.  Raises :class:`RuntimeError` if the bytes are no archive."""
+    """Return PyTorch's own reader of ``archive``.  Raises :class:`RuntimeError` if the bytes are not an archive."""
     return torch._C.PyTorchFileReader(io.BytesIO(archive))
 
 

@@ -103,7 +103,7 @@ def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
 def _codecs_left_out(findings: Findings) -> list[str]:
     """Return notes on modules that do not use the codec they ask for, and why.
 
-    Modules that were no candidates for a segment are named only if the user listed the candidates.
+    Modules that were not candidates for a segment are named only if the user listed the candidates.
     """
     segments, considered = (
         findings.plan.longest.segments,

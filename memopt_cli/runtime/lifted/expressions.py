@@ -179,7 +179,7 @@ class Expressions:
 
 
 def _path(path: tuple[str, ...]) -> str:
-    """Return the text of the module at ``path``; a name that is no identifier, such as ``0``, is looked up."""
+    """Return the text of the module at ``path``; a name that is not an identifier, such as ``0``, is looked up."""
     return "self" + "".join(f".{name}" if is_name(name) else f"._modules[{name!r}]" for name in path)
 
 
