@@ -90,7 +90,8 @@ def _in_bytes(summary: MemOptSummary) -> str:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
             as_it_is, budget = summary.own_checkpoints or before, summary.budget_bytes
             peak = format_bytes(as_it_is.allocated_peak_bytes)
-            peak += " with its own checkpoints" * (summary.own_checkpoints is not None)
+            if summary.own_checkpoints is not None:
+                peak += " with its own checkpoints"
             if budget is not None and as_it_is.allocated_peak_bytes <= budget:
                 return f"the model stays as it is: its peak of {peak} is within the budget of {format_bytes(budget)}"
             return f"the model stays as it is, with a peak of {peak}"
@@ -175,12 +176,13 @@ def plan_table(summary: MemOptSummary) -> Table:
     """Return a row for each different plan of ``summary``: what was measured of it, and what was predicted."""
     original = _outcome(summary, 0)
     shows_elsewhere = any(map(_elsewhere, summary.levels))
-    headings = ("level", "plan", "measured", "step", "predicted", "step", *["elsewhere"] * shows_elsewhere)
+    headings = ["level", "plan", "measured", "step", "predicted", "step", *(["elsewhere"] if shows_elsewhere else [])]
     table = plain_table(*headings, names=["level"], words=["plan"])
     for span, levels, row in rows_by_plan(summary):
         applied = summary.is_applied and summary.applied_level in levels
         cells = [*_measured_cells(row, original), *_predicted_cells(row)]
-        cells += [_elsewhere(row)] * shows_elsewhere
+        if shows_elsewhere:
+            cells.append(_elsewhere(row))
         table.add_row(f"{span}{' *' if applied else ''}", in_words(row.plan), *cells, style="bold" if applied else None)
     if (own := _own_row(summary)) is not None:
         table.add_row("–", _OWN, *_measured_cells(own, original))
@@ -236,11 +238,12 @@ def level_table(summary: MemOptSummary) -> Table:
     """Return a row for each level of ``summary``, with all of its peaks."""
     original = _outcome(summary, 0)
     shows_elsewhere = any(map(_elsewhere, summary.levels))
-    headings = ("level", "plan", *_COLUMNS, *["elsewhere"] * shows_elsewhere)
+    headings = ["level", "plan", *_COLUMNS, *(["elsewhere"] if shows_elsewhere else [])]
     table = plain_table(*headings, names=["level"], words=["plan"])
     for row in summary.levels:
-        cells = _numbers(row, original if isinstance(original, Measurement) else None)
-        cells += (_elsewhere(row),) * shows_elsewhere
+        cells = [*_numbers(row, original if isinstance(original, Measurement) else None)]
+        if shows_elsewhere:
+            cells.append(_elsewhere(row))
         applied = row.level == summary.applied_level
         table.add_row(
             f"{row.level}{' *' if applied else ''}", in_words(row.plan), *cells, style="bold" if applied else None
@@ -281,7 +284,7 @@ _PLOT_WIDTH = 40
 def frontier(summary: MemOptSummary) -> Table:
     """Return the plans of the frontier as they are numbered, the original first, with a plot of their step times."""
     shows_elsewhere = any(map(_elsewhere, summary.frontier))
-    headings = ["pick", "allocated\npeak", "predicted", "step", "ratio", *["elsewhere"] * shows_elsewhere]
+    headings = ["pick", "allocated\npeak", "predicted", "step", "ratio", *(["elsewhere"] if shows_elsewhere else [])]
     table = plain_table(*headings, "bits", "plan", _PLOT, names=["bits", _PLOT], words=["plan"])
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     own = summary.own_checkpoints
@@ -301,7 +304,7 @@ def frontier(summary: MemOptSummary) -> Table:
                 cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
         peak = point.predicted_allocated_peak_bytes
         predicted = "–" if peak is None else format_bytes(peak)
-        elsewhere = [_elsewhere(point)] * shows_elsewhere
+        elsewhere = [_elsewhere(point)] if shows_elsewhere else []
         table.add_row(pick, cells[0], predicted, cells[1], ratio, *elsewhere, _bits(point.plan), plan, plot)
     return table
 
@@ -329,7 +332,8 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
         if row.outcome is not None:
             highest = max(row.runs, key=lambda run: (run.allocated_peak_bytes, run.length))
             allocated = format_bytes(highest.allocated_peak_bytes)
-            allocated += f" (at {highest.length})" * (highest.length < row.up_to)
+            if highest.length < row.up_to:
+                allocated += f" (at {highest.length})"
             tensors, step = format_bytes(row.outcome.tensor_peak_bytes), format_seconds(row.outcome.step_s)
             numbers = [allocated, tensors, step]
         yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, in_words(row.plan)
@@ -402,7 +406,7 @@ def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
     in_chunks = sum(segment.chunks > 1 for segment in segments if not segment.through_loss)
     recomputed = len(segments) - in_chunks - through_loss
     kinds = {
-        "recomputed" if in_chunks or through_loss else f"segment{'s' * (recomputed > 1)}": recomputed,
+        "recomputed" if in_chunks or through_loss else "segments" if recomputed > 1 else "segment": recomputed,
         "in chunks": in_chunks,
         f"through {'their' if through_loss > 1 else 'its'} loss": through_loss,
     }
@@ -457,7 +461,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
     written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
     # Another search, such as one that a remedy advises, would stop at these files; it replaces that of a frontier.
     is_in_the_way = any(path.endswith(".summary.json") for path in result.files)
-    again = "; next time, `--force` replaces them" * is_in_the_way
+    again = "; next time, `--force` replaces them" if is_in_the_way else ""
     yield f"{'searched' if result.in_memory else written} in {format_seconds(summary.spent_s)}{again}"
     if summary.advice:
         yield _batch(summary.advice)
@@ -606,7 +610,8 @@ def _measured_steps(found: FingerprintCheck) -> str:
     equal = "bit for bit"
     if found.equal < found.compared:
         largest = f"{found.worst_difference:.0e} of their norm, {found.tolerance:.0e} allowed"
-        largest += ", at most ten times the change from rounding the parameters" * found.by_rounding
+        if found.by_rounding:
+            largest += ", at most ten times the change from rounding the parameters"
         equal = f"within rounding ({found.equal} bit for bit, the others to {largest})"
     return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
 
@@ -645,7 +650,7 @@ def _describe_tolerance(verification: Verification) -> str:
 
 
 def _precision(verification: Verification) -> str:
-    return " in float64" * (verification.precision == "fp64")
+    return " in float64" if verification.precision == "fp64" else ""
 
 
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:

@@ -148,7 +148,11 @@ def _trust(given: list[tuple[str, str]]) -> str:
     for field, value in given:
         fields.setdefault(field, []).extend([f'"{value}"'] if value else [])
     spelled = (
-        f"{field}=({', '.join(values)}{',' * (len(values) == 1)})" if values else f"{field}=True"
+        f"{field}=({values[0]},)"
+        if len(values) == 1
+        else f"{field}=({', '.join(values)})"
+        if values
+        else f"{field}=True"
         for field, values in fields.items()
     )
     return f"trust=memopt_cli.Trust({', '.join(spelled)})"

@@ -88,8 +88,9 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
         holders = _largest_holders(smallest, _NAMED_SHARE * rest_bytes)
         names = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in holders)
         others = rest_bytes - sum(nbytes for _, nbytes in holders)
-        more = f", and {format_bytes(others)} of others" * (others > 0)
-        yield f"The rest are activations and tensors that backward makes: {names}{more}."
+        if others > 0:
+            names += f", and {format_bytes(others)} of others"
+        yield f"The rest are activations and tensors that backward makes: {names}."
     weights_bytes = smallest.breakdown.parameters_bytes + smallest.breakdown.gradients_bytes
     if weights_bytes > _WEIGHTS_SHARE * smallest.allocated_peak_bytes:
         advice = (
