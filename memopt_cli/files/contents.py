@@ -163,7 +163,7 @@ def read_frontier(path: Path) -> ShownFrontier:
 
 
 def read_header(path: Path) -> FileHeader:
-    """Read the header of a JSON file of memopt's at ``path``, such as a summary: the model, and its inputs.
+    """Read the header of memopt's JSON file at ``path``, such as a summary: the model, and its inputs.
 
     Raises :class:`OSError` and :class:`ValueError`, among them :class:`UsageError`, for any other file.
     """

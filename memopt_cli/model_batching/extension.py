@@ -14,7 +14,7 @@ B = TypeVar("B", bound="AbstractBatchModule")
 
 
 class AbstractBatchModule(nn.Module):
-    """Many copies of one module, with a kernel of the user's own.
+    """Many copies of one module, with the user's own kernel.
 
     A subclass names the class that it replaces in ``base_class``.  Its parameters and buffers have the names of that
     class, and a leading dimension of ``batch`` models.  It computes ``forward`` on merged data: dimension 0 of every

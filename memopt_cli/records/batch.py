@@ -160,7 +160,7 @@ class ModelCall:
     keywords: bool = False
     """Whether there are keyword arguments."""
     loss: Literal["of targets", "the output", "an attribute", "an entry"] = "of targets"
-    """Place of the loss.  ``of targets``: a function of the user's computes it from the output and targets.  ``an
+    """Place of the loss.  ``of targets``: a user function computes it from the output and targets.  ``an
     attribute``: it is ``output.loss``.  ``an entry``: it is ``output[entry]``."""
     entry: str | int = ""
     """Key or index of the loss, where it is an entry of the output."""

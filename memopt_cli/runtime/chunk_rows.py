@@ -136,7 +136,7 @@ def _dependence(piece: Piece, whole: _Result) -> Complaint:
 
 def _restart(piece: Piece, whole: _Result, cut: _Result) -> Complaint:
     """Return a complaint if the first row after a cut differs from that row of the whole run."""
-    # A generator of the module's own may draw numbers that ``is_random`` does not see.  It draws other numbers for half
+    # The module's own generator may draw numbers that ``is_random`` does not see.  It draws other numbers for half
     # the length than for the whole, and outputs then prove nothing.
     if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
         return ""

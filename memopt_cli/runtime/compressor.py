@@ -60,7 +60,7 @@ class Packed:
     version: int | None
     """The version of a tensor stored raw, which must not change before it is read.  ``None``: it is encoded."""
     skeleton: Any = None
-    """The return value of a user's own codec, with slots in place of the tensors.  ``None``: it is memopt's codec."""
+    """The return value of the user's own codec, with slots in place of the tensors.  ``None``: it is memopt's codec."""
     parts: tuple[Packed, ...] = ()
     """The stored parts of a concatenation; ``data`` holds the copied ones.  Empty for other tensors."""
     dim: int = 0
@@ -286,7 +286,7 @@ class Codec(Protocol):
 
 
 class OwnCompressor(SpikeCompressor):
-    """A codec of the user's own: a tensor that it would not give back to the bit is stored raw."""
+    """The user's own codec: a tensor that it would not give back to the bit is stored raw."""
 
     name = "own"
 
@@ -511,7 +511,7 @@ OWN_COMPRESSOR = OwnCompressor.name
 def declared_compressor(module: nn.Module) -> str | None:
     """Return the name of the codec in the attribute ``x_compressor`` of ``module``, or ``None`` without one.
 
-    The attribute is a codec or the name of a codec's class; a class name of memopt's means memopt's codec.  Raises
+    The attribute is a codec or the name of a codec's class; the name of a memopt class means memopt's codec.  Raises
     :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec` says.
     """
     declared = getattr(module, "x_compressor", None)

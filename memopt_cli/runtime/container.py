@@ -70,7 +70,7 @@ class GCContainer(Installed):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # After ``GCContainer(...)``, Python calls this with the arguments of ``__new__``, which has done everything.
-        # Any other call is one of the module's own ``__init__``.
+        # Any other call is a call of the module's own ``__init__``.
         if not vars(self).pop(_CONSTRUCTED, False):
             super().__init__(*args, **kwargs)
 
@@ -239,7 +239,7 @@ def _metaclass(original: type[nn.Module]) -> type[_SegmentClass]:
 def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
     """Return the class of segments on modules of class ``original``; make it the first time.
 
-    Python holds the subclasses of ``original`` weakly, and a cache of memopt's would keep them alive.
+    Python holds the subclasses of ``original`` weakly, and a cache here would keep them alive.
     """
     kinds = (kind for kind in original.__subclasses__() if vars(kind).get("_original") is original)
     return next((kind for kind in kinds if kind.__bases__[0] is mixin), None) or _make_segment_class(original, mixin)
@@ -341,7 +341,7 @@ def _run_at_length(module: nn.Module) -> Run | None:
     Segments run uncompiled: a graph made for one length would also be used for other lengths.
     """
     config = segment_of(module)
-    # A checkpoint of the user's own would run the module again in backward, where the length is unknown.
+    # The user's own checkpoint would run the module again in backward, where the length is unknown.
     if config is None or is_checkpointed():
         return None
     mixin = _mixin(config)

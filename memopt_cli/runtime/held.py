@@ -261,7 +261,7 @@ class HeldSlots:
             held = self.tensors.get(id(current))
             if held is None or self.originals.get(held.number) is not current or current.grad_fn is not None:
                 return value
-            # A vector of the module's own that forward may have written is always exchanged for the one held: code that
+            # The module's own vector that forward may have written is always exchanged for the one held: code that
             # records a step relies on nobody else holding it.
             is_own = 0 <= slot[0] < self._known.own
             is_changed = held.is_written(current) if is_own else not held.is_equal(current)

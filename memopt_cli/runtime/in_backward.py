@@ -248,7 +248,7 @@ def check_steps_alone(optimizer: Optimizer) -> None:
             step_without_hooks(alone)
     except ValueError:
         raise
-    except Exception as error:  # the optimizer may be a class of the user's, and raise anything
+    except Exception as error:  # the optimizer may be the user's own class, and raise anything
         raise ValueError(f"cannot take a step of one parameter: {error}") from error
 
 

@@ -226,7 +226,7 @@ def calls_without_notes() -> int:
 
 @contextlib.contextmanager
 def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace ``name`` of ``owner``, a class or module of PyTorch's, for the time of the block.
+    """Replace ``name`` of ``owner``, a PyTorch class or module, for the time of the block.
 
     ``changed`` makes the replacement of the original.
     """
@@ -673,7 +673,7 @@ PyTorch 2.8 does, with ``inductor`` and ``aot_eager``, and 2.13 does not; the ve
 
 @asked_while_compiling
 def differentiates_ahead() -> bool:
-    """Return whether the backend that compiles now is one of PyTorch's that derive backward ahead of time.
+    """Return whether the backend that compiles now is a PyTorch backend that derives backward ahead of time.
 
     Such a backend takes a checkpoint apart, so that its operators draw and count once.  Other backends run the graph as
     it is, in which a checkpoint runs its part twice, with other random numbers and on the same buffers.

@@ -58,7 +58,7 @@ def refusal(module: nn.Module) -> str:
 
 
 def _overwriting(module: nn.Module) -> str:
-    """Return the first layer in ``module``, as text, if it is a layer of PyTorch's that works in place."""
+    """Return the first layer in ``module``, as text, if it is a PyTorch layer that works in place."""
     while isinstance(module, nn.Sequential) and calls_in_turn(module) and len(module):
         module = next(iter(module.children()))
     in_place = type(module).__module__.startswith("torch.nn.") and getattr(module, "inplace", False) is True

@@ -85,7 +85,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
 def _parse_mark(mark: str) -> tuple[list[str], list[tuple[str, str]]] | None:
     """Split ``mark`` into the words before its first flag, and its flags with their values (empty for none).
 
-    ``None`` for a text that is not an option: an error of PyTorch's that memopt quotes may have backticks, too.
+    ``None`` for a text that is not an option: a PyTorch error that memopt quotes may have backticks, too.
     """
     with contextlib.suppress(ValueError):  # a quotation that does not end
         command: list[str] = []

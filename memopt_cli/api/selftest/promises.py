@@ -91,7 +91,7 @@ class _Case:
 
 _ATTENTION = _Case(name="attention")
 _PLANNED = (
-    # At 32x32, one image alone runs in another kernel of PyTorch's on the CPU, with a workspace of its own.
+    # At 32x32, one image alone runs in another PyTorch kernel on the CPU, with a workspace of its own.
     _Case(name="convolutions, batch norm", model="convolutional", inputs="Bx3x48x48", dims={"B": 8}, level=3),
     _ATTENTION,
     _Case(name="attention, outputs kept", level=4),

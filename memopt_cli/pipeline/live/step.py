@@ -1,4 +1,4 @@
-"""Prepare a step of the user's own for the Python API, from the function that makes it.
+"""Prepare the user's own step for the Python API, from the function that makes it.
 
 Profiling subprocesses import the function by name; if they cannot, it is called in this process.
 """

@@ -327,7 +327,7 @@ class ChangeTrials:
             raise UsageError("the step accumulates already")
 
     def _require_step_of_ours(self) -> None:
-        """Refuse a step of the user's own, whose code fixes batch and precision.  Raises :class:`UsageError`."""
+        """Refuse the user's own step, whose code fixes batch and precision.  Raises :class:`UsageError`."""
         if self._prepared.facts.format == STEP:
             raise UsageError("the batch and the precision of a custom step are fixed in its code")
 

@@ -58,7 +58,7 @@ def frontier_path(request: OptimizeRequest) -> Path:
 
 
 def check_frontier_target(request: OptimizeRequest) -> None:
-    """Raise as :func:`check_targets` for a file in the place of the frontier that is not one of memopt's.
+    """Raise as :func:`check_targets` for a file in the place of the frontier that memopt did not write.
 
     The plans that were shown last are replaced without ``--force``: they can be searched again.
     """
