@@ -8,8 +8,8 @@
     │   ├── OutputExistsError       2  a file that would be replaced
     │   └── BatchShapeError         2  a tensor shape that cannot be used as given (a ValueError, too)
     ├── FileError                   3  something is wrong with a file: its message is one line
-    │   ├── FileFormatError         3  the file is no model memopt can read
-    │   ├── UnsafeFileError         4  reading the file would run code nobody vouched for
+    │   ├── FileFormatError         3  the file is not a model that memopt can read
+    │   ├── UnsafeFileError         4  reading the file would run code that the user has not vouched for
     │   ├── PlanError               3  a plan that does not fit the model
     │   └── BaselineError           5  a baseline that is missing, or not comparable with what is measured now
     ├── StepError                   3  the model's training step cannot be run

@@ -220,7 +220,7 @@ def plan_rank(
         source=rank_step.subject.source,
         spec=rank_step.subject.spec,
         settings=rank_step.subject.settings,
-        search=search_of(level, max_slowdown, target, allow_inexact),
+        search=search_of(level=level, max_slowdown=max_slowdown, target=target, allow_inexact=allow_inexact),
         goal=SearchGoal(budget=budget_of(budget)),
         search_limit_s=accepted_if_given("search_time", search_time),
         card=card_given(for_device, None),
@@ -273,8 +273,8 @@ def _rank_step(
 
 def _function(name: str, value: Any, role: str) -> UserFunction:
     if value is None or isinstance(value, nn.Module):
-        kind = "no function" if value is None else f"a model ({type(value).__name__})"
-        raise OptionError(f"{name} is {kind}", hint="Give a function, or text that names one.")
+        kind = "None" if value is None else f"a model ({type(value).__name__})"
+        raise OptionError(f"{name} is {kind}, not a function", hint="Give a function, or text that names one.")
     return locate_function(checked_function(name, value), role)
 
 

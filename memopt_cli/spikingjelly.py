@@ -300,7 +300,7 @@ def resolve_device() -> str:
 
     N is the local rank that a launcher put into the environment (torchrun, Slurm, Open MPI, MVAPICH2); else, with
     ``torch.distributed`` initialized, the rank modulo the number of devices; else the current device.
-    Raises :class:`OptionError` (a :class:`ValueError`) for a local rank that is no number or has no device.
+    Raises :class:`OptionError` (a :class:`ValueError`) for a local rank that is not a number or has no device.
     """
     if not torch.cuda.is_available():
         return "cpu"
@@ -407,7 +407,7 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
 def _list_modules(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings) -> tuple[ModuleTrace, ...]:
     """Return every module of ``net`` as it is before any forward.
 
-    A codec of the user's own that cannot pack guessed inputs is replaced by ``null``, and noted as a misfit.
+    The user's own codec that cannot pack guessed inputs is replaced by ``null``, and noted as a misfit.
     """
     modules = listed_modules(net)
     if not resolved.options.compress_x or not any(m.compressor == OWN_COMPRESSOR for m in modules):

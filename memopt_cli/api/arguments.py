@@ -124,10 +124,11 @@ def card_given(
 
 
 def search_of(
+    *,
     level: int | None,
-    max_slowdown: float | None,
-    target: Named | Sequence[Named],
-    allow_inexact: bool,
+    max_slowdown: float | None = None,
+    target: Named | Sequence[Named] = (),
+    allow_inexact: bool = False,
     offload: str = "none",
     host_memory: str | int | None = None,
     optimizer_in_backward: bool = False,

@@ -184,7 +184,15 @@ def optimize(
             source=_source(model),
             spec=None,
             settings=step.settings,
-            search=search_of(level, max_slowdown, target, allow_inexact, offload, host_memory, optimizer_in_backward),
+            search=search_of(
+                level=level,
+                max_slowdown=max_slowdown,
+                target=target,
+                allow_inexact=allow_inexact,
+                offload=offload,
+                host_memory=host_memory,
+                optimizer_in_backward=optimizer_in_backward,
+            ),
             goal=SearchGoal(budget=budget_of(budget)),
             dim_range=varied,
             lengths=lengths_given(lengths),
@@ -238,7 +246,15 @@ def frontier(
         source=_source(model),
         spec=None,
         settings=step.settings,
-        search=search_of(level, max_slowdown, target, allow_inexact, offload, host_memory, optimizer_in_backward),
+        search=search_of(
+            level=level,
+            max_slowdown=max_slowdown,
+            target=target,
+            allow_inexact=allow_inexact,
+            offload=offload,
+            host_memory=host_memory,
+            optimizer_in_backward=optimizer_in_backward,
+        ),
         goal=SearchGoal(frontier=True),
         backend=None if compile is None else checked_text("compile", compile),
         search_limit_s=accepted_if_given("search_time", search_time),
@@ -334,7 +350,7 @@ def recommend_batch(
     """
     card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-    spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
+    spec, plans = _description(inputs, dims), search_of(level=level, target=target, allow_inexact=allow_inexact)
     if search and plan is not None:
         raise OptionError(
             "`--search` looks for the plan: `--plan` cannot be combined with it", hint="Leave one of them out."

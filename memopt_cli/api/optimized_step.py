@@ -63,7 +63,7 @@ def optimize_step(
         source=ModelSource(location=STEP),
         spec=None,
         settings=settings,
-        search=search_of(level, max_slowdown, (), False, offload, host_memory),
+        search=search_of(level=level, max_slowdown=max_slowdown, offload=offload, host_memory=host_memory),
         goal=SearchGoal(budget=budget_of(budget)),
         recommend_batch=False,
         interruptible=True,

@@ -8,11 +8,9 @@ import typer
 
 from memopt_cli.cli.formats import ReportFormat, report_in
 from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, with_options
+from memopt_cli.errors import VerificationError
 from memopt_cli.measure import processes
 from memopt_cli.records import EquivalenceRequest, Precision, StepSettings
-
-_DIFFERENCE = 1
-"""Exit code if the two trainings differ."""
 
 
 @with_options
@@ -57,4 +55,4 @@ def verify(
         found = pipeline.verify(request, progress=progress, ask=ask)
     report_in("json" if shown.json else format).show(found, sys.stdout)
     if not found.passed:
-        raise typer.Exit(_DIFFERENCE)
+        raise typer.Exit(VerificationError.exit_code)

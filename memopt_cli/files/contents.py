@@ -71,7 +71,7 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     Raises
     ------
     UsageError
-        If the file cannot be read, is no plan, has an unknown or missing key or a value of the wrong type, or was
+        If the file cannot be read, is not a plan, has an unknown or missing key or a value of the wrong type, or was
         written by a later memopt.
     """
     data = _plan_data(path)
@@ -163,7 +163,7 @@ def read_frontier(path: Path) -> ShownFrontier:
 
 
 def read_header(path: Path) -> FileHeader:
-    """Read the header of a JSON file of memopt's at ``path``, such as a summary: the model, and its inputs.
+    """Read the header of memopt's JSON file at ``path``, such as a summary: the model, and its inputs.
 
     Raises :class:`OSError` and :class:`ValueError`, among them :class:`UsageError`, for any other file.
     """

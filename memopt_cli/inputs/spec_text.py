@@ -454,5 +454,5 @@ def format_layout(layout: RankLayout) -> str:
 
 
 def is_built_in(parallel: str) -> bool:
-    """Return whether ``parallel`` is FSDP or DDP, which need no function of the user's."""
+    """Return whether ``parallel`` is FSDP or DDP, which need no user function."""
     return parallel in BUILT_IN

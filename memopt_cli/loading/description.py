@@ -53,7 +53,7 @@ def describe(file: ModelFile) -> Inspection:
     """Describe the contents of ``file``.
 
     Raises :class:`FileFormatError` if it is damaged or of no known format, :class:`UnsafeFileError` for an archive
-    that would harm whoever unpacks it.  Names that loading would refuse are no error here, but part of the answer.
+    that would harm whoever unpacks it.  Names that loading would refuse are not an error here, but part of the answer.
     """
     try:
         with suspend_collection():

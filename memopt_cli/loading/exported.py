@@ -95,7 +95,10 @@ class Exported:
                 hint="Save the model itself with torch.save(model, path), or as TorchScript.",
             ) from err
         except BadProgramError as err:
-            raise UnsafeFileError(f"{file.path} was not loaded: {err}", hint="The file is likely an attack.") from err
+            raise UnsafeFileError(
+                f"{file.path} was not loaded: {err}",
+                hint="No exporter writes such a program, so the file may be an attack: do not load it.",
+            ) from err
         except MemoptError:
             raise
         except Exception as err:  # a damaged or hostile program may raise anything
@@ -212,7 +215,7 @@ class _Program:
         return tensor
 
     def _places(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """Map each input of the graph to every path that leads to its tensor, its own first."""
+        """Map each input of the graph to all paths of its tensor in the model, the input's own path first."""
         shared: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
             shared.setdefault(id(tensor), []).append(name)
@@ -282,7 +285,7 @@ class _Program:
     def _mutations(self, results: list[Operand]) -> tuple[list[Op], list[Operand]]:
         """Return operators that copy outputs of the graph into changed tensors, and the other outputs.
 
-        Export makes a graph functional: the graph returns values that the model writes in place, as running statistics.
+        torch.export turns writes in place, such as those to running statistics, into outputs of the graph.
         """
         names = {target: name for name, (_, target) in self._names.items()}
         ops, returned = [], []
@@ -294,7 +297,7 @@ class _Program:
             elif kind in ("user_output", "loss_output"):
                 returned.append(result)
             else:
-                raise ValueError(f"an output of kind {kind}")
+                raise ValueError(f"it has an output of the unknown kind {kind}")
         return ops, returned
 
 
@@ -337,7 +340,7 @@ class _Argument:
     keyword: bool
 
     def is_constant(self) -> bool:
-        """Return whether export kept only the value of the argument, which is no input of the graph then."""
+        """Return whether export stored the argument as a constant, so that the graph has no input for it."""
         return all(type(leaf) is tuple for leaf in self.leaves)
 
 
@@ -404,7 +407,7 @@ def _pack(method: Method, tree: _Tree, results: Iterator[Operand]) -> Any:
 def _example_spec(
     examples: Any, arguments: Sequence[_Argument], shapes: Mapping[str, Any]
 ) -> tuple[InputSpec | None, tuple[str, ...]]:
-    """Describe the example inputs of the export, ``None`` if they are nested or no tensors, with notes for the user."""
+    """Return the spec of the example inputs (``None`` if one is nested or not a tensor), and notes for the user."""
     inputs = [a for a in arguments if not a.is_constant()]
     if not all(a.tree.kind is None and a.leaves[0] in shapes for a in inputs):
         return None, ("Its example inputs are nested or are not tensors: describe the inputs with `--input-script`.",)
@@ -440,7 +443,7 @@ def _tensor_spec(name: str | None, meta: Any, symbols: Mapping[str, str], exampl
 
 
 def _values(dtype: str, example: Tensor | None) -> str:
-    """Return the kind of random values that is most like ``example``, as ``values`` of an input name it."""
+    """Return the ``values`` of an input (``normal``, ``0..2``) whose random numbers are most like ``example``."""
     floating = getattr(torch, dtype).is_floating_point
     if example is None or not example.numel():
         return "normal" if floating else "0..2"
@@ -468,7 +471,7 @@ def _hints(meta: Any) -> list[tuple[str, int]]:
 
 
 def _symbols(metas: Sequence[Any]) -> dict[str, str]:
-    """Map each symbol of the program to memopt's usual one, if its position shows which, else to itself capitalized.
+    """Map each symbol of the program to ``B``, ``S`` or ``T`` if its position shows which, else capitalize it.
 
     If only one of the first two dimensions varies, it is the batch, ``B``.  If both do, the input is ``[B, S]`` for
     integers (tokens), and ``[T, B, C, H, W]`` for floating tensors of five dimensions (images over time).

@@ -53,6 +53,6 @@ def _fills_cache(module: nn.Module) -> bool:
 
 
 def _makes_cache(module: nn.Module, name: str) -> bool:
-    # Read from ``vars``: ``getattr`` would run a property, which may be code of the user's file.
+    # Read from ``vars``: ``getattr`` would run a property, which may be the user's code.
     config: Any = getattr(vars(module).get("config"), "__dict__", {})
     return config.get(name) is True

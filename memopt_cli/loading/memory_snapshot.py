@@ -53,7 +53,7 @@ _PLAIN_CODES: Final = frozenset(code for code, name in _NAMES.items() if name in
 
 
 class _PlainUnpickler(_Unpickler):
-    """The unpickler of Python's library that is written in Python, with a check before every opcode."""
+    """Python's pure-Python unpickler, with a check before every opcode."""
 
     def __init__(self, data: bytes, path: str) -> None:
         super().__init__(io.BytesIO(data))

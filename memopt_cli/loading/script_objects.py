@@ -120,7 +120,7 @@ class ScriptObjects:
         for attribute, value in entries_of(state):
             kind = known.attributes.get(attribute) if isinstance(attribute, str) else None
             if kind is not None and not self._fits(value, kind):
-                raise ValueError(f"the attribute {attribute} of {name} is no {ast.unparse(kind)[:80]}")
+                raise ValueError(f"the attribute {attribute} of {name} is not of type {ast.unparse(kind)[:80]}")
 
     def _fits(self, value: Any, kind: ast.expr) -> bool:
         """Return whether PyTorch may take ``value`` for one of the type ``kind``."""

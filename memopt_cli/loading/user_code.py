@@ -162,7 +162,7 @@ def make_importable(folder: Path, *, first: bool = True) -> None:
 
 
 def is_session(main: ModuleType) -> bool:
-    """Return whether ``main``, the module ``__main__``, is a script or session of the user's, not a memopt process."""
+    """Return whether ``main``, the module ``__main__``, is the user's script or session, not a memopt process."""
     name = getattr(main.__spec__, "name", "")
     entry = getattr(vars(main).get("main"), "__module__", "")  # the console script imports memopt's own ``main``
     return "memopt_cli" not in (name.partition(".")[0], entry.partition(".")[0])

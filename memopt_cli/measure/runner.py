@@ -139,7 +139,7 @@ class Session:
 def import_path(source: ModelSource) -> list[str]:
     """Return ``sys.path`` for a subprocess, without the current folder: a file there may have the name of a library.
 
-    The folder of memopt's own source stays, as does the current folder for a trusted model if ``PYTHONPATH`` names it.
+    memopt's own source folder stays, as does the current folder for a trusted model if ``PYTHONPATH`` names it.
     """
     here, own = Path.cwd(), Path(__file__).parents[2]
     if source.trust.pickle:

@@ -15,7 +15,7 @@ _BYTES_PER_ORIGINAL_BYTE, _MARGIN_BYTES = 4, 1 << 30
 """Largest size of a saved model for each byte of its original, and bytes on top: weights of 8 bits may be trained in
 32, and a model may make buffers, such as masks, that its file does not hold."""
 _UNBOUNDED_BYTES: Final = 1 << 50
-"""The bound for models of the user's own code, larger than any disk."""
+"""The bound for models from the user's own code, larger than any disk."""
 
 
 def is_confined(source: ModelSource) -> bool:

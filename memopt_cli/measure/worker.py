@@ -142,7 +142,7 @@ def _line(reply: Any, most_bytes: int) -> str:
         return line
     too_long = StepFailed(
         message=f"the answer of the profiling subprocess does not fit into {format_bytes(most_bytes)} of memory",
-        hint="Give it fewer time steps, or a part of the model.",
+        hint="Describe inputs with fewer time steps, or give a part of the model.",
     )
     return json.dumps(to_data(too_long))
 

@@ -14,7 +14,7 @@ B = TypeVar("B", bound="AbstractBatchModule")
 
 
 class AbstractBatchModule(nn.Module):
-    """Many copies of one module, with a kernel of the user's own.
+    """Many copies of one module, with the user's own kernel.
 
     A subclass names the class that it replaces in ``base_class``.  Its parameters and buffers have the names of that
     class, and a leading dimension of ``batch`` models.  It computes ``forward`` on merged data: dimension 0 of every
@@ -90,7 +90,7 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
     Raises
     ------
     UsageError
-        If it is no subclass of :class:`AbstractBatchModule`, or has no ``base_class``.
+        If it is not a subclass of :class:`AbstractBatchModule`, or has no ``base_class``.
     """
     if not (isinstance(batch_class, type) and issubclass(batch_class, AbstractBatchModule)):
         raise UsageError(

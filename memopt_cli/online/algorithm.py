@@ -50,7 +50,7 @@ class OnlineAlgorithm(nn.Module):
             raise UsageError(f"model is {type_in_words(model)}", hint="Give a torch.nn.Module of one time step.")
         check_mode(mode)
         if vjp_method not in ("single-step", "multi-step"):
-            raise UsageError(f"vjp_method={vjp_method!r}", hint='Give "single-step" or "multi-step".')
+            raise UsageError(f"unknown vjp_method {vjp_method!r}", hint='Give "single-step" or "multi-step".')
         self.model = model
         self.mode = environ.mode if mode is None else mode
         self.vjp_method = vjp_method
@@ -211,7 +211,7 @@ class ES_D_RTRL(OnlineAlgorithm):
         """
         super().__init__(model, mode=mode, vjp_method=vjp_method)
         if correction not in ("reference", "exact", "none"):
-            raise UsageError(f"correction={correction!r}", hint='Give "reference", "exact" or "none".')
+            raise UsageError(f"unknown correction {correction!r}", hint='Give "reference", "exact" or "none".')
         self.decay, self.rank = parse_decay_or_rank(decay_or_rank)
         if correction == "reference" and self.decay == 0:
             raise UsageError(
@@ -266,7 +266,9 @@ def parse_decay_or_rank(decay_or_rank: float | int) -> tuple[float, int]:
         return (decay_or_rank - 1) / (decay_or_rank + 1), decay_or_rank
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:
         return decay_or_rank, round(2 / (1 - decay_or_rank) - 1)
-    raise UsageError(f"decay_or_rank={decay_or_rank!r}", hint="Give a decay between 0 and 1, or a rank of 1 or more.")
+    raise UsageError(
+        f"invalid decay_or_rank {decay_or_rank!r}", hint="Give a decay between 0 and 1, or a rank of 1 or more."
+    )
 
 
 def _element_count(trace: Trace) -> int:

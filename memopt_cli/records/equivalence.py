@@ -80,7 +80,7 @@ class StepPrint:
     failed: str = ""
     """Error of the step, which is then the last and has no effects; empty if it succeeded."""
     updated: bool = True
-    """Whether the optimizer, if there is one, updated: the gradient scaler of a user's own step may skip updates."""
+    """Whether the optimizer, if there is one, updated: the gradient scaler in the user's own step may skip updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

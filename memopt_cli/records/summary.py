@@ -300,7 +300,7 @@ class MemOptSummary:
         slower = f" {self.slower.sentence}" if self.slower is not None else ""
         if self.decisive is not None:
             dropped = self.decisive
-            remedy = dropped.why.remedy + slower * isinstance(dropped.why, SavesTooLittle)
+            remedy = dropped.why.remedy + (slower if isinstance(dropped.why, SavesTooLittle) else "")
             return f"found {dropped.found}, but {dropped.why.because}. The model stays as it is. {remedy}"
         if self.is_applied or original_may_do or not self.requested_level:
             return ""
@@ -314,7 +314,7 @@ class MemOptSummary:
             speed = f" in at most {self.options['max_slowdown']:g} times the step" if slower else ""
             speed = ", however slow" if self.smaller is None else speed
             found = f"no plan that was found lowers the peak of {peak}{fixed}{speed}"
-            return f"{found}: the model stays as it is{'.' * bool(slower)}{slower}"
+            return f"{found}: the model stays as it is" + (f".{slower}" if slower else "")
         if self.gc_selection_policy == "no_candidates":
             return f"The model stays as it is. {self.gc_selection_explanation}"
         return ""

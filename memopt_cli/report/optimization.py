@@ -83,7 +83,8 @@ def _in_bytes(summary: MemOptSummary) -> str:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
             as_it_is, budget = summary.own_checkpoints or before, summary.budget_bytes
             peak = format_bytes(as_it_is.allocated_peak_bytes)
-            peak += " with its own checkpoints" * (summary.own_checkpoints is not None)
+            if summary.own_checkpoints is not None:
+                peak += " with its own checkpoints"
             if budget is not None and as_it_is.allocated_peak_bytes <= budget:
                 return f"the model stays as it is: its peak of {peak} is within the budget of {format_bytes(budget)}"
             return f"the model stays as it is, with a peak of {peak}"
@@ -143,9 +144,11 @@ def compiled_table(summary: MemOptSummary) -> Table:
     """Return the original and every plan that was measured for ``--compile``, with what was measured of it."""
     original = _outcome(summary, 0)
     table = plain_table("plan", "allocated\npeak", "step", "ratio", "", words=["plan", ""])
-    rows = [(in_words(row.plan), row.plan, row.outcome, row.dropped) for row in summary.compiled]
-    own = [(_OWN, None, summary.own_checkpoints, "")] * (summary.own_checkpoints is not None)
-    for words, plan, outcome, dropped in [(in_words(Plan()), Plan(), original, ""), *own, *rows]:
+    rows: list[tuple[str, Plan | None, object, str]] = [(in_words(Plan()), Plan(), original, "")]
+    if summary.own_checkpoints is not None:
+        rows.append((_OWN, None, summary.own_checkpoints, ""))
+    rows += [(in_words(row.plan), row.plan, row.outcome, row.dropped) for row in summary.compiled]
+    for words, plan, outcome, dropped in rows:
         cells = ("–", "–", "–")
         if isinstance(outcome, Measurement):
             ratio = _slowdown(outcome, original) if isinstance(original, Measurement) else "–"
@@ -164,7 +167,7 @@ def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
     original = _outcome(summary, 0)
     shows_elsewhere = any(map(_elsewhere, summary.levels))
     headings = ["level", "plan", "measured", "step", "predicted", "step", *(_DETAILS if verbose else ())]
-    table = plain_table(*headings, *["elsewhere"] * shows_elsewhere, names=["level"], words=["plan"])
+    table = plain_table(*headings, *(["elsewhere"] if shows_elsewhere else []), names=["level"], words=["plan"])
     by_level = ((str(row.level), [row.level], row) for row in summary.levels)
     rows = [(*found, in_words(found[2].plan)) for found in (by_level if verbose else rows_by_plan(summary))]
     if (own := _own_row(summary)) is not None:
@@ -172,7 +175,7 @@ def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
     for span, levels, row, words in rows:
         applied = summary.is_applied and summary.applied_level in levels
         cells = [*_measured_cells(row, original), *_predicted_cells(row), *(_detail_cells(row) if verbose else ())]
-        cells += [_elsewhere(row)] * shows_elsewhere
+        cells += [_elsewhere(row)] if shows_elsewhere else []
         table.add_row(f"{span}{' *' if applied else ''}", words, *cells, style="bold" if applied else None)
     return table
 
@@ -237,13 +240,17 @@ _PLOT_WIDTH = 40
 def frontier(summary: MemOptSummary) -> Table:
     """Return the plans of the frontier as they are numbered, the original first, with a plot of their step times."""
     shows_elsewhere = any(map(_elsewhere, summary.frontier))
-    headings = ["pick", "allocated\npeak", "predicted", "step", "ratio", *["elsewhere"] * shows_elsewhere]
+    headings = ["pick", "allocated\npeak", "predicted", "step", "ratio", *(["elsewhere"] if shows_elsewhere else [])]
     table = plain_table(*headings, "bits", "plan", _PLOT, names=["bits", _PLOT], words=["plan"])
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     own = summary.own_checkpoints
     longest = max((found.step_s for found in [*measured, *([own] if own else [])]), default=0.0)
     words = told_apart([point.plan for point in summary.frontier])
-    for number, (point, plan) in enumerate(zip(summary.frontier, words, strict=True), 1):
+    rows = [(str(number), *row) for number, row in enumerate(zip(summary.frontier, words, strict=True), 1)]
+    if own is not None:
+        base_s = summary.frontier[0].original_step_s
+        rows.append(("–", ParetoPoint(plan=Plan(), outcome=own, original_step_s=base_s), _OWN))
+    for pick, point, plan in rows:
         match point.outcome:
             case Measurement() as found:
                 cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
@@ -253,14 +260,8 @@ def frontier(summary: MemOptSummary) -> Table:
                 cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
         peak = point.predicted_allocated_peak_bytes
         predicted = "–" if peak is None else format_bytes(peak)
-        elsewhere = [_elsewhere(point)] * shows_elsewhere
-        table.add_row(str(number), cells[0], predicted, cells[1], ratio, *elsewhere, _bits(point.plan), plan, plot)
-    if own is not None:
-        cells = (format_bytes(own.allocated_peak_bytes), format_seconds(own.step_s))
-        base_s = summary.frontier[0].original_step_s
-        ratio = "–" if base_s is None else f"{own.step_s / base_s:.2f}×"
-        plot = " " * round(_PLOT_WIDTH * own.step_s / longest) + "●"
-        table.add_row("–", cells[0], "–", cells[1], ratio, *[""] * shows_elsewhere, _bits(Plan()), _OWN, plot)
+        elsewhere = [_elsewhere(point)] if shows_elsewhere else []
+        table.add_row(pick, cells[0], predicted, cells[1], ratio, *elsewhere, _bits(point.plan), plan, plot)
     return table
 
 
@@ -287,7 +288,8 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
         if row.outcome is not None:
             highest = max(row.runs, key=lambda run: (run.allocated_peak_bytes, run.length))
             allocated = format_bytes(highest.allocated_peak_bytes)
-            allocated += f" (at {highest.length})" * (highest.length < row.up_to)
+            if highest.length < row.up_to:
+                allocated += f" (at {highest.length})"
             tensors, step = format_bytes(row.outcome.tensor_peak_bytes), format_seconds(row.outcome.step_s)
             numbers = [allocated, tensors, step]
         yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, in_words(row.plan)
@@ -334,23 +336,25 @@ def _in_place(segment: SegmentPlan) -> str:
 
 
 def in_words(plan: Plan) -> str:
-    """Return ``plan`` in words: ``8 segments (2 packed), saved packed``, ``7 recomputed, 4 in chunks, …``.
+    """Return ``plan`` in words: ``8 segments (2 packed), saved tensors packed``, ``7 recomputed, 4 in chunks, …``.
 
     The counts before the brackets add up to the number of segments.
     """
     if plan.by is not None:
         return "; ".join(f"{plan.by.dim} up to {part.up_to}: {in_words(part.plan)}" for part in plan.ranges)
-    said = _segments_in_words(plan.segments)
-    said += (
-        ["saved packed"] * plan.packed
-        + [f"saved sent to {plan.place}"] * (plan.place != "device")
-        + ["optimizer in backward"] * plan.in_backward
-    )
+    phrases = _segments_in_words(plan.segments)
+    if plan.packed:
+        phrases.append("saved tensors packed")
+    if plan.place != "device":
+        phrases.append(f"saved tensors sent to {plan.place}")
+    if plan.in_backward:
+        phrases.append("optimizer in backward")
     if plan.compile is not None:
         budget, mode = plan.compile.activation_memory_budget, plan.compile.mode
-        said = [" ".join(filter(None, ["compiled by", plan.compile.backend, mode])), *said]
-        said += [f"memory budget {budget:g}"] if budget is not None else []
-    return ", ".join(said) or "no segments"
+        phrases.insert(0, " ".join(filter(None, ["compiled by", plan.compile.backend, mode])))
+        if budget is not None:
+            phrases.append(f"memory budget {budget:g}")
+    return ", ".join(phrases) or "no segments"
 
 
 def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
@@ -358,7 +362,7 @@ def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
     in_chunks = sum(segment.chunks > 1 for segment in segments if not segment.through_loss)
     recomputed = len(segments) - in_chunks - through_loss
     kinds = {
-        "recomputed" if in_chunks or through_loss else f"segment{'s' * (recomputed > 1)}": recomputed,
+        "recomputed" if in_chunks or through_loss else "segments" if recomputed > 1 else "segment": recomputed,
         "in chunks": in_chunks,
         f"through {'their' if through_loss > 1 else 'its'} loss": through_loss,
     }
@@ -413,7 +417,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
     written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
     # Another search, such as one that a remedy advises, would stop at these files; it replaces that of a frontier.
     is_in_the_way = any(path.endswith(".summary.json") for path in result.files)
-    again = "; next time, `--force` replaces them" * is_in_the_way
+    again = "; next time, `--force` replaces them" if is_in_the_way else ""
     yield f"{'searched' if result.in_memory else written} in {format_seconds(summary.spent_s)}{again}"
     if summary.advice:
         yield _batch(summary.advice)
@@ -430,7 +434,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
 def _next_in_python(result: OptimizeResult) -> Iterator[str]:
     """Yield the next thing to type after a Python function's answer, whatever the user's variable is called."""
     if result.summary.offers_choice:
-        yield "nothing is applied; memopt_cli.apply_plan(model, plan) takes the result's .summary.frontier[N - 1].plan"
+        yield "nothing is applied; for plan N: memopt_cli.apply_plan(model, result.summary.frontier[N - 1].plan)"
     elif result.summary.is_applied:
         path = f"{result.header.model}.plan.yaml"
         use = f'memopt_cli.apply_plan(model, "{path}")'
@@ -562,7 +566,8 @@ def _measured_steps(found: FingerprintCheck) -> str:
     equal = "bit for bit"
     if found.equal < found.compared:
         largest = f"{found.worst_difference:.0e} of their norm, {found.tolerance:.0e} allowed"
-        largest += ": at most ten times what rounding the parameters changes" * found.by_rounding
+        if found.by_rounding:
+            largest += ", at most ten times the change from rounding the parameters"
         equal = f"within rounding ({found.equal} bit for bit, the others to {largest})"
     return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
 
@@ -601,7 +606,7 @@ def _describe_tolerance(verification: Verification) -> str:
 
 
 def _precision(verification: Verification) -> str:
-    return " in float64" * (verification.precision == "fp64")
+    return " in float64" if verification.precision == "fp64" else ""
 
 
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:

@@ -237,7 +237,7 @@ def nearest(path: str, paths: Collection[str]) -> str:
 
 
 def below(path: str, above: str) -> str:
-    """Return ``path`` as it reads under the module ``above``: ``downs.0`` under the root, where ``downs`` is no row."""
+    """Return ``path`` as it reads under the module ``above``: ``downs.0`` under the root if ``downs`` is not a row."""
     return path.removeprefix(f"{above}.") if above else path
 
 

@@ -204,7 +204,7 @@ def _print_comparison(console: Printer, found: Comparison) -> None:
 
 
 def _print_files(console: Printer, files: Sequence[str], none: str = "") -> None:
-    for line in [f"wrote {file}" for file in files] or [none] * bool(none):
+    for line in [f"wrote {file}" for file in files] or filter(None, [none]):
         _print(console, line)
 
 

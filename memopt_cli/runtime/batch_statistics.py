@@ -279,7 +279,7 @@ class _Norms(TorchFunctionMode):
         reached = self._linked.get(self._costly)
         link = None if reached is None else reached.link
         output = call() if reached is None or link is None else _link(_values(reached, call), link, is_seen=True)
-        # Inside a ``torch.utils.checkpoint`` of the user's own, which sets hooks on saving, no operator may be skipped:
+        # Inside the user's own ``torch.utils.checkpoint``, which sets hooks on saving, no operator may be skipped:
         # the checkpoint recomputes them all in backward, and compares the numbers of tensors that they save.
         is_own = hooks_on_saving() == self._hooks
         self._last = _Output(ref(output), version_of(output), output.requires_grad) if is_own else None

@@ -122,7 +122,7 @@ def _other_shape(piece: Piece, whole: _Result, cut: _Result) -> Complaint:
 
 
 def _dependence(piece: Piece, whole: _Result) -> Complaint:
-    """Return that rows mix, if either half of the output changes with the other half of the input."""
+    """Return a complaint if either half of the output changes with the other half of the input."""
     if piece.resumes or whole.hands_over or not whole.is_cut_at(piece):
         return ""
     half, rest = piece.halves_of
@@ -135,8 +135,8 @@ def _dependence(piece: Piece, whole: _Result) -> Complaint:
 
 
 def _restart(piece: Piece, whole: _Result, cut: _Result) -> Complaint:
-    """Return that a cut changes the output, if the first row after the cut differs."""
-    # A generator of the module's own may draw numbers that ``is_random`` does not see.  It draws other numbers for half
+    """Return a complaint if the first row after a cut differs from that row of the whole run."""
+    # The module's own generator may draw numbers that ``is_random`` does not see.  It draws other numbers for half
     # the length than for the whole, and outputs then prove nothing.
     if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
         return ""

@@ -102,7 +102,7 @@ class _Note:
     version: int
     """The tensor's version at that moment."""
     number: Any
-    """The value if it is no tensor."""
+    """The value if it is not a tensor."""
 
     def is_of(self, value: Any) -> bool:
         """Return whether ``value`` is the noted value, unchanged."""

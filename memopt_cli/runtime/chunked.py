@@ -262,7 +262,7 @@ class _FirstChunk:
         self._length = sum(piece[0].shape[config_of(call.module).axis] for piece in call.pieces)
         self._moves = Moves(call.module)
         self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
-        """The arguments that are no tensors."""
+        """The arguments that are not tensors."""
         named = _whole_arguments(len(self._first), call.states, call.kwargs)
         self._whole = [(name, value, data_of(value)) for name, value in named]
         """Name, value and data before the chunk of each argument that every chunk gets whole, such as a cache."""
@@ -391,7 +391,7 @@ def _without_axis(config: SegmentConfig, output: Any) -> Complaint:
 
 
 def _writing(name: str, value: Any) -> Complaint:
-    """Return that the first chunk wrote to the argument ``value`` named ``name``."""
+    """Return the complaint that the first chunk wrote to the argument ``value`` named ``name``."""
     kind = type(value).__name__
     is_cache = "cache" in kind.lower()
     hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""

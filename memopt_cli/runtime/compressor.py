@@ -60,13 +60,13 @@ class Packed:
     version: int | None
     """The version of a tensor stored raw, which must not change before it is read.  ``None``: it is encoded."""
     skeleton: Any = None
-    """The return value of a user's own codec, with slots in place of the tensors.  ``None``: it is memopt's codec."""
+    """The return value of the user's own codec, with slots in place of the tensors.  ``None``: it is memopt's codec."""
     parts: tuple[Packed, ...] = ()
     """The stored parts of a concatenation; ``data`` holds the copied ones.  Empty for other tensors."""
     dim: int = 0
     """The dimension along which the parts are concatenated."""
     whole: Packed | None = None
-    """For a view stored raw, its base, stored raw.  ``None``: it is no view, or is encoded."""
+    """For a view stored raw, its base, stored raw.  ``None``: it is not a view, or it is encoded."""
 
     @property
     def raw(self) -> bool:
@@ -296,7 +296,7 @@ class OwnCompressor(SpikeCompressor):
         """Whether its ``decompress`` takes the shape.  ``None``: not called yet (a compiler cannot find out)."""
 
     def compress(self, x: Tensor) -> Packed:
-        """Store ``x`` by the codec, restore it at once and compare; warn of what the codec would not give back."""
+        """Store ``x`` by the codec, restore it and compare; warn if the codec does not give it back exactly."""
         packed, reason = self._try(x)
         if reason:
             warnings.warn(
@@ -511,7 +511,7 @@ OWN_COMPRESSOR = OwnCompressor.name
 def declared_compressor(module: nn.Module) -> str | None:
     """Return the name of the codec in the attribute ``x_compressor`` of ``module``, or ``None`` without one.
 
-    The attribute is a codec or the name of a codec's class; a class name of memopt's means memopt's codec.  Raises
+    The attribute is a codec or the name of a codec's class; the name of a memopt class means memopt's codec.  Raises
     :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec` says.
     """
     declared = getattr(module, "x_compressor", None)
@@ -544,7 +544,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def recorded_shares(share: Callable[[], float]) -> Iterator[None]:
-    """Have fake tensors that are stored sparsely in the block take the ``share()`` of their bytes, below 1."""
+    """Inside the block, count a fake tensor stored by ``sparse`` as ``share()`` (below 1) of its bytes."""
     _thread.share = share
     try:
         yield

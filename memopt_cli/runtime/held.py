@@ -23,7 +23,7 @@ from memopt_cli.runtime.owners import Slots
 _MAX_COPY_BYTES: Final = 1 << 16
 """Maximum bytes of a tensor that is copied, in a watched call, if an object outside of the module holds it."""
 _OTHERS: Final[Slot] = (-1, None)
-"""A slot of no owner, under which the arguments that are no tensors are held."""
+"""A slot of no owner, under which the arguments that are not tensors are held."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class HeldTensor:
 
 
 class HeldSlots:
-    """The values in the slots that move, and the arguments that are no tensors, from before forward.
+    """The values in the slots that move, and the arguments that are not tensors, from before forward.
 
     How each is held, for a block (owner 0) with a counter, a list ``seen``, and a batch norm's buffers (owner 1)::
 
@@ -73,7 +73,7 @@ class HeldSlots:
     """
 
     def __init__(self, known: Known, reading: Reading, others: Iterable[Any], *, is_watched: bool) -> None:
-        """Hold the slots that move according to ``reading``, and ``others``, the arguments that are no tensors.
+        """Hold the slots that move according to ``reading``, and ``others``, the arguments that are not tensors.
 
         ``is_watched``: copy whatever forward might change, and not only what earlier calls changed.
         """
@@ -261,7 +261,7 @@ class HeldSlots:
             held = self.tensors.get(id(current))
             if held is None or self.originals.get(held.number) is not current or current.grad_fn is not None:
                 return value
-            # A vector of the module's own that forward may have written is always exchanged for the one held: code that
+            # The module's own vector that forward may have written is always exchanged for the one held: code that
             # records a step relies on nobody else holding it.
             is_own = 0 <= slot[0] < self._known.own
             is_changed = held.is_written(current) if is_own else not held.is_equal(current)

@@ -76,7 +76,7 @@ class Known:
     def __init__(self, modules: Sequence[nn.Module], others: Sequence[Any]) -> None:
         """Find everything that a call of ``modules`` might change.
 
-        The first of ``modules`` contains the rest; ``others``: the arguments of the call that are no tensors.
+        The first of ``modules`` contains the rest; ``others``: the arguments of the call that are not tensors.
         """
         self.parameters = [_parameters_of(module) for module in modules]
         """The parameters of each module, by their names."""
@@ -139,7 +139,7 @@ class Known:
         # key, and leaves the values as they were.
         self._parts = Snapshot(parts, with_names=True) if parts else None
         own = {id(parameter) for table in self.parameters for parameter in table.values()}
-        # Also from tuples, which are no owners: a tuple cannot change, but a tensor in it can.
+        # Also from tuples, which are not owners: a tuple cannot change, but a tensor in it can.
         stay = [v for slots in self.stays for v in leaves_in(slots.values()) if isinstance(v, Tensor)]
         self.tensors = [t for t in stay if id(t) not in own and not is_of_transform(t)]
         """The tensors in slots that stay, without the modules' own parameters."""

@@ -1,7 +1,7 @@
 """Segments by length: the settings of a module depend on the length of the model's input.
 
 The root of the model reads the length of its input, and modules inside look it up while they run.  A segment remembers
-the length at which it ran, and is recomputed with the settings for that.  A checkpoint of the user's own does not
+the length at which it ran, and is recomputed with the settings for that.  The user's own checkpoint does not
 remember it, so modules by length run plainly inside one.
 """
 

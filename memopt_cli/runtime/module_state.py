@@ -43,7 +43,7 @@ STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {
     COMPILED_KEY,
     COMPILED_CALL,
 }
-"""Names of the attributes that are no state: parameters, children, hooks, and memopt's own."""
+"""Names of the attributes that are not state: parameters, children, hooks, and memopt's own."""
 _NUMBERS = frozenset({bool, int, float, complex})
 
 Complaint = str

@@ -86,7 +86,7 @@ class Snapshot:
         of_readers: list[Any] = []
         self._names: list[Any] = []
         self._others: list[tuple[Owner, Slots]] = []
-        """The owners that are no dictionaries, which are compared one by one."""
+        """The owners that are not dictionaries, which are compared one by one."""
         for owner, slots in readings:
             mapping = owner.mapping()
             if mapping is None:
@@ -149,7 +149,7 @@ class Attributes(Owner):
 
     def read(self) -> Slots:
         slots = dict(self._attributes())
-        slots.pop(LEARNED_KEY, None)  # it is no state, and refers to this owner
+        slots.pop(LEARNED_KEY, None)  # it is not state, and refers to this owner
         return slots
 
     def write(self, slots: Slots) -> None:

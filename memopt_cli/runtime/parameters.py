@@ -119,7 +119,7 @@ class Parameters:
         return _InPlace(self, self._entries, is_in_place)
 
     def set_trainable(self, trainable: Sequence[bool]) -> list[bool]:
-        """Have the parameters need gradients as ``trainable`` says; return whether they did."""
+        """Set ``requires_grad`` of each parameter from ``trainable``; return the previous flags."""
         before = [*map(_is_trainable, self.tensors)]
         if before != trainable:
             for p, is_trainable in zip(self.tensors, trainable, strict=True):

@@ -1,4 +1,4 @@
-"""Find the reason why a module cannot be a segment, or not with the settings of a plan.
+"""Find the reason why a module cannot be a segment, at all or with the settings of a plan.
 
 Every reason is a sentence about the module ("it is a ScriptModule"), which callers show as it is; it is
 empty if there is no reason.
@@ -58,7 +58,7 @@ def refusal(module: nn.Module) -> str:
 
 
 def _overwriting(module: nn.Module) -> str:
-    """Return the first layer in ``module``, as text, if it is a layer of PyTorch's that works in place."""
+    """Return the first layer in ``module``, as text, if it is a PyTorch layer that works in place."""
     while isinstance(module, nn.Sequential) and calls_in_turn(module) and len(module):
         module = next(iter(module.children()))
     in_place = type(module).__module__.startswith("torch.nn.") and getattr(module, "inplace", False) is True

@@ -1,7 +1,7 @@
 """Runs: consecutive children of an ``nn.Sequential`` that act as one module, so that they can be one segment.
 
 In a flat Sequential (convolution, norm, activation, convolution, …), no single layer is worth recomputing, and there is
-no module between the Sequential and its layers.  A run is such a module.  It is no child of the Sequential: children
+no module between the Sequential and its layers.  A run is such a module.  It is not a child of the Sequential: children
 and their parameters keep their names, and the Sequential its length; only its forward uses the runs.  Paths name a run
 by its first and last child, ``features.0-2``, and a child in it below that: ``features.0-2.1``.
 """
@@ -26,14 +26,14 @@ whole blocks they gave no plan at half of the activation peak; divided, they gav
 class Run(nn.Sequential):
     """Consecutive children of a Sequential, under the names that they have there.
 
-    Saved models refer to this class: a file format.
+    Saved models name this class: do not rename it.
     """
 
 
 class GroupedSequential(nn.Sequential):
     """A Sequential with runs.  A child that is replaced is replaced in its run, too.
 
-    Saved models refer to this class, and have its runs in the attribute ``RUNS_KEY``: a file format.
+    Saved models name this class and the attribute ``RUNS_KEY``, which has its runs: do not rename either.
     """
 
     def forward(self, input: Any) -> Any:
@@ -49,7 +49,7 @@ GroupedSequential.__name__ = "Sequential"  # for people; files know it by its qu
 class Chain(nn.Sequential):
     """A Sequential in which a tuple that one module returns becomes the arguments of the next.
 
-    Saved models refer to this class: a file format.
+    Saved models name this class: do not rename it.
     """
 
     def forward(self, *inputs: Any) -> Any:

@@ -133,7 +133,7 @@ def parsed_code(text: str) -> ast.Module:
             raise UnsafeScriptError("a comment, which PyTorch may read as a type")
         tree = ast.parse(text)
     except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as err:
-        reason = str(err) or "it is nested too deep"  # a MemoryError of Python's parser has no text
+        reason = str(err) or "it is nested too deep"  # a MemoryError from Python's parser has no text
         raise UnsafeScriptError(f"code that cannot be read ({reason})") from err
     _check_depth(tree)
     return tree

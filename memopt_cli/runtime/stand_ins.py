@@ -258,7 +258,7 @@ class AbridgedCall:
 
 
 def _watch(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    with with_function_modes(()):  # a mode of memopt's refuses hooks that forward sets; this one is memopt's own
+    with with_function_modes(()):  # a memopt mode refuses hooks that forward sets; this one is memopt's own
         tensor.register_hook(hook)
 
 

@@ -251,7 +251,7 @@ class StartingState:
     def enter(self, state_tensors: Sequence[Tensor] = (), others: Sequence[Any] = ()) -> None:
         """Put the module, the generators and ``others`` into the starting state for good, to run forward anew.
 
-        ``others``: the arguments that are no tensors, which belong to the caller.  Raises :class:`RuntimeError` if one
+        ``others``: the arguments that are not tensors, which belong to the caller.  Raises :class:`RuntimeError` if one
         of them cannot be put back.
         """
         self._parameters.put()
@@ -354,7 +354,7 @@ def _hand_over(tensor: Tensor, written: HeldTensor) -> None:
 
 
 def _tensor_for(made: dict[int, Tensor], state_tensors: Sequence[Tensor], held: Any) -> Any:
-    """Return the tensor to put where ``held`` was, from ``made`` or added to it; ``held`` if that is no held tensor."""
+    """Return the tensor to put in place of ``held``, from ``made`` or added to it; ``held`` if it holds no tensor."""
     if not isinstance(held, HeldTensor):
         return held
     if held.number not in made:

@@ -49,7 +49,7 @@ def variables_of(code: Code) -> tuple[Owner, ...]:
 
 
 def may_draw(code: Code) -> bool:
-    """Return whether ``code``, or code that it names, names a global random generator of Python's or NumPy's."""
+    """Return whether ``code``, or code that it names, names a global random generator of Python or NumPy."""
     return _search(code)[1]
 
 

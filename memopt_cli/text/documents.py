@@ -211,7 +211,7 @@ def read_yaml(path: Path, hint: str = "") -> Any:
 
 def _yaml_values(text: bytes) -> Any:
     if sum(map(text.count, (b",", b":", b"\n", b"[", b"{"))) > _MAX_YAML_VALUES:
-        raise ValueError("it holds far more values than any file of memopt's")
+        raise ValueError("it holds far more values than any memopt file")
     data = yaml.load(text, _PlainLoader)
     _check_values(data)
     return data

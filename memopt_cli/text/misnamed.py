@@ -156,7 +156,7 @@ def _archive_refusal(data: bytes) -> tuple[str, str] | None:
 
 
 def folder_refusal(path: str) -> tuple[str, str]:
-    """Return why the folder at ``path``, which has no ``config.json``, is no model, and what to do."""
+    """Return why the folder at ``path``, which has no ``config.json``, is not a model, and what to do."""
     found = weights_files_in(path)
     if found:
         return "is a folder of weights without config.json, not a model", build_hint(found[0])

@@ -1,4 +1,4 @@
-"""Parsing ``--optimizer``: a name of PyTorch's, ``adamw:fused``, or a user's function, ``train.py:make_optimizer``."""
+"""Parsing ``--optimizer``: a PyTorch name, ``adamw:fused``, or a user's function, ``train.py:make_optimizer``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NamedOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class MadeOptimizer:
-    """An optimizer that a function of the user's makes for the model."""
+    """An optimizer that a user function makes for the model."""
 
     reference: str
     """``file.py:function``, or the name of a function in memory, which ends in :data:`IN_MEMORY`."""

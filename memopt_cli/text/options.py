@@ -597,7 +597,7 @@ def option_of(command: str, name: str) -> Option:
 def accepted(name: str, given: object, kind: Kind | None = None) -> Any:
     """Check the argument ``given`` for the option ``name``, and return it as a plain value, such as a tensor's number.
 
-    ``kind``: the check if ``name`` is no option, such as the size of a dimension.
+    ``kind``: the check if ``name`` is not an option, such as the size of a dimension.
     Raises :class:`OptionError` for a value that the option does not allow.
     """
     checked = kind or OPTIONS[name].kind

@@ -85,7 +85,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
 def _parse_mark(mark: str) -> tuple[list[str], list[tuple[str, str]]] | None:
     """Split ``mark`` into the words before its first flag, and its flags with their values (empty for none).
 
-    ``None`` for a text that is no option: an error of PyTorch's that memopt quotes may have backticks, too.
+    ``None`` for a text that is not an option: a PyTorch error that memopt quotes may have backticks, too.
     """
     with contextlib.suppress(ValueError):  # a quotation that does not end
         command: list[str] = []
@@ -148,7 +148,11 @@ def _trust(given: list[tuple[str, str]]) -> str:
     for field, value in given:
         fields.setdefault(field, []).extend([f'"{value}"'] if value else [])
     spelled = (
-        f"{field}=({', '.join(values)}{',' * (len(values) == 1)})" if values else f"{field}=True"
+        f"{field}=({values[0]},)"
+        if len(values) == 1
+        else f"{field}=({', '.join(values)})"
+        if values
+        else f"{field}=True"
         for field, values in fields.items()
     )
     return f"trust=memopt_cli.Trust({', '.join(spelled)})"

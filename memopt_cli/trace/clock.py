@@ -42,9 +42,9 @@ _LAYERS = 10
 _SEGMENT_RUNS = 12
 """Number of timed runs of the segment; the first ones check more."""
 _MIN_OVERHEAD = 0.25
-"""Least overhead of a segment, as a share of the constants': less is noise, since two times are subtracted."""
+"""Lower bound on the overhead relative to the constants: it is a difference of two times, so less is noise."""
 _SEGMENT_S = 0.4e-3
-"""Seconds of the segment's overhead on the machine where the constants of the cost model come from
+"""Seconds of overhead of this file's ten-layer segment on the machine of the cost model's constants
 (``benchmarks/overhead.py``)."""
 
 

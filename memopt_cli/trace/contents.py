@@ -28,7 +28,7 @@ _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 
 
 class ContentsReader:
-    """Examines the values of tensors, once each, as a module and its parts often get the same ones."""
+    """Examines the values of each tensor once: a module and its parts often get the same tensors."""
 
     def __init__(self, log: StorageLog) -> None:
         self._log = log

@@ -56,7 +56,7 @@ def built_without_data(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
-    """Place ``model``, without data, like :func:`~memopt_cli.training.step.place`, as ``Module.to`` cannot do that."""
+    """Place ``model``, without data, like :func:`~memopt_cli.training.step.place`; ``Module.to`` cannot do that."""
     placed: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):

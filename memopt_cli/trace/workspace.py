@@ -19,7 +19,7 @@ MIN_BYTES = 1 << 16
 """Least workspace of an operator that is counted."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Shapes of an operator's arguments in order, ``()`` for arguments that are no tensors; by :func:`argument_shapes`."""
+"""Shapes of an operator's arguments in order, ``()`` for arguments that are not tensors; by :func:`argument_shapes`."""
 
 
 def argument_shapes(shapes: Iterable[Sequence[int]]) -> Shapes:

@@ -122,7 +122,7 @@ class Step:
             else:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-        except Exception as err:  # an optimizer of the user's may raise anything
+        except Exception as err:  # the user's optimizer may raise anything
             if is_out_of_memory(err):
                 raise
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err

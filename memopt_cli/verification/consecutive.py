@@ -75,7 +75,7 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
 
 
 def _take_first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
-    """Call ``take`` until a step updates, as the scaler of a user's own step skips updates until it finds its scale."""
+    """Call ``take`` until a step updates: the scaler of the user's own step skips updates until it finds its scale."""
     for _ in range(SCALES):
         record = take()
         if record.updated or record.failed:
@@ -192,7 +192,7 @@ def _generator_digest(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
-    """Add the name of each hook of the user's that is called in the block to ``log``."""
+    """Add the name of each user hook that is called in the block to ``log``."""
     replaced_hooks: list[tuple[dict[Any, Any], Any, Any]] = []
     for path, module in model.named_modules():
         for table in hook_tables(module):

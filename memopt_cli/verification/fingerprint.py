@@ -112,7 +112,7 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
 def _finite(numbers: Tensor, index: int, not_finite: list[bytes]) -> Tensor:
     """Return ``numbers``, the piece at ``index``, with zeros in place of numbers that are not finite.
 
-    A digest of the latter, with positions and kinds, is added to ``not_finite``.  They are no failure: masks contain
+    A digest of the latter, with positions and kinds, is added to ``not_finite``.  They are not a failure: masks contain
     -inf.
     """
     if numbers.isfinite().all():

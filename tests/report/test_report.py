@@ -419,7 +419,7 @@ def test_the_headline_says_how_far_apart_rounding_leaves_tensors(
                 ),
             ),
             "measured steps: 82 tensors equal within rounding (70 bit for bit, the others to 9e-03 of their norm, "
-            "2e-02 allowed: at most ten times what rounding the parameters changes), at batch 4, T=16",
+            "2e-02 allowed, at most ten times the change from rounding the parameters), at batch 4, T=16",
         ),
         (
             replace(VERIFIED, inexact=("blocks.0", "blocks.1")),
@@ -537,7 +537,7 @@ def test_rows_of_the_frontier_with_the_same_words_say_where_their_plans_differ()
         "the original",
         "1 in chunks: conv_fc.0-3 in 20 chunks",
         "1 in chunks: conv_fc.0-3 in 4 chunks",
-        "saved packed",
+        "saved tensors packed",
     ]
     other, last = chunked("head", 2), chunked("tail", 2)
     pairs = [(first, other), (first, last), (second, other)]
@@ -775,7 +775,7 @@ def test_a_frontier_in_memory_says_how_to_apply_a_pick(summary: MemOptSummary) -
     point = ParetoPoint(plan=Plan(), outcome=measured(617.9, 1.09))
     found = replace(result(replace(summary, frontier=[point], verification=None), files=()), in_memory=True)
     last = shown(TextReport(), found).splitlines()[-1]
-    use = "memopt_cli.apply_plan(model, plan) takes the result's .summary.frontier[N - 1].plan"
+    use = "for plan N: memopt_cli.apply_plan(model, result.summary.frontier[N - 1].plan)"
     assert last == f"nothing is applied; {use}"
 
 

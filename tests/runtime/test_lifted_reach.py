@@ -183,7 +183,7 @@ CLASHES = {
 
 @pytest.mark.parametrize("clash", CLASHES.values(), ids=CLASHES)
 def test_what_is_called_has_a_name_of_its_own(clash: Any) -> None:
-    with pytest.raises(BadProgramError, match="is the name of two things"):
+    with pytest.raises(BadProgramError, match="a name that is already in use"):
         lifted.lifted_class(clash)
 
 

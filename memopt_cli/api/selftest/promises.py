@@ -91,7 +91,7 @@ class _Case:
 
 _ATTENTION = _Case(name="attention")
 _PLANNED = (
-    # At 32x32, one image alone runs in another kernel of PyTorch's on the CPU, with a workspace of its own.
+    # At 32x32, one image alone runs in another PyTorch kernel on the CPU, with a workspace of its own.
     _Case(name="convolutions, batch norm", model="convolutional", inputs="Bx3x48x48", dims={"B": 8}, level=3),
     _ATTENTION,
     _Case(name="attention, outputs kept", level=4),
@@ -241,7 +241,7 @@ def _test_repetition(case: _Case, device: str) -> Iterator[SelftestRow]:
     prepared = _prepare(case, device)
     runs = (_measure(prepared) for _ in range(2))
     first, second = (run.tensor_peak_bytes if isinstance(run, Measurement) else describe(run) for run in runs)
-    seen = f"{first} and {second}" + " bytes" * isinstance(first, int)
+    seen = f"{first} and {second} bytes" if isinstance(first, int) else f"{first} and {second}"
     yield case.row("the tensor peak repeats to the byte", seen, holds=isinstance(first, int) and first == second)
 
 

@@ -88,7 +88,7 @@ class _Builder:
             recipe.fill(target, self.value(node.state))
 
     def value(self, value: Any) -> Any:
-        """Return the object that ``value`` stands for, or ``value`` if it is no stand-in."""
+        """Return the object that ``value`` stands for, or ``value`` if it is not a stand-in."""
         if isinstance(value, Global):
             return self._recipes[value].make()
         if isinstance(value, Built | Tuple):

@@ -161,7 +161,7 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
     """Raise :class:`ValueError` unless storages are as large as their records, and hold all of their tensors.
 
     ``made``: the stand-ins of a pickle; ``sizes``: key of a record in the zip archive -> its bytes; ``None`` for a file
-    that is no archive, which has ``total_bytes`` for all storages.
+    that is not an archive, which has ``total_bytes`` for all storages.
     """
     storages = {}
     for value in made:

@@ -70,7 +70,7 @@ def read_pickled(file: ModelFile, limit: SizeLimit = FILE_LIMIT) -> PickledFile:
 
 
 def read_stream(data: bytes, scan: PickleScan) -> PickledFile:
-    """Follow the pickle in ``data``, which is no archive.  Raises :class:`ValueError` if it is damaged."""
+    """Follow the pickle in ``data``, which is not an archive.  Raises :class:`ValueError` if it is damaged."""
     stream = io.BytesIO(data)
     pickle = scan_pickle(stream, scan)
     if pickle.root != _MAGIC:

@@ -45,7 +45,7 @@ def operation_of(call: GraphCall) -> Callable[..., Any]:
 
 
 def _part_of(call: GraphCall, whole: Any, part: Any) -> Any:
-    # ``whole`` may be no tensor, but a tuple of outputs or a shape, which ``vmap`` cannot map over.
+    # ``whole`` may not be a tensor but a tuple of outputs or a shape, which ``vmap`` cannot map over.
     return call.mapped(whole, part) if isinstance(whole, Tensor) else call.function(whole, part)
 
 

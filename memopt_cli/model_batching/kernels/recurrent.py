@@ -92,7 +92,7 @@ def _recurrent(module: Any, x: Tensor, hx: Any = None) -> Any:
 
 
 def _run_layer(module: Any, layer: int, direction: int, x: Tensor, state: State) -> tuple[Tensor, State]:
-    suffix = f"_l{layer}{'_reverse' * direction}"
+    suffix = f"_l{layer}_reverse" if direction else f"_l{layer}"
     w_ih, w_hh = getattr(module, f"weight_ih{suffix}"), getattr(module, f"weight_hh{suffix}")
     b_ih, b_hh, w_hr = (getattr(module, f"{name}{suffix}", None) for name in ("bias_ih", "bias_hh", "weight_hr"))
     advance = _step_of(module)(w_hh, b_hh, w_hr)

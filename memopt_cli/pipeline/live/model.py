@@ -70,7 +70,7 @@ def prepared_model(
     Model and inputs go to subprocesses through files in a folder that is removed afterwards.  A model that a
     subprocess could not read is profiled in this process, and a note says why; so is one with ``functions``, which the
     settings name, that a subprocess could not import.
-    Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
+    Raises :class:`OptionError` for inputs that are not tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
     with refuse_recursion(), also_prepared_model(unwrap(model), inputs, settings, functions) as prepared:

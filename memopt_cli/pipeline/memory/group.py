@@ -73,8 +73,8 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
 def _device(request: MeasureRequest) -> str:
     """Return the device of this rank, for CUDA by its local rank.
 
-    Raises :class:`UsageError` for a model that is no function, and for a device that all ranks would share or that does
-    not exist.
+    Raises :class:`UsageError` for a model that is not a function, and for a device that does not exist or that all
+    ranks would share.
     """
     if not is_factory(request.source.location):
         raise UsageError(

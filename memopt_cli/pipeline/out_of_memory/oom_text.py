@@ -39,7 +39,7 @@ _TOTAL: Final = (re.compile(rf"total capaci?ty of {_AMOUNT}"), re.compile(rf"{_A
 _ALLOWED: Final = (re.compile(rf"{_AMOUNT} allowed"),)
 _PROCESS: Final = re.compile(rf"Process \d+ has {_AMOUNT} memory in use")
 _MIN_OTHERS_SHARE: Final = 0.1
-"""Share of a card from which on other processes that hold it are named: a desktop holds less."""
+"""Other processes are named if together they hold at least this share of the card: a desktop holds less."""
 _FREE: Final = (re.compile(rf"of which {_AMOUNT} is free"), re.compile(rf"{_AMOUNT} free"))
 _ALLOCATED: Final = (
     re.compile(rf"{_AMOUNT} is allocated by PyTorch"),

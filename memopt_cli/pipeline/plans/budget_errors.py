@@ -15,7 +15,7 @@ from memopt_cli.text.paths import gather_paths
 from memopt_cli.text.units import format_apart, format_bytes
 
 _REASON_SHARE: Final = 0.1
-"""Share of a peak from which on activations and kernel workspaces are named as reasons for the peak."""
+"""Activations and kernel workspaces are named as reasons if they are at least this share of the peak."""
 _NAMED_SHARE: Final = 0.8
 """Share of the activations at a peak that a message accounts for by the names of modules."""
 _MAX_HOLDERS: Final = 8
@@ -88,8 +88,9 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
         holders = _largest_holders(smallest, _NAMED_SHARE * rest_bytes)
         names = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in holders)
         others = rest_bytes - sum(nbytes for _, nbytes in holders)
-        more = f", and {format_bytes(others)} of others" * (others > 0)
-        yield f"The rest are activations and tensors that backward makes: {names}{more}."
+        if others > 0:
+            names += f", and {format_bytes(others)} of others"
+        yield f"The rest are activations and tensors that backward makes: {names}."
     weights_bytes = smallest.breakdown.parameters_bytes + smallest.breakdown.gradients_bytes
     if weights_bytes > _WEIGHTS_SHARE * smallest.allocated_peak_bytes:
         advice = (

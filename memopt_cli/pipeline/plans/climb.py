@@ -23,9 +23,9 @@ from memopt_cli.search.plan.policy import skipped_step
 from memopt_cli.search.plan.search_spaces import WORTH_LOWERING
 
 _MISPREDICTED_RATIO = 1.05
-"""Ratio of a measured peak to its prediction from which on the predictions of other levels are checked as well."""
+"""If a measured peak exceeds its prediction by this factor, the other levels' predictions are checked too."""
 _DOUBTFUL_SHARE = 1.3
-"""Share of the allowed extra time that a plan may be predicted to take where no other plan was found.
+"""If no other plan was found, a plan may be predicted to take this multiple of the allowed extra time.
 
 Predictions err by up to a quarter either way, and only a measurement tells whether the plan keeps the limit."""
 _NEXT_SHARES = (0.8, 0.5, 0.5)

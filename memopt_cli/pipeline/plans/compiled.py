@@ -52,13 +52,13 @@ _MAX_COMPILED: Final = 6
 _MAX_LEVEL: Final = 2
 """Highest level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
 _MARGIN_DIVISOR: Final = 50
-"""Divisor of the budget: where segments did not fit, the next target is lowered by the excess and a fiftieth of it."""
+"""If segments did not fit, the next target is lowered by the excess and the budget divided by this."""
 _MAX_SHOWN: Final = 4
 """Number of plans of the eager frontier, the original included, whose segments ``--frontier`` compiles."""
 _MEMORY_BUDGETS: Final = (0.5, 0.2, 0.8)
 """Values of PyTorch's ``activation_memory_budget`` to try: the first, then the tighter second or the looser third."""
 _RIVAL_RATIO: Final = 1.1
-"""Ratio to the fastest step time up to which other steps are timed again, since a busy machine may decide the order."""
+"""Steps within this factor of the fastest are timed again, since a busy machine may decide the order."""
 _MAX_RIVALS, _TURNS = 3, 3
 """Maximum number of steps that are timed again, and the number of times that each of them is."""
 _TIE_RATIO: Final = 1.02

@@ -37,7 +37,7 @@ from memopt_cli.text.units import format_bytes
 _MAX_MEASURED = 6
 """Maximum number of plans that are measured for a budget, or beside the original for a frontier."""
 _OOM_DIVISOR = 4
-"""Divisor of the target: after a plan runs out of memory, the next may take a quarter less.
+"""After a plan runs out of memory, the next target is lowered by the target divided by this.
 
 The error does not say how much memory was missing."""
 _DOUBT_SHARE = 0.02
@@ -49,7 +49,7 @@ Nobody trains with a slower one, and measuring it would take ten times as long a
 _MAX_IN_BACKWARD = 8
 """Maximum number of fast plans that are dry-run with the optimizer in backward for one target."""
 _RETRY_SLOWDOWN = 2.0
-"""Ratio of a measured step time to its prediction from which on smaller plans are measured: they may be faster."""
+"""If a step takes this many times its prediction, smaller plans are measured too: they may be faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,8 @@ def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
     if request.goal.applies:
         row, findings.verification = job.prove()
     findings.plan, findings.applied_level = row.plan, row.level
-    findings.notes += [IN_BACKWARD_NOTE] * row.plan.in_backward
+    if row.plan.in_backward:
+        findings.notes.append(IN_BACKWARD_NOTE)
     findings.notes += offload_folder_notes(row.plan, prepared.subject.offload_folder)
     return findings
 

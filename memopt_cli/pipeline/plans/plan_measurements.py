@@ -20,7 +20,7 @@ _DOUBT_SHARE, _DOUBT_SHARE_WITHOUT_LIMIT = 0.1, 0.2
 
 The second value is for plans slower than predicted where any slowdown is allowed: there the number is only reported."""
 _UNUSABLE_SLOWDOWN = 10.0
-"""Slowdown from which on a plan is not timed again if any slowdown is allowed: nobody needs the exact number."""
+"""If any slowdown is allowed, plans slower than this are not timed again: nobody needs the exact number."""
 
 
 @dataclass(slots=True, kw_only=True)

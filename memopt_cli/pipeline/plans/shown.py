@@ -58,7 +58,7 @@ def frontier_path(request: OptimizeRequest) -> Path:
 
 
 def check_frontier_target(request: OptimizeRequest) -> None:
-    """Raise as :func:`check_targets` for a file in the place of the frontier that is not one of memopt's.
+    """Raise as :func:`check_targets` for a file in the place of the frontier that memopt did not write.
 
     The plans that were shown last are replaced without ``--force``: they can be searched again.
     """
@@ -98,10 +98,9 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
     _check_inputs(request, frontier)
     options = replace(request.search.options, level=frontier.options.level)
     filled_names = missing_settings(settings, shown_settings)
-    notes = (
-        *request.search.notes,
-        *[f"As when the plans were shown: {flags_in_words(shown_settings, filled_names)}."] * bool(filled_names),
-    )
+    notes = request.search.notes
+    if filled_names:
+        notes += (f"As when the plans were shown: {flags_in_words(shown_settings, filled_names)}.",)
     return replace(
         request,
         spec=request.spec or typed_inputs(frontier.header, frontier_path(request)),

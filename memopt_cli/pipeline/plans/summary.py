@@ -17,7 +17,7 @@ from memopt_cli.search.plan.schedules import count_segments
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 _SLOW_STEP_RATIO = 2.0
-"""A slowdown from which on the summary points to faster plans."""
+"""The summary points to faster plans if the slowdown is at least this."""
 
 
 def summarize(
@@ -103,7 +103,7 @@ def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
 def _codecs_left_out(findings: Findings) -> list[str]:
     """Return notes on modules that do not use the codec they ask for, and why.
 
-    Modules that were no candidates for a segment are named only if the user listed the candidates.
+    Modules that were not candidates for a segment are named only if the user listed the candidates.
     """
     segments, considered = (
         findings.plan.longest.segments,

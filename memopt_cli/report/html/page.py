@@ -233,7 +233,7 @@ class _Page:
         timed = any(op.seconds for trace in traces.values() for op in trace.ops)
         lead = (
             "The same, module by module"
-            + ", with the time of its operators" * timed
+            + (", with the time of its operators" if timed else "")
             + (", and what the plan does there." if plan.segments else ".")
         )
         if plan.packed:

@@ -62,7 +62,7 @@ class LiftedModule(nn.Module):
 def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     """Return the class of ``program``: the same one whenever it is called with an equal program.
 
-    Raises :class:`BadProgramError` for data that is no program, before any code is made from it.
+    Raises :class:`BadProgramError`, before any code is made, if the data is not a program.
     """
     check_size(program)
     key = repr(program)  # not ``program``: tuples with 1, 1.0 and True are equal, but different programs
@@ -78,7 +78,7 @@ _NUMBERS = itertools.count()
 
 
 def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedModule:
-    """Return a lifted module for an unpickler.  Saved models refer to this function: a file format.
+    """Return a lifted module for an unpickler.  Saved models name this function: do not rename it.
 
     ``program`` is described in :mod:`memopt_cli.runtime.lifted.program`; ``state`` are the module's attributes.
     Raises :class:`BadProgramError` unless both are data that such a module can have.
@@ -143,7 +143,7 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     if unknown := global_names(code) - {*known, *own}:
         raise BadProgramError(f"it names {', '.join(sorted(unknown))}, which no program may")
     if double := own & known.keys():
-        raise BadProgramError(f"{', '.join(sorted(double))} is the name of two things")
+        raise BadProgramError(f"it defines {', '.join(sorted(double))}, a name that is already in use")
     namespace = _namespace(number, known)
     exec(code, namespace)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks and inspect
@@ -225,7 +225,7 @@ def _check_node(node: tuple[Any, ...], module: LiftedModule) -> None:
 
 
 def _owner(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
-    """Return the module at ``path`` in ``module``, which must also be what Python finds there."""
+    """Return the module at ``path`` in ``module``; raise if Python would find another object there."""
     for name in path:
         child = children_of(module).get(name)
         if child is None or name in vars(module) or _is_of_class(module, name):

@@ -315,7 +315,7 @@ _KEYS_OF_DICTS: Final = (bool, int, float, complex, str, Tensor)
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """Return the parameter or buffer ``name``, which is no identifier, as in a ``ParameterList``."""
+    """Return the parameter or buffer ``name``, which is not an identifier, as in a ``ParameterList``."""
     table = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
     tensor: Tensor | None = table[name]
     return tensor

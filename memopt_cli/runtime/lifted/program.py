@@ -63,7 +63,7 @@ _MAX_LOOP_DEPTH: Final = 16
 
 
 class BadProgramError(ValueError):
-    """Stored data is no program, or the program names something that is not allowed; the message says what."""
+    """Stored data is not a program, or the program names something that is not allowed; the message says what."""
 
 
 def is_name(text: Any) -> bool:
@@ -301,7 +301,7 @@ class _Checker:
         """Check that each name in the generated module stands for one thing, so that code calls what was checked."""
         taken = {*FUNCTIONS, *(f"{library}{end}" for library in LIBRARIES for end in ("", "_")), *self._tuples}
         clashes = self.functions & {*self.methods, *taken, *self._arguments} | self._arguments & self._tuples
-        _require(not clashes, f"{', '.join(sorted(clashes))} is the name of two things, or of a built-in")
+        _require(not clashes, f"it defines {', '.join(sorted(clashes))}, a name that is already in use")
 
     def _check_block(self, block: Any, parameters: int, results: int | None) -> None:
         _require(_is_tuple(block, 3) and _is_tuple(block[1], kind=tuple), "a block is malformed")

@@ -1,10 +1,10 @@
 """A simulation of PyTorch's caching allocator, to predict how much it reserves on another device.
 
-It follows ``c10/cuda/CUDACachingAllocator.cpp`` with default settings, for one stream.  In this file, a *segment* is a
-piece of device memory that the allocator reserves at once and divides into blocks.  A request takes the smallest free
-block that is large enough; of equal blocks, the one at the lowest address.  The rest of it becomes a new block if it is
-large enough to be useful.  A freed block merges with free neighbours.  Segments whose blocks are all free stay
-reserved until memory runs out.
+It follows ``c10/cuda/CUDACachingAllocator.cpp`` with default settings, for one stream.  Unlike elsewhere in memopt, a
+*segment* here is a piece of device memory that the allocator reserves at once and divides into blocks.  A request takes
+the smallest free block that is large enough; of equal blocks, the one at the lowest address.  The rest of it becomes a
+new block if it is large enough to be useful.  A freed block merges with free neighbours.  Segments whose blocks are all
+free stay reserved until memory runs out.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def cut_by(rule: ChunkRule, segment: SegmentPlan, chunks: int, input_shape: Sequ
 def is_raw_in_chunks(segment: SegmentPlan, input_shape: Sequence[int]) -> bool:
     """Return whether the chunks of ``segment`` cannot be packed.
 
-    A chunk of a concatenation is none of the concatenated parts, and a chunk along a later axis has gaps in memory.
+    A chunk of a concatenation is not one of the concatenated parts, and a chunk along a later axis has gaps in memory.
     """
     return segment.chunks > 1 and (segment.compressor == "parts" or math.prod(input_shape[: segment.axis]) > 1)
 

@@ -20,7 +20,7 @@ from memopt_cli.search.plan.sending import fewer_sent, sending_variants
 from memopt_cli.text.units import format_bytes
 
 _FRONTIER_POINTS = 8
-"""Number of budgets, evenly spaced, at which plans of the frontier are looked for."""
+"""Number of evenly spaced budgets at which the frontier is searched."""
 _TIE_SHARE = 0.01
 """Tolerance on the least peak: of the plans within it, a level's answer is the fastest."""
 _RESTART_RATIO = 1.25

@@ -709,7 +709,7 @@ def _self_and_enclosing(block: ReplayedSegment | None) -> tuple[ReplayedSegment 
 def _innermost_backward_end(trace: StepTrace) -> list[int]:
     """Return, for every operator of forward, the operator at which the backward of the innermost module around it ends.
 
-    Operators between the models of a user's own step are in no module; the next backward counts for them.
+    Operators between the models of the user's own step are in no module; the next backward counts for them.
     """
     ends, end = [len(trace.ops)] * len(trace.ops), len(trace.ops)
     for op in reversed(range(len(trace.ops))):

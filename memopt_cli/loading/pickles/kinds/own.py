@@ -81,7 +81,7 @@ class Own:
         if isinstance(target, type) and issubclass(target, nn.Module):
             return replace(module_recipe(target), fill=_fill_script) if target is ScriptLeaf else module_recipe(target)
         if target not in map(type, COMPRESSORS.values()):
-            return Denied("is not part of the format of memopt's files")
+            return Denied("is not part of memopt's file format")
         return Recipe(make=lambda: object.__new__(target), kind=target)  # codecs hold no state
 
 

@@ -172,7 +172,7 @@ def _definitions(path: Path, mtime_ns: int, size: int) -> dict[str, Definition]:
 
 
 def _cells(notebook: bytes) -> list[str]:
-    """Return the sources of the code cells of ``notebook``, or none if it is no notebook."""
+    """Return the sources of the code cells of ``notebook``, or none if it is not a notebook."""
     try:
         cells = json.loads(notebook)["cells"]
         code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
