@@ -112,7 +112,8 @@ def predict_rank(
     nothing, and other errors of :mod:`memopt_cli.errors`.
     """
     spreader = _function("parallelize", parallelize, "function")
-    limit_s, chosen = accepted("timeout", timeout), Plan() if plan is None else load_plan(plan)
+    limit_s = accepted("timeout", timeout)
+    chosen = Plan() if plan is None else load_plan(plan)
     layout = layout_of(accepted("ranks", ranks), spreader.reference, mesh)
     ranks_asked(layout, accepted("rank", rank))
     rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
@@ -157,7 +158,8 @@ def recommend_ranks(
     ranks.
     """
     spreader = _function("parallelize", parallelize, "function")
-    limit_s, card = accepted("timeout", timeout), card_given(for_device, None)
+    limit_s = accepted("timeout", timeout)
+    card = card_given(for_device, None)
     chosen = None if plan is None else load_plan(plan)
     rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     request = BatchRequest(

@@ -154,7 +154,8 @@ def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
     """
     texts = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
-        tensors, sizes = tuple(parse_tensor(str(text)) for text in texts), _sizes(dims)
+        tensors = tuple(parse_tensor(str(text)) for text in texts)
+        sizes = _sizes(dims)
         check_inputs(tensors, sizes)
         require_used(sizes, tensors, "inputs")
         return InputSpec(tensors=tensors, dims=sizes, source="inputs")

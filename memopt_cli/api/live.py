@@ -178,8 +178,10 @@ def optimize(
     def optimized() -> Optimized:
         card = card_given(for_device, device)
         step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-        limit_s, (sizes, varied) = accepted("timeout", timeout), split_range(dims)
-        given, wants_batch = given_inputs(inputs, sizes), recommend_batch and card is None
+        limit_s = accepted("timeout", timeout)
+        sizes, varied = split_range(dims)
+        given = given_inputs(inputs, sizes)
+        wants_batch = recommend_batch and card is None
         request = OptimizeRequest(
             source=_source(model),
             spec=None,
@@ -294,7 +296,8 @@ def profile(
 
     Other arguments and errors are those of ``optimize``.
     """
-    card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
+    card = card_given(for_device, device)
+    limit_s = accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     request = ProfileRequest(
         source=_source(model),
@@ -348,9 +351,11 @@ def recommend_batch(
     ``torch.compile``, to find the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU
     that is not here, as ``--for``, without running anything.  Other arguments and errors are those of ``optimize``.
     """
-    card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
+    card = card_given(for_device, device)
+    limit_s = accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-    spec, plans = _description(inputs, dims), search_of(level=level, target=target, allow_inexact=allow_inexact)
+    spec = _description(inputs, dims)
+    plans = search_of(level=level, target=target, allow_inexact=allow_inexact)
     if search and plan is not None:
         raise OptionError(
             "`--search` looks for the plan: `--plan` cannot be combined with it", hint="Leave one of them out."
@@ -402,7 +407,8 @@ def baseline(
     used, as in ``recommend_batch``.  ``force``: replace an existing file.
     Other arguments and errors are those of ``optimize``.
     """
-    path, limit_s = path_given("output", output), accepted("timeout", timeout)
+    path = path_given("output", output)
+    limit_s = accepted("timeout", timeout)
     check_targets([path], force=force)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     with _prepare(model, _description(inputs, dims), step, limit_s, verbose) as prepared:
@@ -439,7 +445,8 @@ def check(
     limits = tuple(map(parse_limit, checked_names("fail_on", fail_on)))
     if not limits:
         raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
-    functions, limit_s = functions_given(loss, optimizer), accepted("timeout", timeout)
+    functions = functions_given(loss, optimizer)
+    limit_s = accepted("timeout", timeout)
     spec = _description(inputs, dims)
     request = CheckRequest(
         source=_source(model),

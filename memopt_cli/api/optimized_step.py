@@ -58,7 +58,8 @@ def optimize_step(
     optimized step differs from the original, and other errors of ``memopt_cli.errors`` if it cannot be taken.
     """
     started = time.monotonic()
-    limit_s, settings = accepted("timeout", timeout), StepSettings(device=resolve_device())
+    limit_s = accepted("timeout", timeout)
+    settings = StepSettings(device=resolve_device())
     request = OptimizeRequest(
         source=ModelSource(location=STEP),
         spec=None,

@@ -62,7 +62,8 @@ def apply_plan(
         _apply_to_step(model, plan, is_plain=verify is None and loss is None and optimizer is None)
         warn_unchanged(CHANGES_NOTHING if plan.is_empty else "")
         return model
-    for inputs in verify if isinstance(verify, list) else [] if verify is None else [verify]:
+    single = [] if verify is None else [verify]
+    for inputs in verify if isinstance(verify, list) else single:
         _compare(model, plan.of_model.eager, inputs, loss)
     if plan.in_backward and optimizer is not None:
         _check_optimizer(optimizer)
@@ -121,8 +122,10 @@ def _dict_explained(args: tuple[Any, ...]) -> Iterator[None]:
 
 def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> None:
     model = unwrap(model)
-    args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else (inputs,)
+    kwargs = {}
+    if isinstance(inputs, Mapping):
+        args, kwargs = (), dict(inputs)
     tensors = [*tensors_of((args, kwargs)), *model.parameters()]
     device = str(tensors[0].device) if tensors else "cpu"
     step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(device=device), loss=loss)

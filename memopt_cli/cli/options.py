@@ -335,7 +335,9 @@ _NO_DEFAULT: Final = inspect.Parameter.empty
 
 def _annotate(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
     """Return ``parameter`` annotated with the option of that name in the table, as Typer reads it."""
-    option, hint, default = option_of(command, parameter.name), parameter.annotation, parameter.default
+    option = option_of(command, parameter.name)
+    hint = parameter.annotation
+    default = parameter.default
     info: dict[str, Any] = {"metavar": option.takes, "help": option.help}
     if typing.get_origin(hint) in (list, tuple):
         hint, default = list[str], _NO_DEFAULT

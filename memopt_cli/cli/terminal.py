@@ -108,7 +108,9 @@ def shown_progress(*, quiet: bool, verbose: bool) -> Iterator[tuple[Progress, As
     terminal = sys.stderr.isatty()
     console = Console(stderr=True, force_jupyter=False)
     live = terminal and not verbose and not console.is_dumb_terminal
-    progress = Progress() if quiet else BarProgress(console) if live else LogProgress()
+    progress: Progress = BarProgress(console) if live else LogProgress()
+    if quiet:
+        progress = Progress()
     with _interrupts(), closing(progress):
         yield progress, _asker(progress) if terminal and sys.stdin.isatty() else None
 

@@ -52,10 +52,13 @@ def load_model(source: ModelSource) -> LoadedModel:
     if is_factory(source.location):
         make_importable(Path.cwd(), first=False)
         UserCode(source.trust.code_paths)
-        loaded, sha256, notes = Loaded(module=build(source.location)), None, ()
+        loaded = Loaded(module=build(source.location))
+        sha256 = None
+        notes = ()
         kind = STEP if isinstance(loaded.module, StepModels) else "factory"
     elif Path(source.location).is_dir():
-        (loaded, sha256), kind = load_pretrained(source.location), "pretrained"
+        loaded, sha256 = load_pretrained(source.location)
+        kind = "pretrained"
         require_same(source.location, sha256, source.sha256)
     else:
         file, sha256 = read_same(source.location, source.key if source.weights is None else None, source.sha256)

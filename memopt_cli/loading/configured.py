@@ -97,7 +97,8 @@ def _mask(module: nn.Module, names: Sequence[str | None]) -> tuple[TensorSpec, .
 
 def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
     """Return the labels with which the head of ``module`` returns a loss; none where they are not known."""
-    kind, classes = type(module).__name__, getattr(config, "num_labels", None)
+    kind = type(module).__name__
+    classes = getattr(config, "num_labels", None)
     if kind.endswith("ForQuestionAnswering"):
         ends = ("start_positions", "end_positions")
         length = _length(module)

@@ -88,7 +88,8 @@ def _pickle(file: ModelFile) -> _Found:
     records = {name.removeprefix("data/"): size for name, size in zipped.sizes.items()} if zipped else None
     check_tensors(built, records, len(file.data))
     contents = contents_of(pickled.pickle.root)
-    wrapped, notes = bool(contents.modules) and contents.modules[0].path != "", tuple[str, ...]()
+    wrapped = bool(contents.modules) and contents.modules[0].path != ""
+    notes = tuple[str, ...]()
     if wrapped:
         what, notes = "container of a module", (f"Its module is the entry {contents.modules[0].path!r}.",)
     elif contents.modules:

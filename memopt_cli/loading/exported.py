@@ -393,7 +393,9 @@ def _pack(method: Method, tree: _Tree, results: Iterator[Operand]) -> Any:
     if tree.kind is None:
         return method.operand(next(results))
     items = [_pack(method, child, results) for child in tree.children]
-    kind = "dict" if tree.keys else "list" if tree.kind == "builtins.list" else "tuple"
+    kind = "list" if tree.kind == "builtins.list" else "tuple"
+    if tree.keys:
+        kind = "dict"
     pairs = (
         [operand for key, item in zip(tree.keys, items, strict=True) for operand in ((key,), item)]
         if tree.keys
@@ -482,8 +484,10 @@ def _symbols(metas: Sequence[Any]) -> dict[str, str]:
         names = [text for text, _ in _hints(meta)]
         integer = not getattr(torch, DTYPES[DTYPE_CODES[meta["dtype"]]]).is_floating_point
         varying = [bool(name) for name in names[:2]]
-        if varying == [True, True]:
-            usual = ("B", "S") if integer else ("T", "B") if len(names) == 5 else ()
+        if varying == [True, True] and integer:
+            usual: tuple[str, ...] = ("B", "S")
+        elif varying == [True, True]:
+            usual = ("T", "B") if len(names) == 5 else ()
         else:
             usual = ("B", "B")
         for name, short in zip(names, usual, strict=False):

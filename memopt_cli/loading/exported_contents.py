@@ -122,7 +122,8 @@ def _size(size: Any) -> tuple[int | str, int]:
     """Return ``size`` in two forms: a number or a symbol to show, and the number in the example inputs."""
     if "as_int" in size:
         return size["as_int"], size["as_int"]
-    expression, hint = size["as_expr"]["expr_str"], size["as_expr"].get("hint") or {}
+    expression = size["as_expr"]["expr_str"]
+    hint = size["as_expr"].get("hint") or {}
     return _SYMBOL.sub(r"\1", expression).partition(",")[0], hint.get("as_int", 1)
 
 

@@ -190,7 +190,8 @@ class _Reading:
         allocated_at = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
         reserved = 0
         for event in reversed(failure.after):
-            action, size = event.get("action"), _amount(event.get("size", 0))
+            action = event.get("action")
+            size = _amount(event.get("size", 0))
             if action in ("segment_alloc", "segment_map"):
                 reserved -= size
             elif action in ("segment_free", "segment_unmap"):

@@ -135,8 +135,8 @@ class UserCode:
 
     def _file_of(self, module: str) -> Path | None:
         for path in self._paths:
-            file = file_in(path, module) if path.is_dir() else path if path.stem == module else None
-            if file is not None:
+            file = file_in(path, module) if path.is_dir() else path
+            if file is not None and (path.is_dir() or path.stem == module):
                 return file.resolve()
         return None
 

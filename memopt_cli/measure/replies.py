@@ -98,7 +98,8 @@ def _check_trace(trace: StepTrace) -> None:
 
     The search and the replay use these indices without checks of their own.
     """
-    count, kinds = len(trace.ops), {f.name.removesuffix("_bytes") for f in fields(Breakdown)}
+    count = len(trace.ops)
+    kinds = {f.name.removesuffix("_bytes") for f in fields(Breakdown)}
     places, instants = range(count), range(-1, count + 1)
     spans, storages = list[tuple[int, ...]](), list[int]()
     for op in trace.ops:

@@ -222,7 +222,10 @@ def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: floa
     """
     from memopt_cli.loading.pickles.kinds.modules import imported_libraries
 
-    own_path, own_environment, folder, end_s = list(sys.path), dict(os.environ), Folder(), time.monotonic() + timeout_s
+    own_path = list(sys.path)
+    own_environment = dict(os.environ)
+    folder = Folder()
+    end_s = time.monotonic() + timeout_s
     sys.path[:] = path
     os.chdir(folder.path)
     os.environ |= sandbox.caches_in(folder.path)

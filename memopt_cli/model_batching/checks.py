@@ -75,7 +75,8 @@ def test_batched_model(
             f"input_shapes is {input_shapes!r}, not a list of shapes",
             hint="Give a list of shapes, one for each argument.",
         )
-    states, modes = batched_model.state_dicts(), [(m, m.training) for m in batched_model.modules()]
+    states = batched_model.state_dicts()
+    modes = [(m, m.training) for m in batched_model.modules()]
     if randomize:
         batched_model.load_state_dicts([_randomize(state) for state in states])
     device = next(iter(tensors_of(list(model.state_dict().values()))), torch.empty(0)).device

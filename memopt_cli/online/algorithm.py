@@ -127,7 +127,8 @@ class OnlineAlgorithm(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """Return the model's output for one time step, or for a window, ``[steps, ...]``; its states advance."""
-        run, window = self._compiled_step(), self.vjp_method == "multi-step"
+        run = self._compiled_step()
+        window = self.vjp_method == "multi-step"
         steps = list(zip(*inputs, strict=True)) if window else [inputs]
         if not steps:
             raise MemoptError("the window has no steps", hint="Give inputs [steps, ...] of at least one time step.")

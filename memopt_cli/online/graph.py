@@ -110,7 +110,9 @@ class AutogradGraph:
     def find_direct_sources(self, tensor: Tensor, sources: Mapping[Source, Tensor]) -> set[Source]:
         """Return the ``sources`` from which a path without a weight or another source leads to ``tensor``."""
         ends = {_edge_of(source): key for key, source in sources.items() if source.requires_grad}
-        pending, seen, direct = [_edge_of(tensor)] if tensor.requires_grad else [], set[_Edge](), set[Source]()
+        pending = [_edge_of(tensor)] if tensor.requires_grad else []
+        seen = set[_Edge]()
+        direct = set[Source]()
         while pending:
             edge = pending.pop()
             if edge in seen:

@@ -36,7 +36,8 @@ class ElementWise(nn.Module):
     def __init__(self, initial: Tensor, shape: int | Sequence[int] | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(initial)
-        self.shape = tuple(initial.shape) if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+        shape = initial.shape if shape is None else shape
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         setattr(self, _TAG, "adaptive")
 
     def forward(self) -> Tensor:

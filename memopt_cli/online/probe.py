@@ -98,7 +98,8 @@ class Probe(Interception):
 
     def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         self._note_outside(cell, tensors)
-        count, outs = len(self.states[cell]), [CellOutput(cell, call, i) for i in range(len(tensors))]
+        count = len(self.states[cell])
+        outs = [CellOutput(cell, call, i) for i in range(len(tensors))]
         new = {t.grad_fn: i for i, t in enumerate(tensors[:count]) if t.grad_fn is not None}
         for out, q in zip(outs, tensors, strict=True):
             _check_real(self.states[cell][out.number].name if out.number < count else "", cell, q)

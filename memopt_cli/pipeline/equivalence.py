@@ -261,7 +261,8 @@ class _Judge:
         if not isinstance(runs, tuple):
             error = f"it does not run in float64: {runs.message}" if isinstance(runs, StepFailed) else ""
             return self._judge_by_half(comparison, half_gap, error or "float64 does not fit")
-        difference, in_float64 = first_difference(*runs, TOLERANCE), replace(comparison, precision="fp64")
+        difference = first_difference(*runs, TOLERANCE)
+        in_float64 = replace(comparison, precision="fp64")
         if difference is not None and self.candidate_run.is_compiled:
             return self._judge_by_half(comparison, half_gap, "a compiled model still casts to float32 inside")
         if difference is not None:

@@ -187,12 +187,13 @@ def opening_of(
         )
     is_run = card is None and layout is None
     has_no_data = layout is not None or (fake and is_code)
+    data: Data = "full size" if is_run and not fake else "small batch"
     return Opening(
         source=request.source,
         spec=request.spec,
         settings=settings if is_run else replace(settings, device="cpu"),
         timeout_s=request.timeout_s,
-        data="none" if has_no_data else "full size" if is_run and not fake else "small batch",
+        data="none" if has_no_data else data,
     )
 
 

@@ -70,7 +70,8 @@ def verify_compiled(
     of the reference's steps.
     """
     assert plan.compile is not None, "else there is nothing to compare"
-    backend, plain = plan.compile.backend, Plan(compile=replace(plan.compile, activation_memory_budget=None))
+    backend = plan.compile.backend
+    plain = Plan(compile=replace(plan.compile, activation_memory_budget=None))
     if plan == plain:
         return verification
     try:

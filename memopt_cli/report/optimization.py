@@ -81,7 +81,8 @@ def _in_bytes(summary: MemOptSummary) -> str:
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
-            as_it_is, budget = summary.own_checkpoints or before, summary.budget_bytes
+            as_it_is = summary.own_checkpoints or before
+            budget = summary.budget_bytes
             peak = format_bytes(as_it_is.allocated_peak_bytes)
             if summary.own_checkpoints is not None:
                 peak += " with its own checkpoints"
@@ -132,7 +133,8 @@ def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     if not runs or summary.plan is None or summary.plan.by is None:
         return f"within {budget}"
     over = {run.length: run for run in runs if run.allocated_peak_bytes > budget_bytes}
-    dim, within = summary.plan.by.dim, [str(run.length) for run in runs if run.length not in over]
+    dim = summary.plan.by.dim
+    within = [str(run.length) for run in runs if run.length not in over]
     text = f"within {budget} at {dim}={', '.join(within)}, the lengths that were run"
     if over:
         peaks = ", ".join(f"{format_bytes(run.allocated_peak_bytes)} at {dim}={run.length}" for run in over.values())
@@ -361,8 +363,9 @@ def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
     through_loss = sum(segment.through_loss for segment in segments)
     in_chunks = sum(segment.chunks > 1 for segment in segments if not segment.through_loss)
     recomputed = len(segments) - in_chunks - through_loss
+    plural = "segments" if recomputed > 1 else "segment"
     kinds = {
-        "recomputed" if in_chunks or through_loss else "segments" if recomputed > 1 else "segment": recomputed,
+        "recomputed" if in_chunks or through_loss else plural: recomputed,
         "in chunks": in_chunks,
         f"through {'their' if through_loss > 1 else 'its'} loss": through_loss,
     }

@@ -107,7 +107,7 @@ def plot(profile: StepProfile, columns: int) -> str:
     lines = []
     for row in reversed(range(_ROWS)):
         eighths = (round(8 * (_ROWS * level / top - row)) for level in levels)
-        label = format_bytes(top) if row == _ROWS - 1 else "0" if row == 0 else ""
+        label = {_ROWS - 1: format_bytes(top), 0: "0"}.get(row, "")
         lines.append(f"{label:>10} │" + "".join(_BLOCKS[min(8, max(0, n))] for n in eighths).rstrip())
     return "\n".join(
         [*lines, f"{'':>10} └{_phases(profile, seconds if has_times else [1.0] * _count(profile), len(levels))}"]

@@ -115,7 +115,8 @@ def _in_parts(
             _print_all(console, rank.measured_headline(found), tables, rank.measured_remarks(found))
         case BatchRecommendation():
             blocks = recommendation.settings(found), recommendation.remarks(found)
-            first, spec = recommendation.headline(found), found.header.spec
+            first = recommendation.headline(found)
+            spec = found.header.spec
             _print_all(console, first, recommendation.tables(found), *blocks, spec=spec)
             _print_files(console, found.files)
         case RanksRecommendation():

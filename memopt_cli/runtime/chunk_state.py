@@ -43,7 +43,8 @@ class Moves:
 
         One trial is not enough: a power iteration may have converged, or a batch consist of equal samples.
         """
-        counts, moved = _move_counts.setdefault(self._module, {}), self.now()
+        counts = _move_counts.setdefault(self._module, {})
+        moved = self.now()
         for name in moved:
             counts[name] = counts.get(name, 0) + 1
         return {name for name in moved if counts[name].bit_count() == 1}

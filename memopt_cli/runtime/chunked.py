@@ -320,7 +320,8 @@ class _FirstChunk:
         is_explained = isinstance(error, NotGatheredError)  # whose own message says more, and which _run_passes handles
         if self._start is None or is_explained or is_full or self._start.lost():
             return
-        uncut, line = ", ".join(self._uncut()), str(error).partition("\n")[0]
+        uncut = ", ".join(self._uncut())
+        line = str(error).partition("\n")[0]
         likely_cause = f"gets {uncut} whole with every chunk, and " if uncut else ""
         undo = functools.partial(self._start.enter, self._state_tensors, self._others)
         is_certain = isinstance(error, UnrepeatableError)
@@ -356,7 +357,9 @@ class _FirstChunk:
 
     def _run_halves(self) -> list[Any]:
         config = config_of(self._module)
-        start, states, outputs = StateBeforePasses(self._module), self._states, list[Any]()
+        start = StateBeforePasses(self._module)
+        states = self._states
+        outputs = list[Any]()
         for index, half in enumerate(zip(*(_halves(s, config.axis) for s in self._sequences()), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
             start.enter_norms()

@@ -396,7 +396,8 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
 
 
 def _saves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedSaves:
-    config, state = config_of(module), (*module.parameters(), *module.buffers())
+    config = config_of(module)
+    state = (*module.parameters(), *module.buffers())
     if config.place == DEVICE:
         return PackedSaves(state)
     return PackedSaves((*state, *tensors_of((args, kwargs))), ParcelSeries(config.place), packs=config.packs)

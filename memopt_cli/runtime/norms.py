@@ -63,7 +63,8 @@ class SameStatistics(TorchFunctionMode):
         x, call = arguments["input"], self._calls
         self._calls += 1
         if self._is_first:
-            precise, dims = x.to(torch.promote_types(x.dtype, torch.float32)), [d for d in range(x.dim()) if d != 1]
+            precise = x.to(torch.promote_types(x.dtype, torch.float32))
+            dims = [d for d in range(x.dim()) if d != 1]
             self._statistics.append((precise.mean(dims), precise.var(dims, correction=0)))
         statistics = self._statistics[call % len(self._statistics)] if self._statistics else ()
         vectors = [arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var")]

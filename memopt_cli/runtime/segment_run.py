@@ -162,7 +162,8 @@ class SegmentRun:
         ``given``: the tensors among its arguments; ``hooks``: the hooks on saving around the segment.  Raises
         :class:`UnrepeatableError` if ``forward`` must run without the segment's hooks.
         """
-        versions, before = [version_of(t) for t in given], unrepeatable_runs()
+        versions = [version_of(t) for t in given]
+        before = unrepeatable_runs()
         output = self._run(forward)
         if self._kept.other_kernel:
             raise UnrepeatableError(self._kept.other_kernel)

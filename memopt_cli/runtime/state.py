@@ -124,7 +124,8 @@ class StartingState:
 
         ``has_failed``: forward raised an error, so that the next call may do more than this one did.
         """
-        known, written = self._known, set[int]() if self._held is None else self._held.written()
+        known = self._known
+        written = set[int]() if self._held is None else self._held.written()
         if not self.is_watched and self._reads:
             surprising = {id(tensor) for tensor, version in self._reads if version_of(tensor) != version}
             self.is_surprised = bool(surprising)
@@ -293,7 +294,9 @@ class StartingState:
         """
         held, received = self._held, self._received or {}
         if held is None:
-            made, moving, others = restored_tensors(received) if received else {}, dict[int, Slots](), list[Any]()
+            made = restored_tensors(received) if received else {}
+            moving = dict[int, Slots]()
+            others = list[Any]()
         else:
             copies = {n: one.copy for n, one in held.tensors.items() if one.copy is not None}
             made = restored_tensors(copies | received if received else copies)

@@ -147,14 +147,10 @@ def _trust(given: list[tuple[str, str]]) -> str:
     fields: dict[str, list[str]] = {}
     for field, value in given:
         fields.setdefault(field, []).extend([f'"{value}"'] if value else [])
-    spelled = (
-        f"{field}=({values[0]},)"
-        if len(values) == 1
-        else f"{field}=({', '.join(values)})"
-        if values
-        else f"{field}=True"
-        for field, values in fields.items()
-    )
+    spelled = []
+    for field, values in fields.items():
+        comma = "," if len(values) == 1 else ""
+        spelled.append(f"{field}=({', '.join(values)}{comma})" if values else f"{field}=True")
     return f"trust=memopt_cli.Trust({', '.join(spelled)})"
 
 

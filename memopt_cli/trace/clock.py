@@ -137,7 +137,8 @@ def _time_run(run: Callable[[], Any], device: str) -> tuple[Any, float]:
 def packing_bytes_per_s(device: str) -> float:
     """Measure how fast ``device`` packs and unpacks dropout masks, in bytes a second; once in a process."""
     mask = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float() / 0.9
-    codec, flush = COMPRESSORS["two-valued"], torch.zeros(_CACHES_BYTES // 4, device=device)
+    codec = COMPRESSORS["two-valued"]
+    flush = torch.zeros(_CACHES_BYTES // 4, device=device)
     seconds = []
     for _ in range(_PACKINGS):
         flush.add_(1)  # evicts the mask from the caches

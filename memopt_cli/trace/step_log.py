@@ -96,7 +96,8 @@ class StepLog(StorageLog):
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         phase, call = self._phase_and_call()
-        module = self.module_running() if call is None else self.calls[call].path if call >= 0 else ""
+        path_of_call = self.calls[call].path if call is not None and call >= 0 else ""
+        module = self.module_running() if call is None else path_of_call
         if phase == "forward":
             self.op_of_node.setdefault(next_node() - 1, len(self.ops))
         # Only in a step without data: to learn these bytes, the layer is run, which a measured step would count.

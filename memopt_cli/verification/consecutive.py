@@ -54,7 +54,8 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
     has_compiled = any(map(is_compiled, step.model.modules()))
     with compiled_anew() if has_compiled else contextlib.nullcontext(), generators_kept(), _trainable(step) as training:
         model = training.model
-        start, values = _prints(_parameters(model) | named_tensors_on(model)), AttributeValues.of(model)
+        start = _prints(_parameters(model) | named_tensors_on(model))
+        values = AttributeValues.of(model)
         seed_everything(step.settings.seed)
         first_digest = _generator_digest(model)
 

@@ -149,7 +149,8 @@ class _Deadline:
     @contextlib.contextmanager
     def watching(self, variation: Variation) -> Iterator[None]:
         """Time the check in the block, or raise :class:`_NoTimeError` if it would end too late."""
-        began, expected_s = time.monotonic(), self._expected_s(variation.batch)
+        began = time.monotonic()
+        expected_s = self._expected_s(variation.batch)
         if began + expected_s > self._ends:
             raise _NoTimeError(f"a step with the plan and one without take {format_seconds(expected_s)} together")
         yield

@@ -117,7 +117,8 @@ def _compare(
     noise = 0.0
     if not chunked:
         second, second_s = _timed_effects(step, start)  # shows how exactly the original repeats
-        noise, plain_s = _noise(reference, second, step.settings.device), min(plain_s, second_s)
+        noise = _noise(reference, second, step.settings.device)
+        plain_s = min(plain_s, second_s)
         del second  # frees its memory before the step with the plan
     install(step.model)
     try:

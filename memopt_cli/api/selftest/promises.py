@@ -121,8 +121,11 @@ def selftest(device: str, *, progress: Progress) -> SelftestReport:
     What fails is a row that does not hold.  Ctrl-C ends it with the rows so far, if there are any.  Raises
     :class:`UsageError` for a device that is not there.
     """
-    started, device, interrupted = time.monotonic(), resolve_device(device), False
-    conditions, rows = conditions_of(StepSettings(device=device)), list[SelftestRow]()
+    started = time.monotonic()
+    device = resolve_device(device)
+    interrupted = False
+    conditions = conditions_of(StepSettings(device=device))
+    rows = list[SelftestRow]()
     try:
         for case, test in _tests(device):
             rows.extend(_try_case(case, test, device, progress))
@@ -182,8 +185,9 @@ def _test_optimize(case: _Case, device: str) -> Iterator[SelftestRow]:
     )
     summary = optimize(request, progress=Progress(), ask=None).summary
     found = summary.verification
-    seen = "not compared" if found is None else "equal" if found.passed else found.difference
-    yield case.row("the plan computes the same", seen, holds=found is not None and found.passed)
+    has_passed = found is not None and found.passed
+    seen = "not compared" if found is None else found.difference
+    yield case.row("the plan computes the same", "equal" if has_passed else seen, holds=has_passed)
     rows = {row.level: row for row in summary.levels}
     original, planned = rows[0], rows[summary.applied_level]
     for what, row in (("original", original), ("plan", planned)):

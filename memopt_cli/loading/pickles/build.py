@@ -75,7 +75,8 @@ class _Builder:
             if isinstance(built, nn.Module):
                 self.modules.append(built)
             return
-        target, values = self._made[id(node)], [self.value(value) for value in step.values]
+        target = self._made[id(node)]
+        values = [self.value(value) for value in step.values]
         if step.action == "extend":
             assert recipe.extend is not None, "the audit refuses items of an object that takes none"
             recipe.extend(target, values)

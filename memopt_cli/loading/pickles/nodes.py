@@ -158,7 +158,9 @@ def reachable(root: Any) -> Iterator[Any]:
 
 def depth_of(root: Any) -> int:
     """Return the depth of recursion of ``copy.deepcopy`` or ``pickle``, which enters each object once."""
-    pending, seen, deepest = [(root, 1)] if isinstance(root, _MADE) else [], set[int](), 0
+    pending = [(root, 1)] if isinstance(root, _MADE) else []
+    seen = set[int]()
+    deepest = 0
     while pending:
         value, depth = pending.pop()
         if id(value) not in seen:

@@ -79,7 +79,8 @@ def read_stream(data: bytes, scan: PickleScan) -> PickledFile:
         return PickledFile(form="plain", pickle=pickle, scan=scan, storages=FileStorages(lambda key: None))
     for _ in ("version", "machine"):
         scan_pickle(stream, scan)
-    pickle, keys = scan_pickle(stream, scan), scan_pickle(stream, scan).root
+    pickle = scan_pickle(stream, scan)
+    keys = scan_pickle(stream, scan).root
     if not isinstance(keys, Built) or not all(isinstance(key, str) for key in keys.items):
         raise ValueError("its storages have no names")
     stored = [storage_of(step.node) for step in pickle.steps if step.action == "make"]

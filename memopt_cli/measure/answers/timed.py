@@ -179,7 +179,9 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
     """Time a step of the original and one under each plan of ``job``, in turns; more turns near the limit."""
-    step, since, limit = bench.warmed_up(bench.step()), _clocks(), job.most_slowdown
+    step = bench.warmed_up(bench.step())
+    since = _clocks()
+    limit = job.most_slowdown
     original: list[float] = []
     planned: list[list[float]] = [[] for _ in job.plans]
 

@@ -131,7 +131,8 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
         substitute = TRACEABLE.get(type(m))
-        last_node, stack = _last_node(self.graph), self.module_stack.copy()
+        last_node = _last_node(self.graph)
+        stack = self.module_stack.copy()
         try:
             return substitute(m, *args, **kwargs) if substitute else super().call_module(m, forward, args, kwargs)
         except Exception:

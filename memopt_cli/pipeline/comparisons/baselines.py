@@ -202,7 +202,9 @@ def _plan_change(before: Plan, after: Plan, moves: Paths) -> PlanChange:
 
 
 def _change_of(before: bool, after: bool) -> Literal["same", "dropped", "added"]:
-    return "same" if before == after else "added" if after else "dropped"
+    if before == after:
+        return "same"
+    return "added" if after else "dropped"
 
 
 def _peak_moved(before: PeakPlace | None, after: PeakPlace | None, moves: Paths) -> bool:

@@ -107,7 +107,8 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) 
     """Check a model that is ready, as :func:`check` does."""
     _require_same_model(request, before, prepared)
     step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
-    header, planned_memory = file_header(prepared), replace(before.memory, plan=step.plan)
+    header = file_header(prepared)
+    planned_memory = replace(before.memory, plan=step.plan)
     after = replace(before, header=replace(header, model=request.source.location), memory=planned_memory)
     with prepared.session(prepared.dry_data) as session:
         after = replace(after, conditions=replace(require_answer(session.ask(ConditionsJob())), layout=request.layout))

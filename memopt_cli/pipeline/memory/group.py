@@ -38,7 +38,8 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
     Raises :class:`MemoptError`, on all ranks if one fails before it waits for others, and :class:`RankLostError` if
     another rank is gone.
     """
-    started, targets = time.monotonic(), [Path(request.output)] if request.output and request.rank == 0 else []
+    started = time.monotonic()
+    targets = [Path(request.output)] if request.output and request.rank == 0 else []
     check_outputs(targets, request.source.location, force=request.force)
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
     plan.require_eager("ranks are measured without a compiler")

@@ -59,7 +59,9 @@ def plan_in_words(plan: Plan) -> str:
 
 
 def _change_of(plan: Plan) -> Literal["plan", "offload", "optimizer in backward"]:
-    return "offload" if plan.sends else "optimizer in backward" if plan.in_backward else "plan"
+    if plan.sends:
+        return "offload"
+    return "optimizer in backward" if plan.in_backward else "plan"
 
 
 class ChangeTrials:

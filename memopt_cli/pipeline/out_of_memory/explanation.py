@@ -68,7 +68,7 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
     error = _read_error(request.log_path) if request.log_path is not None else None
     snapshot = _read_snapshot(request) if request.snapshot_path is not None else None
     event = error.event if error else ""
-    asked_bytes = error.asked_bytes if error else snapshot.asked_bytes if snapshot else 0
+    asked_bytes = next((source.asked_bytes for source in (error, snapshot) if source), 0)
     if request.source is not None:
         opening = Opening(
             source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s

@@ -110,7 +110,8 @@ def _others(message: str, own_bytes: int) -> str:
 
     Where the message does not say which process is its own, that is the smallest that holds ``own_bytes``.
     """
-    held, card_bytes = [_bytes(match) for match in _PROCESS.finditer(message)], _first(_TOTAL, message)
+    held = [_bytes(match) for match in _PROCESS.finditer(message)]
+    card_bytes = _first(_TOTAL, message)
     if "this process has" not in message and held:
         held.remove(min(held, key=lambda nbytes: (nbytes < own_bytes, nbytes)))
     if not held or sum(held) < _MIN_OTHERS_SHARE * card_bytes:

@@ -144,7 +144,8 @@ class Climb:
         planner, options, plan_below = self.search.planner, self.search.options, ORIGINAL
         for level in range(1, options.level + 1):
             self._search_begins(f"level {level} of {options.level}: searching")
-            started, dry_runs_before = time.monotonic(), len(planner.dry_runs)
+            started = time.monotonic()
+            dry_runs_before = len(planner.dry_runs)
             search = planner.best if level == options.level else planner.least
             for share in (PREDICTED_SHARE, 1.0, _DOUBTFUL_SHARE):
                 priced = search(level, 1 + share * (self._limit - 1))
@@ -214,7 +215,8 @@ class Climb:
             predicted = row.predicted_slowdown or self._limit
             # The plan took more than predicted: ask for one whose prediction leaves room for the same error.
             most_predicted = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.upper - 1))
-            started, dry_runs_before = time.monotonic(), len(planner.dry_runs)
+            started = time.monotonic()
+            dry_runs_before = len(planner.dry_runs)
             self.search.probes.prolong()
             self._search_begins(f"level {row.level}: searching for a faster plan")
             priced = planner.best(row.level, most_predicted)

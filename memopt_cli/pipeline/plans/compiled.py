@@ -424,7 +424,8 @@ class SmallestCompiled(CompiledSearch):
             priced = self.search.planner.best(self._level, most_predicted)
             plan = _as_regions(priced.plan, CompilePlan(backend=self.backend))
             yield plan
-            measurement, allowed = self._outcome(plan), self.most_slowdown - 1
+            measurement = self._outcome(plan)
+            allowed = self.most_slowdown - 1
             extra = self._slowdown(measurement) - 1 if measurement is not None else 2 * allowed
             growth = allowed / extra if extra > allowed / _MAX_GROWTH else _MAX_GROWTH
             most_predicted = 1 + ((most_predicted if growth > 1 else min(priced.slowdown, most_predicted)) - 1) * growth

@@ -272,7 +272,9 @@ class _PlanSearch:
 
     def _meet_goal(self, search: StartedSearch) -> list[LevelRow]:
         """Return one row, of the fastest plan within the budget or the one picked; none for ``--frontier`` alone."""
-        goal, most_slowdown, started = self.request.goal, self.request.search.asked_slowdown, time.monotonic()
+        goal = self.request.goal
+        most_slowdown = self.request.search.asked_slowdown
+        started = time.monotonic()
         goal_search = GoalSearch(
             search=search,
             measurements=self.measurements,
@@ -388,7 +390,8 @@ class _PlanSearch:
         if applied is None:
             return applied
         row = replace(applied, plan=row_to_apply([search.original, *rows], applied).plan)
-        priced, most_slowdown = search.planner.dry_runs.get(row.plan), search.options.max_slowdown or math.inf
+        priced = search.planner.dry_runs.get(row.plan)
+        most_slowdown = search.options.max_slowdown or math.inf
         assert priced is not None, "the planner has found it"
         plans = self._plans_in_backward(search, most_slowdown)
         timed_row = plans.of_level(row, priced)
@@ -438,7 +441,8 @@ class _PlanSearch:
 
         Those two are timed in turns at the end, so that the frontier and the row that is applied show the same times.
         """
-        original, applied_plan = self.measurements.measure(ORIGINAL), applied.plan if applied else ORIGINAL
+        original = self.measurements.measure(ORIGINAL)
+        applied_plan = applied.plan if applied else ORIGINAL
         if not isinstance(original, Measurement) or point.plan not in (ORIGINAL, applied_plan):
             return point
         outcome = self.measurements.measure(point.plan)

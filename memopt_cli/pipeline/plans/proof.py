@@ -130,7 +130,8 @@ class Prover:
 
     def _row_if_worthwhile(self, index: int) -> LevelRow:
         """Return the row at index ``index`` if its plan is worth its time as measured, else the original's row."""
-        rows, most_slowdown = self.findings.rows, self.findings.resolved.options.max_slowdown or math.inf
+        rows = self.findings.rows
+        most_slowdown = self.findings.resolved.options.max_slowdown or math.inf
         if self.takes_chosen:
             return row_to_apply(rows, rows[index])
         rows[index] = self.measurements.confirm(rows[index], most_slowdown)

@@ -164,7 +164,9 @@ def _option_text(value: Any) -> str:
     """Return the ``value`` of an option about as it is typed."""
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:

@@ -76,7 +76,9 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
 
     Raises :class:`MemoptError` where that does not run.
     """
-    started, options, outcome = time.monotonic(), findings.resolved.options, original.outcome
+    started = time.monotonic()
+    options = findings.resolved.options
+    outcome = original.outcome
     traced = record_step(
         sessions(),
         ORIGINAL,

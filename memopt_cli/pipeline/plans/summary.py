@@ -180,7 +180,8 @@ def _further_plans_sentence(findings: Findings) -> str:
 
 def _measured_sentence(findings: Findings) -> str:
     """Return ``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a measurement or a plan."""
-    original, measurement = measurement_at(findings.rows, 0), findings.measurement
+    original = measurement_at(findings.rows, 0)
+    measurement = findings.measurement
     if original is None or measurement is None or findings.plan.is_empty:
         return ""
     peaks = f"{format_bytes(original.allocated_peak_bytes)} → {format_bytes(measurement.allocated_peak_bytes)}"

@@ -138,7 +138,8 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
         code = compile(text, file, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
         raise BadProgramError(f"Python cannot compile it ({err})") from err
-    known, own = {**FUNCTIONS, **names}, {function[0] for function in functions}
+    known = {**FUNCTIONS, **names}
+    own = {function[0] for function in functions}
     # Python would look up any other name among its builtins, ``open`` and ``eval`` included.
     if unknown := global_names(code) - {*known, *own}:
         raise BadProgramError(f"it names {', '.join(sorted(unknown))}, which no program may")

@@ -70,7 +70,8 @@ class Ranges:
 
     def _free_again(self, start: int, size: int) -> None:
         """Add a free range, joined with the free ranges that it touches."""
-        end, index = start + size, bisect.bisect(self._free, (start, start))
+        end = start + size
+        index = bisect.bisect(self._free, (start, start))
         first = last = index
         if index and self._free[index - 1][1] == start:
             first, start = index - 1, self._free[index - 1][0]

@@ -164,7 +164,9 @@ class _Order:
 
     def after(self, op: int | None) -> int:
         """Return the instant after operator ``op`` - 1, at which storages that die at ``op`` end; ``None``: the end."""
-        return self.length if op is None else self.instants[op - 1] + 1 if op > 0 else 0
+        if op is None:
+            return self.length
+        return self.instants[op - 1] + 1 if op > 0 else 0
 
     def end_of(self, block: ReplayedSegment) -> int:
         """Return the instant at which the recomputation of ``block`` ends."""

@@ -196,12 +196,12 @@ class SearchSpaces:
         """
         options = self._options
         limits = SegmentLimits(splits=options.max_split_rounds, cuts=options.max_split_rounds)
-        named, plan = self._named, None
-        if named is None and options.gc_target_budget_ratio is not None:
+        candidates = len(self._named or ())
+        if self._named is None and options.gc_target_budget_ratio is not None:
             self.plain.proposals.allow(allowed_at(1, options, self._trace.modules, SegmentLimits()))
             with contextlib.suppress(TimeIsUp):
                 plan = self.plain.proposals.solvers.least(2 * self.plain.proposals.model.peak_bytes)
-        candidates = len(named) if named is not None else len(plan.segments) if plan else 0
+                candidates = len(plan.segments) if plan else 0
         is_unlimited = options.max_gc_wrapped_modules is None and options.gc_target_budget_ratio == 1
         return replace(limits, segments=None if is_unlimited else max_segments(options, candidates))
 

@@ -310,7 +310,8 @@ def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
     if not issubclass(kind, nn.RNNBase):
         return ""
     state = dict(entries)
-    layers, parameters = state.get("num_layers"), entries_of(state.get("_parameters"))
+    layers = state.get("num_layers")
+    parameters = entries_of(state.get("_parameters"))
     is_plausible = type(layers) is int and 0 < layers <= len(parameters)
     return "" if is_plausible else f"has {quote(layers)} layers and {len(parameters)} parameters"
 

@@ -118,7 +118,8 @@ def _check_segment(node: Built, graph: Graph) -> str:
     is_plain = _is_by_length if node.callee == RESTORE_BY_LENGTH else _is_plain
     match node.argument_items():
         case (original, Built() as settings) if is_plain(settings):
-            kind, entries = graph.class_of(original), plain_entries(node.state)
+            kind = graph.class_of(original)
+            entries = plain_entries(node.state)
             if isinstance(original, Built) and original.callee == RESTORE_LIFTED and not node.has_state:
                 return ""
             if not isinstance(original, Global) or kind is None or not issubclass(kind, nn.Module):
