@@ -575,8 +575,8 @@ def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
     if not summary.is_applied or not isinstance(applied, Measurement):
         return None
     sizes = [(dropped.peak_bytes, dropped) for dropped in summary.dropped if isinstance(dropped.why, TooSlow)]
-    most_bytes = (1 - _WORTH_NAMING) * applied.allocated_peak_bytes
-    smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < most_bytes]
+    max_bytes = (1 - _WORTH_NAMING) * applied.allocated_peak_bytes
+    smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < max_bytes]
     return min(smaller, key=lambda pair: pair[0], default=(0, None))[1]
 
 

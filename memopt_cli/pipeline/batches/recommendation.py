@@ -121,7 +121,7 @@ def recommend_prepared(
         prepared=prepared,
         notes=notes,
         limits=limits,
-        most_runs=limits.probes - RUNS * bool(lengths),
+        max_runs=limits.probes - RUNS * bool(lengths),
         replicas=request.replicas.sizes() if request.replicas is not None else (),
     )
     job = _BatchSearch(request=request, prepared=prepared, longest=longest, search=search)

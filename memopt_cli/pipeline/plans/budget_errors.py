@@ -129,12 +129,12 @@ def _largest_holders(smallest: Counted, named_bytes: float) -> list[tuple[str, i
         depth -= 1
 
 
-def require_fast(priced: PricedPlan, most_slowdown: float, verb: str = "makes") -> None:
+def require_fast(priced: PricedPlan, max_slowdown: float, verb: str = "makes") -> None:
     """Raise :class:`NothingFitsError` if ``priced``, the fastest plan that fits, slows the step down too much.
 
     ``verb``: the verb of the message, ``is estimated to make`` where the step was not measured.
     """
-    if priced.slowdown > most_slowdown:
+    if priced.slowdown > max_slowdown:
         raise NothingFitsError(
             f"the fastest plan found that fits, of {format_bytes(priced.peak_bytes)}, {verb} the step "
             f"{priced.slowdown:.2f} times as long",
