@@ -136,8 +136,9 @@ class CaseSearch:
         if not (warning := loop_warning(case.probes)):
             return
         if runs.limits.probes:
-            runs.limits = replace(runs.limits, longest_step_s=_LOOP_TIME_SHARE * runs.limits.longest_step_s)
-            warning += f" Its steps are kept to {runs.limits.longest_step_s:g} s, a fiftieth of `--longest-step`."
+            longest_s, name = _LOOP_TIME_SHARE * runs.limits.longest_step_s, "a fiftieth of `--longest-step`"
+            runs.limits = replace(runs.limits, longest_step_s=longest_s, time_name=name)
+            warning += f" Its steps are kept to {longest_s:g} s, {name}."
         if warning not in self.notes:
             self.notes.append(warning)
 

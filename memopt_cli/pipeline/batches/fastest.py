@@ -23,7 +23,7 @@ from memopt_cli.files.contents import fastest_data
 from memopt_cli.files.outputs import pair_paths
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, optimizer_state_notes
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, limit_text, optimizer_state_notes
 from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, rank_pairs
 from memopt_cli.pipeline.batches.pricing import Pricing
 from memopt_cli.pipeline.batches.recommendation import accumulation_notes, batch_file, call_of, check_inputs
@@ -272,7 +272,7 @@ class _FastestSearch:
         return FastestTraining(
             header=file_header(self.prepared.at(pairs[chosen].batch)),
             budget_bytes=self.limits.budget_bytes,
-            limit=self.limits.text,
+            limit=limit_text(self.limits, self.prepared),
             runs=tuple(pairs),
             chosen=chosen,
             original=best_original(pairs),

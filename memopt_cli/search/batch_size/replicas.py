@@ -86,7 +86,7 @@ class ReplicaSearch:
                 f"this machine, where {free} are free and choosing a route takes {CHOICE_RATIO} times a step's memory"
             )
         if last.step_s * size / last.replicas > self.limits.longest_step_s:
-            return f"memopt's own time limit of a step ({self.limits.longest_step_s:g} s)"
+            return f"{self.limits.time_name} ({self.limits.longest_step_s:g} s)"
         return ""
 
     def _run(self, size: int) -> str:
