@@ -499,5 +499,5 @@ class FollowJob(StepJob[FollowedSteps]):
     """Whether everything is computed in float64."""
     mode: Mode = "training"
     detached: bool = False
-    """Whether hidden state is detached from its graph between steps, as the training loops of recurrent models do."""
+    """Whether hidden state is detached from its graph between steps, as in the training loops of recurrent models."""
     compiled: Compiling = "as they are"

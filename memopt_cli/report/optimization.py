@@ -45,9 +45,9 @@ _COLUMNS = (
     "ratio",
 )
 _WORTH_NAMING = 0.02
-"""Share of the applied plan's peak that a plan must save for the report to name it, though it is not applied."""
+"""The report names a plan that is not applied if it saves at least this share of the applied plan's peak."""
 _ROUGH = 0.15
-"""Spread of step times, relative to their median, above which a ratio of them is called rough."""
+"""A ratio of step times is called rough if their spread is more than this share of their median."""
 
 
 def headline(summary: MemOptSummary) -> str:

@@ -35,7 +35,7 @@ _NORM_EPSILON = 1e-5
 """Number that norms add to a variance, so that smaller variances do not matter."""
 
 TOLERANCE = 1e-9
-"""Relative difference in float64 up to which two steps count as equal."""
+"""Two steps are equal if they differ by at most this, relatively, in float64."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_copies
 
 _LOOP_TIME_SHARE = 0.02
-"""Share of ``--longest-step`` that steps may take if the model loops over its batch.
+"""If the model loops over its batch, steps may take at most this share of ``--longest-step``.
 
 A larger batch is hardly faster then, and takes long to run: a GRU cell over 850 rows trained 170 samples a second, over
 7,076 rows 115, and six runs took ten minutes."""

@@ -17,11 +17,11 @@ from memopt_cli.text.units import format_apart, format_bytes
 _REASON_SHARE: Final = 0.1
 """Activations and kernel workspaces are named as reasons if they are at least this share of the peak."""
 _NAMED_SHARE: Final = 0.8
-"""Share of the activations at a peak that a message accounts for by the names of modules."""
+"""A message names modules until they account for this share of the activations at a peak."""
 _MAX_HOLDERS: Final = 8
 """Number of modules, or groups of similar modules, beyond which a message names the modules that contain them."""
 _WEIGHTS_SHARE: Final = 0.5
-"""Share of a peak above which a message says that parameters and gradients are most of the peak."""
+"""Above this share of a peak, a message says that parameters and gradients are most of the peak."""
 
 
 class NotRunHereError(NothingFitsError):

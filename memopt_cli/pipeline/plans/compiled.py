@@ -62,7 +62,7 @@ _RIVAL_RATIO: Final = 1.1
 _MAX_RIVALS, _TURNS = 3, 3
 """Maximum number of steps that are timed again, and the number of times that each of them is."""
 _TIE_RATIO: Final = 1.02
-"""Ratio to the lowest peak up to which a peak counts as equally low, so that the faster step is chosen."""
+"""Peaks within this factor of the lowest count as equally low, so that the fastest step is chosen."""
 _MAX_GROWTH: Final = 4.0
 """Upper limit on the factor by which the next predicted extra time grows, for segments that take hardly any time."""
 _FAILED_VERIFICATION: Final = "verification failed"

@@ -11,7 +11,7 @@ from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.text.units import format_bytes, format_count
 
 _MIN_STEP_SHARE: Final = 0.02
-"""Share by which each plan on the frontier must peak lower than the plan shown before it."""
+"""Each plan on the frontier must peak lower than the plan shown before it by at least this share."""
 
 
 def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], str]:

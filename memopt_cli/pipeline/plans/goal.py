@@ -41,7 +41,7 @@ _OOM_DIVISOR = 4
 
 The error does not say how much memory was missing."""
 _DOUBT_SHARE = 0.02
-"""Share of the budget by which a predicted peak may exceed it and the plan is still measured, as the last resort."""
+"""A plan whose predicted peak exceeds the budget by at most this share is measured as the last resort."""
 FRONTIER_SLOWDOWN = 10.0
 """Highest slowdown of a plan on the frontier without ``--max-slowdown``.
 

@@ -32,9 +32,9 @@ from memopt_cli.search.plan.levels import level_of
 from memopt_cli.text.units import format_bytes
 
 _MIN_SAVED_SHARE = 0.02
-"""Share of the peak that the optimizer in backward must save to be worth its restrictions on the training script."""
+"""The optimizer in backward is worth its restrictions on the training script if it saves this share of the peak."""
 _MIN_OFFERED_SHARE = 0.05
-"""Share of the peak that it must save for a note to propose it to users who have not asked for it."""
+"""A note proposes it to users who have not asked for it if it saves this share of the peak."""
 
 IN_BACKWARD_NOTE = (
     "The optimizer runs in backward if the training script passes it: "

@@ -50,7 +50,7 @@ from memopt_cli.text.units import exact_bytes
 from memopt_cli.text.writing import check_targets
 
 _FAST_ENOUGH_SHARE = 0.03
-"""Share of the original's step time by which a plan within a budget may be slower and still count as fast enough.
+"""A plan within a budget is fast enough if its step takes longer than the original's by at most this share.
 
 For a slower plan, a search that was ended by its time limit says that a longer search may find a better plan."""
 

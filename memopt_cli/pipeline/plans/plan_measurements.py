@@ -16,7 +16,7 @@ from memopt_cli.pipeline.verification import MeasuredSteps
 from memopt_cli.records import Failure, LevelRow, Measurement, OutOfMemory, Plan, slowdown_in
 
 _DOUBT_SHARE, _DOUBT_SHARE_WITHOUT_LIMIT = 0.1, 0.2
-"""Share by which a measured slowdown may differ from the predicted one before the plan is timed again.
+"""A plan is timed again if its measured slowdown differs from the predicted one by more than this share.
 
 The second value is for plans slower than predicted where any slowdown is allowed: there the number is only reported."""
 _UNUSABLE_SLOWDOWN = 10.0

@@ -18,13 +18,13 @@ from memopt_cli.records import (
 )
 
 _MIN_SAVED_SHARE = 0.02
-"""Share of the original's peak that a plan must save if its step takes any longer than :data:`_FREE_SLOWDOWN`."""
+"""A plan slower than :data:`_FREE_SLOWDOWN` must save at least this share of the original's peak."""
 _FREE_SLOWDOWN = 1.02
-"""Slowdown up to which a plan is worth any saving at all."""
+"""A plan with at most this slowdown is worth any saving at all."""
 _TIMING_SHARE = 0.03
-"""Share by which steps that were timed at different moments may differ and count as equally fast."""
+"""Steps timed at different moments are equally fast if they differ by at most this share."""
 _EQUAL_SHARE = 0.01
-"""The share by which the peaks of a plan and of the model's own checkpoints may differ and count as equal."""
+"""The peaks of a plan and of the model's own checkpoints are equal if they differ by at most this share."""
 
 
 def drop_by_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> Dropped | None:

@@ -15,7 +15,7 @@ CHOICE_RATIO = 4
 _PATIENCE = 2
 """Maximum number of runs in a row that train no faster than one with fewer copies."""
 _MIN_RATIO = 1.25
-"""Least ratio of the most copies that fit to the last number that ran, for the most copies to be run as well."""
+"""The most copies that fit are run as well if they are at least this many times the last number that ran."""
 
 
 @dataclass(slots=True, kw_only=True)
