@@ -8,7 +8,7 @@ from memopt_cli.records import AdaptiveSizing
 from memopt_cli.search.batch_size.lines import fit_line
 
 _LOSS_SPIKE = 1.5
-"""Ratio of a loss to its average above which the batch does not grow."""
+"""The batch does not grow while a loss is more than this many times its average."""
 _CAPPED_INTERVALS = 5
 """Number of adaptation intervals for which a cap holds."""
 

@@ -22,7 +22,7 @@ from memopt_cli.text.units import format_bytes
 _TIMED_STEPS = 3
 """Number of timed steps for each shape, after a first step that warms up."""
 _TIE_SHARE = 0.01
-"""Relative difference of two scores up to which they are a tie, since timings are not more exact."""
+"""Two scores that differ by at most this share are a tie, since timings are not more exact."""
 
 Measure = Callable[[tuple[int, ...]], Trial | OutOfMemory]
 """Function of a batch shape that returns the peak and the time of one step."""

@@ -20,15 +20,15 @@ from memopt_cli.records import AdaptiveSizing
 from memopt_cli.text.units import format_bytes
 
 DANGER_SHARE = 0.95
-"""Share of capacity at which the batch is halved at once, even between two intervals."""
+"""The batch is halved at once, even between two intervals, if it uses this share of capacity."""
 _SHRINK_RATIO = 1.05
-"""Ratio of the usage to the target above which the batch shrinks."""
+"""The batch shrinks if the usage is more than this many times the target."""
 _GROW_RATIO = 0.9
-"""Ratio of the usage to the target below which the batch may grow."""
+"""The batch may grow if the usage is less than this share of the target."""
 _MAX_GROWTH_FACTOR = 1.25
-"""Largest factor by which the batch grows at once.  A batch below 4, which it would not change, grows by one."""
+"""The batch grows at most by this factor at once.  A batch below 4, which it would not change, grows by one."""
 _MAX_THROUGHPUT_LOSS = 0.2
-"""Largest share of the throughput that a growth may cost; a growth that costs more is undone."""
+"""A growth that costs more than this share of the throughput is undone."""
 
 
 @dataclass(frozen=True, slots=True)

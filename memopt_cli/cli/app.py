@@ -25,7 +25,7 @@ from memopt_cli.cli.baseline import baseline
 from memopt_cli.cli.check import SHOWN, check
 from memopt_cli.cli.compare import compare
 from memopt_cli.cli.explain import explain
-from memopt_cli.cli.formats import report_in
+from memopt_cli.cli.formats import ReportFormat, report_in
 from memopt_cli.cli.help import GroupedCommand, RankCommand
 from memopt_cli.cli.inspect import inspect
 from memopt_cli.cli.measure import measure
@@ -86,7 +86,8 @@ class CheckCommand(GroupedCommand):
     def _report(self, err: BaseException, context: Any, model: str) -> None:
         """Write ``err`` in the format that ``context`` names; if that cannot be written, stderr still has it."""
         options, failure = context.params, _as_memopt_error(err)
-        report = report_in("json") if options.get("json") else report_in(options.get("format") or "table")
+        form: ReportFormat = "json" if options.get("json") else options.get("format") or "table"
+        report = report_in(form, baseline=options.get("baseline") or "")
         if not isinstance(failure, OutputError):
             with suppress(OSError):
                 report.refused(failure, model or "the model", sys.stdout)
@@ -135,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(given or ["--help"])
         except (Exception, KeyboardInterrupt, SystemExit) as err:
             failure = _as_memopt_error(err)
-            failure.hint = "\n".join(filter(None, [failure.hint, _suggest_retry(failure, given)]))
+            again = isinstance(failure, UnsafeFileError) and failure.trusted_with
+            failure.hint = "\n".join(filter(None, ["" if again else failure.hint, _suggest_retry(failure, given)]))
             if isinstance(failure, OutputError):
                 _drop_stdout()
             if not isinstance(failure, ClosedOutputError) and await_turn_to_print(failure, err):

@@ -62,6 +62,7 @@ def check(
     with shown.progress() as (progress, ask):
         found = pipeline.check(request, progress=progress, ask=ask)
     context.meta[SHOWN] = True
-    report_in("json" if shown.json else format, verdict_only=shown.quiet).show(found, sys.stdout)
+    report = report_in("json" if shown.json else format, verdict_only=shown.quiet, baseline=baseline)
+    report.show(found, sys.stdout)
     if found.exceeded:
         raise typer.Exit(1)

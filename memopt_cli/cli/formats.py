@@ -16,15 +16,18 @@ TableFormat = Literal["table", "json", "md"]
 ReportFormat = Literal[TableFormat, "github", "junit"]
 
 
-def report_in(name: ReportFormat, *, verdict_only: bool = False) -> Judgement:
-    """Return the report format ``name``; with ``verdict_only``, the table is a single line."""
+def report_in(name: ReportFormat, *, verdict_only: bool = False, baseline: str = "") -> Judgement:
+    """Return the report format ``name``; with ``verdict_only``, the table is a single line.
+
+    ``baseline``: the file that the answer is judged by, beside which GitHub may show it.
+    """
     match name:
         case "json":
             return JsonReport()
         case "md":
             return MarkdownReport()
         case "github":
-            return GithubReport(os.environ.get("GITHUB_STEP_SUMMARY"))
+            return GithubReport(os.environ.get("GITHUB_STEP_SUMMARY"), baseline)
         case "junit":
             return JunitReport()
         case "table":

@@ -187,6 +187,8 @@ def parse_limit(text: str) -> Limit:
         raise UsageError(
             f"'{text}': '{name}' is not a known metric", hint=f"{meant}Known metrics: {', '.join(METRICS)}."
         )
+    if amount == "0":
+        return Limit(text=text, metric=metric, amount=0, relative=False)
     percent, time = _PERCENT_PATTERN.fullmatch(amount), _TIME_PATTERN.fullmatch(amount)
     if percent:
         return Limit(text=text, metric=metric, amount=float(percent[1]), relative=True)

@@ -150,10 +150,10 @@ def format_of(file: ModelFile) -> Format:
     return next(format_ for format_ in _FORMATS if format_.recognizes(file))
 
 
-def read_file(path: str, key: str | None = None, most_bytes: int | None = None) -> ModelFile:
-    """Read the file at ``path``.  Raises :class:`UsageError` if it cannot be read, or has more than ``most_bytes``."""
+def read_file(path: str, key: str | None = None, max_bytes: int | None = None) -> ModelFile:
+    """Read the file at ``path``.  Raises :class:`UsageError` if it cannot be read, or has more than ``max_bytes``."""
     try:
-        return ModelFile(path=path, data=read_bytes(path, most_bytes), key=key)
+        return ModelFile(path=path, data=read_bytes(path, max_bytes), key=key)
     except IsADirectoryError as err:
         hint = "memopt profile and memopt optimize take folders of save_pretrained." if is_pretrained(path) else ""
         raise UsageError(f"{path} is a folder, not a model file", hint=hint) from err

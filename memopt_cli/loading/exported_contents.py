@@ -54,7 +54,7 @@ def read_exported(archive: Archive) -> tuple[FileContents, dict[str, str], tuple
 def read_program(archive: Archive, record: str) -> Any:
     """Return the JSON in ``record``.  Raises :class:`ValueError` if it is broken, or too large for its file."""
     most = min(_MIN_VALUES + archive.size_bytes // _BYTES_PER_VALUE, _MAX_VALUES)
-    return read_json(archive.read(record), most_values=most)
+    return read_json(archive.read(record), max_values=most)
 
 
 def _records(archive: Archive) -> dict[str, Any]:

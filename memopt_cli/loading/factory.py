@@ -33,6 +33,7 @@ from memopt_cli.loading.user_function import user_function
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
 from memopt_cli.text.documents import quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import is_function
+from memopt_cli.training.module_calls import raised_at
 from memopt_cli.training.step import is_out_of_memory
 from memopt_cli.training.user_step import Step, StepModels
 
@@ -98,7 +99,7 @@ def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step
             hint = (
                 "With `--fake`, tensors have no values, but the function reads some: leave `--fake` out, or read none."
             )
-        raise FileFormatError(f"{location}() failed: {first_line(err)}", hint=hint) from err
+        raise FileFormatError(f"{location}() failed: {first_line(err)}{raised_at(err)}", hint=hint) from err
     if not isinstance(product, nn.Module | Step):
         raise FileFormatError(
             f"{location}() returned {type_in_words(product)}, neither an nn.Module nor a memopt_cli.Step"

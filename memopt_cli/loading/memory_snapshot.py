@@ -111,7 +111,7 @@ def read_snapshot(path: str) -> SnapshotFacts:
     Raises :class:`UnsafeFileError` for a pickle that wants more than plain containers, :class:`FileFormatError` for
     a file that is not a snapshot, or too large.
     """
-    data, opcodes = _plain(read_file(path, most_bytes=_MAX_BYTES).data, path)
+    data, opcodes = _plain(read_file(path, max_bytes=_MAX_BYTES).data, path)
     try:
         return _Reading(opcodes).facts(data)
     except (TypeError, ValueError, KeyError, AttributeError) as err:

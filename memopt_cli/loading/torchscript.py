@@ -194,7 +194,7 @@ def _note(noted: dict[str, set[str]], owner: Any, name: str) -> None:
 
 
 def as_parameter(tensor: Tensor | None) -> nn.Parameter | None:
-    """Turn ``tensor`` into a parameter in place, since a script may also hold it elsewhere, as an LSTM does."""
+    """Turn ``tensor`` into a parameter in place: a script, such as an LSTM's, may also hold it elsewhere."""
     if tensor is not None and type(tensor) is Tensor:
         tensor.__class__ = nn.Parameter
     return tensor  # type: ignore[return-value]

@@ -98,15 +98,15 @@ class Channel:
             while unsent and selector.select(max(0.0, self._deadline - time.monotonic())):
                 unsent = unsent[self._jobs.write(unsent) or 0 :]
 
-    def line(self, most_bytes: int) -> bytes | Ended:
+    def line(self, max_bytes: int) -> bytes | Ended:
         """Return the next line with its newline, or why there is none.
 
-        A line longer than ``most_bytes`` ends the subprocess.
+        A line longer than ``max_bytes`` ends the subprocess.
         """
         searched = 0  # bytes of the buffer that are known to have no newline
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
-            failure = self.wait_for(searched + 1) if searched <= most_bytes else self.refuse_answer()
+            failure = self.wait_for(searched + 1) if searched <= max_bytes else self.refuse_answer()
             if failure is not None:
                 return failure
         return self.take(end + 1)

@@ -48,7 +48,7 @@ def read(line: bytes, job: Job[Answer], report: Report = ignore) -> Answer | Fai
 
     ``report`` is called with each message for the user that comes with it.
     """
-    reply = reply_in(line, job.most_bytes)
+    reply = reply_in(line, job.max_bytes)
     kind = _FAILURES.get(reply["kind"])
     if kind is not None:
         failure = from_data(kind, reply)

@@ -23,7 +23,7 @@ def is_confined(source: ModelSource) -> bool:
     return source.trust.sandbox and not source.trust.pickle and not is_factory(source.location)
 
 
-def most_saved_bytes(source: ModelSource) -> int:
+def max_saved_bytes(source: ModelSource) -> int:
     """Return the bytes that the model of ``source`` may take when it is saved.
 
     The bound for a model from a file is generous, but keeps a hostile one from filling the disk.

@@ -131,17 +131,17 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
             reply = {"kind": type(changed).__name__, **to_data(changed)}
         except (Exception, KeyboardInterrupt) as error:  # Ctrl-C reaches the parent alone: the user's code raised this
             reply = to_data(failure_of(error))
-        replies.write(_line(reply, job.most_bytes) + "\n")
+        replies.write(_line(reply, job.max_bytes) + "\n")
         replies.flush()
 
 
-def _line(reply: Any, most_bytes: int) -> str:
+def _line(reply: Any, max_bytes: int) -> str:
     """Return ``reply`` as a line of JSON, or a failure in its place if the parent would refuse it as too large."""
     line = json.dumps(reply)
-    if memory_of(line) <= most_bytes:
+    if memory_of(line) <= max_bytes:
         return line
     too_long = StepFailed(
-        message=f"the answer of the profiling subprocess does not fit into {format_bytes(most_bytes)} of memory",
+        message=f"the answer of the profiling subprocess does not fit into {format_bytes(max_bytes)} of memory",
         hint="Describe inputs with fewer time steps, or give a part of the model.",
     )
     return json.dumps(to_data(too_long))

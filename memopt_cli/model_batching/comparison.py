@@ -35,7 +35,7 @@ ROUTES: dict[RouteName, Callable[[nn.Module, int], Route]] = {
 """Name -> class of the route, called with a stacked model and the number of models; in the order of trying them."""
 
 TOLERANCE = 1e-10
-"""Largest relative difference from the loop, in float64, with which a route counts as computing the same."""
+"""A route computes the same if it differs from the loop by at most this, relatively, in float64."""
 STORED_TOLERANCE = 1e-5
 """The limit for models that cannot run in float64, and are compared in their own precision."""
 _COMPARED_MODELS = 2

@@ -143,7 +143,7 @@ class OnlineAlgorithm(nn.Module):
         return output if torch.is_grad_enabled() else tree_map_only(Tensor, Tensor.detach, output)
 
     def update(self, *inputs: Tensor) -> Any:
-        """Return the output for ``inputs``, as calling the algorithm does."""
+        """Return the output for ``inputs``, like a call of the algorithm."""
         return self(*inputs)
 
     def _begin_sequence(self, device: torch.device) -> None:

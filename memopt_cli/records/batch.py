@@ -57,6 +57,8 @@ class BatchAdvice:
     device_bytes: int
     limited_by: str
     """Limit of the recommendation: the budget, the longest step that may be run, or a failed run."""
+    without_optimizer: bool = False
+    """Whether an optimizer's state would add to every peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,12 @@ class BatchEstimate:
     budget_bytes: int
     is_limited_by_memory: bool = True
     """Whether memory limits the batch: ``False`` if even batches larger than anybody trains with would fit."""
+    because: str = ""
+    """Reason why memory does not limit the batch, in words; empty if it does."""
     is_measured: bool = False
     """Whether a step at this batch was run, and fitted."""
+    without_optimizer: bool = False
+    """Whether an optimizer's state would add to every peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

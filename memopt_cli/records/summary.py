@@ -20,7 +20,7 @@ _FIXED_SHARE = 0.5
 plan names this share as the reason."""
 
 PREDICTED_SHARE = 0.9
-"""Share of the allowed extra time that a plan may be predicted to take.
+"""A plan may be predicted to take at most this share of the allowed extra time.
 
 Measurements scatter around the prediction: about half of the plans predicted at the very limit would be rejected, and
 two runs of the same command would often end with different plans."""

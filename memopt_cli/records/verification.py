@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 TOLERANCE: Final = 1e-9
-"""Relative difference in float64 up to which two steps count as equal."""
+"""Two steps are equal if they differ by at most this, relatively, in float64."""
 NOT_FINITE: Final = "not finite"
 """Words in the kind of a tensor that has NaN or infinity in it."""
 

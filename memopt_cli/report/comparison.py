@@ -14,7 +14,7 @@ _NAMES = {"peak": "tensor peak", "allocated": "allocated peak", "offloaded": "wa
 _MODULES = 10
 """Most rows in the table of modules."""
 _NOTABLE = 0.01
-"""Share by which the allocated peak must have changed to be mentioned beside the tensor peak: it does not repeat."""
+"""The allocated peak, which does not repeat, is mentioned with the tensor peak if it changed by more than this."""
 _NAMED = 3
 """Most modules, segments or tensors that a sentence names."""
 

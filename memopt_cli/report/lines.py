@@ -31,7 +31,7 @@ def not_typed(spec: InputSpec) -> str:
 
 
 BUSY = 0.2
-"""Share of step time spent waiting for a processor, above which a report calls the times rough."""
+"""A report calls the times rough if steps waited for a processor for more than this share of their time."""
 
 
 def busy_notes(waited: Iterable[float]) -> Iterator[str]:

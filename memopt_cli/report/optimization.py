@@ -38,9 +38,9 @@ from memopt_cli.text.units import format_bytes, format_count, format_seconds
 _DETAILS = ("tensor\npeak", "activation\npeak", "step\ntime")
 """Headings of the further columns of the table of levels with ``--verbose``."""
 _WORTH_NAMING = 0.02
-"""Share of the applied plan's peak that a plan must save for the report to name it, though it is not applied."""
+"""The report names a plan that is not applied if it saves at least this share of the applied plan's peak."""
 _ROUGH = 0.15
-"""Spread of step times, relative to their median, above which a ratio of them is called rough."""
+"""A ratio of step times is called rough if their spread is more than this share of their median."""
 
 
 def headline(summary: MemOptSummary) -> str:
@@ -65,12 +65,16 @@ def _equal(found: Verification | None) -> str:
 
 
 def _rounding(found: Verification) -> str:
-    """Return the distance between tensors by ``found``: `` (about 2e-07 of the norm)``; empty if none differed."""
+    """Return the distance by ``found``: `` (in one step, about 2e-07 of the norm)``; empty if none differed."""
     of_norm = found.measured.worst_difference if found.measured is not None else 0.0
     if of_norm := of_norm or found.rounding:
-        return f" (about {of_norm:.0e} of the norm)"
+        return f" (in one step, about {of_norm:.0e} of the norm)"
     precision = _precision(found)
-    return f" (about {found.worst_difference:.0e} of the largest value{precision})" if found.worst_difference else ""
+    return (
+        f" (in one step, about {found.worst_difference:.0e} of the largest value{precision})"
+        if found.worst_difference
+        else ""
+    )
 
 
 def _in_bytes(summary: MemOptSummary) -> str:
@@ -534,8 +538,8 @@ def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
     if not summary.is_applied or not isinstance(applied, Measurement):
         return None
     sizes = [(dropped.peak_bytes, dropped) for dropped in summary.dropped if isinstance(dropped.why, TooSlow)]
-    most_bytes = (1 - _WORTH_NAMING) * applied.allocated_peak_bytes
-    smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < most_bytes]
+    max_bytes = (1 - _WORTH_NAMING) * applied.allocated_peak_bytes
+    smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < max_bytes]
     return min(smaller, key=lambda pair: pair[0], default=(0, None))[1]
 
 
@@ -595,11 +599,16 @@ def inexact(verification: Verification) -> Iterator[str]:
     if verification.passed and verification.rounding:
         yield (
             f"as measured, a tensor differs by {verification.rounding:.1%} of its norm: rounding in chunks tips "
-            "choices, such as a spike or a ReLU's sign; `--level 2` keeps the same bits"
+            f"choices, such as a spike or a ReLU's sign, and {_DRIFT}"
         )
+    elif verification.passed and not verification.is_bit_exact:
+        yield f"over many steps rounding adds up and may tip choices, such as a spike or a ReLU's sign: {_DRIFT}"
     if verification.inexact:
         names = ", ".join(verification.inexact)
         yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"
+
+
+_DRIFT = "two training runs drift apart; `--level 2` keeps the same bits"
 
 
 def _describe_tolerance(verification: Verification) -> str:
@@ -613,16 +622,18 @@ def _precision(verification: Verification) -> str:
 
 
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
+    bare = ", without an optimizer's state (`--optimizer adamw` counts it)" * advice.without_optimizer
     if isinstance(advice, BatchEstimate):
         if not advice.is_limited_by_memory:
-            return "batch: memory does not limit it, as dry runs predict"
-        peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes)
+            fits = f"about {advice.batch} is predicted to fit{bare}, but {advice.because}"
+            return f"batch: the given one; {fits}; `--recommend-batch` finds the largest in time"
+        peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes) + bare
         if advice.is_measured:
             larger = "dry runs predict that no larger one does"
             return f"batch: {advice.batch} is the largest that fits (measured), {peak} of {room}; {larger}"
         return f"batch: up to about {advice.batch} predicted to fit, {peak} of {room}; `--recommend-batch` runs it"
     budget = f"{format_bytes(advice.budget_bytes)} of the {format_bytes(advice.device_bytes)} here"
-    text = f"batch: {advice.recommended_batch} was run and fits {budget}; limited by {advice.limited_by}"
+    text = f"batch: {advice.recommended_batch} was run and fits {budget}{bare}; limited by {advice.limited_by}"
     if advice.estimated_batch == advice.recommended_batch:
         return text
     return f"{text}; extrapolated from {len(advice.probes)} runs, about {advice.estimated_batch} would fit"

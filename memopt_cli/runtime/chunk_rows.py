@@ -38,7 +38,7 @@ _MAX_DIFFERENCE_SHARE: Final = 1e-3
 """Share of the largest value by which an element may differ between inputs of two shapes: kernels for other shapes add
 up in another order."""
 _MAX_FLIPPED_SHARE: Final = 0.02
-"""Share of a row's elements that may differ more: rounding may flip a few spikes from 0 to 1."""
+"""At most this share of a row's elements may differ more: rounding may flip a few spikes from 0 to 1."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _forwards: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """Segment -> number of its forwards in chunks so far."""
@@ -77,7 +77,7 @@ class Piece:
     outputs: int
     """Number of the module's outputs that are joined over the chunks; later outputs are states for the next chunk."""
     resumes: bool
-    """Whether the module hands state from chunk to chunk by itself (``resumes_in_chunks``), as a neuron does."""
+    """Whether the module hands state from chunk to chunk by itself (``resumes_in_chunks``), like a neuron."""
     norms: AbstractContextManager[object]
     """A context manager around every run, in which batch norms use the same statistics."""
 

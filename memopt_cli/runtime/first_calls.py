@@ -10,7 +10,7 @@ from torch import nn
 Look = Callable[[bool], object]
 """A function that is told whether the segment is called within the user's own checkpoint, where it runs plainly.
 
-It should refer to the model weakly, as it lives as long as the segment does."""
+It should refer to the model weakly, because it lives as long as the segment."""
 
 _looks: MutableMapping[nn.Module, Look] = WeakKeyDictionary()
 

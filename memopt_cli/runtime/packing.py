@@ -46,7 +46,7 @@ from memopt_cli.runtime.private_torch import (
 )
 
 _MIN_BYTES = 4096
-"""Least bytes of a tensor that is packed."""
+"""A tensor with fewer bytes is not packed."""
 _SAMPLE_SIZE = 64
 """Number of elements, roughly, by which a codec is chosen, before the codec reads the whole tensor."""
 _PLANES_SIZE = 2**16

@@ -120,7 +120,7 @@ def holders_of(tensor: Tensor) -> int:
 
 @functools.cache
 def is_made_of_others(kind: type) -> bool:
-    """Return whether tensors of class ``kind`` consist of others and hold no memory, as a ``DTensor`` does."""
+    """Return whether tensors of class ``kind`` consist of others and hold no memory, like a ``DTensor``."""
     return hasattr(kind, "__tensor_flatten__")
 
 

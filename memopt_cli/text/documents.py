@@ -244,16 +244,16 @@ def yaml_text(data: Any) -> str:
 
 
 def read_json(
-    data: bytes | str, *, unique: bool = False, infinite: bool = False, most_values: int = _MAX_JSON_VALUES
+    data: bytes | str, *, unique: bool = False, infinite: bool = False, max_values: int = _MAX_JSON_VALUES
 ) -> Any:
     """Read the plain values of a JSON document, whose numbers and depth must be reasonable.
 
     With ``unique``, no object may name a key twice.  With ``infinite``, ``Infinity`` and ``NaN`` are numbers.  The
-    document may have ``most_values`` separators.  Raises :class:`ValueError` that says what is wrong with it.
+    document may have ``max_values`` separators.  Raises :class:`ValueError` that says what is wrong with it.
     """
     try:
         text = data.decode() if isinstance(data, bytes) else data
-        if sum(map(text.count, ",:[{")) > most_values:
+        if sum(map(text.count, ",:[{")) > max_values:
             raise ValueError("it holds far more values than such a document does")
         hook, constant = _unique if unique else dict, float if infinite else _no_number
         value = json.loads(

@@ -21,9 +21,9 @@ from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import tensors_of
 
 
-@dataclass(slots=True)
-class WatchedCall:
-    """A call of a module that has not returned yet."""
+@dataclass(frozen=True, slots=True)
+class RunningCall:
+    """A call of a module in which an exception was raised."""
 
     path: str
     module: nn.Module
@@ -67,43 +67,42 @@ def module_hooks(
             handle.remove()
 
 
-@contextlib.contextmanager
-def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
-    """Yield the stack of running calls, outermost first; after an exception, it shows where that was raised.
-
-    Hooks do not run for a module that raises, so if its caller catches the exception, both leave the stack together.
-    """
-    stack: list[WatchedCall] = []
-
-    def enter(path: str, module: nn.Module, inputs: Any) -> None:
-        stack.append(WatchedCall(path, module, inputs))
-
-    def leave(path: str, module: nn.Module, output: Any) -> None:
-        while stack.pop().module is not module:
-            pass
-
-    with module_hooks(model, enter, leave):
-        yield stack
-
-
 class InputsRejectedError(StepError):
     """A forward that failed on what it was given: a shape, a dtype, or an argument."""
 
 
-def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module) -> StepError:
-    """Return the exception to raise for ``error`` of the forward of ``model``, raised in ``stack``, outermost first.
+def running_calls(error: BaseException, model: nn.Module) -> list[RunningCall]:
+    """Return the calls of modules of ``model`` in which ``error`` was raised, outermost first.
+
+    They are read from its traceback, so nothing watches a forward that does not fail.
+    """
+    paths = {module: path for path, module in named_parts(model)}
+    calls = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl")
+    values = (frame.f_locals for frame in calls)
+    return [
+        RunningCall(paths[local["self"]], local["self"], (local["args"], local["kwargs"]))
+        for local in values
+        if local.get("self") in paths
+    ]
+
+
+def failed_step(error: Exception, model: nn.Module) -> StepError:
+    """Return the exception to raise for ``error``, which the user's code raised in a step of ``model``.
 
     It names the module that rejected its input, and what that takes.  An error that speaks of no input, such as a
     ``raise`` in the user's code, is told as what it is, with the line that raised it.
     """
-    about_inputs = bool(_OF_INPUTS.search(str(error))) or (stack and _is_of_torch(type(stack[-1].module).__module__))
-    if not about_inputs:
+    stack = running_calls(error, model)
+    if not stack:
+        return StepError(
+            f"the step failed: {first_line(error)}{raised_at(error)}",
+            hint="The inputs are given one for each argument of forward, or of run, such as `-i 8x3x32x32`.",
+        )
+    if not (_OF_INPUTS.search(str(error)) or _is_of_torch(type(stack[-1].module).__module__)):
         return StepError(
             f"{_forward_of(stack, model)} raised {first_line(error)}{raised_at(error)}",
             hint="The same error appears when the model is called with these inputs in plain Python.",
         )
-    if not stack:
-        return InputsRejectedError(f"the model rejected its inputs: {first_line(error)}", hint=_accepted_hint(()))
     last = stack[-1]
     path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
@@ -112,7 +111,7 @@ def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module)
     return InputsRejectedError(f"{where} rejected its input {given}", hint=hint)
 
 
-def _dtype_hint(call: WatchedCall, given: Any) -> str:
+def _dtype_hint(call: RunningCall, given: Any) -> str:
     """Return the hint if the weights of the module of ``call`` have another floating dtype than its input, else "".
 
     ``given``: the inputs of the model.
@@ -141,14 +140,12 @@ _OF_INPUTS: Final = re.compile(
 """Words in errors about what a forward was given, by PyTorch, by Python and by libraries of models."""
 
 
-def _own_path(call: WatchedCall, model: nn.Module) -> str:
+def _own_path(call: RunningCall, model: nn.Module) -> str:
     """Return the module's own path: that of ``call`` goes through a run of layers, if it is in one."""
     return next((path for path, module in model.named_modules() if module is call.module), call.path)
 
 
-def _forward_of(stack: list[WatchedCall], model: nn.Module) -> str:
-    if not stack:
-        return f"forward of {type(model).__name__}"
+def _forward_of(stack: list[RunningCall], model: nn.Module) -> str:
     path, kind = _own_path(stack[-1], model), type(stack[-1].module).__name__
     return f"forward of module '{path}' ({kind})" if path else f"forward of {kind}"
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memopt_cli.errors import MemoptError, first_line
+from memopt_cli.errors import MemoptError
 from memopt_cli.records import CallPrint, ChoicePrint, FollowedSteps, StepPrint, TensorPrint
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import copy_of
@@ -26,7 +26,7 @@ from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, e
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
-from memopt_cli.training.step import SCALES, Step, is_out_of_memory, seed_everything
+from memopt_cli.training.step import SCALES, Step, failure_named, seed_everything
 from memopt_cli.verification.effects import UpdateGradients, as_leaf, copy_tensors, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
 from memopt_cli.verification.named import (
@@ -135,12 +135,10 @@ def _inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tenso
 def _attempt(step: Step, start: AttributeValues, between: Callable[[nn.Module], object]) -> StepPrint:
     """Return a record of the tensors that ``step`` leaves, or of why it failed; hooks and calls are added later."""
     try:
-        record = _take_own(step) if isinstance(step, OwnStep) else _take_plain(step, between)
-    except Exception as error:  # the model's own classes may raise anything
-        if is_out_of_memory(error):
-            raise
-        message = error.message if isinstance(error, MemoptError) else first_line(error)
-        return StepPrint(effects=(), others=(), hooks=(), failed=message)
+        with failure_named(step.model):
+            record = _take_own(step) if isinstance(step, OwnStep) else _take_plain(step, between)
+    except MemoptError as error:
+        return StepPrint(effects=(), others=(), hooks=(), failed=error.message)
     after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
     changes = _prints(AttributeValues.of(step.model).changes_since(start))
     return replace(record, effects=record.effects + after, others=record.others + changes)

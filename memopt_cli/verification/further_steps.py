@@ -40,9 +40,9 @@ _MIN_LIMIT_S = 2.0
 _PAIR_RATIO = 3.0
 """Assumed time of the first pair of steps, one with the plan and one without, divided by the time of a plain step."""
 _CHANGE_SHARE = 1e-3
-"""Largest change of a parameter between two checks, divided by the largest parameter."""
+"""Between two checks, a parameter changes by at most this share of the largest parameter."""
 _NOISE_RATIO = 10.0
-"""Multiple of the original's own difference from run to run up to which a difference does not count."""
+"""A difference of at most this many times the original's own difference from run to run does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

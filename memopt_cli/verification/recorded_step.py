@@ -17,7 +17,7 @@ from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import why_whole
-from memopt_cli.training.step import Step, is_out_of_memory, synchronize
+from memopt_cli.training.step import Step, failure_named, synchronize
 from memopt_cli.verification.effects import (
     EffectDifference,
     difference,
@@ -107,12 +107,11 @@ def _compare(
     start = StartingState(step.model)
     try:
         reference, plain_s = _timed_effects(step, start)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
+    except StepError:
         # The step ran as it was measured.  A model may reject inputs that need a gradient: the speech models of
         # transformers set ``requires_grad`` on a view of theirs.
-        step = replace(step, compares_inputs=False)
+        reference, step = None, replace(step, compares_inputs=False)
+    if reference is None:  # not in the block above, whose error a second one would be shown with
         reference, plain_s = _timed_effects(step, start)
     noise = 0.0
     if not chunked:
@@ -124,6 +123,8 @@ def _compare(
     try:
         optimized = _effects(step, start)
         whole = any(map(why_whole, step.model.modules()))
+    except StepError as error:
+        raise StepError(f"without the plan the step runs, and with it {error.message}") from error
     finally:
         remove(step.model)
         start.enter()
@@ -161,7 +162,8 @@ def _timed_effects(step: Step, start: StartingState) -> tuple[dict[str, Tensor],
 
 def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
     start.enter()
-    return effects(step)
+    with failure_named(step.model):
+        return effects(step)
 
 
 def _noise(first: dict[str, Tensor], second: dict[str, Tensor], device: str) -> float:

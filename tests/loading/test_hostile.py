@@ -381,8 +381,8 @@ def test_code_in_the_place_of_a_missing_library_is_not_offered_as_that(memopt: M
 def test_a_large_file_may_not_take_as_much_work_as_a_small_one_for_each_byte() -> None:
     """It is large because of its weights; opcodes take hundreds of bytes of memory each."""
     small, large = (PickleScan(size=size) for size in (8 << 20, 64 << 20))
-    assert large.most_work < 2 * small.most_work
-    assert PickleScan(size=1 << 40).most_work == 8_000_000  # of an expert model with 50,000 modules
+    assert large.max_work < 2 * small.max_work
+    assert PickleScan(size=1 << 40).max_work == 8_000_000  # of an expert model with 50,000 modules
 
 
 def test_nothing_is_looked_through_for_garbage_while_a_file_is_judged(memopt: Memopt) -> None:

@@ -213,11 +213,18 @@ def a_point(outcome: Measurement, summary: MemOptSummary) -> ParetoPoint:
     )
 
 
+def test_the_figure_of_one_step_promises_nothing_of_later_ones(summary: MemOptSummary) -> None:
+    assert summary.verification is not None
+    for exact in (True, False):
+        summary.verification = replace(summary.verification, exact=exact)
+        assert ("over many steps rounding adds up" in shown(TextReport(), result(summary))) is not exact
+
+
 def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(summary: MemOptSummary) -> None:
     assert summary.verification is not None
     said = (
         "as measured, a tensor differs by 3.4% of its norm: rounding in chunks tips choices, such as a spike or a "
-        "ReLU's sign; "
+        "ReLU's sign, and two training runs drift apart; "
     )
     for passed, count in ((True, 1), (False, 0)):
         summary.verification = replace(summary.verification, exact=False, passed=passed, rounding=0.034)
@@ -305,7 +312,12 @@ def test_another_search_is_told_how_to_replace_the_files_that_were_written(
             "batch: 37 is the largest that fits (measured), 7.9 GiB of 8.0 GiB; "
             "dry runs predict that no larger one does",
         ),
-        (False, False, "batch: memory does not limit it, as dry runs predict"),
+        (
+            False,
+            False,
+            "batch: the given one; about 37 is predicted to fit, but its step would take about 2 min 0 s; "
+            "--recommend-batch finds the largest in time",
+        ),
     ],
 )
 def test_a_batch_of_dry_runs_is_called_predicted_unless_it_was_measured(
@@ -316,9 +328,15 @@ def test_a_batch_of_dry_runs_is_called_predicted_unless_it_was_measured(
         predicted_peak_bytes=int(7.9 * 2**30),
         budget_bytes=8 * 2**30,
         is_limited_by_memory=is_limited,
+        because="" if is_limited else "its step would take about 2 min 0 s",
         is_measured=is_measured,
     )
     assert said in shown(TextReport(), result(summary)).splitlines()
+    summary.advice = replace(summary.advice, without_optimizer=True)
+    bare = re.search(
+        r"fit.* without an optimizer's state \(--optimizer adamw counts it\)", shown(TextReport(), result(summary))
+    )
+    assert bare, "without a word of it, 37 seems to train"
     assert from_data(MemOptSummary, json.loads(json.dumps(to_data(summary)))) == summary
 
 
@@ -372,9 +390,12 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
 @pytest.mark.parametrize(
     ("changes", "size"),
     [
-        ({"measured": replace(MEASURED, equal=70, worst_difference=2.4e-7)}, " (about 2e-07 of the norm)"),
-        ({"measured": MEASURED, "worst_difference": 3e-16}, " (about 3e-16 of the largest value in float64)"),
-        ({"rounding": 0.02, "worst_difference": 3e-16}, " (about 2e-02 of the norm)"),
+        ({"measured": replace(MEASURED, equal=70, worst_difference=2.4e-7)}, " (in one step, about 2e-07 of the norm)"),
+        (
+            {"measured": MEASURED, "worst_difference": 3e-16},
+            " (in one step, about 3e-16 of the largest value in float64)",
+        ),
+        ({"rounding": 0.02, "worst_difference": 3e-16}, " (in one step, about 2e-02 of the norm)"),
         ({}, ""),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn, ones
 
 from memopt_cli.errors import StepError
-from memopt_cli.training.module_calls import InputsRejectedError, failed_forward, watched_modules
+from memopt_cli.training.module_calls import InputsRejectedError, failed_step, running_calls
 from tests.zoo.models import Parts
 
 
@@ -27,9 +27,9 @@ class Raises(Parts, within=Tries):
 
 def test_an_exception_that_was_caught_is_not_where_the_next_comes_from() -> None:
     model = nn.Sequential(Raises())
-    with watched_modules(model) as stack, pytest.raises(LookupError):
+    with pytest.raises(LookupError) as caught:
         model(ones(2, 4))
-    assert [call.path for call in stack] == ["", "0"]
+    assert [call.path for call in running_calls(caught.value, model)] == ["", "0"]
 
 
 class Complains(nn.Module):
@@ -42,9 +42,9 @@ class Complains(nn.Module):
 
 
 def error_of(model: nn.Module, x: Tensor) -> StepError:
-    with watched_modules(model) as stack, pytest.raises(Exception, match=r"\w") as caught:
+    with pytest.raises(Exception, match=r"\w") as caught:
         model(x)
-    return failed_forward(caught.value, stack, model)
+    return failed_step(caught.value, model)
 
 
 def test_an_error_that_speaks_of_no_input_is_told_as_what_it_is() -> None:

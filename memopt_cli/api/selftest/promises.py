@@ -44,7 +44,7 @@ from memopt_cli.version import __version__
 
 _MODELS = "memopt_cli.api.selftest.models"
 _CLOSE = 0.02
-"""Share of the measured peak by which a predicted one may be off; at least the workspace that dry runs leave out."""
+"""A predicted peak may be off by this share of the measured one, or by the workspace that dry runs leave out."""
 _WITHIN = f"within {_CLOSE:.0%} or {MIN_BYTES >> 10} KiB"
 _SEARCH_S = 15.0
 _MAX_SLOWDOWN = 50.0

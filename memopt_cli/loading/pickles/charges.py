@@ -45,18 +45,18 @@ class PickleScan:
     """Units of work so far."""
     taken: int = 0
     """Bytes and characters among the arguments of calls."""
-    most_work: int = field(init=False)
+    max_work: int = field(init=False)
     """Units of work that the file may cause."""
 
     def __post_init__(self) -> None:
-        self.most_work = min(
+        self.max_work = min(
             _MIN_WORK + min(self.size, _DENSE) // _BYTES_PER_WORK + self.size // _BYTES_PER_MORE, _MAX_WORK
         )
 
     def spend(self, work: int) -> None:
         """Charge ``work`` units.  Raises :class:`ValueError` if the sum exceeds the needs of a model of this size."""
         self.work += work
-        if self.work > self.most_work:
+        if self.work > self.max_work:
             raise ValueError(EXHAUSTING)
 
     def take(self, size: int) -> None:

@@ -68,7 +68,7 @@ def _allocated_bytes(bench: Bench, sequence: OnlineSequence, steps: range) -> in
 
 
 def _inputs_at(bench: Bench, symbol: str, number: int) -> tuple[Any, ...]:
-    """Return the inputs of time step ``number``, ``[B, ...]``, made when they are needed, as a data loader does."""
+    """Return the inputs of time step ``number``, ``[B, ...]``, made when they are needed, like a data loader's."""
     spec = replace(bench.subject.spec, dims={**bench.subject.spec.dims, symbol: 1})
     seed = bench.settings.seed + number
     dtype = input_dtype(bench.settings)

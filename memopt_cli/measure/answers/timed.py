@@ -181,7 +181,7 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
     """Time a step of the original and one under each plan of ``job``, in turns; more turns near the limit."""
     step = bench.warmed_up(bench.step())
     since = _clocks()
-    limit = job.most_slowdown
+    limit = job.max_slowdown
     original: list[float] = []
     planned: list[list[float]] = [[] for _ in job.plans]
 
@@ -204,13 +204,13 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
     return TimedInTurns(original_times_s=tuple(original), planned_times_s=tuple(map(tuple, planned)), waited=waited)
 
 
-def _is_near(pairs: Sequence[tuple[float, float]], most: int, most_slowdown: float | None) -> bool:
+def _is_near(pairs: Sequence[tuple[float, float]], most: int, max_slowdown: float | None) -> bool:
     """Return whether the plan may be on the other side of the limit, so that more turns should be taken."""
-    if most_slowdown is None or len(pairs) >= most:
+    if max_slowdown is None or len(pairs) >= most:
         return False
     slowdown, error = slowdown_in(pairs)
-    least = _NEAR_SHARE * most_slowdown if len(pairs) < _NEAR_TURNS else 0.0
-    return abs(slowdown - most_slowdown) < max(least, error)
+    least = _NEAR_SHARE * max_slowdown if len(pairs) < _NEAR_TURNS else 0.0
+    return abs(slowdown - max_slowdown) < max(least, error)
 
 
 def _clocks() -> tuple[float, float]:

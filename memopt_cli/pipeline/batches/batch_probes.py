@@ -92,6 +92,12 @@ def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...
     return (f"No optimizer is counted; AdamW's state would add {adamw}. Name yours, or none, with `--optimizer`.",)
 
 
+def limit_text(limits: Limits, prepared: Prepared) -> str:
+    """Return the budget of ``limits`` in words, which end with what it leaves out."""
+    is_without = bool(optimizer_state_notes(prepared))
+    return limits.text + ", without an optimizer's state, which `--optimizer adamw` counts" * is_without
+
+
 @dataclass(slots=True, kw_only=True)
 class BatchProbes:
     """A cache of dry runs, and a source of runs, at any batch of one plan and one set of input sizes."""

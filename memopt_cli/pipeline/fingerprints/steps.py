@@ -27,7 +27,7 @@ Rounding that changes a tensor by this much is not used at all: it has tipped a 
 as where a threshold or a length is a parameter.
 """
 ROUNDING_SHARE = 1e-3
-"""Share of the largest gradient's elements below which the elements of a gradient may be nothing but rounding."""
+"""Elements of a gradient below this share of the largest gradient's elements may be nothing but rounding."""
 
 
 def compare_fingerprints(

@@ -44,7 +44,7 @@ from memopt_cli.text.documents import end_of, read_end
 from memopt_cli.text.units import format_bytes
 
 _DEFAULT_MEMORY_SHARE: Final = 0.9
-"""Share of the device's free memory that counts as the limit, where neither the user nor an error gives one."""
+"""If neither the user nor an error gives a limit, it is this share of the device's free memory."""
 _MAX_LOG_BYTES: Final = 16 << 20
 """Maximum number of bytes read from the end of a log, where the last failure is."""
 _ERROR_LIMIT: Final = "bytes held by tensors plus free bytes, according to the error"
@@ -57,7 +57,7 @@ _COUNTED_ON_CPU_NOTE: Final = "The error is from a GPU; the step was counted on 
 _MAX_HOLDERS: Final = 200
 """Maximum number of modules, or of lines of code, that are listed as holders of memory."""
 _RECORDING_SHARE: Final = 0.8
-"""Share of this machine's memory up to which a step, by its predicted peak, is run to record it."""
+"""A step is run, to record it, if its predicted peak is below this share of this machine's memory."""
 _MAX_RECORDING_S: Final = 20.0
 """Time limit, in seconds, of a step that is run for its kernel workspaces alone: they hardly change the answer."""
 

@@ -54,7 +54,7 @@ _RESERVED_IN_TOTAL: Final = re.compile(rf"{_AMOUNT} reserved in total by PyTorch
 _MAX_LINE_CHARACTERS: Final = 1000
 """Maximum number of characters that belong to the message before, and from, "tried to allocate"."""
 _MAX_BYTES: Final = 2**63
-"""Limit from which on a number of bytes is taken for garbage and read as 0."""
+"""A number of bytes of at least this is taken for garbage and read as 0."""
 _FRAME: Final = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)')
 _MAX_FRAME_LINES: Final = 8
 """Maximum number of lines that a frame of a traceback takes, with its code and carets."""

@@ -17,11 +17,11 @@ from memopt_cli.text.units import format_apart, format_bytes
 _REASON_SHARE: Final = 0.1
 """Activations and kernel workspaces are named as reasons if they are at least this share of the peak."""
 _NAMED_SHARE: Final = 0.8
-"""Share of the activations at a peak that a message accounts for by the names of modules."""
+"""A message names modules until they account for this share of the activations at a peak."""
 _MAX_HOLDERS: Final = 8
 """Number of modules, or groups of similar modules, beyond which a message names the modules that contain them."""
 _WEIGHTS_SHARE: Final = 0.5
-"""Share of a peak above which a message says that parameters and gradients are most of the peak."""
+"""Above this share of a peak, a message says that parameters and gradients are most of the peak."""
 
 
 class NotRunHereError(NothingFitsError):
@@ -129,12 +129,12 @@ def _largest_holders(smallest: Counted, named_bytes: float) -> list[tuple[str, i
         depth -= 1
 
 
-def require_fast(priced: PricedPlan, most_slowdown: float, verb: str = "makes") -> None:
+def require_fast(priced: PricedPlan, max_slowdown: float, verb: str = "makes") -> None:
     """Raise :class:`NothingFitsError` if ``priced``, the fastest plan that fits, slows the step down too much.
 
     ``verb``: the verb of the message, ``is estimated to make`` where the step was not measured.
     """
-    if priced.slowdown > most_slowdown:
+    if priced.slowdown > max_slowdown:
         raise NothingFitsError(
             f"the fastest plan found that fits, of {format_bytes(priced.peak_bytes)}, {verb} the step "
             f"{priced.slowdown:.2f} times as long",

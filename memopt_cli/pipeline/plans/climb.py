@@ -69,9 +69,9 @@ class Climb:
     def may_go_lower(self) -> bool:
         """Return whether a longer search might find a plan that peaks clearly lower and stays within the time limit."""
         self.search.probes.prolong()
-        most_slowdown = min(1 + PREDICTED_SHARE * (self._limit - 1), self._max_predicted_slowdown)
+        max_slowdown = min(1 + PREDICTED_SHARE * (self._limit - 1), self._max_predicted_slowdown)
         plan = self.applied.plan if self.applied is not None else ORIGINAL
-        return self.search.planner.may_go_lower(plan, self.search.options.level, most_slowdown)
+        return self.search.planner.may_go_lower(plan, self.search.options.level, max_slowdown)
 
     def _take_lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
         """Return ``rows[highest]``, or the row of a lower level whose measured peak is no higher.
@@ -105,10 +105,10 @@ class Climb:
         """
         if self.applied is not None and self.applied.plan.is_empty and not row.plan.is_empty:
             return self._with_original(row)
-        most_slowdown = min(self._max_predicted_slowdown, self._limit)
-        if (row.predicted_slowdown or 1.0) <= most_slowdown:
+        max_slowdown = min(self._max_predicted_slowdown, self._limit)
+        if (row.predicted_slowdown or 1.0) <= max_slowdown:
             return row
-        priced = self.search.planner.dry_runs.smallest(row.level, most_slowdown)
+        priced = self.search.planner.dry_runs.smallest(row.level, max_slowdown)
         return replace(self.search.row(row.level, priced, row.dry_runs, time.monotonic()), search_s=row.search_s)
 
     def _with_originals(self, rows: list[LevelRow]) -> list[LevelRow]:
@@ -214,16 +214,16 @@ class Climb:
                 break
             predicted = row.predicted_slowdown or self._limit
             # The plan took more than predicted: ask for one whose prediction leaves room for the same error.
-            most_predicted = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.upper - 1))
+            max_predicted = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.upper - 1))
             started = time.monotonic()
             dry_runs_before = len(planner.dry_runs)
             self.search.probes.prolong()
             self._search_begins(f"level {row.level}: searching for a faster plan")
-            priced = planner.best(row.level, most_predicted)
+            priced = planner.best(row.level, max_predicted)
             if priced.plan.is_empty:  # the search found no plan that fast in its time: take any that is faster
-                most_predicted = math.nextafter(predicted, 0)
-                priced = planner.best(row.level, most_predicted)
-            self._max_predicted_slowdown = most_predicted
+                max_predicted = math.nextafter(predicted, 0)
+                priced = planner.best(row.level, max_predicted)
+            self._max_predicted_slowdown = max_predicted
             if priced.slowdown >= predicted:
                 break
             dry_runs = row.dry_runs + len(planner.dry_runs) - dry_runs_before

@@ -62,7 +62,7 @@ _RIVAL_RATIO: Final = 1.1
 _MAX_RIVALS, _TURNS = 3, 3
 """Maximum number of steps that are timed again, and the number of times that each of them is."""
 _TIE_RATIO: Final = 1.02
-"""Ratio to the lowest peak up to which a peak counts as equally low, so that the faster step is chosen."""
+"""Peaks within this factor of the lowest count as equally low, so that the fastest step is chosen."""
 _MAX_GROWTH: Final = 4.0
 """Upper limit on the factor by which the next predicted extra time grows, for segments that take hardly any time."""
 _FAILED_VERIFICATION: Final = "verification failed"
@@ -77,7 +77,7 @@ class CompiledSearch(ABC):
     """Words of messages for the step of :attr:`_yardstick`, such as "as the original's"."""
 
     backend: str
-    most_slowdown: float
+    max_slowdown: float
     """Longest step time, divided by the step time of :attr:`_yardstick`; infinite for no limit."""
     search: StartedSearch
     measurements: PlanMeasurements
@@ -160,7 +160,7 @@ class CompiledSearch(ABC):
         while verified_rows := self._verified_rows():
             best = self._best(verified_rows)
             rivals = [row.plan for row in self._rivals(best)]
-            if self._slowdown(best.outcome) > self.most_slowdown / _RIVAL_RATIO and self._yardstick not in rivals:
+            if self._slowdown(best.outcome) > self.max_slowdown / _RIVAL_RATIO and self._yardstick not in rivals:
                 rivals.append(self._yardstick)
             if best.plan in timed or len(rivals) < 2:
                 return best
@@ -298,9 +298,9 @@ class CompiledSearch(ABC):
     def _excess_reason(self, outcome: Measurement | Failure) -> str:
         """Return why ``outcome`` is beyond the limits on memory or time; empty if it is within them."""
         slowdown = self._slowdown(outcome)
-        if slowdown <= self.most_slowdown:
+        if slowdown <= self.max_slowdown:
             return ""
-        allowed = f"at most {self.most_slowdown:g} is allowed"
+        allowed = f"at most {self.max_slowdown:g} is allowed"
         return f"its step takes {slowdown:.2f} times as long {self._compared_to}; {allowed}"
 
     def _slowdown(self, outcome: Measurement | Failure) -> float:
@@ -413,22 +413,22 @@ class SmallestCompiled(CompiledSearch):
         return min(smallest, key=lambda pair: pair[1].step_s)[0]
 
     def _rivals(self, best: CompiledRow) -> list[CompiledRow]:
-        is_limited = math.isfinite(self.most_slowdown) and self._outcome(self._yardstick) is not None
+        is_limited = math.isfinite(self.max_slowdown) and self._outcome(self._yardstick) is not None
         return [row for row in self._rows if row == best or (is_limited and row.plan == self._yardstick)]
 
     def _regions(self) -> Iterator[Plan]:
-        most_predicted = self.most_slowdown
+        max_predicted = self.max_slowdown
         while True:
             self._show_search()
             self.search.probes.prolong()
-            priced = self.search.planner.best(self._level, most_predicted)
+            priced = self.search.planner.best(self._level, max_predicted)
             plan = _as_regions(priced.plan, CompilePlan(backend=self.backend))
             yield plan
             measurement = self._outcome(plan)
-            allowed = self.most_slowdown - 1
+            allowed = self.max_slowdown - 1
             extra = self._slowdown(measurement) - 1 if measurement is not None else 2 * allowed
             growth = allowed / extra if extra > allowed / _MAX_GROWTH else _MAX_GROWTH
-            most_predicted = 1 + ((most_predicted if growth > 1 else min(priced.slowdown, most_predicted)) - 1) * growth
+            max_predicted = 1 + ((max_predicted if growth > 1 else min(priced.slowdown, max_predicted)) - 1) * growth
 
     def _may_loosen(self, last_measurement: Measurement | None) -> bool:
         return last_measurement is None or bool(self._excess_reason(last_measurement))
@@ -455,7 +455,7 @@ class SpreadCompiled(SmallestCompiled):
 
     def _regions(self) -> Iterator[Plan]:
         self._show_search()
-        priced_plans = spread(self.search.planner.frontier(self._level, self.most_slowdown), _MAX_SHOWN)
+        priced_plans = spread(self.search.planner.frontier(self._level, self.max_slowdown), _MAX_SHOWN)
         for priced in reversed(priced_plans[1:]):
             yield _as_regions(priced.plan, CompilePlan(backend=self.backend))
 

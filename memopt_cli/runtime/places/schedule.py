@@ -37,7 +37,7 @@ from memopt_cli.runtime.private_torch import (
 )
 
 _MIN_BYTES: Final = 1 << 16
-"""Least bytes of a tensor that is sent."""
+"""A tensor with fewer bytes is not sent."""
 _PARCEL_SAVES: Final = 4
 """Number of tensors in a parcel of tensors that are saved outside of segments."""
 

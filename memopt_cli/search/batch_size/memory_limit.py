@@ -10,6 +10,10 @@ from memopt_cli.search.batch_size.capacity import device_capacity, free_capacity
 from memopt_cli.search.batch_size.runs import TARGET_SHARE, Limits
 from memopt_cli.text.units import exact_bytes, format_bytes
 
+_AIMED_TIME_SHARE = 0.9
+"""Share of the longest step that the predicted time of a run may take: times vary, and a run that takes longer is in
+vain."""
+
 
 def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_of: int = 1) -> Limits:
     """Return the limits on ``device`` for a budget of ``memory``: an int in bytes, a float as a share of free bytes."""
@@ -22,6 +26,7 @@ def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_
         runnable_bytes=runnable_bytes(device),
         name=name,
         longest_step_s=longest_step_s,
+        aim=_AIMED_TIME_SHARE,
         multiple_of=multiple_of,
     )
 

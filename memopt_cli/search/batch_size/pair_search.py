@@ -16,7 +16,7 @@ from memopt_cli.search.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits, Runs
 
 _GROWTH = 1.4
-"""Ratio of consecutive batches at which plans are priced."""
+"""Plans are priced at batches that grow by this factor."""
 _MAX_BATCHES = 12
 """Maximum number of batches at which plans are priced; the last is forty times the first."""
 _ERROR_SHARE = 0.1
@@ -25,7 +25,7 @@ than this share is not run."""
 _CORRECTED_ERROR_SHARE = 0.03
 """Assumed error of predicted rates once the run of a pair has corrected them."""
 _MIN_BATCH_RATIO = 1.1
-"""Least ratio of a batch to the plan's last batch that fitted, for the larger one to be run as well."""
+"""A batch is run as well if it is at least this many times the plan's last batch that fitted."""
 _ROOM_FACTORS = (0.9, 0.8, 0.5)
 """Factors on the memory for the next run after the first, the second, and each later run in a row without enough
 memory: an allocator reserves more than it hands out."""

@@ -15,7 +15,7 @@ CHOICE_RATIO = 4
 _PATIENCE = 2
 """Maximum number of runs in a row that train no faster than one with fewer copies."""
 _MIN_RATIO = 1.25
-"""Least ratio of the most copies that fit to the last number that ran, for the most copies to be run as well."""
+"""The most copies that fit are run as well if they are at least this many times the last number that ran."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class ReplicaSearch:
                 f"this machine, where {free} are free and choosing a route takes {CHOICE_RATIO} times a step's memory"
             )
         if last.step_s * size / last.replicas > self.limits.longest_step_s:
-            return f"memopt's own time limit of a step ({self.limits.longest_step_s:g} s)"
+            return f"{self.limits.time_name} ({self.limits.longest_step_s:g} s)"
         return ""
 
     def _run(self, size: int) -> str:

@@ -19,12 +19,12 @@ _FIRST_RUN_RATIO = 4
 first run shows the time of a step, and its memory beside tensors; it is no larger than the user's batch.  An answer
 near the user's batch is run at once, as a smaller run would hardly change it."""
 _MIN_TIMED_RATIO = 1.5
-"""Least ratio of a batch limited by time to the best so far, for it to be run: small batches are slower per sample."""
+"""A larger batch limited by time is run if it is this many times the best so far: small ones are slower per sample."""
 _SAFE_SHARE = 0.98
 """Share of the budget that the last run aims at if no run has fitted yet, since an answer that ran is worth more than a
 closer estimate.  A batch that fits this share by dry runs is taken to fit."""
 _SIMILAR_SHARE = 0.25
-"""Largest share by which two batches differ for the speed of one to stand for the speed of the other."""
+"""The speed of one batch stands for the speed of another that differs by less than this share."""
 _FORESIGHT_RATIO = 1.5
 """Ratio of a batch to the answer after one run, for which a dry run is made in advance: more runs may raise it."""
 

@@ -154,7 +154,7 @@ def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
 
 
 STEPS: Final = 2
-"""Number of simulated steps: the second one finds the segments that the first has reserved, as all later ones do."""
+"""Number of simulated steps: the second one, like all later ones, finds the segments that the first has reserved."""
 
 
 def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:

@@ -88,7 +88,7 @@ class ReplayedSegment:
 
 
 MIN_PACKED_BYTES = 4096
-"""Least size of a tensor that is packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
+"""A tensor with fewer bytes is not packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
 
 
 class Original:
@@ -327,7 +327,7 @@ class _Passes:
                 ledger.extra[instant] = max(ledger.extra[instant], 2 * input_bytes - ledger.made[instant])
 
     def waiting_bytes(self, block: ReplayedSegment) -> int:
-        """Return the most bytes of gradients that wait for an earlier pass, as a residual connection's do."""
+        """Return the most bytes of gradients that wait for an earlier pass, such as a residual connection's."""
         max_bytes, begin = 0, block.call.backward_start
         for norm in block.norms:
             end = self._original.backward_end[norm]

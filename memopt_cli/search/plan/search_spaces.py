@@ -25,7 +25,7 @@ from memopt_cli.search.plan.schedules import SegmentLimits
 from memopt_cli.search.plan.targets import named_modules
 
 WORTH_LOWERING = 0.02
-"""Share by which a peak must be below another to count as lower."""
+"""A peak counts as lower than another if it is lower by at least this share."""
 _MIN_TIME_SAVED = 0.05
 """Least share of the original step time that chunks must promise to save for modules to be tried in chunks, if a plan
 without chunks fits already."""

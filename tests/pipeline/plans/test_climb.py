@@ -48,8 +48,8 @@ class FakeDryRuns:
     def __len__(self) -> int:
         return 0
 
-    def smallest(self, level: int, most_slowdown: float) -> PricedPlan:
-        return self._planner.best(level, most_slowdown)
+    def smallest(self, level: int, max_slowdown: float) -> PricedPlan:
+        return self._planner.best(level, max_slowdown)
 
     def get(self, plan: Plan) -> PricedPlan | None:
         return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
@@ -63,17 +63,17 @@ class FakePlanner:
         self._plans = plans
         self.dry_runs = FakeDryRuns(self)
 
-    def best(self, level: int, most_slowdown: float) -> PricedPlan:
+    def best(self, level: int, max_slowdown: float) -> PricedPlan:
         usable = {
             peak: slowdown
             for at, plans in self._plans.items()
             for peak, slowdown in plans.items()
-            if at <= level and slowdown <= most_slowdown
+            if at <= level and slowdown <= max_slowdown
         }
         return priced(*min({ORIGINAL: 1.0, **usable}.items()))
 
-    def least(self, level: int, most_slowdown: float = math.inf) -> PricedPlan:
-        return self.best(level, most_slowdown)
+    def least(self, level: int, max_slowdown: float = math.inf) -> PricedPlan:
+        return self.best(level, max_slowdown)
 
 
 def climb(
@@ -96,7 +96,7 @@ def climb(
             known[plan] = outcome(asked[-1])
         return known[plan]
 
-    def confirm(row: LevelRow, most_slowdown: float) -> LevelRow:
+    def confirm(row: LevelRow, max_slowdown: float) -> LevelRow:
         known[row.plan] = confirmed or row.outcome
         return replace(row, outcome=known[row.plan])
 
@@ -138,9 +138,9 @@ def test_a_longer_search_is_for_plans_as_fast_as_they_must_be(
         FakePlanner, "may_go_lower", lambda self, *question: questions.append(question) or True, raising=False
     )
     assert found.may_go_lower()
-    ((plan, level, most_slowdown),) = questions
+    ((plan, level, max_slowdown),) = questions
     assert (plan, level) == (priced(asked[0], 1.0).plan, 3)
-    assert most_slowdown == pytest.approx(asked[1])
+    assert max_slowdown == pytest.approx(asked[1])
 
 
 def test_a_plan_at_the_very_limit_is_taken_only_where_there_is_no_other() -> None:
