@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import OptionError, for_message, type_in_words
 from memopt_cli.inputs.spec_text import check_inputs, parse_device, parse_tensor, require_used
-from memopt_cli.measure.devices import resolve_device as device_named
+from memopt_cli.measure.devices import process_device, resolve_device
 from memopt_cli.measure.reach import UserFunction, locate_function
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.records import (
@@ -31,7 +31,6 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.estimation.cards import device_profile
 from memopt_cli.search.plan.policy import resolve
-from memopt_cli.spikingjelly import resolve_device
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.values import Whole
 from memopt_cli.training.user_step import Step
@@ -92,7 +91,7 @@ def settings_of(
     Raises :class:`OptionError` for a value out of its range, and :class:`UsageError` for an unknown device.
     """
     return StepSettings(
-        device=resolve_device() if device is None else device_named(parse_device(str(device))),
+        device=process_device() if device is None else resolve_device(parse_device(str(device))),
         precision=accepted("precision", precision),
         loss=loss.reference or None,
         optimizer=optimizer.reference,

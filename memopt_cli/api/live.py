@@ -41,7 +41,7 @@ from memopt_cli.errors import OptionError
 from memopt_cli.files.contents import load_plan
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
-from memopt_cli.measure.devices import resolve_device as device_named
+from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, advise
 from memopt_cli.pipeline.batches.fastest import fastest_prepared
@@ -457,7 +457,7 @@ def check(
         optimizer=functions[1].reference or None,
     )
     before, request, settings = step_of_baseline(request)
-    step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
+    step = _Step(settings=replace(settings, device=resolve_device(settings.device)), functions=functions)
     with _prepare(model, spec, step, limit_s, verbose) as prepared:
         return Checked(check_prepared(request, before, prepared))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from memopt_cli.api.arguments import budget_of, search_of
 from memopt_cli.measure import processes
+from memopt_cli.measure.devices import process_device
 from memopt_cli.pipeline.live.model import find_and_verify, refuse_recursion
 from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.pipeline.plans.summary import summarize
@@ -20,7 +21,6 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.records.progress import log_progress
-from memopt_cli.spikingjelly import resolve_device
 from memopt_cli.text.options import accepted
 from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.training.apply import apply_plan
@@ -59,7 +59,7 @@ def optimize_step(
     """
     started = time.monotonic()
     limit_s = accepted("timeout", timeout)
-    settings = StepSettings(device=resolve_device())
+    settings = StepSettings(device=process_device())
     request = OptimizeRequest(
         source=ModelSource(location=STEP),
         spec=None,
