@@ -21,8 +21,10 @@ _SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 _RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
 """Maximum depth of nested modules and containers."""
-_MAX_PLACES, _LONGEST_NAME = 1_000_000, 200
-"""Maximum number of visited values, and of characters in a listed name."""
+_MAX_PLACES = 1_000_000
+"""Maximum number of visited values."""
+_LONGEST_NAME = 200
+"""Maximum number of characters in a listed name."""
 _TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 """A function that TorchScript's pickles call with a container and its type."""
 _RUNS: Final = "_memopt_runs"

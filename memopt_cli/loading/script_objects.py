@@ -98,7 +98,7 @@ class ScriptObjects:
             raise ValueError("a container does not have its declared type")
 
     def is_packed(self, node: Any) -> TypeGuard[Built]:
-        """Return whether making ``node`` copies the tensors of its state, like the packed weights of quantized layers."""
+        """Return whether making ``node`` copies the tensors of its state, like packed weights of quantized layers."""
         if not isinstance(node, Built) or node.how != "created":
             return False
         known = self._classes.get(str(node.callee))

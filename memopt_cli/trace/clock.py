@@ -24,9 +24,11 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace.operators import is_bookkeeping, operator_name
 from memopt_cli.training.step import Step, begin, synchronize
 
-_MAX_TIMED_S, _MAX_STEPS = 1.0, 5
-"""Seconds and number of timed steps after which no further step is taken.  On a busy machine, a third of the operators
-varied by 10 % from step to step; the shortest time in four steps varied by 4 %."""
+_MAX_TIMED_S = 1.0
+"""No further step is taken once the timed steps took this long."""
+_MAX_STEPS = 5
+"""Maximum number of timed steps.  On a busy machine, a third of the operators varied by 10 % from step to step; the
+shortest time in four steps varied by 4 %."""
 _PACKED_ELEMENTS = 2**19
 """Elements of the tensor whose packing is timed: 2 MiB, a common size of dropout masks."""
 _PACKINGS = 16
