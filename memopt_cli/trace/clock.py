@@ -197,7 +197,7 @@ def segment_overhead(device: str) -> float:
 
 
 def segment_s(device: str) -> float:
-    """Measure the overhead of a segment of ten small layers: the seconds that it takes beside its operators."""
+    """Measure the overhead of a segment of ten small layers: the seconds that it takes in addition to its operators."""
     with torch.random.fork_rng(devices=[]):
         layers = nn.Sequential(*(layer for _ in range(_LAYERS) for layer in (nn.Linear(8, 8), nn.GELU()))).to(device)
     x = torch.ones(4, 8, device=device)

@@ -32,7 +32,7 @@ _BYTES_PER_WORK = 8
 _BYTES_PER_MORE = 64
 """Bytes of the whole file that allow a further unit of work."""
 _COPIES = 4
-"""Bytes that calls may take as arguments for each byte of the file, since a memo lets them use a value several times."""
+"""Bytes that calls may take as arguments for each byte of the file: a memo lets them use a value several times."""
 _MIN_TAKEN = 1 << 20
 """Bytes that calls may take as arguments in any file."""
 

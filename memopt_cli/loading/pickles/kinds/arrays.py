@@ -106,7 +106,7 @@ def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
 
 
 def _items(shape: tuple[Any, ...]) -> int:
-    """Return the number of items of an array of ``shape``.  Raises :class:`Broken` for huge sizes, even beside a 0."""
+    """Return the number of items of an array of ``shape``.  Raises :class:`Broken` for huge sizes, even with a 0."""
     try:
         if items_in(size or 1 for size in shape) > _LARGEST or len(shape) > _MAX_SIZES:
             raise Broken(f"an array has the shape {quote(shape)}")
