@@ -29,7 +29,7 @@ _RUNS_CODE = {"trust", "sandbox", "no-sandbox"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Settings that a config file adds to the command line, beside the defaults of flags."""
+    """Settings that a config file adds to the command line, in addition to the defaults of flags."""
 
     path: str = ""
     """The file; empty if there is none."""
@@ -88,7 +88,7 @@ def _option(command: Any, parameter: Any) -> Option:
 
 
 def _names_function(value: Any) -> bool:
-    """Return whether ``value`` names a function, as some flags take beside plain values."""
+    """Return whether ``value`` names a function, which some flags take as well as plain values."""
     return any(".py:" in str(item) for item in (value if isinstance(value, list) else [value]))
 
 

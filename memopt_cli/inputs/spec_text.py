@@ -41,8 +41,10 @@ _FLOATING_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64")
 DTYPES = (*_FLOATING_DTYPES, *_INTEGER_RANGES)
 """Names of the dtypes that an input may have."""
 
-MODEL_SETTINGS, ADAPTER_SETTINGS = "config.json", "adapter_config.json"
-"""Files of settings in a folder written by ``save_pretrained``."""
+MODEL_SETTINGS = "config.json"
+"""File of a model's settings in a folder written by ``save_pretrained``."""
+ADAPTER_SETTINGS = "adapter_config.json"
+"""File of an adapter's settings in such a folder."""
 
 _SYMBOL_PATTERN = re.compile(r"[A-Z][A-Za-z0-9_]*", re.ASCII)
 _SIZE_PATTERN = re.compile(r"0*[1-9][0-9]{0,17}", re.ASCII)
@@ -297,8 +299,10 @@ def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
         )
 
 
-_MAX_SIZES, _ITEM_BYTES = 64, 8
-"""Maximum number of dimensions of a tensor, since few operators of PyTorch take more; and of bytes of an item."""
+_MAX_SIZES = 64
+"""Maximum number of dimensions of a tensor, since few PyTorch operators take more."""
+_ITEM_BYTES = 8
+"""Maximum number of bytes of an item."""
 _DIMENSIONS_HINT = f"An input may have at most {_MAX_SIZES} dimensions."
 
 

@@ -27,8 +27,10 @@ _LOCATOR64 = struct.Struct("<4sLQL")
 _FIELD = struct.Struct("<2H")
 _HEADER = struct.Struct("<4s22x2H")
 """The header of a record: its signature, and the lengths of its name and of its extra fields."""
-_LONG, _LONGEST_NAME = 1000, 80
-"""Minimum bytes of a record that is not a short text, and maximum number of characters of a name in messages."""
+_LONG = 1000
+"""Minimum bytes of a record that is not a short text."""
+_LONGEST_NAME = 80
+"""Maximum number of characters of a name in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,13 +19,21 @@ from torch.nn.modules import module as registration
 from memopt_cli.errors import FileFormatError
 from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
 
-_FREE_MODULES, _MODULES_PER_TENSOR = 10_000, 100
-"""Number of modules that any model may register, and of further modules for each tensor of its weights."""
-_FREE_BYTES, _BYTES_PER_WEIGHT_BYTE = 256 << 20, 8
-"""Bytes that any model may register, and further bytes for each byte of weights: weights may be tied or converted to
-wider types, and a model also has buffers."""
-_BUILD_BYTES, _BUILD_S, _WEIGHT_BYTES_PER_S = 2 << 30, 30, 50_000_000
-"""Bytes and seconds that building any model may take, and bytes of weights that allow a further second."""
+_FREE_MODULES = 10_000
+"""Number of modules that any model may register."""
+_MODULES_PER_TENSOR = 100
+"""Number of further modules that a model may register for each tensor of its weights."""
+_FREE_BYTES = 256 << 20
+"""Bytes that any model may register."""
+_BYTES_PER_WEIGHT_BYTE = 8
+"""Further bytes that a model may register for each byte of weights: weights may be tied or converted to wider types,
+and a model also has buffers."""
+_BUILD_BYTES = 2 << 30
+"""Bytes that building any model may take."""
+_BUILD_S = 30
+"""Seconds that building any model may take."""
+_WEIGHT_BYTES_PER_S = 50_000_000
+"""Bytes of weights that allow a further second."""
 
 limits_process = False
 """Whether this process exists only to load and run a model, so that limits may be set for the whole process."""

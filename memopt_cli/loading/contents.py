@@ -22,9 +22,10 @@ _SCRIPT: Final = "__torch__"
 _RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
 """Maximum depth of nested modules and containers."""
-_MAX_PLACES, _LONGEST_NAME = 1_000_000, 200
-"""Maximum number of visited values, and of characters in a listed name."""
-"""A function that TorchScript's pickles call with a container and its type."""
+_MAX_PLACES = 1_000_000
+"""Maximum number of visited values."""
+_LONGEST_NAME = 200
+"""Maximum number of characters in a listed name."""
 _RUNS: Final = "_memopt_runs"
 """The attribute in which a Sequential keeps its runs of layers; they are not among its children."""
 _SEQUENCES: Final = ("builtins.list", "builtins.set", "builtins.tuple", "collections.deque")

@@ -23,10 +23,12 @@ DTYPE_NAMES: Final = dict(
 NO_MODULE: Final = "_empty_nn_module_stack_from_metadata_hook"
 """The path that ``torch.export`` gives operators that it added outside of any module."""
 _SYMBOL: Final = re.compile(r"Symbol\('(\w+)'")
-_MIN_VALUES, _MAX_VALUES, _BYTES_PER_VALUE = 2_000_000, 16_000_000, 8
-"""Separators that the JSON of a program may have: in any file, in the largest (some 200,000 operators), and the bytes
-of the file that allow one more.  PyTorch does not compress the JSON, and writes some 12 bytes for each separator; a
-value takes up to 80 bytes of memory once it is read."""
+_MIN_VALUES = 2_000_000
+"""Separators that the JSON of a program may have in any file; a value that is read takes up to 80 bytes of memory."""
+_MAX_VALUES = 16_000_000
+"""Separators that it may have in the largest file, of some 200,000 operators."""
+_BYTES_PER_VALUE = 8
+"""Bytes of the file that allow one more separator; PyTorch, which does not compress the JSON, writes some 12."""
 PROGRAM: Final = "models/model.json"
 PROGRAMS: Final = (PROGRAM, "serialized_exported_program.json")
 """Records that hold the program: since PyTorch 2.8, and before."""

@@ -35,11 +35,14 @@ _PLAIN: Final = frozenset(
 _MAX_HOLDERS: Final = 200
 _MAX_BYTES: Final = 1 << 30
 """Maximum number of source lines that are reported, and largest size in bytes of a snapshot."""
-_MAX_OPCODES, _MIN_OPCODES, _BYTES_PER_OPCODE = 20_000_000, 100_000, 2
-"""Maximum number of opcodes of the largest pickle, and of any pickle, and bytes of a pickle that allow a further one.
+_MAX_OPCODES = 20_000_000
+"""Maximum number of opcodes of the largest pickle; a history of 100,000 events has some 3 million.
 
-Each opcode takes some 70 bytes of memory and some microseconds; a history of 100,000 events has some 3 million; and
-``pickle`` writes 3 to 5 bytes for each."""
+Each opcode takes some 70 bytes of memory and some microseconds."""
+_MIN_OPCODES = 100_000
+"""Number of opcodes that any pickle may have."""
+_BYTES_PER_OPCODE = 2
+"""Bytes of a pickle that allow one more opcode; ``pickle`` writes 3 to 5."""
 _LARGEST_STACK: Final = 100_000
 """Maximum number of values on the unpickler's stack: ``pickle`` moves 1,000 values at a time into containers."""
 _LONGEST_NAME: Final = 4096  # of a source file

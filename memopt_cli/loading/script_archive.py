@@ -24,9 +24,12 @@ _DEEPEST: Final = 400
 """Maximum depth of nested objects: PyTorch takes them apart by recursion."""
 _MAX_ITEMS: Final = 4_000_000
 """Maximum number of values in one object, each counted as often as it is reached: PyTorch makes as many objects."""
-_MIN_CODE, _EXPANSION, _MAX_CODE = 1 << 18, 8, 4 << 20
-"""Bytes of source code in any archive, for each byte of the archive (compression saves as much), and at most: a byte of
-code takes 300 of memory."""
+_MIN_CODE = 1 << 18
+"""Bytes of source code that any archive may hold."""
+_EXPANSION = 8
+"""Further bytes of code for each byte of the archive: compression saves as much."""
+_MAX_CODE = 4 << 20
+"""Maximum bytes of code: each takes 300 bytes of memory."""
 _READ: Final = 4
 """Maximum bytes of storages that a pickle may read, for each byte of its storages."""
 _NEEDED: Final = ("data.pkl", "constants.pkl")

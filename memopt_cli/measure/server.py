@@ -40,8 +40,10 @@ from memopt_cli.measure import sandbox
 from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.processes import IMPORT_FOR_STEPS, IMPORT_LIBRARIES, encode_number
 
-_SWEEPS, _SWEEP_S = 100, 0.01
-"""Number of searches for orphans, and seconds between them: a process that is not confined can keep starting others."""
+_SWEEPS = 100
+"""Maximum number of searches for orphans: a process that is not confined can keep starting others."""
+_SWEEP_S = 0.01
+"""Seconds between two searches."""
 
 
 class _Server:

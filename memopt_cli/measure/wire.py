@@ -18,9 +18,10 @@ SIZE: Final = struct.Struct("!Q")
 """The size of a piece in bytes."""
 _OBJECT_BYTES: Final = {"{": 300, "[": 100, ":": 180, ",": 90, "\\": 100}
 """Character of JSON -> largest memory in bytes for the Python object that it starts or separates, without its text."""
-_BYTES_PER_CHARACTER, _BYTES_PER_ESCAPED_CHARACTER = 4, 5
-"""Bytes of memory for a character of the line, all copies of it included.  Escapes in a line may become characters of
-4 bytes, so a line with escapes takes further bytes for each character."""
+_BYTES_PER_CHARACTER = 4
+"""Bytes of memory for a character of the line, all copies of it included."""
+_BYTES_PER_ESCAPED_CHARACTER = 5
+"""Further bytes for each character of a line with escapes, which may become characters of 4 bytes."""
 
 
 def memory_of(text: str) -> int:

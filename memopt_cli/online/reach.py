@@ -57,7 +57,7 @@ class Reach:
         return source in self.followed_states or source in self.reached
 
     def _needed_outputs(self) -> set[CellOutput]:
-        """Return the outputs of cells to follow: new states, outputs before them, outputs beside traced states."""
+        """Return the outputs to follow: new states, other outputs of cells with traced states, outputs before both."""
         needed: set[CellOutput] = set()
         with_states = {past_state.cell for past_state in self.followed_states}
         for out in reversed(self.outs):

@@ -160,7 +160,7 @@ def opening_of(
     only a few samples run.  For a layout, and for a fake step of a model that code builds, nothing runs on data, and
     parameters are never allocated.
 
-    Raises :class:`UsageError` for a GPU beside a card or a layout, for ranks of a model that has parameters already,
+    Raises :class:`UsageError` for a GPU with a card or a layout, for ranks of a model that has parameters already,
     and for a ``backend`` that must start a compiler in a sandbox.
     """
     location, device = request.source.location, settings.device

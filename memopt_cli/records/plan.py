@@ -173,7 +173,7 @@ class CompilePlan(_ShortRepr):
 class Plan(_ShortRepr):
     """Module path -> what to do there.
 
-    Raises ``UsageError`` for ranges that do not ascend, that name no dimension, that stand beside segments for
+    Raises ``UsageError`` for ranges that do not ascend, that name no dimension, that are given with segments for
     every size, or that are combined with ``compile``.
     """
 
@@ -200,7 +200,7 @@ class Plan(_ShortRepr):
             )
         if self.ranges and (self.segments or self.packed or self.place != "device"):
             raise UsageError(
-                "a plan has ranges, and beside them segments, packed or place for inputs of any size",
+                "a plan has ranges, and in addition segments, packed or place for inputs of any size",
                 hint="Move segments, packed and place into the ranges.",
             )
         if self.ranges and self.compile is not None:

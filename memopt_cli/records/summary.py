@@ -76,7 +76,7 @@ class ParetoPoint:
     """Step time divided by the original's, by the cost model.  ``None``: a plan that compiles the model."""
     outcome: Measurement | Failure
     original_step_s: float | None = None
-    """Step time of the original as timed beside this plan.  ``None``: it does not run."""
+    """Step time of the original as timed in turns with this plan.  ``None``: it does not run."""
 
     @property
     def slowdown(self) -> float | None:

@@ -14,7 +14,7 @@ _NAMES = {"peak": "tensor peak", "allocated": "allocated peak", "offloaded": "wa
 _MODULES = 10
 """Most rows in the table of modules."""
 _NOTABLE = 0.01
-"""The allocated peak, which does not repeat, is mentioned with the tensor peak if it changed by more than this."""
+"""The allocated peak, which does not repeat, is mentioned too if it changed by more than this share."""
 _NAMED = 3
 """Most modules, segments or tensors that a sentence names."""
 

@@ -1,4 +1,4 @@
-"""Text of ``memopt recommend-batch --search``: the fastest batch and plan, beside all that were run."""
+"""Text of ``memopt recommend-batch --search``: the fastest batch and plan, and all that were run."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def _detail_cells(row: LevelRow) -> tuple[str, ...]:
 
 _PLOT = "step time →"
 _PLOT_WIDTH = 40
-"""Columns of the plot of step time beside the frontier."""
+"""Columns of the plot of step time next to the frontier."""
 
 
 def frontier(summary: MemOptSummary) -> Table:
@@ -385,7 +385,7 @@ def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
 
 
 def remarks(summary: MemOptSummary) -> Iterator[str]:
-    """Yield the notes on ``summary`` that a user must see beside its headline."""
+    """Yield the notes on ``summary`` that a user must see with its headline."""
     if summary.budget_bytes is not None and summary.is_applied:
         yield _within_budget(summary, summary.budget_bytes)
     if summary.parallel is not None:
@@ -524,11 +524,11 @@ def _rough_times(summary: MemOptSummary) -> Iterator[str]:
             f"step times and their ratios are rough: the steps of one plan differ by {worst:.0%} among themselves, "
             "probably because other programs were running"
         )
-    beside = [point.original_step_s for point in summary.frontier if point.original_step_s]
-    if beside and max(beside) > (1 + _ROUGH) * min(beside):
+    original_steps_s = [point.original_step_s for point in summary.frontier if point.original_step_s]
+    if original_steps_s and max(original_steps_s) > (1 + _ROUGH) * min(original_steps_s):
         yield (
-            "each ratio is to the original's step as it was timed beside the plan: "
-            f"{format_seconds(min(beside))} to {format_seconds(max(beside))}"
+            "each ratio is to the original's step as it was timed in turns with the plan: "
+            f"{format_seconds(min(original_steps_s))} to {format_seconds(max(original_steps_s))}"
         )
 
 

@@ -448,7 +448,7 @@ def _measure(x: Tensor) -> tuple[Statistics, Tensor]:
 class _Scaled(torch.autograd.Function):
     """``x [B, C, ...]`` times ``scale`` [C] plus ``shift`` [C], in the dtype of ``x``.
 
-    Its backward holds one tensor as large as ``x`` beside the gradients; the backward of ``addcmul`` holds two.
+    Its backward holds one tensor as large as ``x`` in addition to the gradients; the backward of ``addcmul`` holds two.
     """
 
     @staticmethod

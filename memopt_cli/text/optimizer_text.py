@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from memopt_cli.errors import UsageError, shorten
 
 Implementation = Literal["default", "for-loop", "foreach", "fused"]
-"""Implementation of an optimizer's step; how much memory the step takes beside the state depends on it."""
+"""Implementation of an optimizer's step; how much memory the step takes in addition to the state depends on it."""
 
 _LOOPS: tuple[Implementation, ...] = ("default", "for-loop", "foreach")
 _FUSED: tuple[Implementation, ...] = (*_LOOPS, "fused")

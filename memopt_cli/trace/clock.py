@@ -24,9 +24,11 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace.operators import is_bookkeeping, operator_name
 from memopt_cli.training.step import Step, begin, synchronize
 
-_MAX_TIMED_S, _MAX_STEPS = 1.0, 5
-"""Seconds and number of timed steps after which no further step is taken.  On a busy machine, a third of the operators
-varied by 10 % from step to step; the shortest time in four steps varied by 4 %."""
+_MAX_TIMED_S = 1.0
+"""No further step is taken once the timed steps took this long."""
+_MAX_STEPS = 5
+"""Maximum number of timed steps.  On a busy machine, a third of the operators varied by 10 % from step to step; the
+shortest time in four steps varied by 4 %."""
 _PACKED_ELEMENTS = 2**19
 """Elements of the tensor whose packing is timed: 2 MiB, a common size of dropout masks."""
 _PACKINGS = 16
@@ -196,7 +198,7 @@ def segment_overhead(device: str) -> float:
 
 
 def segment_s(device: str) -> float:
-    """Measure the overhead of a segment of ten small layers: the seconds that it takes beside its operators."""
+    """Measure the overhead of a segment of ten small layers: the seconds that it takes in addition to its operators."""
     with torch.random.fork_rng(devices=[]):
         layers = nn.Sequential(*(layer for _ in range(_LAYERS) for layer in (nn.Linear(8, 8), nn.GELU()))).to(device)
     x = torch.ones(4, 8, device=device)

@@ -30,8 +30,8 @@ def with_workspace(args: Any, output: Any) -> Any:
 def fixed_bytes(args: Any) -> tuple[tuple[int, int], ...]:
     """Return pairs of a length and the workspace bytes that do not shrink with it: for the time steps, and the batch.
 
-    There are such bytes because the workspace holds the first states beside the states of every step, and each of its
-    parts fills whole pages.
+    There are such bytes because the workspace holds the first states in addition to the states of every step, and each
+    of its parts fills whole pages.
     """
     steps, batch, _ = args[0].shape
     layer, dtype = _shapes_for_tensors(args), args[0].dtype

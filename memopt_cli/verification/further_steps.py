@@ -33,8 +33,10 @@ from memopt_cli.verification.effects import (
 )
 from memopt_cli.verification.variations import CHECKS, Arguments, CannotVaryError, Resize, Variation, variations
 
-_MAX_STEPS, _MAX_FULL_STEPS = 4, 3
-"""Longest time for all checks, in plain steps: at the compared size, or at the requested size, whichever is longer."""
+_MAX_STEPS = 4
+"""All checks may take as long as this many plain steps at the compared size."""
+_MAX_FULL_STEPS = 3
+"""All checks may take as long as this many plain steps at the requested size, if that is longer."""
 _MIN_LIMIT_S = 2.0
 """Seconds that all checks may take in any case."""
 _PAIR_RATIO = 3.0

@@ -521,7 +521,7 @@ def test_ratios_are_to_what_the_original_took_beside_the_plan(
         )
         for seconds in beside
     ]
-    line = "each ratio is to the original's step as it was timed beside the plan: 300.0 ms to 600.0 ms"
+    line = "each ratio is to the original's step as it was timed in turns with the plan: 300.0 ms to 600.0 ms"
     assert (line in shown(DETAILED, result(summary)).splitlines()) == said
 
 

@@ -21,10 +21,14 @@ from memopt_cli.text.documents import abridge, quoted_flag
 from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 
 SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
-_MAX_LOOKED_AT, _DEEPEST = 100_000, 20
-"""Maximum number of values that are searched for a model, and maximum depth of nested containers."""
-_SHOWN, _LONGEST_NAME = 8, 200
-"""Maximum number of names in a message, and of characters in a name."""
+_MAX_LOOKED_AT = 100_000
+"""Maximum number of values that are searched for a model."""
+_DEEPEST = 20
+"""Maximum depth of nested containers."""
+_SHOWN = 8
+"""Maximum number of names in a message."""
+_LONGEST_NAME = 200
+"""Maximum number of characters in a name."""
 
 Path = tuple[str, ...]
 Notes = tuple[str, ...]

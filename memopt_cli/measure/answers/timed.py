@@ -56,12 +56,15 @@ _MAX_STEPS = 20
 """Timing of short steps stops after this many seconds in total, or this many steps."""
 _HOPELESS_FACTOR = 3
 """Factor: a plan that exceeds the allowed slowdown so many times in the first turn is not timed again."""
-_NEAR_SHARE, _NEAR_TURNS = 0.05, 5
-"""A plan whose slowdown is within 5 % of the limit is timed in at least five turns.  On a busy machine, three turns
-gave 1.35, and other turns 1.14 and 1.13, where 1.33 was allowed."""
-_MAX_TURNS, _MAX_LONG_TURNS = 12, 3
-"""Maximum number of turns of short steps, and of long steps, while the error leaves open whether a plan keeps the
-limit."""
+_NEAR_SHARE = 0.05
+"""A slowdown is near the limit if it differs from it by at most this share."""
+_NEAR_TURNS = 5
+"""Minimum number of turns of a plan near the limit.  On a busy machine, three turns gave 1.35, and other turns 1.14 and
+1.13, where 1.33 was allowed."""
+_MAX_TURNS = 12
+"""Maximum number of turns of short steps, while the error leaves open whether a plan keeps the limit."""
+_MAX_LONG_TURNS = 3
+"""The same for long steps."""
 _LONG_STEP_S = 1.0
 """Minimum seconds of a long step, which is timed once, after a warm-up.  A measurement ignores the time of the step in
 which memory is recorded, since recording slows plans down by 20 to 45 %; a probe takes it for a long step."""

@@ -120,7 +120,7 @@ class BatchProbes:
     inferred: dict[int, float] = field(default_factory=dict)
     """Batch -> peak in bytes read off a line through dry runs at other batches, without a dry run of its own."""
     place: str = ""
-    """Words that progress shows beside a batch, such as "rank 0 of 8"."""
+    """Words that progress shows with a batch, such as "rank 0 of 8"."""
     _counted: dict[int, Counted | Failure] = field(default_factory=dict)
 
     def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:

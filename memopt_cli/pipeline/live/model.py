@@ -144,7 +144,7 @@ class _Called(Exception):
 def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) -> Arguments:
     """Return the arguments of the first call of the model in ``example_forward``, which runs on a copy up to there.
 
-    Raises :class:`OptionError` if it does not call the model, or if positional arguments have no names beside others
+    Raises :class:`OptionError` if it does not call the model, or if positional arguments have no names next to others
     that are given by name.
     """
     model_copy = detached_copy(model)

@@ -59,8 +59,10 @@ _MEMORY_BUDGETS: Final = (0.5, 0.2, 0.8)
 """Values of PyTorch's ``activation_memory_budget`` to try: the first, then the tighter second or the looser third."""
 _RIVAL_RATIO: Final = 1.1
 """Steps within this factor of the fastest are timed again, since a busy machine may decide the order."""
-_MAX_RIVALS, _TURNS = 3, 3
-"""Maximum number of steps that are timed again, and the number of times that each of them is."""
+_MAX_RIVALS = 3
+"""Maximum number of steps that are timed again."""
+_TURNS = 3
+"""Number of times that each of these steps is timed again."""
 _TIE_RATIO: Final = 1.02
 """Peaks within this factor of the lowest count as equally low, so that the fastest step is chosen."""
 _MAX_GROWTH: Final = 4.0

@@ -35,7 +35,7 @@ from memopt_cli.search.plan.planner import Planner, nondominated_plans
 from memopt_cli.text.units import format_bytes
 
 _MAX_MEASURED = 6
-"""Maximum number of plans that are measured for a budget, or beside the original for a frontier."""
+"""Maximum number of plans that are measured for a budget, or in addition to the original for a frontier."""
 _OOM_DIVISOR = 4
 """After a plan runs out of memory, the next target is lowered by the target divided by this.
 
@@ -264,7 +264,7 @@ class GoalSearch:
     def _in_turns(self, points: list[ParetoPoint]) -> list[ParetoPoint]:
         """Time the steps of ``points`` again in turns with the original, so that all slowdowns have the same base.
 
-        On a busy machine the original's step may take twice as long beside one plan as beside another.
+        On a busy machine the original's step may take twice as long next to one plan as next to another.
         """
         plans = tuple(point.plan for point in points if point.slowdown is not None and not point.plan.is_empty)
         if not plans:
@@ -279,7 +279,7 @@ class GoalSearch:
             return points
         outcomes = {plan: self.measurements.measure(plan) for plan in (ORIGINAL, *plans)}
         original = outcomes[ORIGINAL]
-        assert isinstance(original, Measurement), "plans were timed beside it"
+        assert isinstance(original, Measurement), "plans were timed in turns with it"
         return [
             replace(point, outcome=outcomes[point.plan], original_step_s=original.step_s)
             if point.plan in outcomes

@@ -15,10 +15,10 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import MeasuredSteps
 from memopt_cli.records import Failure, LevelRow, Measurement, OutOfMemory, Plan, slowdown_in
 
-_DOUBT_SHARE, _DOUBT_SHARE_WITHOUT_LIMIT = 0.1, 0.2
-"""A plan is timed again if its measured slowdown differs from the predicted one by more than this share.
-
-The second value is for plans slower than predicted where any slowdown is allowed: there the number is only reported."""
+_DOUBT_SHARE = 0.1
+"""A plan is timed again if its measured slowdown differs from the predicted one by more than this share."""
+_DOUBT_SHARE_WITHOUT_LIMIT = 0.2
+"""The same for plans slower than predicted if any slowdown is allowed, because the number is only reported then."""
 _UNUSABLE_SLOWDOWN = 10.0
 """If any slowdown is allowed, plans slower than this are not timed again: nobody needs the exact number."""
 

@@ -19,10 +19,12 @@ from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.text.units import format_bytes
 
-_SEARCH_S, _SEARCH_STEPS = 10, 10
-"""A search by levels without ``--search-time`` takes up to this many seconds plus this many steps of the original."""
+_SEARCH_S = 10
+"""Seconds that a search by levels without ``--search-time`` may take, plus the time of :data:`_SEARCH_STEPS`."""
+_SEARCH_STEPS = 10
+"""Number of steps of the original in whose time the search may go on."""
 _ANY_SLOWDOWN_FACTOR = 3
-"""Factor of that limit where any slowdown is allowed: then segments may run in any number of chunks."""
+"""If any slowdown is allowed, the search may take this many times as long: segments may run in any number of chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,7 +151,7 @@ def norm_operators(trace: StepTrace) -> list[NormOperator]:
     """List the batch norms in the forward of ``trace``, in their order."""
 
     def gathers(op: OpTrace) -> bool:
-        # native_batch_norm returns the batch's mean and deviation beside its output; in evaluation they are empty.
+        # native_batch_norm returns the batch's mean and deviation after its output; in evaluation they are empty.
         outputs = sum(trace.storages[index].nbytes > 0 for index in op.makes)
         return op.phase == "forward" and "batch_norm" in op.name and outputs > 1
 
@@ -202,7 +202,7 @@ def _first_from(norms: Sequence[NormOperator], op: int) -> int:
 
 
 _MAX_CHUNKS = 256
-"""Maximum number of chunks of a segment.  More save next to nothing beside the weights, and a dry run with 2048 took
+"""Maximum number of chunks of a segment.  More save little compared with the weights, and a dry run with 2048 took
 over a minute (four blocks of two layers, 64 features, batch 2048)."""
 
 

@@ -337,7 +337,7 @@ class _Passes:
         return max_bytes
 
     def statistics_bytes(self, block: ReplayedSegment) -> int:
-        """Return the bytes that the first pass holds in backward beside the gradients of all chunks.
+        """Return the bytes that the first pass holds in backward in addition to the gradients of all chunks.
 
         They are the gradient through the statistics, for the longest chunk of a norm's input.
         """
@@ -613,7 +613,7 @@ class Replay:
         return end
 
     def _add_stored_input(self, block: ReplayedSegment) -> None:
-        """Enter the packed inputs of ``block`` from its start on, and in backward an unpacked chunk beside them."""
+        """Enter the packed inputs of ``block`` from its start on, and in backward an unpacked chunk with them."""
         start = self._order.at(block.parent, block.call.start)
         for index, packed_bytes in block.packed.items():
             nbytes = self._trace.storages[index].nbytes

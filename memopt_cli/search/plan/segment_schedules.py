@@ -96,7 +96,7 @@ class Segments:
                 # passes over the chunks would keep outputs of its own.
                 continue
             packed = segment.compressor != "null"
-            # During backward the packed input exists beside the unpacked one.
+            # During backward the packed input exists together with the unpacked one.
             packed_bytes = block.packed_input_bytes if packed else 0
             stored = inside.held_bytes + (packed_bytes if packed else block.input_bytes)
             states, _ = chunk_state_bytes(segment, block.state_bytes)

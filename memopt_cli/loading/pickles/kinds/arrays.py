@@ -13,8 +13,10 @@ from memopt_cli.loading.pickles.kinds.interface import BrokenError, Missing, Rec
 
 _PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool|O8")
 """Names of dtypes of numbers, text, or objects that the file holds, but not of structures."""
-_LARGEST, _MAX_SIZES = 2**48, 32
-"""Maximum number of items and of dimensions of an array."""
+_LARGEST = 2**48
+"""Maximum number of items of an array."""
+_MAX_SIZES = 32
+"""Maximum number of dimensions of an array."""
 _SCALARS: Final = (
     "bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 )

@@ -34,8 +34,12 @@ from memopt_cli.loading.pickles.kinds.interface import (
 )
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 
-_LONGEST, _LONGEST_LOGGER, _LONGEST_PATTERN = 10_000, 200, 1000
-"""Maximum number of characters of a path, of a logger's name (Python makes a logger for each part) and of a pattern."""
+_LONGEST = 10_000
+"""Maximum number of characters of a path."""
+_LONGEST_LOGGER = 200
+"""Maximum number of characters of a logger's name: Python makes a logger for each part."""
+_LONGEST_PATTERN = 1000
+"""Maximum number of characters of a pattern."""
 
 
 def _with_type_check(make: Callable[..., Any], *allowed_types: type, most: int = 10_000) -> Callable[..., Any]:

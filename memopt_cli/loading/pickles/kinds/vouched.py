@@ -36,8 +36,10 @@ from memopt_cli.records import Trust
 
 UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
 """Name of a script in suggestions where the right one is not known: it may have been a session, which left none."""
-_MAX_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
-"""Maximum number of files of the current folder that are searched for a class, and of bytes in each file."""
+_MAX_SCRIPTS = 100
+"""Maximum number of files of the current folder that are searched for a class."""
+_LONGEST_SCRIPT = 1 << 20
+"""Maximum number of bytes in each of these files."""
 _DEFINITION: Final = re.compile(rb"\b(?:class|def)[ \t]+(\w+)")
 """A definition, or text that looks like one.  Only a source that has one of the wanted name is parsed, since that takes
 up to seconds, and 300 bytes of memory for each byte of the source."""
