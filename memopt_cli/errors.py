@@ -185,6 +185,8 @@ def first_line(error: BaseException) -> str:
 
     A line that ends with a colon is joined with the next: ``backend='tvm' raised:`` says nothing by itself.
     """
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({shorten(error.code)})"
     said = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
         said = f"{said} {line}".lstrip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import resource
 import sys
 import traceback
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from pathlib import Path
 import torch
 
 from memopt_cli.api.arguments import path_given
+from memopt_cli.batching.memory import status_bytes
 from memopt_cli.runtime.private_torch import memory_history, memory_snapshot
+from memopt_cli.search.batch_size.capacity import device_capacity
 from memopt_cli.text.documents import quoted_path
 from memopt_cli.text.optimizer_text import optimizer_name
 from memopt_cli.text.writing import content, write_all
@@ -29,25 +32,25 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
     Use it as ``with memopt_cli.explain_oom(): train()`` under ``if __name__ == "__main__":``, or as
     ``@memopt_cli.explain_oom()`` above a function.
 
-    ``path``: the files' path without ending.  ``.log`` gets the traceback.  On a GPU, ``.snapshot.pickle`` gets the
-    allocator's snapshot: which line of code allocated what; stacks are recorded inside the block for that.  Existing
-    files are replaced.  A note on the error says which command to type.  Raises ``OptionError`` for a path of
-    another type.
+    ``path``: the files' path without ending.  ``.log`` gets the traceback, and on Linux the process's size and limits
+    if the CPU's memory ran out.  On a GPU, ``.snapshot.pickle`` gets the allocator's snapshot: which line of code
+    allocated what; stacks are recorded inside the block for that.  Existing files are replaced.  A note on the error
+    says which command to type.  Raises ``OptionError`` for a path of another type.
     """
-    base = path_given("path", path)
+    base, sizes_before = path_given("path", path), _process_sizes()
     with memory_history() if torch.cuda.is_available() else contextlib.nullcontext():
         try:
             yield
         except Exception as error:
             if is_out_of_memory(error):
-                error.add_note(_keep_files(error, base))
+                error.add_note(_keep_files(error, base, sizes_before))
             raise
 
 
-def _keep_files(error: Exception, base: Path) -> str:
+def _keep_files(error: Exception, base: Path, sizes_before: tuple[int, ...]) -> str:
     """Write the files that explain ``error``, and return a note with the command to type, or why writing failed."""
     try:
-        files = _files(error, base)
+        files = _files(error, base, sizes_before)
         write_all({path: content(data) for path, (_, data) in files.items()}, force=True)
     except Exception as failed:  # such as a full disk, which must not hide the out-of-memory error
         return f"memopt could not write the files that explain it: {failed}"
@@ -94,10 +97,31 @@ def _optimizer(error: Exception) -> str:
     return ""
 
 
-def _files(error: Exception, base: Path) -> dict[Path, tuple[str, bytes]]:
+def _files(error: Exception, base: Path, sizes_before: tuple[int, ...]) -> dict[Path, tuple[str, bytes]]:
     """Return path -> the flag of ``memopt explain`` that reads the file, and its contents, for ``error``."""
     log, snapshot = base.with_name(f"{base.name}.log"), base.with_name(f"{base.name}.snapshot.pickle")
-    files = {log: ("--log", "".join(traceback.format_exception(error)).encode(errors="backslashreplace"))}
+    text = "".join(traceback.format_exception(error))
+    if not isinstance(error, torch.OutOfMemoryError):  # the CPU's memory ran out
+        text += _limits(sizes_before)
+    files = {log: ("--log", text.encode(errors="backslashreplace"))}
     if torch.cuda.is_available():
         files[snapshot] = ("--snapshot", pickle.dumps(memory_snapshot()))
     return files
+
+
+def _process_sizes() -> tuple[int, ...]:
+    """Return the bytes of this process's address space and of its resident set; empty where Linux does not tell."""
+    return (status_bytes("VmSize"), status_bytes("VmRSS")) if sys.platform == "linux" else ()
+
+
+def _limits(sizes_before: tuple[int, ...]) -> str:
+    """Return a line with this process's limits and sizes, now and before the block, that ``memopt explain`` reads."""
+    if not sizes_before:
+        return ""
+    (space, resident), (space_before, resident_before) = _process_sizes(), sizes_before
+    memory, (space_limit, _) = device_capacity("cpu"), resource.getrlimit(resource.RLIMIT_AS)
+    return (
+        f"memopt: RLIMIT_AS (ulimit -v) {'unlimited' if space_limit == resource.RLIM_INFINITY else space_limit}, "
+        f"VmSize {space}, before the block {space_before}; "
+        f"memory {memory.device_bytes} ({memory.limited_by}), VmRSS {resident}, before the block {resident_before}\n"
+    )

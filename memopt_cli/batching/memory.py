@@ -65,11 +65,11 @@ class ProcessMemory:
         return device_capacity("cpu").device_bytes
 
     def used_bytes(self) -> int:
-        return _status_bytes("VmRSS") if sys.platform == "linux" else self.peak_bytes()
+        return status_bytes("VmRSS") if sys.platform == "linux" else self.peak_bytes()
 
     def peak_bytes(self) -> int:
         if sys.platform == "linux":
-            return _status_bytes("VmHWM")
+            return status_bytes("VmHWM")
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def restart(self) -> None:
@@ -119,7 +119,8 @@ def usage_share(memory_usage: float, capacity_bytes: int) -> float:
     return memory_usage if memory_usage <= 1 else memory_usage / capacity_bytes
 
 
-def _status_bytes(name: str) -> int:
+def status_bytes(name: str) -> int:
+    """Return the bytes that Linux gives for the size ``name`` of this process, such as ``VmRSS``."""
     return int(_STATUS_PATH.read_text().partition(f"{name}:")[2].split()[0]) * 1024
 
 

@@ -19,7 +19,7 @@ from memopt_cli.loading.bounds import check_paths
 from memopt_cli.loading.exported import Exported
 from memopt_cli.loading.factory import build, fill
 from memopt_cli.loading.generation import cache_notes
-from memopt_cli.loading.interface import Format, Loaded, ModelFile, require_same
+from memopt_cli.loading.interface import Format, Loaded, ModelFile, WithoutModel, require_same
 from memopt_cli.loading.module_pickle import ModulePickle
 from memopt_cli.loading.pickles.kinds.vouched import UNKNOWN_SCRIPT
 from memopt_cli.loading.pretrained import load_pretrained
@@ -121,7 +121,10 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
         hint = f"If you trust where it came from: load(path, trust={together((trust, err.remedy)).in_python})"
         if UNKNOWN_SCRIPT in err.remedy.code_paths:
             hint += _FROM_A_SESSION
-        raise UnsafeFileError(err.message, hint=hint) from err
+        raise UnsafeFileError(err.message, hint=hint) from None
+    except WithoutModel as err:
+        err.hint = "Build the model, and fill it: model.load_state_dict(weights)."
+        raise
 
 
 _FROM_A_SESSION = """
@@ -157,9 +160,9 @@ def read_file(path: str, key: str | None = None, max_bytes: int | None = None) -
     except IsADirectoryError as err:
         hint = "memopt profile and memopt optimize take folders of save_pretrained." if is_pretrained(path) else ""
         raise UsageError(f"{path} is a folder, not a model file", hint=hint) from err
-    except FileNotFoundError as err:
+    except FileNotFoundError:
         hint = "For a model built by code write package.module:callable." if ":" in path else "Check the path."
-        raise UsageError(f"{path} does not exist", hint=hint) from err
+        raise UsageError(f"{path} does not exist", hint=hint) from None
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) else err
         raise UsageError(f"{path} cannot be read: {reason}") from err

@@ -162,6 +162,10 @@ def _check_fields(extra: bytes) -> None:
         seen.add(kind)
 
 
+_LONGEST_END = _END.size + 0xFFFF
+"""Maximum number of bytes of an archive's end, with its comment."""
+
+
 def _count_records(data: bytes) -> int:
     """Return the number of records that the archive's end gives, if the directory lies directly before the end."""
     end = len(data) - _END.size
@@ -173,6 +177,8 @@ def _count_records(data: bytes) -> int:
         signature64, *_, count, size, start = _END64.unpack_from(data, end)
         if position != end or signature64 != b"PK\x06\x06":
             raise ValueError("the archive is damaged: it has two ends")
+    if data.startswith(b"PK\x03\x04") and b"PK\x05\x06" not in data[-_LONGEST_END:]:
+        raise ValueError("it is truncated, as after an interrupted save or download")
     if signature != b"PK\x05\x06" or comment or start + size != end:
         raise ValueError("the archive is damaged: its end is not where it should be")
     return int(count)

@@ -37,6 +37,7 @@ from memopt_cli.loading.fixed_mode import mode_notes
 from memopt_cli.loading.interface import Loaded, ModelFile
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.pickles.described import check_view, items_in
+from memopt_cli.loading.sequentials import restore_sequentials
 from memopt_cli.records import InputSpec, TensorSpec, Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.operators import DTYPES
@@ -147,7 +148,7 @@ class _Program:
         mutations, results = self._mutations(results)
         tree = _read_tree(read_json(self._call["out_spec"])[1])
         root.methods.append(_root_method(Method(builder, (), root), (*ops, *mutations), results, arguments, tree))
-        module = self._assemble(builder.scopes)
+        module = restore_sequentials(self._assemble(builder.scopes))
         examples = self._load_weights(_EXAMPLES) if _EXAMPLES in self._archive.sizes else None
         spec, example_notes = _example_spec(examples, arguments, self._graph["tensor_values"])
         notes = [f"torch.export dropped the custom backward of {function}." for function in sorted(reader.functions)]

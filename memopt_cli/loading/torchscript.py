@@ -21,6 +21,7 @@ from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT, Loaded, Mo
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.loading.script_graph import ScriptClass, attributes_of, calls_of, lift_class, set_attributes
 from memopt_cli.loading.script_nodes import find_module
+from memopt_cli.loading.sequentials import restore_sequentials
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.program import BadProgramError
@@ -71,7 +72,7 @@ def lift_script(script: ScriptModule, unit: Any) -> Loaded:
     a :class:`ScriptLeaf`; a note says why.
     """
     lifting = _Lifting(script, unit)
-    lifted = lifting.convert(script, "")
+    lifted = restore_sequentials(lifting.convert(script, ""))
     leaves = [m for m in lifted.modules() if isinstance(m, ScriptLeaf)]
     owners = _owners(lifted, leaves)
     if len(leaves) > 0 and not isinstance(lifted, ScriptLeaf) and any(count > 1 for count in owners.values()):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -15,6 +17,13 @@ from memopt_cli.text.optimizer_text import notebook_refusal
 
 _COPIED: Final[dict[str, Any]] = {}
 """Name -> the definition that was copied to ``__main__``; it may be replaced by that of the next script."""
+
+
+GUARD: Final = (
+    "It is imported for what it defines: code that parses arguments, trains or saves belongs under "
+    'if __name__ == "__main__":.'
+)
+"""The hint for a file of the user's that fails while it is imported."""
 
 
 class ClassNotFoundError(FileFormatError):
@@ -119,9 +128,10 @@ class UserCode:
     def _import(self, name: str) -> ModuleType:
         path = self._file_of(name)
         try:
-            module = importlib.import_module(name)
-        except Exception as err:  # the user's module may raise anything
-            hint = 'It is imported for its classes: code that trains or saves belongs under if __name__ == "__main__":.'
+            with command_line_of(str(path)):
+                module = importlib.import_module(name)
+        except (Exception, SystemExit) as err:  # the user's module may raise anything
+            hint = GUARD
             if isinstance(err, ModuleNotFoundError):
                 missing = str(err.name).partition(".")[0]
                 hint = f"Add the folder that has {missing}: `--code-path FOLDER`; if it is a package, install it."
@@ -152,6 +162,16 @@ def file_in(folder: Path, module: str) -> Path | None:
         return None
     candidates = folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder.joinpath(*parts, "__init__.py")
     return next(filter(os.path.isfile, candidates), None)
+
+
+@contextlib.contextmanager
+def command_line_of(name: str) -> Iterator[None]:
+    """Show code the command line of ``python name``, since memopt's own arguments mean nothing to its parser."""
+    arguments, sys.argv = sys.argv, [name]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def make_importable(folder: Path, *, first: bool = True) -> None:

@@ -20,8 +20,9 @@ from typing import Any, BinaryIO, TextIO, TypeVar, cast
 from torch import nn
 
 from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
-from memopt_cli.inputs.spec_text import is_pretrained
+from memopt_cli.inputs.spec_text import format_tensor, is_pretrained
 from memopt_cli.loading import bounds
+from memopt_cli.loading.input_spec import guessed_spec, unnamed_arguments
 from memopt_cli.loading.trust import UnvouchedError
 from memopt_cli.measure import model_file, sandbox
 from memopt_cli.measure.answers.bench import Bench
@@ -31,10 +32,11 @@ from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data
 from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text import documents
+from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_bytes
-from memopt_cli.training.module_calls import InputsRejectedError
+from memopt_cli.training.module_calls import GIVE_ACCEPTED, InputsRejectedError
 from memopt_cli.training.step import is_out_of_memory
-from memopt_cli.training.wrappers import suspend_compilation
+from memopt_cli.training.wrappers import suspend_compilation, unwrap
 
 Answer = TypeVar("Answer")
 
@@ -79,14 +81,26 @@ class Worker:
             with self.bench.restored(), compiled:
                 return answer(self.bench, job)
         except InputsRejectedError as error:
-            spec, location = self._subject.spec, self._subject.source.location
-            if spec.is_guess:
-                error.hint = f"The inputs were {spec.source}. {error.hint}"
-            elif spec.is_recorded:
-                error.hint = "The model took these inputs when the baseline was recorded: see what changed since."
-            elif is_pretrained(location):
-                error.hint = f"Leave `-i` out, and give `--dim` only sizes that the configuration in {location} allows."
+            error.hint = self._hint_on_inputs(error.hint)
             raise
+
+    def _hint_on_inputs(self, hint: str) -> str:
+        """Return a hint for inputs that the model rejected: ``hint``, or better, if more is known of the inputs."""
+        spec, location, model = self._subject.spec, self._subject.source.location, unwrap(self.bench.model)
+        if spec.is_guess:
+            return f"The inputs were {spec.source}. {hint}"
+        if spec.is_recorded:
+            return "The model took these inputs when the baseline was recorded: see what changed since."
+        if misnamed := list(unnamed_arguments(model, [tensor.name for tensor in spec.tensors if tensor.name])):
+            return " ".join(f"{note[:1].upper()}{note[1:]}" for note in misnamed)
+        if is_pretrained(location):
+            return f"Leave `-i` out, and give `--dim` only sizes that the configuration in {location} allows."
+        if hint == GIVE_ACCEPTED and (guess := guessed_spec(model)) is not None:
+            sized = (
+                replace(t, shape=tuple(guess.dims.get(str(size), size) for size in t.shape)) for t in guess.tensors
+            )
+            return f"{hint[:-1]}, such as `{' '.join(quoted_flag('-i', format_tensor(tensor)) for tensor in sized)}`."
+        return hint
 
     @property
     def messages(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from memopt_cli.records.batch import BatchRecommendation
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.measurement import Breakdown
@@ -51,7 +52,11 @@ class OutOfMemoryText:
     free_bytes: int = 0
     """Bytes of the device that were free."""
     allocated_bytes: int = 0
-    """Bytes held by tensors."""
+    """Bytes held by tensors; where :attr:`before_bytes` are known, by all that the process took since then."""
+    before_bytes: int = 0
+    """Bytes that the process held before it trained, for Python and its libraries; 0 if not known."""
+    limit: str = ""
+    """Source of the limit of the process; empty if not known."""
     reserved_bytes: int = 0
     """Bytes held by PyTorch's allocator and by no tensor."""
     event: str = ""
@@ -103,6 +108,8 @@ class Suggestion:
     """Plan under which the step was run."""
     batch: int | None = None
     """Samples of a micro-batch.  ``None``: the whole batch."""
+    recommendation: BatchRecommendation | None = None
+    """Recommendation of the micro-batches.  ``None``: another change."""
     predicted_bytes: int | None
     """Peak of a dry run.  ``None``: there was none."""
     peak_bytes: int | None

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from memopt_cli.records import Explanation, Holder, to_data
 from memopt_cli.report.lines import plain_table
+from memopt_cli.report.recommendation import settings
 from memopt_cli.text.paths import gather_paths
 from memopt_cli.text.units import format_bytes, format_seconds
 
@@ -53,7 +54,7 @@ def _outcome(explanation: Explanation) -> str:
     if explanation.header is None and not explanation.asked_bytes and explanation.event:
         return ""  # a process was killed, which says all
     if explanation.header is None:
-        return f"tensors held {needed} of {there}"
+        return f"{needed} were in use of {there}"
     if explanation.instant is not None:
         return f"the step needs about {needed}; available: {there}"
     if has_failed:
@@ -102,6 +103,14 @@ def _suggestions(explanation: Explanation) -> Table:
         measured = said.not_run if said.peak_bytes is None else format_bytes(said.peak_bytes)
         table.add_row(said.text, predicted, measured, "–" if said.seconds is None else format_seconds(said.seconds))
     return table
+
+
+def loops(explanation: Explanation) -> Iterator[str]:
+    """Yield the lines to paste for micro-batches that ``explanation`` suggests, those of ``memopt recommend-batch``."""
+    for said in explanation.suggestions:
+        if said.recommendation is not None:
+            yield f"# {said.text}"
+            yield from settings(said.recommendation)
 
 
 def remarks(explanation: Explanation) -> Iterator[str]:

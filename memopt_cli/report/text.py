@@ -131,7 +131,8 @@ def _in_parts(
             blocks = strategies.verdicts(found), strategies.remarks(found)
             _print_all(console, strategies.headline(found), strategies.tables(found), *blocks)
         case Explanation():
-            _print_all(console, explanation.headline(found), explanation.tables(found), explanation.remarks(found))
+            sections = [section for section in ([*explanation.loops(found)], explanation.remarks(found)) if section]
+            _print_all(console, explanation.headline(found), explanation.tables(found), *sections)
         case Equivalence():
             table = _table_of(equivalence.HEADINGS, equivalence.rows(found))
             first_lines = equivalence.headline(found), *equivalence.where(found)

@@ -44,6 +44,7 @@ class GroupedSequential(nn.Sequential):
 
 
 GroupedSequential.__name__ = "Sequential"  # for people; files know it by its qualified name
+GroupedSequential.forward.__qualname__ = "Sequential.forward"
 
 
 class Chain(nn.Sequential):

@@ -61,7 +61,7 @@ def build_hint(weights: str, code_paths: Sequence[str] = ()) -> str:
     if folder and os.path.isfile(os.path.join(folder, "config.json")):
         return f"Its config.json lies beside it: give the folder, {quoted_path(folder + os.sep)}."
     if builder := _builder_among(code_paths):
-        return f"Name the function that builds the model: {_with_weights(builder, weights)}"
+        return f"Name what builds the model: {_with_weights(builder, weights)}"
     hint = "Name the function that builds the model, as build.py:build for build() in build.py"
     return f"{hint}: {_suggest_weights(weights)}"
 
@@ -201,21 +201,52 @@ def _callable_hint(path: str) -> str:
 
 
 def _builder_at(path: str) -> str:
-    """Return the function of the Python file at ``path`` that by its name builds the model; empty without one."""
-    return next((name for name in _defined_in(path) if name in _BUILDERS), "")
+    """Return the function of the Python file at ``path`` that by its name builds the model; empty without one.
+
+    Without such a function, the last module that can be made without arguments: blocks come before what they are in.
+    """
+    nodes = _definitions_in(path)
+    functions = [node.name for node in nodes if node.name in _BUILDERS]
+    return next(iter(functions or [node.name for node in reversed(nodes) if _makes_module(node)]), "")
 
 
-def definitions(path: str) -> str:
-    """Return a sentence on the functions and classes of the Python file at ``path``; empty if it has none."""
-    names = _defined_in(path)
+def _makes_module(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Return whether ``node`` looks like a class of modules whose ``__init__`` needs no arguments."""
+    if not isinstance(node, ast.ClassDef) or not any(ast.unparse(base).endswith("Module") for base in node.bases):
+        return False
+    made = [inner.args for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
+    return all(
+        len(args.posonlyargs) + len(args.args) - len(args.defaults) <= 1 and None not in args.kw_defaults
+        for args in made
+    )
+
+
+def refuse_misspelt(path: str, name: str) -> None:
+    """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and never says ``name``.
+
+    The file is not run: this is known before outputs that exist already are complained of.
+    """
+    hint = definitions(path, name)
+    if hint.startswith("Did") and not re.search(rf"\b{name}\b".encode(), read_bytes(path, _MAX_SOURCE_BYTES)):
+        raise UsageError(f"{path} has no function {name}", hint=hint)
+
+
+def definitions(path: str, name: str = "") -> str:
+    """Return a sentence on the functions and classes of the Python file at ``path``; empty if it has none.
+
+    If ``name`` may be a misspelling of one of them, the sentence asks so.
+    """
+    names = [node.name for node in _definitions_in(path)]
+    if near := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
+        return f"Did you mean {near[0]}?"
     return f"It defines {format_some(names, _SHOWN)}." if names else ""
 
 
-def _defined_in(path: str) -> list[str]:
-    """Return the names of the functions and classes at the top of the Python file at ``path``; none if it is broken."""
+def _definitions_in(path: str) -> list[ast.FunctionDef | ast.ClassDef]:
+    """Return the functions and classes at the top of the Python file at ``path``; none if it is broken."""
     try:
         nodes = ast.parse(read_bytes(path, _MAX_SOURCE_BYTES)).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     kinds = ast.FunctionDef | ast.ClassDef
-    return [node.name for node in nodes if isinstance(node, kinds) and not node.name.startswith("_")]
+    return [node for node in nodes if isinstance(node, kinds) and not node.name.startswith("_")]

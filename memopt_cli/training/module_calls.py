@@ -96,7 +96,7 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
     if not stack:
         return StepError(
             f"the step failed: {first_line(error)}{raised_at(error)}",
-            hint="The inputs are given one for each argument of forward, or of run, such as `-i 8x3x32x32`.",
+            hint="Give one `-i` for each argument of forward, or of run.",
         )
     if not (_OF_INPUTS.search(str(error)) or _is_of_torch(type(stack[-1].module).__module__)):
         return StepError(
@@ -107,7 +107,8 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
     path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
     given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
-    hint = _dtype_hint(last, stack[0].inputs) or _accepted_hint(stack[0].inputs)
+    hint = next((hint for said, hint in _HINTS.items() if said in str(error)), GIVE_ACCEPTED)
+    hint = _dtype_hint(last, stack[0].inputs) or hint
     return InputsRejectedError(f"{where} rejected its input {given}", hint=hint)
 
 
@@ -127,12 +128,14 @@ def _dtype_hint(call: RunningCall, given: Any) -> str:
     return f"Its weights are {dtype}: give such inputs, `-i {spec}`, or run the step in float32, `--precision fp32`."
 
 
-def _accepted_hint(given: Any) -> str:
-    """Return the hint for a model that rejected the inputs ``given``, with an example that these are not."""
-    shapes = [tuple(tensor.shape) for tensor in tensors_of(given)]
-    example = "16x3x64x64" if (8, 3, 32, 32) in shapes else "8x3x32x32"
-    return f"Give inputs that the model accepts, one for each argument of forward, such as `-i {example}`."
+_HINTS: Final = {
+    "more than 1 value per channel": "Batch normalization trains on several samples: give a batch of at least 2.",
+    "positional arguments but": "Each input is an argument of forward: leave targets out, and use them in the loss, "
+    "`--loss file.py:function`.",
+}
+"""Words of an error -> the hint on it."""
 
+GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."
 
 _OF_INPUTS: Final = re.compile(
     r"shape|size|d-?type|scalar type|dimension|argument|input|out of range|channels|\b\dD\b|expected", re.IGNORECASE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,6 +36,24 @@ def test_the_error_is_kept_and_raised_with_a_note(tmp_path: Path) -> None:
     found = read_oom((tmp_path / "a b.log").read_text())
     assert found.asked_bytes == 4 << 60
     assert found.line.startswith(__file__)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the size of a process")
+def test_the_limit_and_the_size_of_the_process_are_kept(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import resource, torch, memopt_cli\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"
+        "with memopt_cli.explain_oom():\n"
+        "    held = torch.zeros(1 << 28)\n"  # 1 GiB
+        "    torch.empty(1 << 32)\n"
+    )
+    ended = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "memopt explain --log memopt-oom.log" in ended.stderr
+    found = read_oom((tmp_path / "memopt-oom.log").read_text())
+    assert (found.limit, found.asked_bytes) == ("RLIMIT_AS (ulimit -v)", 16 << 30)
+    assert found.available_bytes + found.before_bytes == 3 << 30
+    assert 1 << 30 <= found.allocated_bytes < 1.2 * (1 << 30)
 
 
 @pytest.mark.parametrize(

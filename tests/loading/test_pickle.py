@@ -724,6 +724,13 @@ def test_a_code_path_that_does_not_exist(foreign: Path) -> None:
     assert "--code-path" not in str(refusal.value)
 
 
+def test_weights_alone_are_loaded_into_a_model_that_the_script_builds(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(FileFormatError, match="holds 2 tensors but no model") as caught:
+        load(tmp_path / "weights.pt")
+    assert caught.value.hint == "Build the model, and fill it: model.load_state_dict(weights)."
+
+
 def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not exist"):
         load_model(source(tmp_path / "missing.pt"))

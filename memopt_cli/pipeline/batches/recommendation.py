@@ -236,10 +236,17 @@ class _BatchSearch:
         smallest = outcomes[-1][1]
         assert isinstance(smallest, NoBatchFits)
         copies = f" for {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
+        planned = (case.search.outcome() for case in cases[1:] if case.planned and case.dims == cases[0].dims)
+        under_plan = next((outcome.reason for outcome in planned if isinstance(outcome, NoBatchFits)), "")
+        # With these, a batch of 1 may take more than a larger one in a single pass.
+        accumulates = self.prepared.subject.settings.micro_batches > 1
         raise NothingFitsError(
             f"not even a batch of {smallest.batch}{copies}{cases[0].text} fits in {self.search.limits.text}: "
-            f"{smallest.reason}",
-            hint="Raise `--memory`, give smaller inputs, or add `--plan` with a plan of memopt optimize.",
+            f"{smallest.reason}"
+            + f"; under the plan, {under_plan}" * bool(under_plan)
+            + ", with the gradients of earlier micro-batches in memory" * accumulates,
+            hint="Raise `--memory`, give smaller inputs"
+            + (". See memopt explain." if under_plan else ", or add `--plan` with a plan of memopt optimize."),
         )
 
     def _worth(self, case: Case) -> float:

@@ -252,6 +252,7 @@ class ChangeTrials:
             memory=self._limit_bytes,
             global_batch=self._prepared.batch,
             longest_step_s=LONGEST_STEP_S,
+            plan_path=self._plan_path,
         )
         recommendation = recommend_prepared(request, prepared, None if plan == ORIGINAL else plan, ())
         row = recommendation.rows[recommendation.chosen]
@@ -271,6 +272,7 @@ class ChangeTrials:
             command=self._recommend_command(planned=row.planned),
             plan=plan if row.planned else ORIGINAL,
             batch=run.batch,
+            recommendation=replace(recommendation, step=replace(recommendation.step, device=self._device)),
             predicted_bytes=None,
             peak_bytes=run.allocated_peak_bytes,
             seconds=steps * run.step_s,
@@ -294,16 +296,25 @@ class ChangeTrials:
         measurement = answer.measurement if isinstance(answer, Measured) else None
         if measurement is not None and measurement.allocated_peak_bytes > self._limit_bytes:
             raise NothingFitsError(f"needs {format_bytes(measurement.allocated_peak_bytes)}")
-        device = "cuda" if self._counts_for_gpu else settings.device.partition(":")[0]
         yield Suggestion(
             change="autocast",
             text="forward and loss under autocast to bfloat16, which rounds",
-            command=f'with torch.autocast("{device}", dtype=torch.bfloat16): …',
+            command=f'with torch.autocast("{self._device}", dtype=torch.bfloat16): …',
             predicted_bytes=dry_run.allocated_peak_bytes if isinstance(dry_run, Counted) else None,
             peak_bytes=None if measurement is None else measurement.allocated_peak_bytes,
             seconds=None if measurement is None else measurement.step_s,
             not_run="" if isinstance(answer, Measured) else describe(answer),
         )
+
+    @property
+    def _plan_path(self) -> str:
+        """Path of the file to which memopt optimize writes a plan of the model."""
+        return str(output_paths(self._prepared.subject.source.location, None, plan_only=True).plan)
+
+    @property
+    def _device(self) -> str:
+        """Type of the device on which the user trains."""
+        return "cuda" if self._counts_for_gpu else self._prepared.subject.settings.device.partition(":")[0]
 
     @property
     def _may_autocast(self) -> bool:
@@ -337,9 +348,8 @@ class ChangeTrials:
         flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._prepared.batch}"
         if not planned:
             return self._command("recommend-batch", flags)
-        plan_path = output_paths(self._prepared.subject.source.location, None, plan_only=True).plan
         optimize_command = self._command("optimize", f"--level {_LEVEL} --max-slowdown none --plan-only --accumulate 2")
-        recommend_command = self._command("recommend-batch", f"{flags} --plan {quoted_path(str(plan_path))}")
+        recommend_command = self._command("recommend-batch", f"{flags} --plan {quoted_path(self._plan_path)}")
         return f"{optimize_command} && {recommend_command}"
 
     def _command(self, command: str, *flags: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -48,6 +48,8 @@ _DEFAULT_MEMORY_SHARE: Final = 0.9
 _MAX_LOG_BYTES: Final = 16 << 20
 """Maximum number of bytes read from the end of a log, where the last failure is."""
 _ERROR_LIMIT: Final = "bytes held by tensors plus free bytes, according to the error"
+_KEPT_SHARE: Final = 0.1
+"""Share of a process's memory from which on the part that no tensor of the step held is named."""
 _KILL_LIMIT: Final = "the process's when it was killed, of which its libraries take a part: `--memory` sets another"
 _NAME_MODEL_NOTE: Final = (
     "Name the model as well, with the inputs of a step (memopt explain model.pt `-i 64x3x224x224`, and `--optimizer` "
@@ -94,7 +96,7 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
         raise UsageError("there is no model to explain", hint="Name it, or give `--log FILE` or `--snapshot FILE`.")
     return replace(
         explanation,
-        notes=(*explanation.notes, *_fragmentation_notes(error)),
+        notes=(*explanation.notes, *_fragmentation_notes(error), *_process_notes(error, explanation)),
         asked_bytes=asked_bytes,
         event=event,
         raised_at=error.line if error else "",
@@ -120,12 +122,13 @@ def _explain_error(error: OutOfMemoryText) -> Explanation:
         f"According to the error, tensors held {format_bytes(error.allocated_bytes)}, PyTorch's allocator held "
         f"{format_bytes(error.reserved_bytes)} that no tensor used, and {format_bytes(error.free_bytes)} were free."
     )
+    has_numbers = error.available_bytes and error.asked_bytes and not error.limit
     return Explanation(
         header=None,
         limit_bytes=error.available_bytes,
-        limit=_ERROR_LIMIT,
+        limit=_limit_of(error),
         needed_bytes=error.allocated_bytes,
-        notes=(numbers, _NAME_MODEL_NOTE) if error.available_bytes and error.asked_bytes else (_NAME_MODEL_NOTE,),
+        notes=(numbers, _NAME_MODEL_NOTE) if has_numbers else (_NAME_MODEL_NOTE,),
     )
 
 
@@ -195,13 +198,40 @@ def _limit_here(request: ExplainRequest, prepared: Prepared) -> tuple[int, str]:
 def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | None) -> tuple[int, str] | None:
     """Return the memory limit in bytes that the error or the snapshot gives, and its source; ``None`` for neither."""
     if error is not None and error.available_bytes:
-        return error.available_bytes, _ERROR_LIMIT if error.asked_bytes else _KILL_LIMIT
+        return error.available_bytes, _limit_of(error)
     if snapshot is not None and snapshot.asked_bytes:
         return (
             snapshot.allocated_bytes + snapshot.free_bytes,
             "bytes held by tensors plus free bytes, according to the snapshot",
         )
     return None
+
+
+def _limit_of(error: OutOfMemoryText) -> str:
+    """Return the source of the limit in ``error``, in words."""
+    if error.limit:
+        return f"{error.limit} less the {format_bytes(error.before_bytes)} that the process held before the block"
+    return _ERROR_LIMIT if error.asked_bytes else _KILL_LIMIT
+
+
+def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> Iterator[str]:
+    """Yield notes on who held the memory of the process that raised ``error``, if ``explain_oom`` wrote that down."""
+    if error is None or not error.limit:
+        return
+    held = format_bytes(error.allocated_bytes)
+    yield (
+        f"Of the {format_bytes(error.available_bytes + error.before_bytes)} of {error.limit}, the process held "
+        f"{format_bytes(error.before_bytes)} before the block of explain_oom: Python, its libraries, and what the "
+        f"script had made. Inside the block it took {held} for tensors and what malloc keeps."
+    )
+    kept_bytes = error.allocated_bytes - explanation.needed_bytes
+    if explanation.header is not None and kept_bytes > _KEPT_SHARE * error.allocated_bytes:
+        yield (
+            f"Tensors of this step are at most {format_bytes(explanation.needed_bytes)} of these {held}. The other "
+            f"{format_bytes(kept_bytes)} are mostly freed memory that glibc's malloc keeps: train with "
+            "MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which makes it give that back, at the price of slower "
+            "steps."
+        )
 
 
 # ---------------------------------------------------------------------------------------------- the recorded step

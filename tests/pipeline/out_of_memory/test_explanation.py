@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -212,7 +213,7 @@ def test_an_error_alone_says_what_its_message_says(tmp_path: Path) -> None:
     log.write_text(ON_A_GPU)
     text = text_of(explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress()))
     assert text.startswith(
-        "tensors held 512.0 MiB of 528.0 MiB (bytes held by tensors plus free bytes, according to the error)\n"
+        "512.0 MiB were in use of 528.0 MiB (bytes held by tensors plus free bytes, according to the error)\n"
     )
     assert "the error asked for 64.0 MiB more\nthe error was raised at /me/train.py:9\n" in text
     assert "PyTorch's allocator held 128.0 MiB that no tensor used, and 16.0 MiB were free." in text
@@ -231,6 +232,35 @@ def test_the_limit_comes_from_the_error(tmp_path: Path, explained: Callable[...,
     assert found.limit_bytes == 528 * 2**20
     assert (found.asked_bytes, found.raised_at) == (64 * 2**20, "/me/train.py:9")
     assert explained(100 * 2**20, log_path=str(log)).limit_bytes == 100 * 2**20
+
+
+LIMITS = (
+    "memopt: RLIMIT_AS (ulimit -v) {space}, VmSize 1887436800, before the block 629145600; "
+    "memory 25769803776 (the machine's memory), VmRSS 1468006400, before the block 209715200\n"
+)
+"""Sizes of which the block took 1200 MiB, by both."""
+
+
+@pytest.mark.parametrize(
+    ("space", "free_mib", "said"),
+    [
+        ("1992294400", 100, "Of the 1.9 GiB of RLIMIT_AS (ulimit -v), the process held 600.0 MiB before"),
+        ("unlimited", 23176, "Of the 24.0 GiB of the machine's memory, the process held 200.0 MiB before"),
+    ],
+)
+def test_of_a_process_with_a_limit_the_shares_are_named(
+    space: str, free_mib: int, said: str, tmp_path: Path, explained: Callable[..., Explanation]
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(ON_THE_CPU + "\n" + LIMITS.format(space=space))
+    alone = text_of(explain(ExplainRequest(source=None, log_path=str(path)), progress=Progress()))
+    assert said in alone
+    assert "MALLOC" not in alone  # what the tensors held is not known
+    found = explained(None, log_path=str(path))
+    assert found.limit_bytes == (1200 + free_mib) << 20
+    text = text_of(found)
+    assert text.startswith("memory ran out, but this step alone does not fill it: it needs about ")
+    assert "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment" in text
 
 
 def snapshot(folder: Path) -> str:
@@ -514,6 +544,21 @@ def test_one_sample_is_not_offered_in_micro_batches(monkeypatch: pytest.MonkeyPa
     assert trial.refused == ["Micro-batches: the batch has one sample, which cannot be split."]
 
 
+def test_where_one_sample_does_not_fit_each_figure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "build.py"
+    script.write_text("from torch import nn\ndef net(): return nn.Sequential(nn.Linear(512, 512), nn.GELU())\n")
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 512)),), dims={"B": 512}, source="here")
+    request = ExplainRequest(source=ModelSource(location=f"{script}:net"), spec=spec, memory=2560 << 10)
+    for name in ("_try_plan", "_try_autocast", "_try_plan_under_autocast"):
+        monkeypatch.setattr(ChangeTrials, name, lambda *_, **__: iter(()))
+    found = SimpleNamespace(plan=Plan(segments=(SegmentPlan(path="1"),)))
+    monkeypatch.setattr(ChangeTrials, "_search", lambda *_, **__: found)
+    alone, planned = explain(request, progress=Progress()).refused
+    earlier = r"it took [\d.]+ MiB, with the gradients of earlier micro-batches in memory\.$"
+    assert re.search(rf"^Micro-batches: not even a batch of 1 fits in .*: {earlier}", alone)
+    assert re.search(rf"^A plan and micro-batches: .*: it took [\d.]+ MiB; under the plan, {earlier}", planned)
+
+
 @pytest.mark.slow
 def test_large_inputs_leave_micro_batches_to_try(tmp_path: Path) -> None:
     found = explain(wide(tmp_path), progress=Progress())
@@ -526,6 +571,9 @@ def test_micro_batches_have_statistics_of_their_own(tmp_path: Path) -> None:
     (run,) = (said for said in found.suggestions if said.change == "micro-batches")
     (note,) = (note for note in found.notes if "batch normalization" in note)
     assert f"statistics are of {run.batch} samples, not of 256" in note
+    lines = text_of(found).splitlines()
+    assert f"# {run.text}" in lines
+    assert "for number, (inputs, targets) in enumerate(loader, start=1):" in lines
 
 
 STEP = """
