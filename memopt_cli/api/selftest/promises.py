@@ -181,9 +181,9 @@ def _test_optimize(case: _Case, device: str) -> Iterator[SelftestRow]:
         search_limit_s=_SEARCH_S,
     )
     summary = optimize(request, progress=Progress(), ask=None).summary
-    found = summary.verification
-    seen = "not compared" if found is None else "equal" if found.passed else found.difference
-    yield case.row("the plan computes the same", seen, holds=found is not None and found.passed)
+    verification = summary.verification
+    seen = "not compared" if verification is None else "equal" if verification.passed else verification.difference
+    yield case.row("the plan computes the same", seen, holds=verification is not None and verification.passed)
     rows = {row.level: row for row in summary.levels}
     original, planned = rows[0], rows[summary.applied_level]
     for what, row in (("original", original), ("plan", planned)):
