@@ -187,12 +187,12 @@ def first_line(error: BaseException) -> str:
     """
     if isinstance(error, SystemExit):
         return f"it called sys.exit({shorten(error.code)})"
-    said = ""
+    text = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
-        said = f"{said} {line}".lstrip()
+        text = f"{text} {line}".lstrip()
         if not line.endswith(":"):
             break
-    return f"{type(error).__name__}: {said[:_LONGEST_LINE]}" if said else type(error).__name__
+    return f"{type(error).__name__}: {text[:_LONGEST_LINE]}" if text else type(error).__name__
 
 
 _LONGEST_LINE = 2000

@@ -71,8 +71,8 @@ class TrainMemory:
         except MemoptError as error:
             raise error.with_traceback(None) from None
         self.steps += 1
-        said = "; ".join([f"{type(model).__name__} {format_bytes(counted.tensor_peak_bytes)}", *messages])
-        self._properties.append((_COUNTED, said))
+        text = "; ".join([f"{type(model).__name__} {format_bytes(counted.tensor_peak_bytes)}", *messages])
+        self._properties.append((_COUNTED, text))
         if self._limit_bytes is not None and counted.tensor_peak_bytes > self._limit_bytes:
             pytest.fail("\n".join([_complaint(model, counted, self._limit_bytes), *messages]), pytrace=False)
         return counted

@@ -257,10 +257,10 @@ def checked_names(name: str, given: object) -> tuple[str, ...]:
 
 def checked_text(name: str, given: object) -> str:
     """Return ``given`` if it is text, or its name if it is a class.  Raises :class:`OptionError` for anything else."""
-    found = given.__name__ if isinstance(given, type) else given
-    if not isinstance(found, str):
+    text = given.__name__ if isinstance(given, type) else given
+    if not isinstance(text, str):
         raise OptionError(f"{name} is {for_message(given)}", hint="Give text, or a list of it.")
-    return found
+    return text
 
 
 def checked_function(name: str, given: _Function) -> _Function:

@@ -207,9 +207,9 @@ def optimize(
         )
         return _search(request, model, given, step, limit_s, verbose)
 
-    found = on_every_rank(checked_model(model), process_group, optimized, lambda found: found.plan)
-    warn_unchanged(found.summary.unchanged)
-    return found
+    result = on_every_rank(checked_model(model), process_group, optimized, lambda result: result.plan)
+    warn_unchanged(result.summary.unchanged)
+    return result
 
 
 @said_in_python()
@@ -491,39 +491,41 @@ def _search(
 ) -> Optimized:
     started = time.monotonic()
     with _prepare(model, given, step, timeout_s, verbose) as prepared:
-        found = find_and_verify(request, prepared)
-        advice = _advise(request, prepared, found)
-        if found.verification is not None:
-            _replace_plan(model, found)
+        findings = find_and_verify(request, prepared)
+        advice = _advise(request, prepared, findings)
+        if findings.verification is not None:
+            _replace_plan(model, findings)
         elif not prepared.carried.is_empty:
-            found.notes[:0] = [LEFT_OUT_NOTE]
-        summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
+            findings.notes[:0] = [LEFT_OUT_NOTE]
+        summary = summarize(findings, spent_s=time.monotonic() - started, advice=advice)
         header = replace(file_header(prepared), model=type(model).__name__)
         return Optimized(OptimizeResult(header=header, summary=summary, files=(), in_memory=True))
 
 
-def _advise(request: OptimizeRequest, prepared: Prepared, found: Findings) -> BatchAdvice | BatchEstimate | None:
-    """Return the batch that fits under the plan in ``found``; ``None`` if none is wanted, or Ctrl-C ends its search."""
-    if not found.wants_batch_advice(request):
+def _advise(request: OptimizeRequest, prepared: Prepared, findings: Findings) -> BatchAdvice | BatchEstimate | None:
+    """Return the batch that fits under the plan of ``findings``; ``None`` if none is wanted, or on Ctrl-C."""
+    if not findings.wants_batch_advice(request):
         return None
     try:
-        return advise(request, prepared, found.plan, found.measurement, found.advice, found.notes, found.details)
+        return advise(
+            request, prepared, findings.plan, findings.measurement, findings.advice, findings.notes, findings.details
+        )
     except KeyboardInterrupt:
         if not request.interruptible:
             raise
         prepared.progress.interrupted(NO_BATCH)
-        found.interrupted = True
+        findings.interrupted = True
         return None
 
 
-def _replace_plan(model: nn.Module, found: Findings) -> None:
-    """Apply the plan in ``found`` to ``model`` in place of the one that it carries, and set the folder it sends to."""
+def _replace_plan(model: nn.Module, findings: Findings) -> None:
+    """Apply the plan of ``findings`` to ``model`` in place of its present one, and set the folder that it sends to."""
     with without_plan(model) as carried:
-        apply_plan(model, found.plan.of_model)
-    _, folder = found.resolved.options.sends_to
-    if folder is not None and found.plan.sends:
+        apply_plan(model, findings.plan.of_model)
+    _, folder = findings.resolved.options.sends_to
+    if folder is not None and findings.plan.sends:
         set_offload_folder(folder)
-    found.notes[:0] = taken_off_note(carried)
+    findings.notes[:0] = taken_off_note(carried)
 
 
 @contextlib.contextmanager

@@ -75,9 +75,9 @@ def optimize_step(
         refuse_recursion(),
         prepared_step(make_step, inputs, settings) as prepared,
     ):
-        found = find_and_verify(request, prepared.with_progress(progress, limit_s))
+        findings = find_and_verify(request, prepared.with_progress(progress, limit_s))
     step = make_step()
-    apply_plan(models_of(step), found.plan)
-    summary = summarize(found, spent_s=time.monotonic() - started)
+    apply_plan(models_of(step), findings.plan)
+    summary = summarize(findings, spent_s=time.monotonic() - started)
     warn_unchanged(summary.unchanged)
     return step, notes_in_python(summary)

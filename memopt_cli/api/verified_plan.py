@@ -131,10 +131,10 @@ def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any],
     with gradients_kept(model), generators_kept(), _off_the_last_step(model), _hint_on_verify(args):
         install = functools.partial(apply.apply_plan, plan=plan)
         resize = functools.partial(first_samples, args, kwargs)
-        found = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
-    if not found.passed:
+        verification = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
+    if not verification.passed:
         shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors_of((args, kwargs)))
         raise VerificationError(
-            f"with the plan {found.difference}, for inputs of the shape {shapes}",
+            f"with the plan {verification.difference}, for inputs of the shape {shapes}",
             hint="The model is as it was; make a plan for it with memopt optimize.",
         )

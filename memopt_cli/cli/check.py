@@ -60,9 +60,9 @@ def check(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown.progress() as (progress, ask):
-        found = pipeline.check(request, progress=progress, ask=ask)
+        comparison = pipeline.check(request, progress=progress, ask=ask)
     context.meta[SHOWN] = True
     report = report_in("json" if shown.json else format, verdict_only=shown.quiet, baseline=baseline)
-    report.show(found, sys.stdout)
-    if found.exceeded:
+    report.show(comparison, sys.stdout)
+    if comparison.exceeded:
         raise typer.Exit(1)

@@ -23,5 +23,5 @@ def compare(
     """
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    found = pipeline.compare_files(before, after)
-    report_in("json" if json else format).show(found, sys.stdout)
+    comparison = pipeline.compare_files(before, after)
+    report_in("json" if json else format).show(comparison, sys.stdout)

@@ -54,8 +54,8 @@ def measure(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown_progress(quiet=shown.quiet or not is_first, verbose=shown.verbose) as (progress, _):
-        found = pipeline.measure(request, progress=progress)
+        measurement = pipeline.measure(request, progress=progress)
     if is_first:
         report = shown.report()
-        report.show(found, sys.stdout)
+        report.show(measurement, sys.stdout)
         report.written([output] if output is not None else [], sys.stdout)

@@ -52,7 +52,7 @@ def verify(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown.progress() as (progress, ask):
-        found = pipeline.verify(request, progress=progress, ask=ask)
-    report_in("json" if shown.json else format).show(found, sys.stdout)
-    if not found.passed:
+        equivalence = pipeline.verify(request, progress=progress, ask=ask)
+    report_in("json" if shown.json else format).show(equivalence, sys.stdout)
+    if not equivalence.passed:
         raise typer.Exit(VerificationError.exit_code)

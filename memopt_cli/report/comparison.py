@@ -33,17 +33,17 @@ def headline(comparison: Comparison) -> Iterator[str]:
 def _describe_peaks(part: Comparison) -> str:
     """Return the changes of the tensor peak of ``part``, which exceeds no limit, and of the allocated peak, if any."""
     change = {change.metric: change for change in part.changes}
-    said = _where(part.at) + _change(change["peak"])
+    change_text = _where(part.at) + _change(change["peak"])
     allocated = change.get("allocated")
     if allocated is not None and abs(allocated.after - allocated.before) > _NOTABLE * allocated.before:
-        said += f"; allocated peak {_difference(allocated)}"
+        change_text += f"; allocated peak {_difference(allocated)}"
     if not part.verdicts:
-        return said
+        return change_text
     if change["peak"].after <= change["peak"].before:
-        return f"no regression: {said}"
+        return f"no regression: {change_text}"
     limits = [verdict.limit for verdict in part.verdicts]
     unlimited = "" if any(limit.metric == "peak" for limit in limits) else " (the tensor peak has no limit)"
-    return f"within {', '.join(limit.text for limit in limits)}{unlimited}: {said}"
+    return f"within {', '.join(limit.text for limit in limits)}{unlimited}: {change_text}"
 
 
 def describe_verdict(verdict: Verdict) -> str:

@@ -160,8 +160,8 @@ def compiled_table(summary: MemOptSummary) -> Table:
             ratio = _slowdown(outcome, original) if isinstance(original, Measurement) else "–"
             cells = (format_bytes(outcome.allocated_peak_bytes), format_seconds(outcome.step_s), ratio)
         is_applied = summary.is_applied and plan == summary.plan
-        said = "applied" if is_applied else dropped
-        table.add_row(words, *cells, said, style="bold" if is_applied else None)
+        remark = "applied" if is_applied else dropped
+        table.add_row(words, *cells, remark, style="bold" if is_applied else None)
     return table
 
 
@@ -320,13 +320,13 @@ def told_apart(plans: Sequence[Plan]) -> list[str]:
         alike = [number for number, text in enumerate(words) if text == same]
         shared = set.intersection(*(set(plans[number].everywhere) for number in alike))
         own = [[_in_place(each) for each in plans[number].everywhere if each not in shared] for number in alike]
-        said = [""] * len(alike)
+        differences = [""] * len(alike)
         # One segment tells two plans apart; of three, two may have that one in common, and differ in the next.
         for length in range(1, max(map(len, own)) + 1):
-            said = [", ".join(segments[:length]) for segments in own]
-            if len(set(said)) == len(said):
+            differences = [", ".join(segments[:length]) for segments in own]
+            if len(set(differences)) == len(differences):
                 break
-        for number, text in zip(alike, said, strict=True):
+        for number, text in zip(alike, differences, strict=True):
             words[number] = ": ".join(filter(None, [same, text]))
     return words
 
@@ -378,10 +378,10 @@ def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
         "keeping outputs": sum(bool(segment.keep) for segment in segments),
         "sent away": sum(segment.place != "device" for segment in segments),
     }
-    said, more = ([f"{count} {what}" for what, count in counts.items() if count] for counts in (kinds, also))
+    phrases, more = ([f"{count} {what}" for what, count in counts.items() if count] for counts in (kinds, also))
     if more:
-        said[-1] += f" ({', '.join(more)})"
-    return said
+        phrases[-1] += f" ({', '.join(more)})"
+    return phrases
 
 
 def remarks(summary: MemOptSummary) -> Iterator[str]:
@@ -413,8 +413,8 @@ def details(summary: MemOptSummary) -> Iterator[str]:
     if summary.verification is not None or not summary.frontier:
         yield from _of_the_applied_plan(summary)
     yield from _rough_times(summary)
-    said = summary.decisive, _smaller_too_slow(summary)
-    yield from (dropped.sentence for dropped in summary.dropped if all(dropped is not each for each in said))
+    shown_elsewhere = summary.decisive, _smaller_too_slow(summary)
+    yield from (dropped.sentence for dropped in summary.dropped if all(dropped is not each for each in shown_elsewhere))
     yield from summary.details
 
 
@@ -506,15 +506,15 @@ def _neighbours(summary: MemOptSummary) -> Iterator[str]:
     has_limit = summary.budget_bytes is None and summary.options.get("max_slowdown") is not None
     # Predicted to be within the limit, yet not chosen: when measured, such plans were too slow.
     smaller = summary.slower if has_limit else summary.smaller
-    said = []
+    outlooks = []
     if summary.faster is not None:
         faster = 1 - summary.faster.slowdown / slowdown
-        said.append(f"{100 * faster:.0f} % faster: {format_bytes(summary.faster.peak_bytes)}")
+        outlooks.append(f"{100 * faster:.0f} % faster: {format_bytes(summary.faster.peak_bytes)}")
     if smaller is not None:
-        said.append(f"smaller: {format_bytes(smaller.peak_bytes)} at {smaller.slowdown:.2f}×")
-    if said:
+        outlooks.append(f"smaller: {format_bytes(smaller.peak_bytes)} at {smaller.slowdown:.2f}×")
+    if outlooks:
         more = ", `--max-slowdown none`" if smaller is not None and has_limit else ""
-        yield f"{'; '.join(said)} (predicted; `--frontier`{more})"
+        yield f"{'; '.join(outlooks)} (predicted; `--frontier`{more})"
 
 
 def _rough_times(summary: MemOptSummary) -> Iterator[str]:
@@ -583,15 +583,15 @@ def _further(verification: Verification) -> str:
     """Return the further checks of ``verification``: ``; then in the next step; left out: in eval mode (…)``."""
     tried = [check.name for check in verification.further if not check.not_tried]
     missing = [check for check in verification.further if check.skipped]
-    said = ""
+    text = ""
     if tried:
         smaller = (
             f", of batch {verification.further[0].batch}" if verification.further[0].batch != verification.batch else ""
         )
-        said = f"; then {', '.join(tried)}{smaller}"
+        text = f"; then {', '.join(tried)}{smaller}"
     if missing:
-        said += f"; left out: {', '.join(check.name for check in missing)} ({missing[0].not_tried})"
-    return said
+        text += f"; left out: {', '.join(check.name for check in missing)} ({missing[0].not_tried})"
+    return text
 
 
 def inexact(verification: Verification) -> Iterator[str]:

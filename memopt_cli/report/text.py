@@ -184,12 +184,12 @@ def _print_applied(console: Printer, result: ApplyResult) -> None:
 def _print_selftest(console: Printer, selftest: SelftestReport) -> None:
     failed, tried = len(selftest.failed), " that was tried" if selftest.interrupted else ""
     missed = f"{failed} of {len(selftest.rows)} promises do not hold here"
-    said = missed if failed else f"every promise{tried} holds here"
+    verdict = missed if failed else f"every promise{tried} holds here"
     here = f"{selftest.conditions.device_name}, PyTorch {selftest.torch}, memopt {selftest.memopt}"
     table = plain_table("what was run", "", "promise", "seen", words=("what was run", "", "promise", "seen"))
     for row in selftest.rows:
         table.add_row(row.name, "yes" if row.holds else "NO", row.promise, printable(row.seen))
-    _print_all(console, [said, here], [table], [f"total time {format_seconds(selftest.spent_s)}"])
+    _print_all(console, [verdict, here], [table], [f"total time {format_seconds(selftest.spent_s)}"])
 
 
 def _print_comparison(console: Printer, found: Comparison) -> None:

@@ -184,9 +184,9 @@ def _test_optimize(case: _Case, device: str) -> Iterator[SelftestRow]:
         search_limit_s=_SEARCH_S,
     )
     summary = optimize(request, progress=Progress(), ask=None).summary
-    found = summary.verification
-    has_passed = found is not None and found.passed
-    seen = "not compared" if found is None else found.difference
+    verification = summary.verification
+    has_passed = verification is not None and verification.passed
+    seen = "not compared" if verification is None else verification.difference
     yield case.row("the plan computes the same", "equal" if has_passed else seen, holds=has_passed)
     rows = {row.level: row for row in summary.levels}
     original, planned = rows[0], rows[summary.applied_level]

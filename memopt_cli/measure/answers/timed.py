@@ -64,7 +64,7 @@ _NEAR_TURNS = 5
 _MAX_TURNS = 12
 """Maximum number of turns of short steps, while the error leaves open whether a plan keeps the limit."""
 _MAX_LONG_TURNS = 3
-"""The same for long steps."""
+"""Maximum number of turns of long steps in that case."""
 _LONG_STEP_S = 1.0
 """Minimum seconds of a long step, which is timed once, after a warm-up.  A measurement ignores the time of the step in
 which memory is recorded, since recording slows plans down by 20 to 45 %; a probe takes it for a long step."""

@@ -18,7 +18,7 @@ from memopt_cli.records import Failure, LevelRow, Measurement, OutOfMemory, Plan
 _DOUBT_SHARE = 0.1
 """A plan is timed again if its measured slowdown differs from the predicted one by more than this share."""
 _DOUBT_SHARE_WITHOUT_LIMIT = 0.2
-"""The same for plans slower than predicted if any slowdown is allowed, because the number is only reported then."""
+"""Larger share for plans slower than predicted if any slowdown is allowed: the number is only reported then."""
 _UNUSABLE_SLOWDOWN = 10.0
 """If any slowdown is allowed, plans slower than this are not timed again: nobody needs the exact number."""
 
