@@ -32,7 +32,7 @@ from memopt_cli.cli.measure import measure
 from memopt_cli.cli.optimize import optimize
 from memopt_cli.cli.options import is_verbose
 from memopt_cli.cli.profile import profile
-from memopt_cli.cli.ranks import speaks
+from memopt_cli.cli.ranks import await_turn_to_print
 from memopt_cli.cli.recommend_batch import recommend_batch
 from memopt_cli.cli.selftest import selftest
 from memopt_cli.cli.verify import verify
@@ -47,7 +47,7 @@ class OutputError(MemoptError):
     """Stdout or stderr cannot be written: the disk or quota behind it is full."""
 
 
-class NobodyReads(OutputError):
+class ClosedOutputError(OutputError):
     """Broken pipe: the reader of the output, such as ``head``, has closed it.  memopt then ends silently."""
 
     exit_code = 128 + 13  # what a shell gives for a program that SIGPIPE ended
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failure.hint = "\n".join(filter(None, ["" if again else failure.hint, _suggest_retry(failure, given)]))
             if isinstance(failure, OutputError):
                 _drop_stdout()
-            if not isinstance(failure, NobodyReads) and speaks(failure, err):
+            if not isinstance(failure, ClosedOutputError) and await_turn_to_print(failure, err):
                 with suppress(OSError):
                     _print_failure(failure, err)
             return failure.exit_code
@@ -184,7 +184,7 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
         case KeyboardInterrupt() | typer.Abort():
             return Interrupted(str(err) or "interrupted")
         case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # rich exits when it meets a broken pipe
-            return NobodyReads("broken pipe (SIGPIPE)")
+            return ClosedOutputError("broken pipe (SIGPIPE)")
         case OSError(errno=number, filename=None) if number in _FULL:  # an error with a filename is not about stdout
             return OutputError(
                 f"the output could not be written in full: {err.strerror}", hint="Make room, or send it elsewhere."

@@ -72,7 +72,7 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     Raises
     ------
     UsageError
-        If the file cannot be read, is no plan, has an unknown or missing key or a value of the wrong type, or was
+        If the file cannot be read, is not a plan, has an unknown or missing key or a value of the wrong type, or was
         written by a later memopt.
     """
     data = _plan_data(path)
@@ -95,9 +95,9 @@ def load_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
 
 
 def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
-    """Read the estimate for another device from the plan's file at ``path``, or ``None`` if it has none.
+    """Read the estimate for another device from the plan's file at ``path``; ``None`` if it has none.
 
-    Raises :class:`UsageError`.
+    Raises :class:`UsageError` if the file cannot be read.
     """
     data = _plan_data(path).get(PREDICTED)
     return None if data is None else from_data(PredictedStep, data, where=f"{path}.{PREDICTED}")
@@ -164,7 +164,7 @@ def read_frontier(path: Path) -> ShownFrontier:
 
 
 def read_header(path: Path) -> FileHeader:
-    """Read the header of a JSON file of memopt's at ``path``, such as a summary: the model, and its inputs.
+    """Read the header of memopt's JSON file at ``path``, such as a summary: the model, and its inputs.
 
     Raises :class:`OSError` and :class:`ValueError`, among them :class:`UsageError`, for any other file.
     """
@@ -250,7 +250,7 @@ _POSITIVE_FIELDS = ("step_times_s", "original_step_s", "predicted_slowdown")
 
 
 def _require_comparable(baseline: Baseline) -> Baseline:
-    """Return ``baseline`` if memopt could have recorded it.  Raises :class:`UsageError`.
+    """Return ``baseline``.  Raises :class:`UsageError` if memopt could not have recorded it.
 
     Comparing looks for renames at every level of every path, so thousands of levels would keep memopt busy for minutes.
     """
@@ -275,7 +275,7 @@ def _check_shorter(baseline: Baseline) -> None:
 
 
 def _upgrade(data: Any) -> Any:
-    """Convert JSON of schema version 1 to the present keys; keys that no longer exist are dropped."""
+    """Convert JSON of schema version 1 to the current keys; keys that no longer exist are dropped."""
     if isinstance(data, list):
         return [_upgrade(item) for item in data]
     if not isinstance(data, dict):

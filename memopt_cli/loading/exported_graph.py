@@ -52,7 +52,7 @@ _PLACE = re.compile(r'File "([^"]*)", line (\d+), in ')
 _APPLY = re.compile(r"\b(\w+)\.apply\(")
 
 
-class NotAllowed(Exception):
+class NotAllowedError(Exception):
     """An operator that is not on the list; the message names it and its source line."""
 
 
@@ -99,7 +99,7 @@ class GraphReader:
 
         For an inner graph, such as a branch of ``torch.cond``, ``prefix`` makes the names of its values unique, and
         ``bound`` are the operands that its inputs refer to.
-        Raises :class:`NotAllowed`; a damaged graph may raise any exception.
+        Raises :class:`NotAllowedError`; a damaged graph may raise any exception.
         """
         for item, operand in zip(graph["inputs"] if prefix else (), bound, strict=True):
             self._bound[prefix + _argument_name(item)] = operand
@@ -160,7 +160,7 @@ class GraphReader:
             whole = Op("if", None, (rest[0],))
             bound = [operand for op in ops[first:] if op.outputs == tuple(rest[1:]) for operand in op.operands]
         else:
-            raise NotAllowed(f"the operator {kind} ({_where(node)})")
+            raise NotAllowedError(f"the operator {kind} ({_where(node)})")
         blocks = []
         for graph in graphs:
             inner, results = self.read(graph, f"*{next(self._fresh)}.", bound)
@@ -214,7 +214,7 @@ def _constant(kind: str, value: Any) -> Any:
         return float(value) if kind == "as_float" else value
     if kind in ("as_ints", "as_floats", "as_bools", "as_strings", "as_int_lists", "as_float_lists"):
         return _as_stored(value)
-    raise NotAllowed(f"an argument of kind {kind.removeprefix('as_')}")
+    raise NotAllowedError(f"an argument of kind {kind.removeprefix('as_')}")
 
 
 def _as_stored(value: Any) -> Any:
@@ -248,7 +248,7 @@ def _find(node: Any) -> tuple[str, Any]:
         operator = find_operator(key)
         if operator is not None:
             return key, operator
-    raise NotAllowed(f"the operator {target} ({_where(node)})")
+    raise NotAllowedError(f"the operator {target} ({_where(node)})")
 
 
 def _where(node: Any) -> str:

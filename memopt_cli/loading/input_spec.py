@@ -121,7 +121,9 @@ def _read_tensor(item: Any) -> TensorSpec:
     _check_keys(item, ("name", "shape", "dtype", "values"), "an input")
     if "shape" not in item:
         raise UsageError("an input lacks the key 'shape'")
-    shape, name, dtype = item["shape"], item.get("name"), parse_dtype(str(item.get("dtype", "float32")))
+    shape = item["shape"]
+    name = item.get("name")
+    dtype = parse_dtype(str(item.get("dtype", "float32")))
     if name is not None and not (isinstance(name, str) and name.isidentifier()):
         raise UsageError(f"{shorten(name)} is not the name of an argument")
     sizes = parse_shape("[" + ",".join(map(str, shape)) + "]" if isinstance(shape, list) else str(shape))
@@ -431,6 +433,6 @@ def batch_of(spec: InputSpec) -> int:
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    for item in items:
+    items = value.values() if isinstance(value, Mapping) else value
+    for item in items if isinstance(value, Mapping | list | tuple) else ():
         yield from _tensors_in(item)

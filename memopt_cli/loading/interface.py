@@ -20,7 +20,7 @@ UNCHECKED: Final = "If you saved it yourself, `--trust-pickle` loads it without 
 
 
 def suggest_unchecked(trust: Trust) -> str:
-    """Return the way to load a file of one's own unchecked, with the code of ``trust``, which it also needs."""
+    """Return the way to load the user's own file unchecked, with the code of ``trust``, which it also needs."""
     return UNCHECKED.replace("--trust-pickle", Trust(code_paths=trust.code_paths, pickle=True).flags)
 
 

@@ -57,7 +57,7 @@ _DISTRIBUTIONS: Final = {
 """Package -> the distribution that installs it, if its name is another."""
 
 
-class Unvouched(UnsafeFileError):
+class UnvouchedError(UnsafeFileError):
     """The file uses names that the user did not allow; ``remedy`` has the flags that would, and is empty if none do."""
 
     def __init__(self, message: str, *, hint: str, remedy: Trust, denied: Mapping[Global, Denied]) -> None:
@@ -98,7 +98,7 @@ def is_attack(wanted: Global) -> bool:
 
 
 def stores_code(wanted: Iterable[Global]) -> str:
-    """Return the package among ``wanted`` that stores functions as code, or empty if there is none."""
+    """Return the package among ``wanted`` that stores functions as code; empty if there is none."""
     return next((name.package for name in wanted if name.package in _CODE_PICKLERS), "")
 
 

@@ -26,7 +26,7 @@ GUARD: Final = (
 """The hint for a file of the user's that fails while it is imported."""
 
 
-class ClassNotFound(FileFormatError):
+class ClassNotFoundError(FileFormatError):
     """A class of the file is not installed, and not in the code that the user named."""
 
 
@@ -75,7 +75,7 @@ class UserCode:
             if value is not None and (home is module or home is sys.modules["__main__"] or self._owns(home)):
                 return value
         names = ", ".join(path.name for path in self._paths)
-        raise ClassNotFound(f"{names} defines no {wanted.name}, which the file was saved with")
+        raise ClassNotFoundError(f"{names} defines no {wanted.name}, which the file was saved with")
 
     def require_single(self, wanted: Global) -> None:
         """Raise :class:`UsageError` if ``wanted`` has two definitions, in the scripts or in the user's session.
@@ -145,8 +145,8 @@ class UserCode:
 
     def _file_of(self, module: str) -> Path | None:
         for path in self._paths:
-            file = file_in(path, module) if path.is_dir() else path if path.stem == module else None
-            if file is not None:
+            file = file_in(path, module) if path.is_dir() else path
+            if file is not None and (path.is_dir() or path.stem == module):
                 return file.resolve()
         return None
 
@@ -182,7 +182,7 @@ def make_importable(folder: Path, *, first: bool = True) -> None:
 
 
 def is_session(main: ModuleType) -> bool:
-    """Return whether ``main``, the module ``__main__``, is a script or session of the user's, not a memopt process."""
+    """Return whether ``main``, the module ``__main__``, is the user's script or session, not a memopt process."""
     name = getattr(main.__spec__, "name", "")
     entry = getattr(vars(main).get("main"), "__module__", "")  # the console script imports memopt's own ``main``
     return "memopt_cli" not in (name.partition(".")[0], entry.partition(".")[0])

@@ -23,7 +23,7 @@ from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
 from memopt_cli.inputs.spec_text import format_tensor, is_pretrained
 from memopt_cli.loading import bounds
 from memopt_cli.loading.input_spec import guessed_spec, unnamed_arguments
-from memopt_cli.loading.trust import Unvouched
+from memopt_cli.loading.trust import UnvouchedError
 from memopt_cli.measure import model_file, sandbox
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.without_data import StepTooLargeError
@@ -34,7 +34,7 @@ from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text import documents
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_bytes
-from memopt_cli.training.module_calls import GIVE_ACCEPTED, InputsRejected
+from memopt_cli.training.module_calls import GIVE_ACCEPTED, InputsRejectedError
 from memopt_cli.training.step import is_out_of_memory
 from memopt_cli.training.wrappers import suspend_compilation, unwrap
 
@@ -80,7 +80,7 @@ class Worker:
             compiled = contextlib.nullcontext() if keeps_compiled else suspend_compilation(self.bench.model)
             with self.bench.restored(), compiled:
                 return answer(self.bench, job)
-        except InputsRejected as error:
+        except InputsRejectedError as error:
             error.hint = self._hint_on_inputs(error.hint)
             raise
 
@@ -113,7 +113,7 @@ class Worker:
             self.bench.rank_step.close()
 
     def save(self, job: SaveJob, file: BinaryIO) -> None:
-        """Write the model of ``job`` into ``file``.  Raises :class:`MemoptError`."""
+        """Write the model of ``job`` into ``file``."""
         model_file.save(self._subject, job, file)
 
 
@@ -145,18 +145,18 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
             reply = {"kind": type(changed).__name__, **to_data(changed)}
         except (Exception, KeyboardInterrupt) as error:  # Ctrl-C reaches the parent alone: the user's code raised this
             reply = to_data(failure_of(error))
-        replies.write(_line(reply, job.most_bytes) + "\n")
+        replies.write(_line(reply, job.max_bytes) + "\n")
         replies.flush()
 
 
-def _line(reply: Any, most_bytes: int) -> str:
+def _line(reply: Any, max_bytes: int) -> str:
     """Return ``reply`` as a line of JSON, or a failure in its place if the parent would refuse it as too large."""
     line = json.dumps(reply)
-    if memory_of(line) <= most_bytes:
+    if memory_of(line) <= max_bytes:
         return line
     too_long = StepFailed(
-        message=f"the answer of the profiling subprocess does not fit into {format_bytes(most_bytes)} of memory",
-        hint="Give it fewer time steps, or a part of the model.",
+        message=f"the answer of the profiling subprocess does not fit into {format_bytes(max_bytes)} of memory",
+        hint="Describe inputs with fewer time steps, or give a part of the model.",
     )
     return json.dumps(to_data(too_long))
 
@@ -188,6 +188,6 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
-        requests = error.requests if isinstance(error, Unvouched) else ()
+        requests = error.requests if isinstance(error, UnvouchedError) else ()
         return StepFailed.of(error, hint, wanted=requests)
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

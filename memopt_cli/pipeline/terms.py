@@ -1,6 +1,6 @@
 """Describe a step by named terms, such as its precision and inputs, and list the terms in which two steps differ.
 
-A command that reads a file of memopt's fills in the settings that the user left out from the step in that file.
+A command that reads a memopt file fills in the settings that the user left out from the step in that file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fill_in(settings: StepSettings, file_settings: StepSettings) -> StepSettings
 
 
 def settings_naming_code(settings: StepSettings, file_settings: StepSettings) -> list[str]:
-    """Return the fields that ``settings`` leaves out and for which ``file_settings`` names a function of the user's.
+    """Return the fields that ``settings`` leaves out and for which ``file_settings`` names a user function.
 
     The file may have come with the model, and memopt only runs code that the user names.
     """

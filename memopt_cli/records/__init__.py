@@ -198,6 +198,7 @@ from memopt_cli.records.trace import StepTrace as StepTrace
 from memopt_cli.records.trace import StorageTrace as StorageTrace
 from memopt_cli.records.trace import ancestry as ancestry
 from memopt_cli.records.verification import NOT_FINITE as NOT_FINITE
+from memopt_cli.records.verification import TOLERANCE as TOLERANCE
 from memopt_cli.records.verification import Fingerprint as Fingerprint
 from memopt_cli.records.verification import FingerprintCheck as FingerprintCheck
 from memopt_cli.records.verification import FurtherCheck as FurtherCheck

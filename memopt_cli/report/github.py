@@ -36,9 +36,11 @@ class GithubReport:
         if isinstance(answer, Comparison):
             self._write_comparison(answer, stream)
         else:
-            said = [equivalence.headline(answer), *equivalence.where(answer)]
+            lines = [equivalence.headline(answer), *equivalence.where(answer)]
             kind = "notice" if answer.passed else "error"
-            guard(stream).command(_annotation(kind, f"memopt: {answer.candidate}", said, self._place(answer.candidate)))
+            guard(stream).command(
+                _annotation(kind, f"memopt: {answer.candidate}", lines, self._place(answer.candidate))
+            )
         page = io.StringIO()
         MarkdownReport().show(answer, page)
         self._append(page.getvalue())
@@ -51,8 +53,8 @@ class GithubReport:
                 why = [*growth(part), *reasons(part)]
                 lines.command(_annotation("error", f"memopt: {model}", [*exceeded, *why], self._place(model)))
         if not comparison.exceeded:
-            said = [*headline(comparison), *circumstances(comparison)]
-            lines.command(_annotation("notice", f"memopt: {model}", said, self._place(model)))
+            summary_lines = [*headline(comparison), *circumstances(comparison)]
+            lines.command(_annotation("notice", f"memopt: {model}", summary_lines, self._place(model)))
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
         lines = [on_command_line(text) for text in (error.message, error.hint) if text]
@@ -93,7 +95,7 @@ class GithubReport:
 
 
 def _annotation(kind: str, title: str, lines: list[str], place: tuple[str, str] | None = None) -> str:
-    """Return the command for an annotation; ``place``: file and line that GitHub shows it beside, ``None`` for none."""
+    """Return the command for an annotation; ``place``: file and line at which GitHub shows it, if any."""
     message = printable_lines("\n".join(lines))
     properties = {"title": title} | (dict(zip(("file", "line"), place, strict=True)) if place else {})
     spelled = ",".join(f"{name}={_escape(printable(value), ':,')}" for name, value in properties.items())

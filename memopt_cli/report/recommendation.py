@@ -18,7 +18,7 @@ from memopt_cli.records import (
     ReplicaAdvice,
     StepSettings,
 )
-from memopt_cli.report.lines import busy, plain_table
+from memopt_cli.report.lines import busy_notes, plain_table
 from memopt_cli.report.pasted import arguments_of, loop_lines, loop_of, loss_in, samples_of, training_settings
 from memopt_cli.text.units import format_bytes, format_copies, format_seconds
 
@@ -243,7 +243,7 @@ def remarks(recommendation: BatchRecommendation) -> Iterator[str]:
     """Yield the number of runs behind the answer of ``recommendation``, their time, and notes."""
     total_time = format_seconds(recommendation.spent_s)
     yield f"{recommendation.probes} runs on data, {recommendation.dry_runs} without; total time {total_time}"
-    yield from busy(run.waited for row in recommendation.rows for run in _runs(row))
+    yield from busy_notes(run.waited for row in recommendation.rows for run in _runs(row))
     yield from recommendation.notes
 
 

@@ -156,10 +156,10 @@ def _archive_refusal(data: bytes) -> tuple[str, str] | None:
 
 
 def folder_refusal(path: str) -> tuple[str, str]:
-    """Return why the folder at ``path``, which has no ``config.json``, is no model, and what to do."""
-    found = weights_files_in(path)
-    if found:
-        return "is a folder of weights without config.json, not a model", build_hint(found[0])
+    """Return why the folder at ``path``, which has no ``config.json``, is not a model, and what to do."""
+    weights_files = weights_files_in(path)
+    if weights_files:
+        return "is a folder of weights without config.json, not a model", build_hint(weights_files[0])
     return (
         "is a folder without config.json, not a model",
         "A folder of save_pretrained has config.json and model.safetensors. For weights alone, name the file: "
@@ -173,20 +173,25 @@ def weights_files_in(folder: str) -> list[str]:
         names = sorted(os.listdir(folder))
     except OSError:  # it cannot be read
         return []
-    found = [name for name in names if name.endswith(".safetensors")]
-    found = found or [name for name in names if re.fullmatch(r"pytorch_model.*\.bin", name)]
-    return [os.path.join(folder, name) for name in found]
+    weights_names = [name for name in names if name.endswith(".safetensors")]
+    weights_names = weights_names or [name for name in names if re.fullmatch(r"pytorch_model.*\.bin", name)]
+    return [os.path.join(folder, name) for name in weights_names]
 
 
 def weights_in(path: str) -> str:
-    """Return ``path``, or the only file of weights in it if it is a folder.  Raises :class:`UsageError`."""
+    """Return the only file of weights in the folder ``path``, or ``path`` if it is a file.
+
+    Raises :class:`UsageError` for a folder with none or several.
+    """
     if not os.path.isdir(path):
         return path
-    found = weights_files_in(path)
-    if len(found) != 1:
-        names = f": {format_some([os.path.basename(file) for file in found])}" if found else ""
-        raise UsageError(f"'{path}' is a folder with {len(found)} files of weights{names}", hint="Name one file.")
-    return found[0]
+    weights_files = weights_files_in(path)
+    if len(weights_files) != 1:
+        names = f": {format_some([os.path.basename(file) for file in weights_files])}" if weights_files else ""
+        raise UsageError(
+            f"'{path}' is a folder with {len(weights_files)} files of weights{names}", hint="Name one file."
+        )
+    return weights_files[0]
 
 
 def _callable_hint(path: str) -> str:

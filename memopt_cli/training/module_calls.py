@@ -67,7 +67,7 @@ def module_hooks(
             handle.remove()
 
 
-class InputsRejected(StepError):
+class InputsRejectedError(StepError):
     """A forward that failed on what it was given: a shape, a dtype, or an argument."""
 
 
@@ -109,11 +109,11 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
     given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
     hint = next((hint for said, hint in _HINTS.items() if said in str(error)), GIVE_ACCEPTED)
     hint = _dtype_hint(last, stack[0].inputs) or hint
-    return InputsRejected(f"{where} rejected its input {given}", hint=hint)
+    return InputsRejectedError(f"{where} rejected its input {given}", hint=hint)
 
 
 def _dtype_hint(call: RunningCall, given: Any) -> str:
-    """Return the hint for ``call``, of a module whose weights have another floating dtype than its input, or empty.
+    """Return the hint if the weights of the module of ``call`` have another floating dtype than its input, else "".
 
     ``given``: the inputs of the model.
     """

@@ -63,7 +63,7 @@ class OwnStep(Step):
             output = models.step.run(*self.args, **self.kwargs)
         if not any(True for _ in tensors_of(output)):
             raise StepError(
-                f"the step's function returned {_describe(output)}, not a tensor",
+                f"the step's function returned {type_in_words(output)}, not a tensor",
                 hint="Return the losses from run, or other tensors that depend on the step: memopt compares them.",
             )
         watch.check()
@@ -136,10 +136,6 @@ NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
 LIST_OPTIMIZERS = "List the optimizers that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
 
 
-def _describe(output: Any) -> str:
-    return "nothing" if output is None else type_in_words(output)
-
-
 class _Watch:
     """Watches autograd and the optimizers while a step runs."""
 
@@ -148,7 +144,7 @@ class _Watch:
         self._on_phase = on_phase
         self._on_update = on_update
         self._phases: list[Phase] = []
-        """Phases that have begun and not ended, the present one last; forward goes on after a backward or update."""
+        """Phases that have begun and not ended, the current one last; forward goes on after a backward or update."""
         self._rates: list[Any] = []
         """Learning rates of the parameter groups of the optimizer that is stepping."""
         self._listed = {id(optimizer) for optimizer in step.optimizers()}

@@ -122,7 +122,7 @@ class Step:
             else:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-        except Exception as err:  # an optimizer of the user's may raise anything
+        except Exception as err:  # the user's optimizer may raise anything
             if is_out_of_memory(err):
                 raise
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
@@ -162,7 +162,7 @@ class Step:
         raise StepError(_NEVER_FINITE, hint=_FIND_NAN)
 
     def has_scale(self) -> bool:
-        """Return whether all present gradients are finite, so that the scaler lets the optimizer step."""
+        """Return whether all current gradients are finite, so that the scaler lets the optimizer step."""
         return self.scaler is None or all(map(_is_finite, self.model.parameters()))
 
     def reset_gradients(self) -> None:

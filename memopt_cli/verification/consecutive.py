@@ -54,7 +54,8 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
     has_compiled = any(map(is_compiled, step.model.modules()))
     with compiled_anew() if has_compiled else contextlib.nullcontext(), generators_kept(), _trainable(step) as training:
         model = training.model
-        start, values = _prints(_parameters(model) | named_tensors_on(model)), AttributeValues.of(model)
+        start = _prints(_parameters(model) | named_tensors_on(model))
+        values = AttributeValues.of(model)
         seed_everything(step.settings.seed)
         first_digest = _generator_digest(model)
 
@@ -75,7 +76,7 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
 
 
 def _take_first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
-    """Call ``take`` until a step updates, as the scaler of a user's own step skips updates until it finds its scale."""
+    """Call ``take`` until a step updates: the scaler of the user's own step skips updates until it finds its scale."""
     for _ in range(SCALES):
         record = take()
         if record.updated or record.failed:
@@ -190,7 +191,7 @@ def _generator_digest(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
-    """Add the name of each hook of the user's that is called in the block to ``log``."""
+    """Add the name of each user hook that is called in the block to ``log``."""
     replaced_hooks: list[tuple[dict[Any, Any], Any, Any]] = []
     for path, module in model.named_modules():
         for table in hook_tables(module):

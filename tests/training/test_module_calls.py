@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn, ones
 
 from memopt_cli.errors import StepError
-from memopt_cli.training.module_calls import InputsRejected, failed_step, running_calls
+from memopt_cli.training.module_calls import InputsRejectedError, failed_step, running_calls
 from tests.zoo.models import Parts
 
 
@@ -49,7 +49,7 @@ def error_of(model: nn.Module, *inputs: Tensor) -> StepError:
 
 def test_an_error_that_speaks_of_no_input_is_told_as_what_it_is() -> None:
     error = error_of(nn.Sequential(Complains(ValueError("oops"))), ones(2, 3))
-    assert not isinstance(error, InputsRejected)
+    assert not isinstance(error, InputsRejectedError)
     assert error.message.startswith("forward of module '0' (Complains) raised ValueError: oops (")
     line = Complains.forward.__code__.co_firstlineno + 1
     assert error.message.endswith(f"{__file__}, line {line})")
@@ -59,7 +59,7 @@ def test_an_error_that_speaks_of_no_input_is_told_as_what_it_is() -> None:
 @pytest.mark.parametrize("complaint", ["wrong input shape", "missing 1 required positional argument: 'y'"])
 def test_an_error_that_speaks_of_an_input_has_a_hint_on_inputs(complaint: str) -> None:
     error = error_of(Complains(TypeError(complaint)), ones(2, 3))
-    assert isinstance(error, InputsRejected)
+    assert isinstance(error, InputsRejectedError)
     line = Complains.forward.__code__.co_firstlineno + 1
     where = f"({__file__}, line {line})"
     assert (

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import PlanError, StepError
-from memopt_cli.records import Plan, SegmentPlan, StepSettings, Verification
+from memopt_cli.records import TOLERANCE, Plan, SegmentPlan, StepSettings, Verification
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
-from memopt_cli.verification.effects import TOLERANCE
 from memopt_cli.verification.recorded_step import _noise, verify
 from tests.zoo.models import Parts
 

@@ -33,13 +33,13 @@ NO_BATCH = "Interrupted: no batch is recommended; the plan is verified. Ctrl-C a
 """Words to say when Ctrl-C ends the search for the batch, and the plan stays."""
 
 _MAX_BATCH_FACTOR = 1000
-"""Multiple of the described batch beyond which the advice does not count memory as the limit.
+"""The advice does not count memory as the limit beyond this many times the described batch.
 
 Example: 360,000 sequences of a small recurrent network would fit, and 128 are trained."""
 _MIN_RUNS = 2
 """Lowest number of batch sizes that are run for the advice, as far as they can be run."""
 _AIMED_TIME_SHARE = 0.7
-"""Share of the longest step that the predicted time of a run may take.
+"""A run may be predicted to take at most this share of the longest step.
 
 The prediction comes from a warm measurement, but the run is cold and records its memory: it took 1.2 to 1.5 times as
 long in a ResNet and a spiking VGG.  A step that is too long costs another run.

@@ -121,7 +121,7 @@ def recommend_prepared(
         prepared=prepared,
         notes=notes,
         limits=limits,
-        most_runs=limits.probes - RUNS * bool(lengths),
+        max_runs=limits.probes - RUNS * bool(lengths),
         replicas=request.replicas.sizes() if request.replicas is not None else (),
     )
     job = _BatchSearch(request=request, prepared=prepared, longest=longest, search=search)
@@ -280,7 +280,8 @@ class _BatchSearch:
 
     def _accumulation(self, main: Case) -> Accumulation | None:
         """Return the number of passes in a step of the optimizer; ``None`` for one pass and no global batch."""
-        batch, global_batch = self._chosen_batch(main), self.request.global_batch
+        batch = self._chosen_batch(main)
+        global_batch = self.request.global_batch
         if global_batch is None:
             return make_accumulation(batch, self.request.settings.micro_batches)
         return accumulate(global_batch, batch, self.request.multiple_of)

@@ -52,7 +52,7 @@ from memopt_cli.text.writing import content, write_all
 
 
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
-    """Measure a training step and write what it needs.  Raises :class:`MemoptError`."""
+    """Measure a training step and write what it needs."""
     check_outputs([Path(request.output)], request.source.location, force=request.force)
     opening = opening_of(request, request.settings, layout=request.layout)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
@@ -89,7 +89,7 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
 def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, StepSettings]:
     """Return the baseline of ``request``, the request completed from it, and the settings of the step.
 
-    Raises :class:`BaselineError` and :class:`UnsafeFileError`.
+    Raises :class:`BaselineError` if the file is not a baseline, and :class:`UnsafeFileError` if it names code.
     """
     before = read_measured(request.baseline_path)
     if before.conditions is None:
@@ -108,7 +108,8 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) 
     """Check a model that is ready, as :func:`check` does."""
     _require_same_model(request, before, prepared)
     step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
-    header, planned_memory = file_header(prepared), replace(before.memory, plan=step.plan)
+    header = file_header(prepared)
+    planned_memory = replace(before.memory, plan=step.plan)
     after = replace(before, header=replace(header, model=request.source.location), memory=planned_memory)
     with prepared.session(prepared.dry_data) as session:
         after = replace(after, conditions=replace(require_answer(session.ask(ConditionsJob())), layout=request.layout))

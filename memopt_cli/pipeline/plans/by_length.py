@@ -525,9 +525,9 @@ def _lengths_to_try(varied: DimRange, length: int) -> Iterator[int]:
 
 
 def _largest_within(
-    lengths: Sequence[int], run_near: Callable[[int], tuple[int, float] | None], most_bytes: float
+    lengths: Sequence[int], run_near: Callable[[int], tuple[int, float] | None], max_bytes: float
 ) -> tuple[int, float] | None:
-    """Return the largest length whose peak is at most ``most_bytes``, and its peak; ``None``: none is.
+    """Return the largest length whose peak is at most ``max_bytes``, and its peak; ``None``: none is.
 
     It is one of the ascending ``lengths``, or what ``run_near`` returns for it with its peak: a length at which the
     model runs.
@@ -536,7 +536,7 @@ def _largest_within(
     while fitting < end:
         middle = (fitting + end) // 2
         run = run_near(lengths[middle])
-        if run is not None and run[1] <= most_bytes:
+        if run is not None and run[1] <= max_bytes:
             largest, fitting = max(largest or run, run), middle + 1
         else:
             end = middle

@@ -78,7 +78,7 @@ def optimize_page(result: OptimizeResult) -> str:
 
 
 def fastest_page(training: FastestTraining) -> str:
-    """Return the HTML of the batch and the plan in ``training`` that train fastest, beside all that were run.
+    """Return the HTML of the batch and the plan in ``training`` that train fastest, and of all that were run.
 
     Raises :class:`UsageError` without plotly.
     """
@@ -233,7 +233,7 @@ class _Page:
         timed = any(op.seconds for trace in traces.values() for op in trace.ops)
         lead = (
             "The same, module by module"
-            + ", with the time of its operators" * timed
+            + (", with the time of its operators" if timed else "")
             + (", and what the plan does there." if plan.segments else ".")
         )
         if plan.packed:

@@ -42,6 +42,7 @@ from memopt_cli.pipeline.plans.goal import GoalSearch
 from memopt_cli.pipeline.plans.proof import row_to_apply
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
+    TOLERANCE,
     BatchEstimate,
     Crashed,
     FurtherCheck,
@@ -66,7 +67,6 @@ from memopt_cli.runtime import GCContainer, named_parts, segment_of
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import exact_bytes
-from memopt_cli.verification.effects import TOLERANCE
 from tests.zoo.models import Parts, deep_net
 from tests.zoo.records import a_row, measured, summary_of
 

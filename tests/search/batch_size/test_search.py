@@ -431,14 +431,14 @@ def test_the_fastest_of_those_that_ran() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fastest", "most_runs", "asked"),
+    ("fastest", "max_runs", "asked"),
     [(249, 3, [124]), (124, 3, [124]), (1, 3, [124, 31, 15]), (1, 1, [124]), (1, 0, [])],
 )
-def test_smaller_batches_are_run_until_one_is_slower(fastest: int, most_runs: int, asked: list[int]) -> None:
+def test_smaller_batches_are_run_until_one_is_slower(fastest: int, max_runs: int, asked: list[int]) -> None:
     machine = Machine(peak=line, predict=line, seconds=lambda n: n / (1000 - abs(n - fastest)))
     search = machine.search(64)
     search.find()
-    search.seek_faster([124, 62, 31, 15, 7], most_runs)
+    search.seek_faster([124, 62, 31, 15, 7], max_runs)
     assert machine.asked == [62, 249, *asked]  # what ran first tells of 62 as well
 
 
