@@ -155,8 +155,8 @@ def bench(name: str, ready: Prepared | None = None, search_s: float | None = Non
             search=search,
             trace=search.traced.trace,
             model=CostModel(search.traced.trace),
-            probes=planner_probes(search.probes, search.first, Progress(), fake=True, allow_inexact=False),
-            original=search.first,
+            probes=planner_probes(search.probes, search.original_dry_run, Progress(), fake=True, allow_inexact=False),
+            original=search.original_dry_run,
             recorded_s=time.perf_counter() - started,
         )
 

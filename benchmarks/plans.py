@@ -314,7 +314,7 @@ class OneStepEach(PlanMeasurements):
     def measure(self, plan: Plan) -> Measurement | Failure:
         return self.bench.measure(plan)
 
-    def confirm(self, row: LevelRow, most_slowdown: float = math.inf) -> LevelRow:
+    def confirm(self, row: LevelRow, max_slowdown: float = math.inf) -> LevelRow:
         return row
 
 
@@ -324,7 +324,7 @@ def no_optimizer(one: Bench) -> InBackwardPlans:
         count=one.probes.count,
         measurements=OneStepEach(prepared=one.prepared, warm_up=False, bench=one),
         fault=lambda _: None,
-        most_slowdown=math.inf,
+        max_slowdown=math.inf,
         drop=lambda dropped: None,
         is_allowed=False,
     )

@@ -8,8 +8,8 @@
     │   ├── OutputExistsError       2  a file that would be replaced
     │   └── BatchShapeError         2  a tensor shape that cannot be used as given (a ValueError, too)
     ├── FileError                   3  something is wrong with a file: its message is one line
-    │   ├── FileFormatError         3  the file is no model memopt can read
-    │   ├── UnsafeFileError         4  reading the file would run code nobody vouched for
+    │   ├── FileFormatError         3  the file is not a model that memopt can read
+    │   ├── UnsafeFileError         4  reading the file would run code that the user has not vouched for
     │   ├── PlanError               3  a plan that does not fit the model
     │   └── BaselineError           5  a baseline that is missing, or not comparable with what is measured now
     ├── StepError                   3  the model's training step cannot be run
@@ -37,8 +37,8 @@ from typing import Final
 class MemoptError(Exception):
     """Base of all expected failures.
 
-    ``message`` is one sentence with the values seen; ``hint`` is the next step for the user, or empty.  Values may come
-    from an untrusted file, so both are made printable here: no caller has to escape them before printing.
+    ``message`` is one sentence with the values seen; ``hint``, unless empty, is the next step for the user.  Values may
+    come from an untrusted file, so both are made printable here: no caller has to escape them before printing.
     """
 
     exit_code = 3
@@ -185,12 +185,14 @@ def first_line(error: BaseException) -> str:
 
     A line that ends with a colon is joined with the next: ``backend='tvm' raised:`` says nothing by itself.
     """
-    said = ""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({shorten(error.code)})"
+    text = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
-        said = f"{said} {line}".lstrip()
+        text = f"{text} {line}".lstrip()
         if not line.endswith(":"):
             break
-    return f"{type(error).__name__}: {said[:_LONGEST_LINE]}" if said else type(error).__name__
+    return f"{type(error).__name__}: {text[:_LONGEST_LINE]}" if text else type(error).__name__
 
 
 _LONGEST_LINE = 2000
@@ -227,7 +229,9 @@ def shorten(value: object, most: int = 60) -> str:
 
 
 def type_in_words(given: object) -> str:
-    """Return the name of the type of ``given`` with its article: ``an int``, ``a Net``."""
+    """Return the name of the type of ``given`` with its article: ``an int``, ``a Net``; ``nothing`` for ``None``."""
+    if given is None:
+        return "nothing"
     name = type(given).__name__
     return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
 

@@ -60,19 +60,19 @@ class TrainMemory:
         are ``None`` afterwards.
         """
         __tracebackhide__ = True  # pytest shows the line of the test, not those of memopt and PyTorch
-        from memopt_cli.training.module_calls import InputsRejected
+        from memopt_cli.training.module_calls import InputsRejectedError
 
         try:
             with said_in_python():
                 counted, messages = _count(model, args, inputs or {}, loss, optimizer, seed)
-        except InputsRejected as error:
+        except InputsRejectedError as error:
             error.hint = "Give one tensor for each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32))."
             raise error.with_traceback(None) from None
         except MemoptError as error:
             raise error.with_traceback(None) from None
         self.steps += 1
-        said = "; ".join([f"{type(model).__name__} {format_bytes(counted.tensor_peak_bytes)}", *messages])
-        self._properties.append((_COUNTED, said))
+        text = "; ".join([f"{type(model).__name__} {format_bytes(counted.tensor_peak_bytes)}", *messages])
+        self._properties.append((_COUNTED, text))
         if self._limit_bytes is not None and counted.tensor_peak_bytes > self._limit_bytes:
             pytest.fail("\n".join([_complaint(model, counted, self._limit_bytes), *messages]), pytrace=False)
         return counted

@@ -112,7 +112,8 @@ def predict_rank(
     nothing, and other errors of :mod:`memopt_cli.errors`.
     """
     spreader = _function("parallelize", parallelize, "function")
-    limit_s, chosen = accepted("timeout", timeout), Plan() if plan is None else load_plan(plan)
+    limit_s = accepted("timeout", timeout)
+    chosen = Plan() if plan is None else load_plan(plan)
     layout = layout_of(accepted("ranks", ranks), spreader.reference, mesh)
     ranks_asked(layout, accepted("rank", rank))
     rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
@@ -157,7 +158,8 @@ def recommend_ranks(
     ranks.
     """
     spreader = _function("parallelize", parallelize, "function")
-    limit_s, card = accepted("timeout", timeout), card_given(for_device, None)
+    limit_s = accepted("timeout", timeout)
+    card = card_given(for_device, None)
     chosen = None if plan is None else load_plan(plan)
     rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     request = BatchRequest(
@@ -220,7 +222,7 @@ def plan_rank(
         source=rank_step.subject.source,
         spec=rank_step.subject.spec,
         settings=rank_step.subject.settings,
-        search=search_of(level, max_slowdown, target, allow_inexact),
+        search=search_of(level=level, max_slowdown=max_slowdown, target=target, allow_inexact=allow_inexact),
         goal=SearchGoal(budget=budget_of(budget)),
         search_limit_s=accepted_if_given("search_time", search_time),
         card=card_given(for_device, None),
@@ -273,8 +275,8 @@ def _rank_step(
 
 def _function(name: str, value: Any, role: str) -> UserFunction:
     if value is None or isinstance(value, nn.Module):
-        kind = "no function" if value is None else f"a model ({type(value).__name__})"
-        raise OptionError(f"{name} is {kind}", hint="Give a function, or text that names one.")
+        kind = "None" if value is None else f"a model ({type(value).__name__})"
+        raise OptionError(f"{name} is {kind}, not a function", hint="Give a function, or text that names one.")
     return locate_function(checked_function(name, value), role)
 
 

@@ -7,7 +7,6 @@ SpikingJelly: level 1 wraps exactly the modules that the caller names, and from 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.input_spec import guessed_spec, make_inputs
 from memopt_cli.measure import processes
+from memopt_cli.measure.devices import process_device as resolve_device
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.model_batching.module import refuse_batched
@@ -30,10 +30,10 @@ from memopt_cli.pipeline.live.model import (
     dropped_unmeasured,
     find_and_verify,
     inputs_of,
+    notes_on_wrapping,
     prepared_model,
     step_of_copies,
     taken_off_note,
-    wrapper_notes,
 )
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.plans.findings import Findings
@@ -101,9 +101,6 @@ MEMOPT_PREFERENCES: tuple[str, ...] = get_args(Preference)
 """Values of ``prefer``."""
 
 
-_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
-"""Environment variables in which launchers (torchrun, Slurm, Open MPI, MVAPICH2) put the local rank of a process."""
-
 Inputs = tuple[Any, ...] | Mapping[str, Any]
 """Positional arguments of ``forward``, or its keyword arguments."""
 
@@ -145,7 +142,7 @@ def memory_optimization(
     of the first tensor is the batch), and verified against the original.  Without ``dummy_input``, level 1 measures
     nothing, and verifies the plan on inputs guessed from the first layers; a note says if the model rejects them.
 
-    A warning says why, if a plan was searched for and none is applied.  A plan that ``net`` already carries is removed
+    If a plan was searched for and none is applied, a warning says why.  A plan that ``net`` already carries is removed
     first, and put back if this call fails.
 
     Parameters
@@ -225,7 +222,7 @@ def memory_optimization(
                 findings = _apply_unmeasured(net, resolved, settings, progress)
             else:
                 findings = _search_and_apply(net, _arguments(inputs), resolved, settings, progress)
-                findings.notes.extend(wrapper_notes(wrapper))
+                findings.notes.extend(notes_on_wrapping(wrapper))
         findings.notes.extend(_missing_segment_notes(net, instance, findings))
         return summarize(findings, spent_s=time.monotonic() - started)
 
@@ -293,34 +290,6 @@ def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, 
         raise ValueError("the path of a module is empty: the model itself has no parent")
     parent_path, _, name = module_name.rpartition(".")
     return net.get_submodule(module_name), net.get_submodule(parent_path), name
-
-
-def resolve_device() -> str:
-    """Return the device of this process: ``cpu`` without CUDA, else ``cuda:N``.
-
-    N is the local rank that a launcher put into the environment (torchrun, Slurm, Open MPI, MVAPICH2); else, with
-    ``torch.distributed`` initialized, the rank modulo the number of devices; else the current device.
-    Raises :class:`OptionError` (a :class:`ValueError`) for a local rank that is no number or has no device.
-    """
-    if not torch.cuda.is_available():
-        return "cpu"
-    variable = next((name for name in _RANK_VARIABLES if name in os.environ), None)
-    if variable is not None:
-        return f"cuda:{_local_rank(variable, torch.cuda.device_count())}"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return f"cuda:{torch.distributed.get_rank() % torch.cuda.device_count()}"
-    return f"cuda:{torch.cuda.current_device()}"
-
-
-def _local_rank(variable: str, devices: int) -> int:
-    text = os.environ[variable]
-    rank = int(text) if text.isascii() and text.isdigit() else -1
-    if not 0 <= rank < devices:
-        raise OptionError(
-            f"{variable} is {text!r}, and there are {devices} CUDA devices",
-            hint=f"It must be a number from 0 to {devices - 1}: start no more processes than devices.",
-        )
-    return rank
 
 
 def _apply_unmeasured(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings, progress: Progress) -> Findings:
@@ -400,14 +369,14 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
     """Return inputs guessed from the layers of ``net``.  Raises :class:`StepError` if no layer allows a guess."""
     spec = guessed_spec(net)
     if spec is None:
-        raise StepError("no layer says what its inputs are")
+        raise StepError("no layer says what its inputs are", hint="Give dummy_input=(x, …).")
     return make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)[0]
 
 
 def _list_modules(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings) -> tuple[ModuleTrace, ...]:
     """Return every module of ``net`` as it is before any forward.
 
-    A codec of the user's own that cannot pack guessed inputs is replaced by ``null``, and noted as a misfit.
+    The user's own codec that cannot pack guessed inputs is replaced by ``null``, and noted as a misfit.
     """
     modules = listed_modules(net)
     if not resolved.options.compress_x or not any(m.compressor == OWN_COMPRESSOR for m in modules):

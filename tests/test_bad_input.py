@@ -84,9 +84,13 @@ BEFORE_A_STEP = [
     ("optimize missing.pt", 2, ["there is no file 'missing.pt'"]),
     ("optimize a_folder", 2, ["'a_folder' is a folder"]),
     ("optimize empty.pt", 3, ["empty.pt is empty"]),
-    ("optimize truncated.pt", 3, ["truncated.pt", "damaged"]),
+    (
+        "optimize truncated.pt",
+        3,
+        ["truncated.pt cannot be read: it is truncated, as after an interrupted save or download\n"],
+    ),
     ("optimize random.pt", 3, ["random.pt", "not a model saved by torch.save"]),
-    ("inspect plan.yaml", 3, ["plan.yaml is not a model", "its bytes are no pickle"]),
+    ("inspect plan.yaml", 3, ["plan.yaml is not a model", "its bytes are not a valid pickle"]),
     ("compare good.pt plan.yaml", 5, ["good.pt is not a baseline: it is not JSON"]),
     ("compare plan.yaml good.pt", 5, ["plan.yaml is not a baseline: it is not JSON"]),
     ("optimize weights.pt", 3, ["2 tensors but no model", "build.py:build --weights weights.pt; build.py is a file"]),
@@ -95,7 +99,7 @@ BEFORE_A_STEP = [
         "optimize weights.pt --code-path loss.py --code-path net.py",
         3,
         [
-            "Name the function that builds the model: net.py:build --weights weights.pt\n",
+            "Name what builds the model: net.py:build --weights weights.pt\n",
             "In full: memopt optimize net.py:build --weights weights.pt --code-path loss.py --code-path net.py\n",
         ],
     ),
@@ -110,6 +114,7 @@ BEFORE_A_STEP = [
     ("optimize net:build --weights pointer.safetensors", 3, ["is a pointer of Git LFS", "git lfs pull"]),
     ("optimize net.py", 2, ["'net.py' is Python code", "without arguments: net.py:build. It defines build, Net.\n"]),
     ("optimize broken.py", 2, ["'broken.py' is Python code", "without arguments: broken.py:NAME.\n"]),
+    ("optimize net.py:buildd", 2, ["net.py has no function buildd", "hint: Did you mean build?\n"]),
     ("optimize net.py:nothing", 2, ["net.py has no function nothing", "It defines build, Net."]),
     ("profile a_folder", 2, ["without config.json", "build.py:build --weights FOLDER/model.safetensors; build.py is"]),
     (
@@ -178,14 +183,15 @@ IN_A_STEP = [
     (
         "optimize faulty:ConvNet -i 2x5x8x8",
         3,
-        ["module '0.0' (Conv2d) rejected its input 2x5x8x8@float32", "such as -i 8x3x32x32"],
+        ["module '0.0' (Conv2d) rejected its input 2x5x8x8@float32", "such as -i 2x1x64x64"],
     ),
     (
         "optimize half.pt -i 2x3",
         3,
         ["'0' (Linear) rejected its input 2x3@float32", "float16: give", "-i 2x3@float16, or", "--precision fp32."],
     ),
-    ("optimize good.pt -i x:2x3", 3, ["x", "such as -i 8x3x32x32"]),
+    ("optimize good.pt -i inputs:2x3x8x8", 3, ["Forward names no argument inputs; did you mean input?"]),
+    ("optimize good.pt -i x:2x3", 3, ["Forward names no argument x; it names input."]),
     (
         "optimize faulty:Raises -i 2x3",
         3,

@@ -18,6 +18,11 @@ NO_VERBS = re.compile(
     r"\s*(``|A|After|All|An|Around|Before|Both|By|Bytes|Each|For|From|How|Input|It|Names|No|Nothing|On|One|Paths|Shape"
     r"|The|There|This|To|Two|Whatever|Where|Whether|Why|With|Without)\b"
 )
+HABITS = re.compile(
+    r"(?s).*(,\ssay[,.):;]|\b(the|its|their)\spresent\s[a-z]|equal\sto\sthe\sbit|an\sempty\stext|,\sor\sempty\."
+    r"|Raises\s:class:`[\w.]+`(\sand\s:class:`[\w.]+`)?\.(\s|$)|,\salso\s(for|if|in|where|when)\b|``None``:\snone\.)"
+)
+"""Turns of phrase that make one read twice, among them errors without the reason why they are raised."""
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -35,7 +40,7 @@ def functions(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.get_docstring(node) or ""
 
 
-@pytest.mark.parametrize(("texts", "refused"), [(docstrings, OPENERS), (functions, NO_VERBS)])
+@pytest.mark.parametrize(("texts", "refused"), [(docstrings, OPENERS), (functions, NO_VERBS), (docstrings, HABITS)])
 @pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda path: path.name)
 def test_docstrings_can_be_read_alone(
     folder: Path, texts: Callable[[str], Iterator[tuple[int, str]]], refused: re.Pattern[str]
@@ -54,6 +59,9 @@ def test_an_opener_is_found() -> None:
     assert not OPENERS.match("Asset whose bytes count.")
     assert [line for line, text in functions('def f():\n    """By half."""\n') if NO_VERBS.match(text)] == [1]
     assert not NO_VERBS.match("Bytesize the text.")
+    assert HABITS.match("Read it.\n\nRaises :class:`ValueError`.")
+    assert HABITS.match("Return why it fails, or empty.")
+    assert not HABITS.match("Read it.  Raises :class:`ValueError` if it is damaged.")
 
 
 def test_every_name_that_a_docstring_refers_to_exists() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import OptionError, for_message, type_in_words
 from memopt_cli.inputs.spec_text import check_inputs, parse_device, parse_tensor, require_used
-from memopt_cli.measure.devices import resolve_device as device_named
+from memopt_cli.measure.devices import process_device, resolve_device
 from memopt_cli.measure.reach import UserFunction, locate_function
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.records import (
@@ -31,7 +31,6 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.estimation.cards import device_profile
 from memopt_cli.search.plan.policy import resolve
-from memopt_cli.spikingjelly import resolve_device
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.values import Whole
 from memopt_cli.training.user_step import Step
@@ -87,9 +86,12 @@ def settings_of(
     device: str | torch.device | None,
     seed: int,
 ) -> StepSettings:
-    """Return the settings of a step with these arguments.  Raises :class:`OptionError` and :class:`UsageError`."""
+    """Return the settings of a step with these arguments.
+
+    Raises :class:`OptionError` for a value out of its range, and :class:`UsageError` for an unknown device.
+    """
     return StepSettings(
-        device=resolve_device() if device is None else device_named(parse_device(str(device))),
+        device=process_device() if device is None else resolve_device(parse_device(str(device))),
         precision=accepted("precision", precision),
         loss=loss.reference or None,
         optimizer=optimizer.reference,
@@ -104,7 +106,8 @@ def card_given(
 ) -> DeviceProfile | None:
     """Return the card that ``for_device`` names, a device that this machine need not have; ``None`` if it is ``None``.
 
-    Raises :class:`OptionError` and :class:`UsageError`, also if ``device`` names another device to run on.
+    Raises :class:`UsageError` for an unknown card; :class:`OptionError` if ``for_device`` has another type, or if
+    ``device`` names a device to run on.
     """
     if for_device is None or isinstance(for_device, DeviceProfile):
         card = for_device
@@ -120,15 +123,16 @@ def card_given(
 
 
 def search_of(
+    *,
     level: int | None,
-    max_slowdown: float | None,
-    target: Named | Sequence[Named],
-    allow_inexact: bool,
+    max_slowdown: float | None = None,
+    target: Named | Sequence[Named] = (),
+    allow_inexact: bool = False,
     offload: str = "none",
     host_memory: str | int | None = None,
     optimizer_in_backward: bool = False,
 ) -> ResolvedSearch:
-    """Return the resolved limits of a search with these arguments.  Raises :class:`OptionError`."""
+    """Return the resolved limits of a search with these arguments.  Raises :class:`OptionError` for a wrong value."""
     return resolve(
         SearchOverrides(
             level=level,
@@ -145,11 +149,12 @@ def search_of(
 def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
     """Return ``inputs`` as arguments of ``forward``, or, if they are text, as a description with the sizes ``dims``.
 
-    Raises :class:`OptionError` and :class:`UsageError`.
+    Raises :class:`OptionError` for values of other types, :class:`UsageError` for text that is not a description.
     """
     texts = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
-        tensors, sizes = tuple(parse_tensor(str(text)) for text in texts), _sizes(dims)
+        tensors = tuple(parse_tensor(str(text)) for text in texts)
+        sizes = _sizes(dims)
         check_inputs(tensors, sizes)
         require_used(sizes, tensors, "inputs")
         return InputSpec(tensors=tensors, dims=sizes, source="inputs")
@@ -183,7 +188,7 @@ def _size(name: str, given: object) -> int:
 _ONE_SIZE = "Only memopt_cli.optimize takes a range, such as (64, 2048)."
 
 
-def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
+def split_range(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
     """Return ``dims`` with the upper end in place of a range, and that range; ``None`` if there is no range.
 
     ``{"B": 16, "S": (64, 2048)}`` gives ``{"B": 16, "S": 2048}`` and the range of S.
@@ -207,7 +212,10 @@ def split_dims(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None
 
 
 def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
-    """Return ``given`` as the path of a file, or as length -> how often it occurs.  Raises :class:`OptionError`."""
+    """Return ``given`` as the path of a file, or as length -> number of its inputs.
+
+    Raises :class:`OptionError` if it is neither a path nor whole numbers.
+    """
     if given is None or isinstance(given, str | os.PathLike):
         return None if given is None else os.fspath(given)
     if not isinstance(given, Iterable) or isinstance(given, bytes) or (isinstance(given, Tensor) and not given.dim()):
@@ -239,23 +247,26 @@ def path_given(name: str, given: str | os.PathLike[str]) -> Path:
 
 
 def checked_names(name: str, given: object) -> tuple[str, ...]:
-    """Return the name or names in ``given``, where a class gives its own name.  Raises :class:`OptionError`."""
+    """Return the name or names in ``given``, where a class gives its own name.
+
+    Raises :class:`OptionError` for other types.
+    """
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     return tuple(checked_text(name, each) for each in several)
 
 
 def checked_text(name: str, given: object) -> str:
     """Return ``given`` if it is text, or its name if it is a class.  Raises :class:`OptionError` for anything else."""
-    found = given.__name__ if isinstance(given, type) else given
-    if not isinstance(found, str):
+    text = given.__name__ if isinstance(given, type) else given
+    if not isinstance(text, str):
         raise OptionError(f"{name} is {for_message(given)}", hint="Give text, or a list of it.")
-    return found
+    return text
 
 
 def checked_function(name: str, given: _Function) -> _Function:
     """Return ``given`` if it is a function, text that names one, or ``None``.
 
-    Raises :class:`OptionError` for anything else, also for a model or a class of optimizers: ``torch.optim.AdamW`` can
+    Raises :class:`OptionError` for anything else, even a model or a class of optimizers: ``torch.optim.AdamW`` can
     be called, but not with a model.
     """
     is_class = isinstance(given, type) and issubclass(given, torch.optim.Optimizer | nn.Module)

@@ -21,7 +21,7 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     """Return Python code that applies ``plan`` with ``torch.utils.checkpoint`` and selective policies alone.
 
     ``plan``: a plan, or the path of its file.  Chunks, packing and an optimizer in backward need memopt; they are left
-    out, and comments at the head of the code list them.  Raises ``UsageError`` for an argument that is no plan.
+    out, and comments at the head of the code list them.  Raises ``UsageError`` for an argument that is not a plan.
     """
     whole = load_plan(plan)
     plan = replace(whole.longest, in_backward=whole.in_backward, compile=whole.compile)

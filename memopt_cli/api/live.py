@@ -34,14 +34,14 @@ from memopt_cli.api.arguments import (
     path_given,
     search_of,
     settings_of,
-    split_dims,
+    split_range,
 )
 from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
 from memopt_cli.errors import OptionError
 from memopt_cli.files.contents import load_plan
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
-from memopt_cli.measure.devices import resolve_device as device_named
+from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, advise
 from memopt_cli.pipeline.batches.fastest import fastest_prepared
@@ -178,13 +178,23 @@ def optimize(
     def optimized() -> Optimized:
         card = card_given(for_device, device)
         step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-        limit_s, (sizes, varied) = accepted("timeout", timeout), split_dims(dims)
-        given, wants_batch = given_inputs(inputs, sizes), recommend_batch and card is None
+        limit_s = accepted("timeout", timeout)
+        sizes, varied = split_range(dims)
+        given = given_inputs(inputs, sizes)
+        wants_batch = recommend_batch and card is None
         request = OptimizeRequest(
             source=_source(model),
             spec=None,
             settings=step.settings,
-            search=search_of(level, max_slowdown, target, allow_inexact, offload, host_memory, optimizer_in_backward),
+            search=search_of(
+                level=level,
+                max_slowdown=max_slowdown,
+                target=target,
+                allow_inexact=allow_inexact,
+                offload=offload,
+                host_memory=host_memory,
+                optimizer_in_backward=optimizer_in_backward,
+            ),
             goal=SearchGoal(budget=budget_of(budget)),
             dim_range=varied,
             lengths=lengths_given(lengths),
@@ -197,9 +207,9 @@ def optimize(
         )
         return _search(request, model, given, step, limit_s, verbose)
 
-    found = on_every_rank(checked_model(model), process_group, optimized, lambda found: found.plan)
-    warn_unchanged(found.summary.unchanged)
-    return found
+    result = on_every_rank(checked_model(model), process_group, optimized, lambda result: result.plan)
+    warn_unchanged(result.summary.unchanged)
+    return result
 
 
 @said_in_python()
@@ -238,7 +248,15 @@ def frontier(
         source=_source(model),
         spec=None,
         settings=step.settings,
-        search=search_of(level, max_slowdown, target, allow_inexact, offload, host_memory, optimizer_in_backward),
+        search=search_of(
+            level=level,
+            max_slowdown=max_slowdown,
+            target=target,
+            allow_inexact=allow_inexact,
+            offload=offload,
+            host_memory=host_memory,
+            optimizer_in_backward=optimizer_in_backward,
+        ),
         goal=SearchGoal(frontier=True),
         backend=None if compile is None else checked_text("compile", compile),
         search_limit_s=accepted_if_given("search_time", search_time),
@@ -278,7 +296,8 @@ def profile(
 
     Other arguments and errors are those of ``optimize``.
     """
-    card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
+    card = card_given(for_device, device)
+    limit_s = accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     request = ProfileRequest(
         source=_source(model),
@@ -332,9 +351,11 @@ def recommend_batch(
     ``torch.compile``, to find the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU
     that is not here, as ``--for``, without running anything.  Other arguments and errors are those of ``optimize``.
     """
-    card, limit_s = card_given(for_device, device), accepted("timeout", timeout)
+    card = card_given(for_device, device)
+    limit_s = accepted("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-    spec, plans = _description(inputs, dims), search_of(level, None, target, allow_inexact)
+    spec = _description(inputs, dims)
+    plans = search_of(level=level, target=target, allow_inexact=allow_inexact)
     if search and plan is not None:
         raise OptionError(
             "`--search` looks for the plan: `--plan` cannot be combined with it", hint="Leave one of them out."
@@ -386,7 +407,8 @@ def baseline(
     used, as in ``recommend_batch``.  ``force``: replace an existing file.
     Other arguments and errors are those of ``optimize``.
     """
-    path, limit_s = path_given("output", output), accepted("timeout", timeout)
+    path = path_given("output", output)
+    limit_s = accepted("timeout", timeout)
     check_targets([path], force=force)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     with _prepare(model, _description(inputs, dims), step, limit_s, verbose) as prepared:
@@ -423,7 +445,8 @@ def check(
     limits = tuple(map(parse_limit, checked_names("fail_on", fail_on)))
     if not limits:
         raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
-    functions, limit_s = functions_given(loss, optimizer), accepted("timeout", timeout)
+    functions = functions_given(loss, optimizer)
+    limit_s = accepted("timeout", timeout)
     spec = _description(inputs, dims)
     request = CheckRequest(
         source=_source(model),
@@ -434,7 +457,7 @@ def check(
         optimizer=functions[1].reference or None,
     )
     before, request, settings = step_of_baseline(request)
-    step = _Step(settings=replace(settings, device=device_named(settings.device)), functions=functions)
+    step = _Step(settings=replace(settings, device=resolve_device(settings.device)), functions=functions)
     with _prepare(model, spec, step, limit_s, verbose) as prepared:
         return Checked(check_prepared(request, before, prepared))
 
@@ -468,39 +491,41 @@ def _search(
 ) -> Optimized:
     started = time.monotonic()
     with _prepare(model, given, step, timeout_s, verbose) as prepared:
-        found = find_and_verify(request, prepared)
-        advice = _advise(request, prepared, found)
-        if found.verification is not None:
-            _replace_plan(model, found)
+        findings = find_and_verify(request, prepared)
+        advice = _advise(request, prepared, findings)
+        if findings.verification is not None:
+            _replace_plan(model, findings)
         elif not prepared.carried.is_empty:
-            found.notes[:0] = [LEFT_OUT_NOTE]
-        summary = summarize(found, spent_s=time.monotonic() - started, advice=advice)
+            findings.notes[:0] = [LEFT_OUT_NOTE]
+        summary = summarize(findings, spent_s=time.monotonic() - started, advice=advice)
         header = replace(file_header(prepared), model=type(model).__name__)
         return Optimized(OptimizeResult(header=header, summary=summary, files=(), in_memory=True))
 
 
-def _advise(request: OptimizeRequest, prepared: Prepared, found: Findings) -> BatchAdvice | BatchEstimate | None:
-    """Return the batch that fits under the plan in ``found``; ``None`` if none is wanted, or Ctrl-C ends its search."""
-    if not found.wants_batch_advice(request):
+def _advise(request: OptimizeRequest, prepared: Prepared, findings: Findings) -> BatchAdvice | BatchEstimate | None:
+    """Return the batch that fits under the plan of ``findings``; ``None`` if none is wanted, or on Ctrl-C."""
+    if not findings.wants_batch_advice(request):
         return None
     try:
-        return advise(request, prepared, found.plan, found.measurement, found.advice, found.notes, found.details)
+        return advise(
+            request, prepared, findings.plan, findings.measurement, findings.advice, findings.notes, findings.details
+        )
     except KeyboardInterrupt:
         if not request.interruptible:
             raise
         prepared.progress.interrupted(NO_BATCH)
-        found.interrupted = True
+        findings.interrupted = True
         return None
 
 
-def _replace_plan(model: nn.Module, found: Findings) -> None:
-    """Apply the plan in ``found`` to ``model`` in place of the one that it carries, and set the folder it sends to."""
+def _replace_plan(model: nn.Module, findings: Findings) -> None:
+    """Apply the plan of ``findings`` to ``model`` in place of its present one, and set the folder that it sends to."""
     with without_plan(model) as carried:
-        apply_plan(model, found.plan.of_model)
-    _, folder = found.resolved.options.sends_to
-    if folder is not None and found.plan.sends:
+        apply_plan(model, findings.plan.of_model)
+    _, folder = findings.resolved.options.sends_to
+    if folder is not None and findings.plan.sends:
         set_offload_folder(folder)
-    found.notes[:0] = taken_off_note(carried)
+    findings.notes[:0] = taken_off_note(carried)
 
 
 @contextlib.contextmanager

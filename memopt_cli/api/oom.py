@@ -52,7 +52,7 @@ def _keep_files(error: Exception, base: Path, sizes_before: tuple[int, ...]) -> 
     try:
         files = _files(error, base, sizes_before)
         write_all({path: content(data) for path, (_, data) in files.items()}, force=True)
-    except Exception as failed:  # a full disk, say, must not hide the out-of-memory error
+    except Exception as failed:  # such as a full disk, which must not hide the out-of-memory error
         return f"memopt could not write the files that explain it: {failed}"
     told = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
     command = " ".join(filter(None, ["memopt explain MODEL -i SHAPE", _script(), _optimizer(error), told]))
@@ -70,7 +70,7 @@ def _guard() -> str:
     path = _running_script()
     try:
         is_guarded = path is None or "__main__" in Path(path).read_text(errors="replace")
-    except OSError:  # the script lies in an archive, say
+    except OSError:  # for example, the script lies in an archive
         is_guarded = True
     if is_guarded:
         return ""

@@ -8,6 +8,7 @@ from typing import Any
 
 from memopt_cli.api.arguments import budget_of, search_of
 from memopt_cli.measure import processes
+from memopt_cli.measure.devices import process_device
 from memopt_cli.pipeline.live.model import find_and_verify, refuse_recursion
 from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.pipeline.plans.summary import summarize
@@ -20,7 +21,6 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.records.progress import log_progress
-from memopt_cli.spikingjelly import resolve_device
 from memopt_cli.text.options import accepted
 from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.training.apply import apply_plan
@@ -58,12 +58,13 @@ def optimize_step(
     optimized step differs from the original, and other errors of ``memopt_cli.errors`` if it cannot be taken.
     """
     started = time.monotonic()
-    limit_s, settings = accepted("timeout", timeout), StepSettings(device=resolve_device())
+    limit_s = accepted("timeout", timeout)
+    settings = StepSettings(device=process_device())
     request = OptimizeRequest(
         source=ModelSource(location=STEP),
         spec=None,
         settings=settings,
-        search=search_of(level, max_slowdown, (), False, offload, host_memory),
+        search=search_of(level=level, max_slowdown=max_slowdown, offload=offload, host_memory=host_memory),
         goal=SearchGoal(budget=budget_of(budget)),
         recommend_batch=False,
         interruptible=True,
@@ -74,9 +75,9 @@ def optimize_step(
         refuse_recursion(),
         prepared_step(make_step, inputs, settings) as prepared,
     ):
-        found = find_and_verify(request, prepared.with_progress(progress, limit_s))
+        findings = find_and_verify(request, prepared.with_progress(progress, limit_s))
     step = make_step()
-    apply_plan(models_of(step), found.plan)
-    summary = summarize(found, spent_s=time.monotonic() - started)
+    apply_plan(models_of(step), findings.plan)
+    summary = summarize(findings, spent_s=time.monotonic() - started)
     warn_unchanged(summary.unchanged)
     return step, notes_in_python(summary)

@@ -22,16 +22,16 @@ SEGMENTS: dict[str, tuple[str, ...]] = {}
 
 def checkpoint_segments(model: nn.Module) -> nn.Module:
     """Make segments of what the table names in ``model``, in place: all, or with an error none."""
-    found = [(*_find(model, path), kept) for path, kept in SEGMENTS.items()]
+    segments = [(*_find(model, path), kept) for path, kept in SEGMENTS.items()]
     runs: dict[nn.Module, list[tuple[str, str, tuple[str, ...]]]] = {}
-    for module, run, kept in found:
+    for module, run, kept in segments:
         if run is not None:
             runs.setdefault(module, []).append((*run, kept))
     for layers, inside in runs.items():
         names = _names_in(layers)
         inside.sort(key=lambda run: names.index(run[0]) - names.index(run[1]))  # the longest first
         layers.forward = functools.partial(_run_in_turn, layers, names, inside)
-    for module, run, kept in found:
+    for module, run, kept in segments:
         if run is None:
             module.forward = functools.partial(_checkpointed, [module], module.forward, kept)
     return model

@@ -98,8 +98,10 @@ def verify(
         _prepare("candidate", candidate, given, settings, functions) as other,
     ):
         one, other = (replace(side, timeout_s=limit_s, progress=progress) for side in (one, other))
-        found = compare_prepared(one, other, count)
-    named = replace(found, reference="the reference", candidate="the candidate", spent_s=time.monotonic() - started)
+        equivalence = compare_prepared(one, other, count)
+    named = replace(
+        equivalence, reference="the reference", candidate="the candidate", spent_s=time.monotonic() - started
+    )
     return Verified(named)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memopt_cli.errors import MemoptError, OptionError, VerificationError, first_line
+from memopt_cli.errors import OptionError, StepError, VerificationError
 from memopt_cli.files.contents import load_plan
 from memopt_cli.records import CHANGES_NOTHING, Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
@@ -19,6 +19,7 @@ from memopt_cli.runtime.module_state import ModuleState, detach_state
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.text.spelling import said_in_python, warn_unchanged
 from memopt_cli.training import apply
+from memopt_cli.training.module_calls import InputsRejectedError
 from memopt_cli.training.step import Step
 from memopt_cli.training.user_step import Step as UserStep
 from memopt_cli.training.user_step import models_of
@@ -49,12 +50,13 @@ def apply_plan(
 
     ``verify``: inputs, or a list of several, such as batches of other sizes and padded batches.  For each, a step with
     the plan is compared with a step without it, in the mode that the model is in: outputs, gradients, buffers, hidden
-    state and random numbers must be equal to the bit, or, for a plan with chunks, to 1e-9 in float64.
+    state and random numbers must be bit-identical, or, for a plan with chunks, to 1e-9 in float64.
     ``loss``: a function of the output, as in training.  ``optimizer``: the training script's, which a plan with
     ``in_backward`` runs in backward; the script must then not accumulate, clip or scale gradients.
 
     Raises ``PlanError`` for a plan that does not suit the model or its optimizer, ``VerificationError`` if a
-    step differs, and any error of the model itself; the model is then as it was.  Gradients stay as they are.
+    step differs, and ``StepError``, which names the module, if one fails; the model is then as it was.  Gradients stay
+    as they are.
     Warns if the plan changes nothing.
     """
     plan = load_plan(plan)
@@ -62,8 +64,9 @@ def apply_plan(
         _apply_to_step(model, plan, is_plain=verify is None and loss is None and optimizer is None)
         warn_unchanged(CHANGES_NOTHING if plan.is_empty else "")
         return model
-    for inputs in verify if isinstance(verify, list) else [] if verify is None else [verify]:
-        _compare(model, plan.of_model.eager, inputs, loss)
+    if verify is not None:
+        for inputs in verify if isinstance(verify, list) else [verify]:
+            _compare(model, plan.of_model.eager, inputs, loss)
     if plan.in_backward and optimizer is not None:
         _check_optimizer(optimizer)
     apply.apply_plan(model, plan, optimizer)
@@ -103,37 +106,35 @@ def _off_the_last_step(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _dict_explained(args: tuple[Any, ...]) -> Iterator[None]:
-    """Raise an error of the model in the block as an :class:`OptionError` if its one argument is a dictionary.
-
-    ``verify=[(batch,)]`` calls ``model(batch)``; most models whose batch is a dictionary are called ``model(**batch)``.
-    """
+def _hint_on_verify(args: tuple[Any, ...]) -> Iterator[None]:
+    """Let the hint of a model that fails on its arguments ``args`` in the block speak of ``verify``."""
     try:
         yield
-    except Exception as err:  # the user's code may raise anything
-        if isinstance(err, MemoptError) or len(args) != 1 or not isinstance(args[0], Mapping):
-            raise
-        raise OptionError(
-            f"the model fails when its one argument is a dictionary: {first_line(err)}",
-            hint="verify=[batch] calls model(**batch); verify=[(batch,)] calls model(batch).",
-        ) from err
+    except StepError as err:
+        if len(args) == 1 and isinstance(args[0], Mapping):  # most models whose batch is a dictionary take its entries
+            err.hint = "verify=[batch] calls model(**batch); verify=[(batch,)] calls model(batch)."
+        elif isinstance(err, InputsRejectedError):
+            err.hint = "Give inputs that the model accepts: verify=[(x, y)] calls model(x, y)."
+        raise
 
 
 def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> None:
     model = unwrap(model)
-    args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else (inputs,)
+    kwargs = {}
+    if isinstance(inputs, Mapping):
+        args, kwargs = (), dict(inputs)
     tensors = [*tensors_of((args, kwargs)), *model.parameters()]
     device = str(tensors[0].device) if tensors else "cpu"
     step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(device=device), loss=loss)
     batch = next((len(t) for t in tensors if t.dim()), 1)
-    with gradients_kept(model), generators_kept(), _off_the_last_step(model), _dict_explained(args):
+    with gradients_kept(model), generators_kept(), _off_the_last_step(model), _hint_on_verify(args):
         install = functools.partial(apply.apply_plan, plan=plan)
         resize = functools.partial(first_samples, args, kwargs)
-        found = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
-    if not found.passed:
+        verification = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
+    if not verification.passed:
         shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors_of((args, kwargs)))
         raise VerificationError(
-            f"with the plan {found.difference}, for inputs of the shape {shapes}",
+            f"with the plan {verification.difference}, for inputs of the shape {shapes}",
             hint="The model is as it was; make a plan for it with memopt optimize.",
         )

@@ -1,4 +1,4 @@
-"""Adapting batches to the memory in use while a model trains, and batching sequences: a library beside the commands.
+"""Adapting batches to the memory in use while a model trains, and batching sequences: an extra library.
 
 ``BatchShapeManager`` does everything; its parts (sizer, shaper, monitor, validator) can also be used separately.
 """

@@ -31,7 +31,7 @@ Collate = Callable[[Sequence[Any]], Any]
 
 STRATEGIES: tuple[Strategy, ...] = ("memory_adaptive", "fixed", "throughput")
 _MIN_SPEEDUP = 1.05
-"""Factor by which throughput must rise for a doubled size to stay."""
+"""A doubled size stays if throughput rises by at least this factor."""
 _TIMED_BATCHES = 2
 """Number of batches that are timed at each size.  The first warms up, and the fastest counts."""
 

@@ -18,11 +18,11 @@ Trend = Literal["improving", "stable", "degrading", "insufficient_data"]
 _MIN_TREND_RECORDS = 4
 """Smallest number of records for a trend: two for each half."""
 _STABLE_CHANGE = 0.05
-"""Relative change of a median up to which the trend is stable."""
+"""The trend is stable while the median changes by at most this share."""
 _HEADROOM_SHARE = 0.7
-"""Share of capacity below which a larger batch is advised."""
+"""A larger batch is advised below this share of capacity."""
 _STALL_RATIO = 2.0
-"""Ratio of the 95th percentile of times to the median above which some batches must be stalling."""
+"""Some batches must be stalling if the 95th percentile of times is more than this many times the median."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

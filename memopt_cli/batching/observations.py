@@ -8,7 +8,7 @@ from memopt_cli.records import AdaptiveSizing
 from memopt_cli.search.batch_size.lines import fit_line
 
 _LOSS_SPIKE = 1.5
-"""Ratio of a loss to its average above which the batch does not grow."""
+"""The batch does not grow while a loss is more than this many times its average."""
 _CAPPED_INTERVALS = 5
 """Number of adaptation intervals for which a cap holds."""
 
@@ -26,7 +26,7 @@ class Usages:
         self._shares[batch] = (call, share)
 
     def rescale(self, factor: float) -> None:
-        """Multiply all shares by ``factor``, the ratio of the earlier capacity to the present one."""
+        """Multiply all shares by ``factor``, the ratio of the earlier capacity to the current one."""
         self._shares = {batch: (call, share * factor) for batch, (call, share) in self._shares.items()}
 
     def batch_at(self, target: float, call: int, batch: int, usage: float) -> float:
@@ -70,7 +70,7 @@ class Losses:
         return loss > self._mean + (_LOSS_SPIKE - 1) * abs(self._mean)
 
 
-class Bounds:
+class BatchBounds:
     """The bounds of the batch size: the configured limits, and for some intervals a lower cap."""
 
     def __init__(self, config: AdaptiveSizing) -> None:
@@ -79,7 +79,7 @@ class Bounds:
         self._cap_end = 0
 
     def cap(self, batch: int, call: int) -> None:
-        """Allow no size above ``batch`` for five intervals from ``call`` on."""
+        """Allow no size above ``batch`` for :data:`_CAPPED_INTERVALS` intervals from ``call`` on."""
         self._cap = batch
         self._cap_end = call + _CAPPED_INTERVALS * self._config.adaptation_interval
 

@@ -1,4 +1,4 @@
-"""Choosing among batch shapes by measuring a step of each on this machine, also for a machine with other memory."""
+"""Choosing among batch shapes by measuring a step of each here; the limits may be those of another machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memopt_cli.text.units import format_bytes
 _TIMED_STEPS = 3
 """Number of timed steps for each shape, after a first step that warms up."""
 _TIE_SHARE = 0.01
-"""Relative difference of two scores up to which they are a tie, since timings are not more exact."""
+"""Two scores that differ by at most this share are a tie, since timings are not more exact."""
 
 Measure = Callable[[tuple[int, ...]], Trial | OutOfMemory]
 """Function of a batch shape that returns the peak and the time of one step."""
@@ -244,6 +244,6 @@ def _smallest(candidates: Sequence[Candidate]) -> Candidate:
     if not measured:
         raise MemoryBudgetError(
             f"none of {len(candidates)} batch shapes could be run: out of memory",
-            hint="Give smaller shapes, or make the step smaller: memopt optimize.",
+            hint="Give smaller shapes, or lower the memory of a step with memopt optimize.",
         )
     return min(measured, key=lambda c: c["memory_bytes"] or 0)

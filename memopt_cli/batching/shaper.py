@@ -13,10 +13,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from memopt_cli.batching.memory import MemoryMeter, meter_of
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError
 from memopt_cli.records import MemoryAwareShaping, TensorLayout
+from memopt_cli.runtime.private_torch import CHANNELS_LAST
 from memopt_cli.text.units import format_bytes
 
 OPERATIONS = ("attention", "convolution", "recurrent")
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class MemoryAwareShaper:
@@ -90,7 +90,7 @@ class MemoryAwareShaper:
         return pack_padded_sequence(tensor, lengths, batch_first=True, enforce_sorted=False)
 
     def _dense(self, tensor: Tensor, layout: TensorLayout, operation: str) -> Tensor:
-        form = _CHANNELS_LAST.get(tensor.dim()) if layout == "channels_last" else torch.contiguous_format
+        form = CHANNELS_LAST.get(tensor.dim()) if layout == "channels_last" else torch.contiguous_format
         if form is None:
             self._note(f"{operation}: channels_last needs 4 or 5 dimensions; a tensor of {tensor.dim()} is contiguous")
             form = torch.contiguous_format

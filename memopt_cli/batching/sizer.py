@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memopt_cli.batching.memory import MemoryMeter, meter_of, usage_share
-from memopt_cli.batching.observations import Bounds, Losses, Usages
+from memopt_cli.batching.observations import BatchBounds, Losses, Usages
 from memopt_cli.batching.requirements import infer_requirements, require_batch_shape, sample_input
 from memopt_cli.batching.trial import Trial, try_step
 from memopt_cli.errors import MemoryBudgetError, UsageError
@@ -20,15 +20,15 @@ from memopt_cli.records import AdaptiveSizing
 from memopt_cli.text.units import format_bytes
 
 DANGER_SHARE = 0.95
-"""Share of capacity at which the batch is halved at once, also between two intervals."""
+"""The batch is halved at once, even between two intervals, if it uses this share of capacity."""
 _SHRINK_RATIO = 1.05
-"""Ratio of the usage to the target above which the batch shrinks."""
+"""The batch shrinks if the usage is more than this many times the target."""
 _GROW_RATIO = 0.9
-"""Ratio of the usage to the target below which the batch may grow."""
+"""The batch may grow if the usage is less than this share of the target."""
 _MAX_GROWTH_FACTOR = 1.25
-"""Largest factor by which the batch grows at once.  A batch below 4, which it would not change, grows by one."""
+"""The batch grows at most by this factor at once.  A batch below 4, which it would not change, grows by one."""
 _MAX_THROUGHPUT_LOSS = 0.2
-"""Largest share of the throughput that a growth may cost; a growth that costs more is undone."""
+"""A growth that costs more than this share of the throughput is undone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class AdaptiveBatchSizer:
         self._throughputs: list[float] = []
         self._losses = Losses(self._config.performance_window)
         self._growth: _Growth | None = None
-        self._bounds = Bounds(self._config)
+        self._bounds = BatchBounds(self._config)
         self._capacity_bytes: int | None = None
         self._memory.restart()
 
@@ -236,7 +236,7 @@ class AdaptiveBatchSizer:
         return share
 
     def _follow_capacity(self) -> bool:
-        """Convert shares of an earlier capacity into shares of the present one, and return whether it changed."""
+        """Convert shares of an earlier capacity into shares of the current one, and return whether it changed."""
         old_bytes, self._capacity_bytes = self._capacity_bytes, self._memory.capacity_bytes()
         if old_bytes is None or old_bytes == self._capacity_bytes:
             return False

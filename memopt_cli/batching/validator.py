@@ -172,7 +172,7 @@ def _slow_sizes(shape: tuple[int, ...]) -> list[str]:
     if shape[0] % _TILE_SIZE == 0:
         return []
     multiple = math.ceil(shape[0] / _TILE_SIZE) * _TILE_SIZE
-    return [f"the batch size {shape[0]} is no multiple of {_TILE_SIZE}; {multiple} would use the same matrix tiles"]
+    return [f"the batch size {shape[0]} is not a multiple of {_TILE_SIZE}; {multiple} would use the same matrix tiles"]
 
 
 def _sizes(shape: tuple[int, ...]) -> _Sizes:

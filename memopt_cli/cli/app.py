@@ -25,14 +25,14 @@ from memopt_cli.cli.baseline import baseline
 from memopt_cli.cli.check import SHOWN, check
 from memopt_cli.cli.compare import compare
 from memopt_cli.cli.explain import explain
-from memopt_cli.cli.formats import report_in
+from memopt_cli.cli.formats import ReportFormat, report_in
 from memopt_cli.cli.help import GroupedCommand, RankCommand
 from memopt_cli.cli.inspect import inspect
 from memopt_cli.cli.measure import measure
 from memopt_cli.cli.optimize import optimize
 from memopt_cli.cli.options import is_verbose
 from memopt_cli.cli.profile import profile
-from memopt_cli.cli.ranks import speaks
+from memopt_cli.cli.ranks import await_turn_to_print
 from memopt_cli.cli.recommend_batch import recommend_batch
 from memopt_cli.cli.selftest import selftest
 from memopt_cli.cli.verify import verify
@@ -47,7 +47,7 @@ class OutputError(MemoptError):
     """Stdout or stderr cannot be written: the disk or quota behind it is full."""
 
 
-class NobodyReads(OutputError):
+class ClosedOutputError(OutputError):
     """Broken pipe: the reader of the output, such as ``head``, has closed it.  memopt then ends silently."""
 
     exit_code = 128 + 13  # what a shell gives for a program that SIGPIPE ended
@@ -86,7 +86,8 @@ class CheckCommand(GroupedCommand):
     def _report(self, err: BaseException, context: Any, model: str) -> None:
         """Write ``err`` in the format that ``context`` names; if that cannot be written, stderr still has it."""
         options, failure = context.params, _as_memopt_error(err)
-        report = report_in("json") if options.get("json") else report_in(options.get("format") or "table")
+        form: ReportFormat = "json" if options.get("json") else options.get("format") or "table"
+        report = report_in(form, baseline=options.get("baseline") or "")
         if not isinstance(failure, OutputError):
             with suppress(OSError):
                 report.refused(failure, model or "the model", sys.stdout)
@@ -135,10 +136,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(given or ["--help"])
         except (Exception, KeyboardInterrupt, SystemExit) as err:
             failure = _as_memopt_error(err)
-            failure.hint = "\n".join(filter(None, [failure.hint, _suggest_retry(failure, given)]))
+            again = isinstance(failure, UnsafeFileError) and failure.trusted_with
+            failure.hint = "\n".join(filter(None, ["" if again else failure.hint, _suggest_retry(failure, given)]))
             if isinstance(failure, OutputError):
                 _drop_stdout()
-            if not isinstance(failure, NobodyReads) and speaks(failure, err):
+            if not isinstance(failure, ClosedOutputError) and await_turn_to_print(failure, err):
                 with suppress(OSError):
                     _print_failure(failure, err)
             return failure.exit_code
@@ -182,7 +184,7 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
         case KeyboardInterrupt() | typer.Abort():
             return Interrupted(str(err) or "interrupted")
         case BrokenPipeError() | SystemExit(__context__=BrokenPipeError()):  # rich exits when it meets a broken pipe
-            return NobodyReads("broken pipe (SIGPIPE)")
+            return ClosedOutputError("broken pipe (SIGPIPE)")
         case OSError(errno=number, filename=None) if number in _FULL:  # an error with a filename is not about stdout
             return OutputError(
                 f"the output could not be written in full: {err.strerror}", hint="Make room, or send it elsewhere."

@@ -13,10 +13,8 @@ from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.records import CheckRequest, Precision
 
-_REGRESSION = 1
-"""Exit code if a metric exceeds its limit."""
 SHOWN: Final = "memopt.shown"
-"""Key in ``context.meta`` that is set when the report is shown, so that a failure has none of its own."""
+"""Key in ``context.meta``, set once the report is shown, so that a failure does not print a second report."""
 
 
 @with_options
@@ -62,8 +60,9 @@ def check(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown.progress() as (progress, ask):
-        found = pipeline.check(request, progress=progress, ask=ask)
+        comparison = pipeline.check(request, progress=progress, ask=ask)
     context.meta[SHOWN] = True
-    report_in("json" if shown.json else format, verdict_only=shown.quiet).show(found, sys.stdout)
-    if found.exceeded:
-        raise typer.Exit(_REGRESSION)
+    report = report_in("json" if shown.json else format, verdict_only=shown.quiet, baseline=baseline)
+    report.show(comparison, sys.stdout)
+    if comparison.exceeded:
+        raise typer.Exit(1)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
 
-from memopt_cli.cli.formats import report_in
+from memopt_cli.cli.formats import TableFormat, report_in
 from memopt_cli.cli.options import with_options
 
 
@@ -14,7 +13,7 @@ def compare(
     before: str,
     after: str,
     *,
-    format: Literal["table", "json", "md"] = "table",
+    format: TableFormat = "table",
     json: bool = False,
     verbose: bool = False,
 ) -> None:
@@ -24,5 +23,5 @@ def compare(
     """
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    found = pipeline.compare_files(before, after)
-    report_in("json" if json else format).show(found, sys.stdout)
+    comparison = pipeline.compare_files(before, after)
+    report_in("json" if json else format).show(comparison, sys.stdout)

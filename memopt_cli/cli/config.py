@@ -29,7 +29,7 @@ _RUNS_CODE = {"trust", "sandbox", "no-sandbox"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Settings that a config file adds to the command line, beside the defaults of flags."""
+    """Settings that a config file adds to the command line, in addition to the defaults of flags."""
 
     path: str = ""
     """The file; empty if there is none."""
@@ -42,7 +42,7 @@ class Config:
 def read_config(context: typer.Context, path: str | None) -> str | None:
     """Read the file at ``path``, and make its flags the defaults of this command; the callback of ``--config``.
 
-    ``trust`` and ``dims``, which are no flags, go to ``context.obj``, a :class:`Config`.
+    ``trust`` and ``dims``, which are not flags, go to ``context.obj``, a :class:`Config`.
     ``path``: the value of ``--config``; ``None``: ``memopt.yaml`` in the working directory, if there is one.
     Raises :class:`UsageError` for a file that cannot be read, a key that no command knows, or a value of a wrong kind,
     and :class:`UnsafeFileError` for a file that was found, not named, and that runs code or names a file elsewhere.
@@ -72,7 +72,7 @@ def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> No
         name
         for command in _commands(context)
         for name, parameter in _flags(command).items()
-        if _option(command, parameter).may_name == "code"
+        if _option(command, parameter).checked_risk == "code"
     }
     unsafe = sorted(key for key, value in data.items() if key in code or _names_function(value))
     if unsafe:
@@ -88,7 +88,7 @@ def _option(command: Any, parameter: Any) -> Option:
 
 
 def _names_function(value: Any) -> bool:
-    """Return whether ``value`` names a function, as some flags take beside plain values."""
+    """Return whether ``value`` names a function, which some flags take as well as plain values."""
     return any(".py:" in str(item) for item in (value if isinstance(value, list) else [value]))
 
 
@@ -98,7 +98,7 @@ def _commands(context: typer.Context) -> list[Any]:
 
 def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
     for key, parameter in _flags(context.command).items():
-        is_file = _option(context.command, parameter).may_name == "file"
+        is_file = _option(context.command, parameter).checked_risk == "file"
         if key in data and is_file and not kept_below(str(data[key]), file.parent):
             raise UnsafeFileError(
                 f"{file} was found here, and its '{key}' is not in this folder: {str(data[key])[:200]}",

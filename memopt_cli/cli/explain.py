@@ -47,5 +47,5 @@ def explain(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown.progress() as (progress, ask):
-        found = pipeline.explain(request, progress=progress, ask=ask)
-    shown.report().show(found, sys.stdout)
+        explanation = pipeline.explain(request, progress=progress, ask=ask)
+    shown.report().show(explanation, sys.stdout)

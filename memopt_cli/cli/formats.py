@@ -12,18 +12,22 @@ from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextReport
 
-ReportFormat = Literal["table", "json", "md", "github", "junit"]
+TableFormat = Literal["table", "json", "md"]
+ReportFormat = Literal[TableFormat, "github", "junit"]
 
 
-def report_in(name: ReportFormat, *, verdict_only: bool = False) -> Judgement:
-    """Return the form of report of that ``name``; a table with ``verdict_only`` is one line."""
+def report_in(name: ReportFormat, *, verdict_only: bool = False, baseline: str = "") -> Judgement:
+    """Return the report format ``name``; with ``verdict_only``, the table is a single line.
+
+    ``baseline``: the file that the answer is judged by, beside which GitHub may show it.
+    """
     match name:
         case "json":
             return JsonReport()
         case "md":
             return MarkdownReport()
         case "github":
-            return GithubReport(os.environ.get("GITHUB_STEP_SUMMARY"))
+            return GithubReport(os.environ.get("GITHUB_STEP_SUMMARY"), baseline)
         case "junit":
             return JunitReport()
         case "table":

@@ -33,7 +33,7 @@ def measure(
     torchrun --nproc-per-node 2 -m memopt_cli measure train.py:build --parallel train.py:shard
 
     All ranks make sure that they have the same plan, take steps together, and tell each other their peaks. The first
-    rank shows them beside its prediction.
+    rank shows them next to its prediction.
     """
     launch = find_launch()
     assert launch is not None, "RankCommand checked it"
@@ -54,8 +54,8 @@ def measure(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown_progress(quiet=shown.quiet or not is_first, verbose=shown.verbose) as (progress, _):
-        found = pipeline.measure(request, progress=progress)
+        measurement = pipeline.measure(request, progress=progress)
     if is_first:
         report = shown.report()
-        report.show(found, sys.stdout)
+        report.show(measurement, sys.stdout)
         report.written([output] if output is not None else [], sys.stdout)

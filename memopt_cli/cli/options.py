@@ -83,7 +83,7 @@ class LoadingOptions:
     """Options that say which model of a file to load, and which code in it the user trusts."""
 
     config: str | None = None
-    """Path of the config file; unused here, since the option's callback has read the file before the command begins."""
+    """Path of the config file; not read here: the option's callback has read it before the command begins."""
     key: str | None = None
     weights: str | None = None
     code_path: list[str]
@@ -335,7 +335,9 @@ _NO_DEFAULT: Final = inspect.Parameter.empty
 
 def _annotate(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
     """Return ``parameter`` annotated with the option of that name in the table, as Typer reads it."""
-    option, hint, default = option_of(command, parameter.name), parameter.annotation, parameter.default
+    option = option_of(command, parameter.name)
+    hint = parameter.annotation
+    default = parameter.default
     info: dict[str, Any] = {"metavar": option.takes, "help": option.help}
     if typing.get_origin(hint) in (list, tuple):
         hint, default = list[str], _NO_DEFAULT

@@ -54,8 +54,8 @@ def profile(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown.progress() as (progress, ask):
-        found = pipeline.profile(request, progress=progress, ask=ask)
-        written = files.write(lambda: profile_page(found), found.trace)
+        step_profile = pipeline.profile(request, progress=progress, ask=ask)
+        written = files.write(lambda: profile_page(step_profile), step_profile.trace)
     report = shown.report()
-    report.show(found, sys.stdout)
+    report.show(step_profile, sys.stdout)
     report.written(written, sys.stdout)

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from memopt_cli.errors import MemoptError, RankLostError, Terminated, UsageError
 
-_OTHERS_S, _EACH_S, _MAX_S = 3.0, 0.5, 12.0
-"""Seconds to wait before printing, so that lower ranks print first: a base, an addition for each rank, and the most.  A
-rank that only lost another rank waits longest.  ``torchrun`` stops the others once one has ended: one message appears.
-"""
+_BASE_WAIT_S = 3.0
+"""Seconds that ranks other than the first wait before printing.  ``torchrun`` stops them once the first has ended."""
+_WAIT_PER_RANK_S = 0.5
+"""Seconds of further waiting for each rank before this one, so that lower ranks print first."""
+_MAX_WAIT_S = 12.0
+"""Longest wait in seconds, and that of a rank that only lost another rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ def _number(name: str, default: int | None = None) -> int:
     return int(text)
 
 
-def speaks(failure: MemoptError, err: BaseException) -> bool:
+def await_turn_to_print(failure: MemoptError, err: BaseException) -> bool:
     """Wait for this rank's turn, and return whether it should print its failure.
 
     The launcher usually ends a waiting rank, which then prints nothing.  A single process and the first rank do not
@@ -66,5 +68,5 @@ def speaks(failure: MemoptError, err: BaseException) -> bool:
 
 def _patience_s(failure: MemoptError, rank: int) -> float:
     if isinstance(failure, RankLostError):
-        return _MAX_S
-    return min(_OTHERS_S + _EACH_S * rank, _MAX_S) if rank else 0.0
+        return _MAX_WAIT_S
+    return min(_BASE_WAIT_S + _WAIT_PER_RANK_S * rank, _MAX_WAIT_S) if rank else 0.0

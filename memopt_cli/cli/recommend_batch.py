@@ -98,7 +98,7 @@ def recommend_batch(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     report = shown.report()
-    found: BatchRecommendation | FastestTraining | RanksRecommendation
+    recommendation: BatchRecommendation | FastestTraining | RanksRecommendation
     written: tuple[str, ...] = ()
     with shown.progress() as (progress, ask):
         if request.strategies:
@@ -108,17 +108,17 @@ def recommend_batch(
             report.show(compared, sys.stdout)
             return
         if request.layouts:
-            found = pipeline.recommend_ranks(request, progress=progress, ask=ask)
+            recommendation = pipeline.recommend_ranks(request, progress=progress, ask=ask)
         elif request.search is not None:
-            found = pipeline.recommend_fastest(request, progress=progress, ask=ask)
+            recommendation = pipeline.recommend_fastest(request, progress=progress, ask=ask)
         else:
-            found = pipeline.recommend_batch(request, progress=progress, ask=ask)
+            recommendation = pipeline.recommend_batch(request, progress=progress, ask=ask)
     try:
-        report.show(found, sys.stdout)
+        report.show(recommendation, sys.stdout)
     finally:  # the files are written even if stdout is a broken pipe
-        if isinstance(found, FastestTraining) and files.wanted:
+        if isinstance(recommendation, FastestTraining) and files.wanted:
             with shown.progress():  # Ctrl-C leaves no part of a file
-                written = files.write(lambda: fastest_page(found))
+                written = files.write(lambda: fastest_page(recommendation))
     report.written(written, sys.stdout)
-    if found.interrupted:
+    if recommendation.interrupted:
         raise Interrupted("interrupted; the report has what was found before")

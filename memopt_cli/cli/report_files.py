@@ -1,4 +1,4 @@
-"""Write the files of ``--html`` and ``--snapshot``, reports beside the one on stdout."""
+"""Write the files of ``--html`` and ``--snapshot``, reports in addition to the one on stdout."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ def selftest(
     from memopt_cli.api.selftest import promises  # imports torch
 
     with shown.progress() as (progress, _):
-        found = promises.selftest(device, progress=progress)
-    shown.report().show(found, sys.stdout)
-    if found.interrupted:
+        selftest_report = promises.selftest(device, progress=progress)
+    shown.report().show(selftest_report, sys.stdout)
+    if selftest_report.interrupted:
         raise Interrupted("interrupted; the report has what was tried before")
-    if found.failed:
+    if selftest_report.failed:
         raise typer.Exit(VerificationError.exit_code)

@@ -20,11 +20,11 @@ from memopt_cli.records.progress import Ask, Progress, Span, stage_line, update_
 from memopt_cli.text.documents import no_commands, printable
 
 _FULL = 0.95
-"""Share at which a bar that fills by time stops until its stage is over: the estimated time may be too short."""
+"""A bar that fills by time stops at this share until its stage ends: the estimate may be too short."""
 
 
 class _TerminalProgress(Progress):
-    """Progress on a terminal, which shows that Ctrl-C was noticed as it shows a note."""
+    """Progress on a terminal, which acknowledges Ctrl-C with a note."""
 
     _stage = ""
 
@@ -108,7 +108,9 @@ def shown_progress(*, quiet: bool, verbose: bool) -> Iterator[tuple[Progress, As
     terminal = sys.stderr.isatty()
     console = Console(stderr=True, force_jupyter=False)
     live = terminal and not verbose and not console.is_dumb_terminal
-    progress = Progress() if quiet else BarProgress(console) if live else LogProgress()
+    progress: Progress = BarProgress(console) if live else LogProgress()
+    if quiet:
+        progress = Progress()
     with _interrupts(), closing(progress):
         yield progress, _asker(progress) if terminal and sys.stdin.isatty() else None
 

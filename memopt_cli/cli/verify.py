@@ -8,11 +8,9 @@ import typer
 
 from memopt_cli.cli.formats import ReportFormat, report_in
 from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, with_options
+from memopt_cli.errors import VerificationError
 from memopt_cli.measure import processes
 from memopt_cli.records import EquivalenceRequest, Precision, StepSettings
-
-_DIFFERENCE = 1
-"""Exit code if the two trainings differ."""
 
 
 @with_options
@@ -54,7 +52,7 @@ def verify(
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
     with shown.progress() as (progress, ask):
-        found = pipeline.verify(request, progress=progress, ask=ask)
-    report_in("json" if shown.json else format).show(found, sys.stdout)
-    if not found.passed:
-        raise typer.Exit(_DIFFERENCE)
+        equivalence = pipeline.verify(request, progress=progress, ask=ask)
+    report_in("json" if shown.json else format).show(equivalence, sys.stdout)
+    if not equivalence.passed:
+        raise typer.Exit(VerificationError.exit_code)

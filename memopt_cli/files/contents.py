@@ -43,6 +43,7 @@ from memopt_cli.text.documents import (
     MAX_BYTES,
     json_text,
     printable_data,
+    quoted_path,
     read_bytes,
     read_json,
     read_mapping,
@@ -71,7 +72,7 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     Raises
     ------
     UsageError
-        If the file cannot be read, is no plan, has an unknown or missing key or a value of the wrong type, or was
+        If the file cannot be read, is not a plan, has an unknown or missing key or a value of the wrong type, or was
         written by a later memopt.
     """
     data = _plan_data(path)
@@ -94,9 +95,9 @@ def load_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
 
 
 def read_prediction(path: str | os.PathLike[str]) -> PredictedStep | None:
-    """Read the estimate for another device from the plan's file at ``path``, or ``None`` if it has none.
+    """Read the estimate for another device from the plan's file at ``path``; ``None`` if it has none.
 
-    Raises :class:`UsageError`.
+    Raises :class:`UsageError` if the file cannot be read.
     """
     data = _plan_data(path).get(PREDICTED)
     return None if data is None else from_data(PredictedStep, data, where=f"{path}.{PREDICTED}")
@@ -163,7 +164,7 @@ def read_frontier(path: Path) -> ShownFrontier:
 
 
 def read_header(path: Path) -> FileHeader:
-    """Read the header of a JSON file of memopt's at ``path``, such as a summary: the model, and its inputs.
+    """Read the header of memopt's JSON file at ``path``, such as a summary: the model, and its inputs.
 
     Raises :class:`OSError` and :class:`ValueError`, among them :class:`UsageError`, for any other file.
     """
@@ -194,9 +195,13 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
             _require_comparable(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
         )
     except FileNotFoundError as err:
-        raise BaselineError(f"there is no baseline at {path}", hint=_RECORD_HINT) from err
+        raise BaselineError(f"there is no baseline at {path}", hint=_record_hint(path)) from err
     except (OSError, ValueError, UsageError) as err:
-        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_RECORD_HINT) from err
+        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_record_hint("FILE")) from err
+
+
+def _record_hint(path: str | os.PathLike[str]) -> str:
+    return f"Record one with `memopt baseline MODEL -i SHAPE -o {quoted_path(str(path))}`."
 
 
 def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader, dict[str, Any]]:
@@ -245,7 +250,7 @@ _POSITIVE_FIELDS = ("step_times_s", "original_step_s", "predicted_slowdown")
 
 
 def _require_comparable(baseline: Baseline) -> Baseline:
-    """Return ``baseline`` if memopt could have recorded it.  Raises :class:`UsageError`.
+    """Return ``baseline``.  Raises :class:`UsageError` if memopt could not have recorded it.
 
     Comparing looks for renames at every level of every path, so thousands of levels would keep memopt busy for minutes.
     """
@@ -270,7 +275,7 @@ def _check_shorter(baseline: Baseline) -> None:
 
 
 def _upgrade(data: Any) -> Any:
-    """Convert JSON of schema version 1 to the present keys; keys that no longer exist are dropped."""
+    """Convert JSON of schema version 1 to the current keys; keys that no longer exist are dropped."""
     if isinstance(data, list):
         return [_upgrade(item) for item in data]
     if not isinstance(data, dict):
@@ -289,7 +294,6 @@ def _upgrade(data: Any) -> Any:
 _Record = TypeVar("_Record")
 _MAX_LEVELS = 200  # of nested modules in a baseline
 _FRONTIER_HINT = "`memopt optimize --frontier --force` writes it anew."
-_RECORD_HINT = "Record one with `memopt baseline MODEL … -o FILE`."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 
@@ -331,20 +335,25 @@ def batch_yaml(header: FileHeader, *, shaping: Mapping[str, Any], recommended: M
 def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int) -> dict[str, Any]:
     """Return ``advice`` as the mapping below ``recommended``; sizes in bytes, times in seconds.
 
-    ``described``: the batch of the inputs, whose step was measured.  It is recommended if memory does not limit the
-    batch, or if there is no advice.
+    ``described``: the batch of the inputs, whose step was measured.  It takes the place of a recommendation if memory
+    does not limit the batch, or if there is no advice.
     """
     if advice is None:
-        return {"batch_size": described, "verified": True}
+        return {"batch_size": described, "verified": True, "limited_by": "the given batch: no other is recommended"}
     if isinstance(advice, BatchEstimate):
-        batch = advice.batch if advice.is_limited_by_memory else described
+        batch, limited_by = advice.batch, "memory, as dry runs predict"
+        if not advice.is_limited_by_memory:
+            batch = described
+            limited_by = f"the given batch: about {advice.batch} is predicted to fit, but {advice.because}"
         return {
             "batch_size": batch,
             "verified": batch == described,
+            "limited_by": limited_by,
             "estimated_batch_size": advice.batch,
             "predicted_peak_bytes": advice.predicted_peak_bytes,
             "budget_bytes": advice.budget_bytes,
         }
+    fit = {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes}
     return {
         "batch_size": advice.recommended_batch,
         "verified": True,  # an advice recommends only a batch that was run
@@ -353,7 +362,7 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
         "limited_by": on_command_line(advice.limited_by),
         "budget_bytes": advice.budget_bytes,
         "device_bytes": advice.device_bytes,
-        "peak_fit": {"intercept_bytes": advice.intercept_bytes, "bytes_per_sample": advice.slope_bytes},
+        **({"peak_fit": fit} if advice.slope_bytes > 0 else {}),  # a falling peak, as other kernels run, is no line
         "probes": to_short_data(advice.probes),
     }
 

@@ -68,12 +68,13 @@ def pair_paths(location: str, output: str | None) -> tuple[Path, Path]:
 def output_paths(location: str, output: str | None, *, plan_only: bool = False) -> OutputPaths:
     """Return the paths for an optimization of the model at ``location``.
 
-    ``model.pt`` gives ``model.memopt.pt`` beside it, ``package.module:callable`` gives ``module.memopt.pt`` in the
-    working directory.  ``output`` names the model's file instead; the other three follow its stem.  Raises
-    :class:`UsageError` if ``output`` names no file, or the original model.
+    ``model.pt`` gives ``model.memopt.pt`` beside it, ``package.module:build`` gives ``module.memopt.pt`` in the working
+    directory, and ``train.py:Net``, one class of several in a file, ``train.Net.memopt.pt``.  ``output`` names the
+    model's file instead; the other three follow its stem.  Raises :class:`UsageError` if ``output`` names no file, or
+    the original model.
     """
     file = file_of(location)
-    model = _beside(Path(file), is_code=file != location) if output is None else Path(output)
+    model = _beside(Path(file), location.removeprefix(file).removeprefix(":")) if output is None else Path(output)
     if not model.name:
         raise UsageError(f"'{output}' does not name a file", hint="Write for example `-o model.memopt.pt`.")
     _require_other(file, model)
@@ -94,8 +95,9 @@ def _require_other(file: str, path: Path) -> None:
         raise UsageError(f"the output {path} is the model itself", hint="Name another file.")
 
 
-def _beside(file: Path, *, is_code: bool) -> Path:
-    """Return the path of the optimized model: beside ``file``, or in the working directory if code builds the model."""
-    if is_code:
-        return Path(f"{file.stem if file.suffix == '.py' else file.name.rpartition('.')[2]}.memopt.pt")
+def _beside(file: Path, builder: str) -> Path:
+    """Return the path of the optimized model: beside ``file``, or in the working directory if it has a ``builder``."""
+    if builder:
+        kind = f".{builder}" if builder[:1].isupper() else ""
+        return Path(f"{file.stem if file.suffix == '.py' else file.name.rpartition('.')[2]}{kind}.memopt.pt")
     return file.parent / f"{file.resolve().name if file.is_dir() else file.stem}.memopt.pt"

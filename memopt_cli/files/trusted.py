@@ -36,7 +36,7 @@ def remember_trust(location: str, sha256: str, trust: Trust) -> None:
 
 
 def remembered_trust(location: str) -> Trust | None:
-    """Return the trust last typed for ``location`` with its present content, or ``None`` if none is remembered."""
+    """Return the trust last typed for ``location`` with its current content, or ``None`` if none is remembered."""
     with contextlib.suppress(OSError, RuntimeError, ValueError, MemoptError):
         path = _path_of(location, hashlib.sha256(read_bytes(location)).hexdigest())
         if _is_own(path.parent):

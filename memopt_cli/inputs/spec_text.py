@@ -26,6 +26,7 @@ from memopt_cli.records import (
     TensorSpec,
 )
 from memopt_cli.text.optimizer_text import is_function
+from memopt_cli.text.options import MAX_RANKS
 from memopt_cli.text.units import parse_bytes
 
 _INTEGER_RANGES = {
@@ -40,8 +41,10 @@ _FLOATING_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64")
 DTYPES = (*_FLOATING_DTYPES, *_INTEGER_RANGES)
 """Names of the dtypes that an input may have."""
 
-MODEL_SETTINGS, ADAPTER_SETTINGS = "config.json", "adapter_config.json"
-"""Files of settings in a folder written by ``save_pretrained``."""
+MODEL_SETTINGS = "config.json"
+"""File of a model's settings in a folder written by ``save_pretrained``."""
+ADAPTER_SETTINGS = "adapter_config.json"
+"""File of an adapter's settings in such a folder."""
 
 _SYMBOL_PATTERN = re.compile(r"[A-Z][A-Za-z0-9_]*", re.ASCII)
 _SIZE_PATTERN = re.compile(r"0*[1-9][0-9]{0,17}", re.ASCII)
@@ -186,6 +189,8 @@ def parse_limit(text: str) -> Limit:
         raise UsageError(
             f"'{text}': '{name}' is not a known metric", hint=f"{meant}Known metrics: {', '.join(METRICS)}."
         )
+    if amount == "0":
+        return Limit(text=text, metric=metric, amount=0, relative=False)
     percent, time = _PERCENT_PATTERN.fullmatch(amount), _TIME_PATTERN.fullmatch(amount)
     if percent:
         return Limit(text=text, metric=metric, amount=float(percent[1]), relative=True)
@@ -205,7 +210,7 @@ def parse_limit(text: str) -> Limit:
 
 
 def parse_device(text: str) -> str:
-    """Return ``text`` if it names a device, present or not.  Raises :class:`UsageError`."""
+    """Return ``text``.  Raises :class:`UsageError` unless it has the form of a device's name."""
     if not _DEVICE_PATTERN.fullmatch(text):
         raise UsageError(f"there is no device '{text}'", hint="Write auto, cpu, cuda or cuda:N.")
     return text
@@ -294,8 +299,10 @@ def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
         )
 
 
-_MAX_SIZES, _ITEM_BYTES = 64, 8
-"""Maximum number of dimensions of a tensor, since few operators of PyTorch take more; and of bytes of an item."""
+_MAX_SIZES = 64
+"""Maximum number of dimensions of a tensor, since few PyTorch operators take more."""
+_ITEM_BYTES = 8
+"""Maximum number of bytes of an item."""
 _DIMENSIONS_HINT = f"An input may have at most {_MAX_SIZES} dimensions."
 
 
@@ -407,7 +414,7 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
 
 
 def _complete_mesh(mesh: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return ``mesh`` with the remaining length in place of -1.  Raises :class:`UsageError`."""
+    """Return ``mesh`` with the remaining length in place of -1.  Raises :class:`UsageError` if no length fits."""
     text = _mesh_text(mesh)
     rest = [name for name, length in mesh.items() if length == -1]
     if any(length < 1 and name not in rest for name, length in mesh.items()):
@@ -435,10 +442,6 @@ def _mesh_text(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{name}={length}" for name, length in mesh.items())
 
 
-MAX_RANKS = 2**20
-"""Maximum number of ranks of a layout."""
-
-
 def ranks_asked(layout: RankLayout, rank: int | None) -> tuple[int, ...]:
     """Return the ranks to predict: ``rank``, or the first and the last for ``None``.
 
@@ -457,5 +460,5 @@ def format_layout(layout: RankLayout) -> str:
 
 
 def is_built_in(parallel: str) -> bool:
-    """Return whether ``parallel`` is FSDP or DDP, which need no function of the user's."""
+    """Return whether ``parallel`` is FSDP or DDP, which need no user function."""
     return parallel in BUILT_IN

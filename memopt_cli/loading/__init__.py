@@ -19,13 +19,13 @@ from memopt_cli.loading.bounds import check_paths
 from memopt_cli.loading.exported import Exported
 from memopt_cli.loading.factory import build, fill
 from memopt_cli.loading.generation import cache_notes
-from memopt_cli.loading.interface import Format, Loaded, ModelFile, require_same
+from memopt_cli.loading.interface import Format, Loaded, ModelFile, WithoutModel, require_same
 from memopt_cli.loading.module_pickle import ModulePickle
 from memopt_cli.loading.pickles.kinds.vouched import UNKNOWN_SCRIPT
 from memopt_cli.loading.pretrained import load_pretrained
 from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript
-from memopt_cli.loading.trust import Unvouched, together
+from memopt_cli.loading.trust import UnvouchedError, together
 from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.text.documents import read_bytes
@@ -52,10 +52,13 @@ def load_model(source: ModelSource) -> LoadedModel:
     if is_factory(source.location):
         make_importable(Path.cwd(), first=False)
         UserCode(source.trust.code_paths)
-        loaded, sha256, notes = Loaded(module=build(source.location)), None, ()
+        loaded = Loaded(module=build(source.location))
+        sha256 = None
+        notes = ()
         kind = STEP if isinstance(loaded.module, StepModels) else "factory"
     elif Path(source.location).is_dir():
-        (loaded, sha256), kind = load_pretrained(source.location), "pretrained"
+        loaded, sha256 = load_pretrained(source.location)
+        kind = "pretrained"
         require_same(source.location, sha256, source.sha256)
     else:
         file, sha256 = read_same(source.location, source.key if source.weights is None else None, source.sha256)
@@ -112,13 +115,16 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
         compile_again(unwrap(model))
         warn_if_on(unwrap(model))
         return model
-    except Unvouched as err:
+    except UnvouchedError as err:
         if err.remedy == Trust():
             raise
         hint = f"If you trust where it came from: load(path, trust={together((trust, err.remedy)).in_python})"
         if UNKNOWN_SCRIPT in err.remedy.code_paths:
             hint += _FROM_A_SESSION
-        raise UnsafeFileError(err.message, hint=hint) from err
+        raise UnsafeFileError(err.message, hint=hint) from None
+    except WithoutModel as err:
+        err.hint = "Build the model, and fill it: model.load_state_dict(weights)."
+        raise
 
 
 _FROM_A_SESSION = """
@@ -147,16 +153,16 @@ def format_of(file: ModelFile) -> Format:
     return next(format_ for format_ in _FORMATS if format_.recognizes(file))
 
 
-def read_file(path: str, key: str | None = None, most_bytes: int | None = None) -> ModelFile:
-    """Read the file at ``path``.  Raises :class:`UsageError` if it cannot be read, or has more than ``most_bytes``."""
+def read_file(path: str, key: str | None = None, max_bytes: int | None = None) -> ModelFile:
+    """Read the file at ``path``.  Raises :class:`UsageError` if it cannot be read, or has more than ``max_bytes``."""
     try:
-        return ModelFile(path=path, data=read_bytes(path, most_bytes), key=key)
+        return ModelFile(path=path, data=read_bytes(path, max_bytes), key=key)
     except IsADirectoryError as err:
         hint = "memopt profile and memopt optimize take folders of save_pretrained." if is_pretrained(path) else ""
         raise UsageError(f"{path} is a folder, not a model file", hint=hint) from err
-    except FileNotFoundError as err:
+    except FileNotFoundError:
         hint = "For a model built by code write package.module:callable." if ":" in path else "Check the path."
-        raise UsageError(f"{path} does not exist", hint=hint) from err
+        raise UsageError(f"{path} does not exist", hint=hint) from None
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) else err
         raise UsageError(f"{path} cannot be read: {reason}") from err

@@ -27,8 +27,10 @@ _LOCATOR64 = struct.Struct("<4sLQL")
 _FIELD = struct.Struct("<2H")
 _HEADER = struct.Struct("<4s22x2H")
 """The header of a record: its signature, and the lengths of its name and of its extra fields."""
-_LONG, _LONGEST_NAME = 1000, 80
-"""Minimum bytes of a record that is not a short text, and maximum number of characters of a name in messages."""
+_LONG = 1000
+"""Minimum bytes of a record that is not a short text."""
+_LONGEST_NAME = 80
+"""Maximum number of characters of a name in messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,7 @@ class Archive:
         return bytes(self.view(name))
 
     def text(self, name: str) -> str:
-        """Return the short record ``name`` as text, or an empty text if there is none."""
+        """Return the short record ``name`` as text; empty if there is none."""
         return self.read(name).decode(errors="replace").strip() if self.sizes.get(name, _LONG) < _LONG else ""
 
 
@@ -109,7 +111,7 @@ def record_names(data: bytes) -> frozenset[str]:
         return frozenset()
 
 
-class _HostileArchive(Exception):
+class _HostileArchiveError(Exception):
     """An archive that no program writes: somebody made it by hand."""
 
 
@@ -121,7 +123,7 @@ def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict
     """
     try:
         return _records(data, limit)
-    except _HostileArchive as err:
+    except _HostileArchiveError as err:
         raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_HINT) from err
     except Exception as err:  # a damaged or hostile directory may raise anything
         reason = str(err) if type(err) is ValueError else "the archive is damaged"
@@ -142,10 +144,10 @@ def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
         if stored and record.file_size != record.compress_size:
             raise ValueError("the archive is damaged: a record has two sizes")
     if sum(record.compress_size for record in records) > len(data):
-        raise _HostileArchive("its records overlap")
+        raise _HostileArchiveError("its records overlap")
     unpacked = sum(record.file_size for record in records)
     if unpacked > limit.times * len(data) + limit.more_bytes:
-        raise _HostileArchive(f"its {format_bytes(len(data))} unpack to {format_bytes(unpacked)}")
+        raise _HostileArchiveError(f"its {format_bytes(len(data))} unpack to {format_bytes(unpacked)}")
     return {record.orig_filename: record.file_size for record in records}
 
 
@@ -156,8 +158,12 @@ def _check_fields(extra: bytes) -> None:
         kind, length = _FIELD.unpack_from(extra, start)
         start += _FIELD.size + length
         if kind in seen or start > len(extra):
-            raise _HostileArchive("a record of it has a field twice")
+            raise _HostileArchiveError("a record of it has a field twice")
         seen.add(kind)
+
+
+_LONGEST_END = _END.size + 0xFFFF
+"""Maximum number of bytes of an archive's end, with its comment."""
 
 
 def _count_records(data: bytes) -> int:
@@ -171,6 +177,8 @@ def _count_records(data: bytes) -> int:
         signature64, *_, count, size, start = _END64.unpack_from(data, end)
         if position != end or signature64 != b"PK\x06\x06":
             raise ValueError("the archive is damaged: it has two ends")
+    if data.startswith(b"PK\x03\x04") and b"PK\x05\x06" not in data[-_LONGEST_END:]:
+        raise ValueError("it is truncated, as after an interrupted save or download")
     if signature != b"PK\x05\x06" or comment or start + size != end:
         raise ValueError("the archive is damaged: its end is not where it should be")
     return int(count)
@@ -181,7 +189,7 @@ def _check_names(names: Iterable[str]) -> None:
     for name in names:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not name.isprintable() or "\\" in name or name[1:2] == ":":
-            raise _HostileArchive(f"it has a record named {name!r}")
+            raise _HostileArchiveError(f"it has a record named {name!r}")
         if name.lower() in seen:  # PyTorch's reader ignores case
-            raise _HostileArchive(f"it has two records named {name}")
+            raise _HostileArchiveError(f"it has two records named {name}")
         seen.add(name.lower())

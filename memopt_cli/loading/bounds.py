@@ -19,23 +19,31 @@ from torch.nn.modules import module as registration
 from memopt_cli.errors import FileFormatError
 from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
 
-_FREE_MODULES, _MODULES_PER_TENSOR = 10_000, 100
-"""Number of modules that any model may register, and of further modules for each tensor of its weights."""
-_FREE_BYTES, _BYTES_PER_WEIGHT_BYTE = 256 << 20, 8
-"""Bytes that any model may register, and further bytes for each byte of weights: weights may be tied or converted to
-wider types, and a model also has buffers."""
-_BUILD_BYTES, _BUILD_S, _WEIGHT_BYTES_PER_S = 2 << 30, 30, 50_000_000
-"""Bytes and seconds that building any model may take, and bytes of weights that allow a further second."""
+_FREE_MODULES = 10_000
+"""Number of modules that any model may register."""
+_MODULES_PER_TENSOR = 100
+"""Number of further modules that a model may register for each tensor of its weights."""
+_FREE_BYTES = 256 << 20
+"""Bytes that any model may register."""
+_BYTES_PER_WEIGHT_BYTE = 8
+"""Further bytes that a model may register for each byte of weights: weights may be tied or converted to wider types,
+and a model also has buffers."""
+_BUILD_BYTES = 2 << 30
+"""Bytes that building any model may take."""
+_BUILD_S = 30
+"""Seconds that building any model may take."""
+_WEIGHT_BYTES_PER_S = 50_000_000
+"""Bytes of weights that allow a further second."""
 
 limits_process = False
 """Whether this process exists only to load and run a model, so that limits may be set for the whole process."""
 
 
-class TooLarge(Exception):
+class TooLargeError(Exception):
     """A model that is far larger than its weights."""
 
 
-class _TooLong(BaseException):
+class _TooLongError(BaseException):
     """Building the model takes far too long; raised again each second, since a library may catch it."""
 
 
@@ -67,7 +75,7 @@ _MAX_PATH_CHARACTERS: Final = 1 << 24
 
 @contextmanager
 def bound_weights(tensors: int, nbytes: int) -> Iterator[None]:
-    """Raise :class:`TooLarge` inside the block for modules and tensors far beyond ``tensors`` weights of ``nbytes``."""
+    """Raise :class:`TooLargeError` in the block for modules and tensors far larger than ``tensors`` of ``nbytes``."""
     allowance = {
         "modules": _FREE_MODULES + _MODULES_PER_TENSOR * tensors,
         "bytes": _FREE_BYTES + _BYTES_PER_WEIGHT_BYTE * nbytes,
@@ -76,7 +84,7 @@ def bound_weights(tensors: int, nbytes: int) -> Iterator[None]:
     def take(what: str, amount: int) -> None:
         allowance[what] -= amount
         if allowance[what] < 0:
-            raise TooLarge(f"its settings ask for far more {what} than its weights have")
+            raise TooLargeError(f"its settings ask for far more {what} than its weights have")
 
     def take_module(owner: nn.Module, name: str, module: Any) -> None:
         if isinstance(module, nn.Module):
@@ -100,7 +108,7 @@ def bound_weights(tensors: int, nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def bound_memory(nbytes: int) -> Iterator[None]:
-    """Raise :class:`TooLarge` inside the block for far more memory or CPU time than ``nbytes`` of weights need.
+    """Raise :class:`TooLargeError` inside the block for far more memory or CPU time than ``nbytes`` of weights need.
 
     It catches memory and work outside of modules, such as long lists, unseen by :func:`bound_weights`.  It does
     nothing unless :data:`limits_process`, since the kernel's limits are for the whole process.
@@ -112,7 +120,7 @@ def bound_memory(nbytes: int) -> Iterator[None]:
     seconds = _BUILD_S + nbytes // _WEIGHT_BYTES_PER_S
 
     def interrupt(*_: Any) -> None:
-        raise _TooLong
+        raise _TooLongError
 
     timing = signal.signal(signal.SIGPROF, interrupt)
     try:
@@ -122,9 +130,9 @@ def bound_memory(nbytes: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, seconds, 1)
         yield
     except MemoryError as err:
-        raise TooLarge("its settings ask for far more memory than its weights have") from err
-    except _TooLong as err:
-        raise TooLarge(f"its settings ask for more than {seconds} seconds of work") from err
+        raise TooLargeError("its settings ask for far more memory than its weights have") from err
+    except _TooLongError as err:
+        raise TooLargeError(f"its settings ask for more than {seconds} seconds of work") from err
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, timing)

@@ -47,7 +47,7 @@ def _by_transformers(module: nn.Module) -> tuple[TensorSpec, ...]:
     config = getattr(module, "config", None)
     names = [getattr(module, "main_input_name", None)]
     if _takes(module, "input_ids") and _takes(module, "pixel_values") and not _has_image_tokens(config):
-        names = ["input_ids", "pixel_values"]  # a text beside an image, as in CLIP
+        names = ["input_ids", "pixel_values"]  # a text with an image, as in CLIP
     tensors = [tensor for name in names if (tensor := _input(name, _part_of(config, name))) is not None]
     if len(tensors) < len(names):
         return ()
@@ -97,7 +97,8 @@ def _mask(module: nn.Module, names: Sequence[str | None]) -> tuple[TensorSpec, .
 
 def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
     """Return the labels with which the head of ``module`` returns a loss; none where they are not known."""
-    kind, classes = type(module).__name__, getattr(config, "num_labels", None)
+    kind = type(module).__name__
+    classes = getattr(config, "num_labels", None)
     if kind.endswith("ForQuestionAnswering"):
         ends = ("start_positions", "end_positions")
         length = _length(module)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.described import PickledTensor, items_in, tensor_of
-from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, RUNTIME, is_segment
+from memopt_cli.loading.pickles.entries import SCRIPT_LEAF
+from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, is_segment
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, entries_of
+from memopt_cli.loading.script_objects import TYPE_TAG
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 from memopt_cli.text.documents import printable
 
@@ -16,22 +18,21 @@ Registered = Mapping[str, Mapping[str, TensorKind]]
 """Class of a script -> attribute -> the kind of tensor that it is registered as."""
 
 _SCRIPT: Final = "__torch__"
-_SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
 """The class of a module that stayed TorchScript; its parts are in an archive of its own."""
 _RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
 """Maximum depth of nested modules and containers."""
-_MAX_PLACES, _LONGEST_NAME = 1_000_000, 200
-"""Maximum number of visited values, and of characters in a listed name."""
-_TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
-"""A function that TorchScript's pickles call with a container and its type."""
+_MAX_PLACES = 1_000_000
+"""Maximum number of visited values."""
+_LONGEST_NAME = 200
+"""Maximum number of characters in a listed name."""
 _RUNS: Final = "_memopt_runs"
 """The attribute in which a Sequential keeps its runs of layers; they are not among its children."""
 _SEQUENCES: Final = ("builtins.list", "builtins.set", "builtins.tuple", "collections.deque")
 
 
 @dataclass(slots=True)
-class Contents:
+class FileContents:
     """The modules and tensors of a file, in its order."""
 
     modules: list[StoredModule] = field(default_factory=list)
@@ -84,7 +85,7 @@ def count_items(tensor: StoredTensor) -> int:
     return items_in(size for size in tensor.shape if isinstance(size, int))
 
 
-def contents_of(root: Any, *, registered: Registered | None = None, loose: TensorKind = "tensor") -> Contents:
+def contents_of(root: Any, *, registered: Registered | None = None, loose: TensorKind = "tensor") -> FileContents:
     """List the modules and tensors in ``root``, which :func:`~memopt_cli.loading.pickles.scan.scan_pickle` returned.
 
     ``registered`` gives the kinds of attributes that the code of a TorchScript archive declares; ``loose`` is the kind
@@ -108,10 +109,10 @@ class _Walk:
     def __init__(self, registered: Registered, loose: TensorKind) -> None:
         self._registered = registered
         self._loose = loose
-        self._found = Contents()
+        self._found = FileContents()
         self._seen: set[int] = set()
 
-    def all_of(self, root: Any) -> Contents:
+    def all_of(self, root: Any) -> FileContents:
         pending, looked = [_Place("", root, self._loose, -1, 0)], 0
         while pending:
             place, looked = pending.pop(), looked + 1
@@ -130,7 +131,7 @@ class _Walk:
         elif id(place.value) not in self._seen:
             self._seen.add(id(place.value))
             attributes = self._attributes(place.value)
-            if {"_modules", "_parameters"} <= attributes.keys() or _class_of(place.value) == _SCRIPT_LEAF:
+            if {"_modules", "_parameters"} <= attributes.keys() or _class_of(place.value) == SCRIPT_LEAF:
                 yield from self._inside_module(place, attributes)
             elif _class_of(place.value).startswith(f"{_SCRIPT}."):
                 yield from self._inside_script(place, attributes)
@@ -196,7 +197,7 @@ class _Walk:
 
 def _inside_container(place: _Place) -> Iterator[_Place]:
     value = place.value
-    if _class_of(value) == _TYPE_TAG and isinstance(value.arguments, Tuple) and value.arguments.items:
+    if _class_of(value) == TYPE_TAG and isinstance(value.arguments, Tuple) and value.arguments.items:
         value = value.arguments.items[0]
     if isinstance(value, Tuple):
         items: Iterable[tuple[Any, Any]] = enumerate(value.items)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading import format_of
 from memopt_cli.loading.archive import Archive
-from memopt_cli.loading.contents import Contents, contents_of, count_items
+from memopt_cli.loading.contents import FileContents, contents_of, count_items
 from memopt_cli.loading.exported_contents import read_exported
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import refusals_by_name
@@ -42,7 +42,7 @@ class _Found:
     """The findings in a file, by the reader of its format."""
 
     format: str
-    contents: Contents
+    contents: FileContents
     versions: dict[str, str] = field(default_factory=dict)
     globals: tuple[GlobalVerdict, ...] = ()
     inputs: tuple[StoredTensor, ...] = ()
@@ -53,7 +53,7 @@ def describe(file: ModelFile) -> Inspection:
     """Describe the contents of ``file``.
 
     Raises :class:`FileFormatError` if it is damaged or of no known format, :class:`UnsafeFileError` for an archive
-    that would harm whoever unpacks it.  Names that loading would refuse are no error here, but part of the answer.
+    that would harm whoever unpacks it.  Names that loading would refuse are not an error here, but part of the answer.
     """
     try:
         with suspend_collection():
@@ -88,7 +88,8 @@ def _pickle(file: ModelFile) -> _Found:
     records = {name.removeprefix("data/"): size for name, size in zipped.sizes.items()} if zipped else None
     check_tensors(built, records, len(file.data))
     contents = contents_of(pickled.pickle.root)
-    wrapped, notes = bool(contents.modules) and contents.modules[0].path != "", tuple[str, ...]()
+    wrapped = bool(contents.modules) and contents.modules[0].path != ""
+    notes = tuple[str, ...]()
     if wrapped:
         what, notes = "container of a module", (f"Its module is the entry {contents.modules[0].path!r}.",)
     elif contents.modules:
@@ -161,7 +162,7 @@ def _describe_pickle(archive: Archive, record: str) -> Any:
 
 def _safetensors(file: ModelFile) -> _Found:
     entries, remarks = read_header(file.data, file.path)
-    contents = Contents()
+    contents = FileContents()
     for name, entry in entries.items():
         dtype, size = dtype_name(entry.dtype), entry.end - entry.start
         stored = StoredTensor(name=printable(name), kind="tensor", shape=entry.shape, dtype=dtype, size_bytes=size)

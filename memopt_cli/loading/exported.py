@@ -27,7 +27,7 @@ from memopt_cli.loading.exported_contents import PROGRAM, PROGRAMS, checked_path
 from memopt_cli.loading.exported_graph import (
     DTYPE_CODES,
     GraphReader,
-    NotAllowed,
+    NotAllowedError,
     Op,
     Operand,
     size_text,
@@ -37,10 +37,11 @@ from memopt_cli.loading.fixed_mode import mode_notes
 from memopt_cli.loading.interface import Loaded, ModelFile
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.pickles.described import check_view, items_in
+from memopt_cli.loading.sequentials import restore_sequentials
 from memopt_cli.records import InputSpec, TensorSpec, Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
 from memopt_cli.runtime.lifted.operators import DTYPES
-from memopt_cli.runtime.lifted.program import VERSION, BadProgram, is_attribute, is_parameter
+from memopt_cli.runtime.lifted.program import VERSION, BadProgramError, is_attribute, is_parameter
 from memopt_cli.runtime.private_torch import children_of, memory_of, parameters_of
 from memopt_cli.text.documents import read_json
 
@@ -89,13 +90,16 @@ class Exported:
             )
         try:
             return _Program(archive, file.path).lift()
-        except NotAllowed as err:
+        except NotAllowedError as err:
             raise UnsafeFileError(
                 f"{file.path} was not loaded: it uses {err}, which is not on memopt's list",
                 hint="Save the model itself with torch.save(model, path), or as TorchScript.",
             ) from err
-        except BadProgram as err:
-            raise UnsafeFileError(f"{file.path} was not loaded: {err}", hint="The file is likely an attack.") from err
+        except BadProgramError as err:
+            raise UnsafeFileError(
+                f"{file.path} was not loaded: {err}",
+                hint="No exporter writes such a program, so the file may be an attack: do not load it.",
+            ) from err
         except MemoptError:
             raise
         except Exception as err:  # a damaged or hostile program may raise anything
@@ -133,7 +137,7 @@ class _Program:
     def lift(self) -> Loaded:
         """Build the model.
 
-        Raises :class:`NotAllowed` and :class:`BadProgram`; a damaged program may raise any exception.
+        Raises :class:`NotAllowedError` and :class:`BadProgramError`; a damaged program may raise any exception.
         """
         reader = GraphReader()
         ops, results = reader.read(self._graph)
@@ -144,7 +148,7 @@ class _Program:
         mutations, results = self._mutations(results)
         tree = _read_tree(read_json(self._call["out_spec"])[1])
         root.methods.append(_root_method(Method(builder, (), root), (*ops, *mutations), results, arguments, tree))
-        module = self._assemble(builder.scopes)
+        module = restore_sequentials(self._assemble(builder.scopes))
         examples = self._load_weights(_EXAMPLES) if _EXAMPLES in self._archive.sizes else None
         spec, example_notes = _example_spec(examples, arguments, self._graph["tensor_values"])
         notes = [f"torch.export dropped the custom backward of {function}." for function in sorted(reader.functions)]
@@ -212,7 +216,7 @@ class _Program:
         return tensor
 
     def _places(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """Map each input of the graph to every path that leads to its tensor, its own first."""
+        """Map each input of the graph to all paths of its tensor in the model, the input's own path first."""
         shared: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
             shared.setdefault(id(tensor), []).append(name)
@@ -282,7 +286,7 @@ class _Program:
     def _mutations(self, results: list[Operand]) -> tuple[list[Op], list[Operand]]:
         """Return operators that copy outputs of the graph into changed tensors, and the other outputs.
 
-        Export makes a graph functional: the graph returns values that the model writes in place, as running statistics.
+        torch.export turns writes in place, such as those to running statistics, into outputs of the graph.
         """
         names = {target: name for name, (_, target) in self._names.items()}
         ops, returned = [], []
@@ -294,7 +298,7 @@ class _Program:
             elif kind in ("user_output", "loss_output"):
                 returned.append(result)
             else:
-                raise ValueError(f"an output of kind {kind}")
+                raise ValueError(f"it has an output of the unknown kind {kind}")
         return ops, returned
 
 
@@ -337,7 +341,7 @@ class _Argument:
     keyword: bool
 
     def is_constant(self) -> bool:
-        """Return whether export kept only the value of the argument, which is no input of the graph then."""
+        """Return whether export stored the argument as a constant, so that the graph has no input for it."""
         return all(type(leaf) is tuple for leaf in self.leaves)
 
 
@@ -390,7 +394,9 @@ def _pack(method: Method, tree: _Tree, results: Iterator[Operand]) -> Any:
     if tree.kind is None:
         return method.operand(next(results))
     items = [_pack(method, child, results) for child in tree.children]
-    kind = "dict" if tree.keys else "list" if tree.kind == "builtins.list" else "tuple"
+    kind = "list" if tree.kind == "builtins.list" else "tuple"
+    if tree.keys:
+        kind = "dict"
     pairs = (
         [operand for key, item in zip(tree.keys, items, strict=True) for operand in ((key,), item)]
         if tree.keys
@@ -404,7 +410,7 @@ def _pack(method: Method, tree: _Tree, results: Iterator[Operand]) -> Any:
 def _example_spec(
     examples: Any, arguments: Sequence[_Argument], shapes: Mapping[str, Any]
 ) -> tuple[InputSpec | None, tuple[str, ...]]:
-    """Describe the example inputs of the export, ``None`` if they are nested or no tensors, with notes for the user."""
+    """Return the spec of the example inputs (``None`` if one is nested or not a tensor), and notes for the user."""
     inputs = [a for a in arguments if not a.is_constant()]
     if not all(a.tree.kind is None and a.leaves[0] in shapes for a in inputs):
         return None, ("Its example inputs are nested or are not tensors: describe the inputs with `--input-script`.",)
@@ -440,7 +446,7 @@ def _tensor_spec(name: str | None, meta: Any, symbols: Mapping[str, str], exampl
 
 
 def _values(dtype: str, example: Tensor | None) -> str:
-    """Return the kind of random values that is most like ``example``, as ``values`` of an input name it."""
+    """Return the ``values`` of an input (``normal``, ``0..2``) whose random numbers are most like ``example``."""
     floating = getattr(torch, dtype).is_floating_point
     if example is None or not example.numel():
         return "normal" if floating else "0..2"
@@ -468,7 +474,7 @@ def _hints(meta: Any) -> list[tuple[str, int]]:
 
 
 def _symbols(metas: Sequence[Any]) -> dict[str, str]:
-    """Map each symbol of the program to memopt's usual one, if its position shows which, else to itself capitalized.
+    """Map each symbol of the program to ``B``, ``S`` or ``T`` if its position shows which, else capitalize it.
 
     If only one of the first two dimensions varies, it is the batch, ``B``.  If both do, the input is ``[B, S]`` for
     integers (tokens), and ``[T, B, C, H, W]`` for floating tensors of five dimensions (images over time).
@@ -479,8 +485,10 @@ def _symbols(metas: Sequence[Any]) -> dict[str, str]:
         names = [text for text, _ in _hints(meta)]
         integer = not getattr(torch, DTYPES[DTYPE_CODES[meta["dtype"]]]).is_floating_point
         varying = [bool(name) for name in names[:2]]
-        if varying == [True, True]:
-            usual = ("B", "S") if integer else ("T", "B") if len(names) == 5 else ()
+        if varying == [True, True] and integer:
+            usual: tuple[str, ...] = ("B", "S")
+        elif varying == [True, True]:
+            usual = ("T", "B") if len(names) == 5 else ()
         else:
             usual = ("B", "B")
         for name, short in zip(names, usual, strict=False):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from memopt_cli.loading.archive import NESTED_TENSORS_LIMIT, Archive
-from memopt_cli.loading.contents import DEEPEST, Contents, contents_of
+from memopt_cli.loading.contents import DEEPEST, FileContents, contents_of
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.described import LARGEST, item_bytes, items_in
 from memopt_cli.loading.pickles.reading import read_pickled
@@ -23,10 +23,12 @@ DTYPE_NAMES: Final = dict(
 NO_MODULE: Final = "_empty_nn_module_stack_from_metadata_hook"
 """The path that ``torch.export`` gives operators that it added outside of any module."""
 _SYMBOL: Final = re.compile(r"Symbol\('(\w+)'")
-_MIN_VALUES, _MAX_VALUES, _BYTES_PER_VALUE = 2_000_000, 16_000_000, 8
-"""Separators that the JSON of a program may have: in any file, in the largest (some 200,000 operators), and the bytes
-of the file that allow one more.  PyTorch does not compress the JSON, and writes some 12 bytes for each separator; a
-value takes up to 80 bytes of memory once it is read."""
+_MIN_VALUES = 2_000_000
+"""Separators that the JSON of a program may have in any file; a value that is read takes up to 80 bytes of memory."""
+_MAX_VALUES = 16_000_000
+"""Separators that it may have in the largest file, of some 200,000 operators."""
+_BYTES_PER_VALUE = 8
+"""Bytes of the file that allow one more separator; PyTorch, which does not compress the JSON, writes some 12."""
 PROGRAM: Final = "models/model.json"
 PROGRAMS: Final = (PROGRAM, "serialized_exported_program.json")
 """Records that hold the program: since PyTorch 2.8, and before."""
@@ -34,7 +36,7 @@ _PICKLED_WEIGHTS: Final = "data/weights/model.pt"
 """The record in which PyTorch 2.8 pickles all weights."""
 
 
-def read_exported(archive: Archive) -> tuple[Contents, dict[str, str], tuple[StoredTensor, ...]]:
+def read_exported(archive: Archive) -> tuple[FileContents, dict[str, str], tuple[StoredTensor, ...]]:
     """Read the modules and tensors of the program in ``archive``, the versions that wrote it, and its inputs.
 
     Raises :class:`KeyError`, :class:`TypeError`, :class:`AttributeError`, :class:`IndexError` or :class:`ValueError`
@@ -54,7 +56,7 @@ def read_exported(archive: Archive) -> tuple[Contents, dict[str, str], tuple[Sto
 def read_program(archive: Archive, record: str) -> Any:
     """Return the JSON in ``record``.  Raises :class:`ValueError` if it is broken, or too large for its file."""
     most = min(_MIN_VALUES + archive.size_bytes // _BYTES_PER_VALUE, _MAX_VALUES)
-    return read_json(archive.read(record), most_values=most)
+    return read_json(archive.read(record), max_values=most)
 
 
 def _records(archive: Archive) -> dict[str, Any]:
@@ -68,8 +70,8 @@ def _records(archive: Archive) -> dict[str, Any]:
     return {name: f"{entry['path_name']} {entry['tensor_meta']}" for name, entry in entries.items()}
 
 
-def _contents(graph: Any, signature: Any, values: Any, records: dict[str, Any]) -> Contents:
-    contents = Contents()
+def _contents(graph: Any, signature: Any, values: Any, records: dict[str, Any]) -> FileContents:
+    contents = FileContents()
     tensors = list(_tensors(signature, values))
     classes = _classes(graph["nodes"])
     for path in [tensor.name.rpartition(".")[0] for tensor in tensors]:
@@ -122,7 +124,8 @@ def _size(size: Any) -> tuple[int | str, int]:
     """Return ``size`` in two forms: a number or a symbol to show, and the number in the example inputs."""
     if "as_int" in size:
         return size["as_int"], size["as_int"]
-    expression, hint = size["as_expr"]["expr_str"], size["as_expr"].get("hint") or {}
+    expression = size["as_expr"]["expr_str"]
+    hint = size["as_expr"].get("hint") or {}
     return _SYMBOL.sub(r"\1", expression).partition(",")[0], hint.get("as_int", 1)
 
 

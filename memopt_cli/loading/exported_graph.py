@@ -52,7 +52,7 @@ _PLACE = re.compile(r'File "([^"]*)", line (\d+), in ')
 _APPLY = re.compile(r"\b(\w+)\.apply\(")
 
 
-class NotAllowed(Exception):
+class NotAllowedError(Exception):
     """An operator that is not on the list; the message names it and its source line."""
 
 
@@ -91,18 +91,18 @@ class GraphReader:
         self.functions: set[str] = set()
         """Autograd functions whose forward export kept and whose backward it lost, with their source lines."""
         self._fresh = itertools.count()
-        self._same: dict[str, Operand] = {}
-        """Alias of a value -> the value: the result of ``add_`` is its first operand."""
+        self._bound: dict[str, Operand] = {}
+        """Input of an inner graph -> the operand to which it refers."""
 
     def read(self, graph: Any, prefix: str = "", bound: Sequence[Operand] = ()) -> tuple[tuple[Op, ...], list[Operand]]:
         """Return the operators and the outputs of ``graph``.
 
         For an inner graph, such as a branch of ``torch.cond``, ``prefix`` makes the names of its values unique, and
         ``bound`` are the operands that its inputs refer to.
-        Raises :class:`NotAllowed`; a damaged graph may raise any exception.
+        Raises :class:`NotAllowedError`; a damaged graph may raise any exception.
         """
         for item, operand in zip(graph["inputs"] if prefix else (), bound, strict=True):
-            self._same[prefix + _argument_name(item)] = operand
+            self._bound[prefix + _argument_name(item)] = operand
         for name, meta in graph["tensor_values"].items():
             self.shapes[prefix + name] = tuple(map(size_text, meta["sizes"]))
         for name, size in graph["sym_int_values"].items():
@@ -134,10 +134,6 @@ class GraphReader:
         operands = tuple(
             arguments.get(a.name, (_as_stored(a.default_value),) if a.has_default_value() else (None,)) for a in schema
         )
-        # ``add_`` returns the tensor that it writes: uses of the result become uses of the operand.
-        if (same := _written_operand(operator)) is not None and len(outputs) == 1:
-            self._same[outputs[0]] = operands[same]
-            outputs = ()
         if is_collection:
             whole = f"*{next(self._fresh)}"
             ops += [Op("operator", key, operands, (whole,), stack), Op("unpack", None, (whole,), outputs, stack)]
@@ -164,7 +160,7 @@ class GraphReader:
             whole = Op("if", None, (rest[0],))
             bound = [operand for op in ops[first:] if op.outputs == tuple(rest[1:]) for operand in op.operands]
         else:
-            raise NotAllowed(f"the operator {kind} ({_where(node)})")
+            raise NotAllowedError(f"the operator {kind} ({_where(node)})")
         blocks = []
         for graph in graphs:
             inner, results = self.read(graph, f"*{next(self._fresh)}.", bound)
@@ -179,7 +175,7 @@ class GraphReader:
             if "as_none" in value:
                 return (None,)
             name = _argument_name({kind: value})
-            return self._same.get(prefix + name, prefix + name) if name else (next(iter(value.values())),)
+            return self._bound.get(prefix + name, prefix + name) if name else (next(iter(value.values())),)
         if kind in ("as_tensors", "as_optional_tensors", "as_sym_ints", "as_sym_floats", "as_nested_tensors"):
             inner = {"as_tensors": "as_tensor", "as_nested_tensors": "as_tensors"}.get(kind)
             items = [self._operand({inner: v} if inner else _as_argument(v), prefix, stack, ops) for v in value]
@@ -218,7 +214,7 @@ def _constant(kind: str, value: Any) -> Any:
         return float(value) if kind == "as_float" else value
     if kind in ("as_ints", "as_floats", "as_bools", "as_strings", "as_int_lists", "as_float_lists"):
         return _as_stored(value)
-    raise NotAllowed(f"an argument of kind {kind.removeprefix('as_')}")
+    raise NotAllowedError(f"an argument of kind {kind.removeprefix('as_')}")
 
 
 def _as_stored(value: Any) -> Any:
@@ -252,18 +248,7 @@ def _find(node: Any) -> tuple[str, Any]:
         operator = find_operator(key)
         if operator is not None:
             return key, operator
-    raise NotAllowed(f"the operator {target} ({_where(node)})")
-
-
-def _written_operand(operator: Any) -> int | None:
-    """Return the position of the operand that ``operator`` writes and returns, or ``None`` if it writes none."""
-    returned = schema_of(operator).returns
-    if len(returned) != 1 or returned[0].alias_info is None or not returned[0].alias_info.is_write:
-        return None
-    written = returned[0].alias_info.before_set
-    return next(
-        i for i, a in enumerate(schema_of(operator).arguments) if a.alias_info and a.alias_info.before_set == written
-    )
+    raise NotAllowedError(f"the operator {target} ({_where(node)})")
 
 
 def _where(node: Any) -> str:

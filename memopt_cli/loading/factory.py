@@ -28,11 +28,12 @@ from memopt_cli.loading.pickles.entries import (
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.torchscript import TorchScript
-from memopt_cli.loading.user_code import UserCode, make_importable
+from memopt_cli.loading.user_code import GUARD, UserCode, command_line_of, make_importable
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
 from memopt_cli.text.documents import quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import is_function
+from memopt_cli.training.module_calls import raised_at
 from memopt_cli.training.step import is_out_of_memory
 from memopt_cli.training.user_step import Step, StepModels
 
@@ -60,11 +61,13 @@ def build(location: str) -> nn.Module:
 def _import_module(location: str) -> Callable[[], Any]:
     module, _, name = location.partition(":")
     try:
-        factory: Any = importlib.import_module(module)
-    except Exception as err:  # the user's code may raise anything
+        with command_line_of(module):
+            factory: Any = importlib.import_module(module)
+    except (Exception, SystemExit) as err:  # the user's code may raise anything
+        hint = "Run memopt from the folder that holds it, or add `--code-path FOLDER`."
         raise FileFormatError(
             f"{location}: importing {module} failed: {first_line(err)}",
-            hint="Run memopt from the folder that holds it, or add `--code-path FOLDER`.",
+            hint=hint if isinstance(err, ModuleNotFoundError) else GUARD,
         ) from err
     for part in name.split("."):
         factory = getattr(factory, part, None)
@@ -87,18 +90,19 @@ def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # every subprocess must build the same parameters
-            product = factory()
+            with command_line_of(location.partition(":")[0]):
+                product = factory()
     except MemoptError:
         raise
     except (Exception, SystemExit) as err:
-        hint = "" if isinstance(err, SystemExit) else "It is called without arguments."
+        hint = "It is called without arguments; if it needs some, name a function that passes them."
         if is_out_of_memory(err):
             hint = "It does not fit here; `memopt profile --fake` may not need that memory."
         elif isinstance(err, UNKNOWN_WITHOUT_DATA):
             hint = (
                 "With `--fake`, tensors have no values, but the function reads some: leave `--fake` out, or read none."
             )
-        raise FileFormatError(f"{location}() failed: {first_line(err)}", hint=hint) from err
+        raise FileFormatError(f"{location}() failed: {first_line(err)}{raised_at(err)}", hint=hint) from err
     if not isinstance(product, nn.Module | Step):
         raise FileFormatError(
             f"{location}() returned {type_in_words(product)}, neither an nn.Module nor a memopt_cli.Step"

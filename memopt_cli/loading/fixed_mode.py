@@ -15,7 +15,9 @@ def mode_notes(programs: Iterable[tuple[Any, ...]], who: str) -> tuple[str, ...]
     modes = {mode for program in programs for method in (*program[2], *program[3]) for mode in _modes(method[3])}
     if not modes:
         return ()
-    mode = "a mixed" if len(modes) > 1 else "training" if modes == {True} else "evaluation"
+    mode = "training" if True in modes else "evaluation"
+    if len(modes) > 1:
+        mode = "a mixed"
     return (f"{who} kept {mode} mode: dropout and normalization do not change with train() and eval().",)
 
 

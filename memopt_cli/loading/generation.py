@@ -39,7 +39,7 @@ _CACHES: Final = frozenset({"past_key_values", "past_key_value", "layer_past"})
 def _fills_cache(module: nn.Module) -> bool:
     """Return whether the forward of ``module`` makes a cache if it is given none, and its configuration asks for one.
 
-    Forwards of Hugging Face's decoders do so, also where nothing is generated.
+    Forwards of Hugging Face's decoders do so even where nothing is generated.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if not isinstance(code, CodeType) or not {"use_cache", "past_key_values"} <= set(code.co_varnames):
@@ -53,6 +53,6 @@ def _fills_cache(module: nn.Module) -> bool:
 
 
 def _makes_cache(module: nn.Module, name: str) -> bool:
-    # Read from ``vars``: ``getattr`` would run a property, which may be code of the user's file.
+    # Read from ``vars``: ``getattr`` would run a property, which may be the user's code.
     config: Any = getattr(vars(module).get("config"), "__dict__", {})
     return config.get(name) is True

@@ -40,6 +40,7 @@ from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import GUESS, PADDED, InputSpec, ModelSource, TensorSpec, refuse_unknown
 from memopt_cli.runtime.private_torch import with_data
 from memopt_cli.text.documents import printable, quoted_flag, quoted_path, read_bytes, read_yaml
+from memopt_cli.text.units import format_some
 from memopt_cli.training.step import dtype_in
 from memopt_cli.training.user_step import StepModels
 
@@ -80,7 +81,7 @@ def find_spec(
         if described is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",
-                hint=f"Describe them: `memopt optimize {quoted_path(source.location)} -i 4x3x224x224`.",
+                hint=f"Describe them: `memopt optimize {quoted_path(source.location)} -i 8x128` for one tensor.",
             )
         spec = described
         if given is not None:
@@ -120,7 +121,9 @@ def _read_tensor(item: Any) -> TensorSpec:
     _check_keys(item, ("name", "shape", "dtype", "values"), "an input")
     if "shape" not in item:
         raise UsageError("an input lacks the key 'shape'")
-    shape, name, dtype = item["shape"], item.get("name"), parse_dtype(str(item.get("dtype", "float32")))
+    shape = item["shape"]
+    name = item.get("name")
+    dtype = parse_dtype(str(item.get("dtype", "float32")))
     if name is not None and not (isinstance(name, str) and name.isidentifier()):
         raise UsageError(f"{shorten(name)} is not the name of an argument")
     sizes = parse_shape("[" + ",".join(map(str, shape)) + "]" if isinstance(shape, list) else str(shape))
@@ -220,23 +223,21 @@ def make_inputs(
 
 
 def unnamed_arguments(model: nn.Module, kwargs: Iterable[str]) -> Iterator[str]:
-    """Yield a note on each of ``kwargs`` that the forward of ``model`` does not name but takes, by ``**``.
+    """Yield a note on each of ``kwargs`` that the forward of ``model`` does not name, such as a misspelt name.
 
-    Any misspelt name is taken so.  A forward that names no argument at all, as a wrapper's, tells nothing.
+    A forward that takes keywords by ``**`` raises nothing; if it names no argument, as a wrapper's, nothing is known.
     """
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):  # it shows no signature, as a compiled function may
         return
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
-    if not named or rest is None:
-        return
-    for name in kwargs:
+    rest = next((f", so it goes into **{p.name}" for p in parameters if p.kind is p.VAR_KEYWORD), "")
+    for name in kwargs if named else ():
         if name not in named:
             like = difflib.get_close_matches(name[:100], named, n=1)
-            meant = f"; did you mean {like[0]}?" if like else "."
-            yield f"forward names no argument {printable(name)}, so it goes into **{rest}{meant}"
+            meant = f"did you mean {like[0]}?" if like else f"it names {format_some(named)}."
+            yield f"forward names no argument {printable(name)}{rest}; {meant}"
 
 
 def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
@@ -432,6 +433,6 @@ def batch_of(spec: InputSpec) -> int:
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    for item in items:
+    items = value.values() if isinstance(value, Mapping) else value
+    for item in items if isinstance(value, Mapping | list | tuple) else ():
         yield from _tensors_in(item)

@@ -15,12 +15,12 @@ from memopt_cli.text.units import format_count
 from memopt_cli.training.wrappers import Wrapper
 
 # Hints on damaged files, and on files that want more than is allowed.
-TRUNCATED: Final = "It may be truncated: download it or save it again."
+TRUNCATED: Final = "Save it or download it again."
 UNCHECKED: Final = "If you saved it yourself, `--trust-pickle` loads it without any check."
 
 
 def suggest_unchecked(trust: Trust) -> str:
-    """Return the way to load a file of one's own unchecked, with the code of ``trust``, which it also needs."""
+    """Return the way to load the user's own file unchecked, with the code of ``trust``, which it also needs."""
     return UNCHECKED.replace("--trust-pickle", Trust(code_paths=trust.code_paths, pickle=True).flags)
 
 
@@ -67,9 +67,13 @@ class Format(Protocol):
         """
 
 
-def no_model(path: str, tensors: int, code_paths: Sequence[str]) -> FileFormatError:
+class WithoutModel(FileFormatError):
+    """A file that holds weights alone."""
+
+
+def no_model(path: str, tensors: int, code_paths: Sequence[str]) -> WithoutModel:
     """Return the error for a file that holds nothing but ``tensors`` weights; see :func:`build_hint`."""
-    return FileFormatError(
+    return WithoutModel(
         f"{path} holds {format_count(tensors, 'tensor')} but no model", hint=build_hint(path, code_paths)
     )
 

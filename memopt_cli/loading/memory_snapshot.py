@@ -35,11 +35,14 @@ _PLAIN: Final = frozenset(
 _MAX_HOLDERS: Final = 200
 _MAX_BYTES: Final = 1 << 30
 """Maximum number of source lines that are reported, and largest size in bytes of a snapshot."""
-_MAX_OPCODES, _MIN_OPCODES, _BYTES_PER_OPCODE = 20_000_000, 100_000, 2
-"""Maximum number of opcodes of the largest pickle, and of any pickle, and bytes of a pickle that allow a further one.
+_MAX_OPCODES = 20_000_000
+"""Maximum number of opcodes of the largest pickle; a history of 100,000 events has some 3 million.
 
-Each opcode takes some 70 bytes of memory and some microseconds; a history of 100,000 events has some 3 million; and
-``pickle`` writes 3 to 5 bytes for each."""
+Each opcode takes some 70 bytes of memory and some microseconds."""
+_MIN_OPCODES = 100_000
+"""Number of opcodes that any pickle may have."""
+_BYTES_PER_OPCODE = 2
+"""Bytes of a pickle that allow one more opcode; ``pickle`` writes 3 to 5."""
 _LARGEST_STACK: Final = 100_000
 """Maximum number of values on the unpickler's stack: ``pickle`` moves 1,000 values at a time into containers."""
 _LONGEST_NAME: Final = 4096  # of a source file
@@ -53,7 +56,7 @@ _PLAIN_CODES: Final = frozenset(code for code, name in _NAMES.items() if name in
 
 
 class _PlainUnpickler(_Unpickler):
-    """The unpickler of Python's library that is written in Python, with a check before every opcode."""
+    """Python's pure-Python unpickler, with a check before every opcode."""
 
     def __init__(self, data: bytes, path: str) -> None:
         super().__init__(io.BytesIO(data))
@@ -111,7 +114,7 @@ def read_snapshot(path: str) -> SnapshotFacts:
     Raises :class:`UnsafeFileError` for a pickle that wants more than plain containers, :class:`FileFormatError` for
     a file that is not a snapshot, or too large.
     """
-    data, opcodes = _plain(read_file(path, most_bytes=_MAX_BYTES).data, path)
+    data, opcodes = _plain(read_file(path, max_bytes=_MAX_BYTES).data, path)
     try:
         return _Reading(opcodes).facts(data)
     except (TypeError, ValueError, KeyError, AttributeError) as err:
@@ -190,7 +193,8 @@ class _Reading:
         allocated_at = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
         reserved = 0
         for event in reversed(failure.after):
-            action, size = event.get("action"), _amount(event.get("size", 0))
+            action = event.get("action")
+            size = _amount(event.get("size", 0))
             if action in ("segment_alloc", "segment_map"):
                 reserved -= size
             elif action in ("segment_free", "segment_unmap"):
@@ -210,7 +214,7 @@ class _Reading:
             yield part
 
     def _line_of(self, block: Mapping[str, Any]) -> str:
-        """Return the source line that allocated ``block``, or empty if no stack was recorded."""
+        """Return the source line that allocated ``block``; empty if no stack was recorded."""
         past = self._each(block.get("history", ()))
         frames = block.get("frames") or next((event["frames"] for event in past if event.get("frames")), ())
         if id(frames) not in self.known:

@@ -25,7 +25,7 @@ from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.entries import found_in, module_in, place_notes, place_of, several_models
 from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
-from memopt_cli.loading.pickles.kinds.interface import Broken, Denied, Kind, Missing, Use
+from memopt_cli.loading.pickles.kinds.interface import BrokenError, Denied, Missing, ObjectKind, Use
 from memopt_cli.loading.pickles.kinds.modules import Libraries
 from memopt_cli.loading.pickles.kinds.tensors import Stored
 from memopt_cli.loading.pickles.kinds.vouched import Vouched
@@ -33,7 +33,7 @@ from memopt_cli.loading.pickles.nodes import PERSISTENT, Global
 from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read_pickled
 from memopt_cli.loading.pickles.scan import suspend_collection
 from memopt_cli.loading.trust import (
-    Unvouched,
+    UnvouchedError,
     attack,
     how_to_install,
     is_attack,
@@ -41,11 +41,11 @@ from memopt_cli.loading.trust import (
     together,
     unknown,
 )
-from memopt_cli.loading.user_code import ClassNotFound, UserCode
+from memopt_cli.loading.user_code import ClassNotFoundError, UserCode
 from memopt_cli.loading.watch import watch_code
 from memopt_cli.records import Trust
-from memopt_cli.runtime.lifted.program import BadProgram
-from memopt_cli.runtime.script_code import UnsafeScript
+from memopt_cli.runtime.lifted.program import BadProgramError
+from memopt_cli.runtime.script_code import UnsafeScriptError
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.misnamed import moved_hint
 
@@ -73,7 +73,7 @@ class ModulePickle:
         vouched = Vouched(trust, UserCode(trust.code_paths))
         try:
             model = _make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
-        except ClassNotFound as err:
+        except ClassNotFoundError as err:
             err.hint = f"{err.hint} {moved_hint(file.path, trust.code_paths)}".strip()
             raise
         if not isinstance(model, nn.Module):
@@ -198,21 +198,23 @@ def storages_of(pickled: PickledFile) -> Stored:
     return Stored(pickled.storages, functools.partial(nested_storage, scan=pickled.scan))
 
 
-def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Any:
+def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched) -> Any:
     """Audit everything that ``root`` reaches, then make it."""
     with suspend_collection():
         audit = audit_objects(file, pickled, root, kinds, vouched)
     try:
         with watch_code(file.path):
             return build(pickled.pickle, root, audit.recipes)
-    except Broken as err:
+    except BrokenError as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err
-    except (BadProgram, UnsafeScript) as err:
-        part = "its TorchScript part uses " if isinstance(err, UnsafeScript) else ""
+    except (BadProgramError, UnsafeScriptError) as err:
+        part = "its TorchScript part uses " if isinstance(err, UnsafeScriptError) else ""
         raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=UNCHECKED) from err
 
 
-def audit_objects(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Kind], vouched: Vouched) -> Audit:
+def audit_objects(
+    file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched
+) -> Audit:
     """Check all objects that ``root`` reaches, and return their audit; no object is made yet.
 
     Names are checked first, then the classes that they import, then the objects as a whole: a file that no flag could
@@ -252,7 +254,7 @@ def _refuse_many(file: ModelFile, wanted: Collection[Global]) -> None:
         )
 
 
-def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, Kind]]) -> None:
+def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, ObjectKind]]) -> None:
     """Refuse a file that imports far too many modules of libraries: each import may take a second."""
     modules = {use.name.module for use, kind in claims if isinstance(kind, Libraries)} - sys.modules.keys()
     if len(modules) > _MAX_IMPORTS:
@@ -269,13 +271,13 @@ _DAMAGED: Final = "Save the model again with torch.save(model, path); `--trust-p
 
 
 def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
-    """Raise :class:`Unvouched` for names that run code, even if the model does not use them.
+    """Raise :class:`UnvouchedError` for names that run code, even if the model does not use them.
 
     Another reader of the file, such as ``torch.load``, would run them.
     """
     attacks = sorted((name for name in scan.wanted if is_attack(name) and not code.defines(name.module)), key=str)
     if attacks and (saver := stores_code(scan.wanted)):
-        raise Unvouched(
+        raise UnvouchedError(
             f"{file.path} was not loaded: it was saved with {saver}, which stores functions as code",
             hint="Save the model with torch.save(model, path) alone, or its weights. " + UNCHECKED,
             remedy=Trust(),
@@ -284,7 +286,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
     if attacks:
         names, reasons = ", ".join(map(str, attacks[:_SHOWN])), {name: attack(name) for name in attacks}
         is_run = any(name in scan.called for name in attacks)
-        raise Unvouched(
+        raise UnvouchedError(
             f"{file.path} was not loaded: {list_names(reasons)}",
             hint=f"No model needs {names}: the file is likely an attack (`--trust-pickle` turns the check off)."
             if is_run
@@ -306,14 +308,14 @@ def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]]
     for name, verdict in refusals:
         if isinstance(verdict, Missing):
             named = " ".join(quoted_flag("--code-path", path) for path in trust.code_paths)
-            raise ClassNotFound(
+            raise ClassNotFoundError(
                 f"{file.path} needs {name}, which cannot be imported: {verdict.reason}"
                 + (f", and `{named}` has no module {name.module}" if named else ""),
                 hint="" if named else how_to_install(Global(verdict.lacks, "") if verdict.lacks else name),
             )
 
 
-def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> Unvouched:
+def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> UnvouchedError:
     remedies = [verdict.remedy for verdict in denied.values()]
     helps = None not in remedies  # flags for some of the names would not load the file
     together_with = together(remedy for remedy in remedies if remedy is not None)
@@ -327,7 +329,7 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
     )
     beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
     message = f"{file.path} was not loaded: {list_names(beyond_help or denied)}"
-    return Unvouched(message, hint=hint, remedy=remedy, denied=denied)
+    return UnvouchedError(message, hint=hint, remedy=remedy, denied=denied)
 
 
 def list_names(denied: Mapping[Global, Denied]) -> str:

@@ -25,8 +25,10 @@ _COMPARE_STEPS: Final = 10
 """Steps to compare two names."""
 _SUFFIX_STEPS: Final = 10
 """Steps to keep a character of a suffix: PEFT keeps all suffixes of a name that begin behind a dot."""
-_COMPILE_STEPS, _COMPILE_STEPS_PER_CHARACTER = 10_000, 250
-"""Steps to compile an expression, and for each of its characters."""
+_COMPILE_STEPS = 10_000
+"""Steps to compile any expression."""
+_COMPILE_STEPS_PER_CHARACTER = 250
+"""Further steps for each of its characters."""
 _CACHED_EXPRESSIONS: Final = 400
 """Number of expressions that Python's cache surely holds: it has 512 places, shared by the whole process."""
 _SINGLE_CHARACTER: Final = ("LITERAL", "NOT_LITERAL", "ANY", "IN")

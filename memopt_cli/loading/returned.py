@@ -1,7 +1,7 @@
 """Checking the optimized model's file: the original may have taken over the subprocess that wrote it.
 
 A process that makes no object of either compares the file with the original.  The file passes the same audit, and may
-use no class of a library, or of the user's, that the original does not use.  It may hold only the model: its
+use no class of a library or of the user that the original does not use.  It may hold only the model: its
 later reader may be ``torch.load``, which makes everything in a file, needed or not.
 """
 
@@ -35,6 +35,8 @@ from memopt_cli.records import ModelSource, Trust
 _START: Final = b"PK\x03\x04"
 _SCRIPT_RECORD: Final = "constants.pkl"
 """A record that makes ``torch.load`` take an archive for TorchScript, and run it."""
+_LIFTED: Final = {("torch.nn.modules.container.Sequential", False)}
+"""Classes of PyTorch's that loading makes of a file without a pickled module."""
 _HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. If you trust it: `--no-sandbox`."
 
 
@@ -60,9 +62,12 @@ def check_returned(path: str, source: ModelSource) -> int:
 
 
 def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str, bool]]:
-    """Return the :func:`_classes` of the original; none for TorchScript and exports, which become memopt's modules."""
+    """Return the :func:`_classes` of the original.
+
+    TorchScript and exports have only those that a Sequential becomes; other modules of theirs become memopt's own.
+    """
     file, _ = read_same(source.location, None, source.sha256)
-    return set(_classes(read_pickled(file), vouched)) if isinstance(format_of(file), ModulePickle) else set()
+    return set(_classes(read_pickled(file), vouched)) if isinstance(format_of(file), ModulePickle) else _LIFTED
 
 
 def _check(file: ModelFile, original_classes: set[tuple[str, bool]] | None, vouched: Vouched) -> None:

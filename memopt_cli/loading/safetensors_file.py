@@ -68,7 +68,7 @@ def is_safetensors(data: bytes) -> bool:
 
 
 def read_safetensors(data: bytes, path: str) -> dict[str, Tensor]:
-    """Read the tensors in ``data`` onto the CPU.  Raises :class:`FileFormatError`."""
+    """Read the tensors in ``data`` onto the CPU.  Raises :class:`FileFormatError` for a damaged header."""
     tensors = {}
     for name, entry in read_header(data, path)[0].items():
         part = bytearray(data[entry.start : entry.end])

@@ -18,15 +18,18 @@ from memopt_cli.loading.pickles.described import STORAGE_DTYPES, check_tensors, 
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Tuple, Walk, held_in
 from memopt_cli.loading.pickles.scan import scan_pickle
 from memopt_cli.loading.script_objects import TENSORS, ScriptObjects, check_lines
-from memopt_cli.runtime.script_code import UnsafeScript, check_classes, check_code, kind_of
+from memopt_cli.runtime.script_code import UnsafeScriptError, check_classes, check_code, kind_of
 
 _DEEPEST: Final = 400
 """Maximum depth of nested objects: PyTorch takes them apart by recursion."""
 _MAX_ITEMS: Final = 4_000_000
 """Maximum number of values in one object, each counted as often as it is reached: PyTorch makes as many objects."""
-_MIN_CODE, _EXPANSION, _MAX_CODE = 1 << 18, 8, 4 << 20
-"""Bytes of source code in any archive, for each byte of the archive (compression saves as much), and at most: a byte of
-code takes 300 of memory."""
+_MIN_CODE = 1 << 18
+"""Bytes of source code that any archive may hold."""
+_EXPANSION = 8
+"""Further bytes of code for each byte of the archive: compression saves as much."""
+_MAX_CODE = 4 << 20
+"""Maximum bytes of code: each takes 300 bytes of memory."""
 _READ: Final = 4
 """Maximum bytes of storages that a pickle may read, for each byte of its storages."""
 _NEEDED: Final = ("data.pkl", "constants.pkl")
@@ -54,7 +57,7 @@ def check_script_file(data: bytes, path: str) -> None:
     """
     try:
         check_script_archive(data, path)
-    except UnsafeScript as err:
+    except UnsafeScriptError as err:
         raise UnsafeFileError(
             f"{path} was not loaded: its TorchScript code uses {err}, which is not known to be harmless",
             hint=UNCHECKED_SCRIPT,
@@ -66,7 +69,7 @@ def check_script_file(data: bytes, path: str) -> None:
 def check_script_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> None:
     """Check the TorchScript archive ``data``, whose records may unpack to ``limit``.
 
-    Raises :class:`UnsafeScript` if it may do more than compute, :class:`ValueError` if it is damaged, and as
+    Raises :class:`UnsafeScriptError` if it may do more than compute, :class:`ValueError` if it is damaged, and as
     :class:`Archive` does.
     """
     archive = Archive(data, path, limit)
@@ -78,7 +81,7 @@ def check_script_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) 
         raise ValueError("it has far more code than a model of its size needs")
     trees = check_code({name: archive.read(name).decode("utf-8", "replace") for name in code})
     if misplaced := [name for name in trees if not name.startswith("code/") or not name.endswith(".py")]:
-        raise UnsafeScript(f"a record named {misplaced[0]}, which memopt does not know")
+        raise UnsafeScriptError(f"a record named {misplaced[0]}, which memopt does not know")
     objects, scan = ScriptObjects(trees), PickleScan(size=len(data))
     for name in (name for name in kinds if kinds[name] == "pickle"):
         check_pickle(archive, name, scan, objects)
@@ -87,7 +90,7 @@ def check_script_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) 
 def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: ScriptObjects) -> Pickle:
     """Follow the pickle ``record`` to its end, and check every object in it.
 
-    Raises :class:`UnsafeScript` for a name that PyTorch's reader does not know, and :class:`ValueError` if reading it
+    Raises :class:`UnsafeScriptError` for a name unknown to PyTorch's reader, and :class:`ValueError` if reading it
     would take too much, an object is not what the code declares, or a tensor or storage leaves its record.
     """
     data = archive.read(record)
@@ -97,7 +100,7 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
     nodes = [step.node for step in pickle.steps if step.action == "make"]
     for wanted in scan.wanted:
         if not _NAMES.fullmatch(str(wanted)):
-            raise UnsafeScript(f"the name {wanted} in {record}")
+            raise UnsafeScriptError(f"the name {wanted} in {record}")
     scan.wanted.clear()
     walk = Walk(held_in, _DEEPEST, _MAX_ITEMS if record in _NEEDED else 2**63)
     for node in nodes:
@@ -138,7 +141,7 @@ def _check_known(node: Any) -> None:
     if node.how == "stored" and storage_of(node) is None:
         raise ValueError("a storage has no identity")
     if not isinstance(node.callee, Global):
-        raise UnsafeScript("a computed name")
+        raise UnsafeScriptError("a computed name")
     if node.how == "created" and not str(node.callee).startswith("__torch__."):
         raise ValueError(f"it creates {node.callee} without calling it")
     if node.how == "called" and str(node.callee) in TENSORS:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt_cli.loading.script_nodes import LiftedGraph, Path, Unliftable
+from memopt_cli.loading.script_nodes import LiftedGraph, Path, UnliftableError
 from memopt_cli.runtime.lifted.program import VERSION, is_method, is_name, nodes_of
 from memopt_cli.runtime.private_torch import method_names, method_of, program_of
 
@@ -35,7 +35,7 @@ def lift_class(script: torch.jit.ScriptModule, unit: Any, mutable: frozenset[str
                 method = method_of(script, name)
                 lifting = LiftedGraph(method.graph, mutable, functions.name, script, constants)
                 methods.append(lifting.method(name, method.schema, own=True))
-            except Unliftable as reason:
+            except UnliftableError as reason:
                 failures[name] = str(reason)
     _, _, class_name = program_of(script).qualified_name.rpartition(".")
     program = (VERSION, class_name if is_name(class_name) else "Lifted", tuple(methods), functions.reached(methods))
@@ -77,16 +77,16 @@ class _Functions:
     """Name in the program -> how many functions have it, numbered ones included; keeps names unique."""
 
     def name(self, qualified: str) -> str:
-        """Return the name that the function ``qualified`` has in the program.  Raises :class:`Unliftable`."""
+        """Return the program's name for the function ``qualified``.  Raises :class:`UnliftableError` if it has none."""
         if qualified in self.failures:
-            raise Unliftable(self.failures[qualified])
+            raise UnliftableError(self.failures[qualified])
         if qualified not in self.names:
             self.names[qualified] = name = self._free_name(qualified)
             function = self.unit.find_function(qualified)
             try:
                 lifting = LiftedGraph(function.graph, self.mutable, self.name)
                 self.lifted[name] = lifting.method(name, function.schema, own=False)
-            except Unliftable as reason:
+            except UnliftableError as reason:
                 self.failures[qualified] = str(reason)
                 raise
         return self.names[qualified]

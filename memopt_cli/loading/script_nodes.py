@@ -28,7 +28,7 @@ Path = tuple[str, ...]
 _RENAMING = ("prim::unchecked_cast", "prim::unchecked_unwrap_optional", "aten::_unwrap_optional", "prim::annotate")
 
 
-class Unliftable(Exception):
+class UnliftableError(Exception):
     """Something in a graph that has no stored form; the message names it and its source line."""
 
 
@@ -72,14 +72,14 @@ class LiftedGraph:
         """Name of a function in the graph -> its qualified name."""
 
     def method(self, name: str, schema: Any, *, own: bool) -> tuple[Any, ...]:
-        """Return the stored form of the graph as the method ``name``.  Raises :class:`Unliftable`."""
+        """Return the graph's stored form as the method ``name``.  Raises :class:`UnliftableError` if it has none."""
         inputs = list(self._graph.inputs())
         if own:
             self.paths[inputs[0].debugName()] = ()
         parameters = []
         for value, argument in zip(inputs[own:], schema.arguments[own:], strict=True):
             if not is_parameter(argument.name):
-                raise Unliftable(f"an argument named {argument.name}")
+                raise UnliftableError(f"an argument named {argument.name}")
             default = (_constant(argument.default_value, value.node()),) if argument.has_default_value() else ()
             parameters.append((self.value(value, argument.name), argument.name, default))
         block = self.block(self._graph, parameters=False)
@@ -131,7 +131,7 @@ class LiftedGraph:
     def operand(self, value: Any) -> Any:
         name = value.debugName()
         if name not in self.operands:
-            raise Unliftable(f"a value of type {value.type().str()} ({_where(value.node())})")
+            raise UnliftableError(f"a value of type {value.type().str()} ({_where(value.node())})")
         return self.operands[name]
 
     def _node(self, node: Any) -> list[tuple[Any, ...]]:
@@ -160,7 +160,7 @@ def _operator(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
         return stored
     operator = find_operator(key)
     if operator is None:
-        raise Unliftable(f"the operator {key} ({_where(node)})")
+        raise UnliftableError(f"the operator {key} ({_where(node)})")
     if node.outputsSize() <= 1:
         return graph.plain("operator", node, key)
     # An operator with several outputs returns a tuple, which a second node takes apart.
@@ -194,7 +194,7 @@ def _constant_node(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     content = value.toIValue()
     if isinstance(content, Tensor):
         if graph.constants is None:
-            raise Unliftable(f"a constant tensor in a function ({_where(node)})")
+            raise UnliftableError(f"a constant tensor in a function ({_where(node)})")
         graph.constants.append(content)
         return [("tensor", len(graph.constants) - 1, (), (graph.value(value, "constant"),), ())]
     if isinstance(content, torch.device):
@@ -207,7 +207,7 @@ def _get_attribute(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     path = _attribute(graph, node)
     if node.output().type().kind() in ("ClassType", "InterfaceType"):
         if find_module(graph.script, path) is None:
-            raise Unliftable(f"an object of {node.output().type().str()} ({_where(node)})")
+            raise UnliftableError(f"an object of {node.output().type().str()} ({_where(node)})")
         graph.paths[node.output().debugName()] = path
         return []
     kind = "get" if path[-1] in graph.mutable else "parameter"
@@ -217,16 +217,16 @@ def _get_attribute(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
 def _attribute(graph: LiftedGraph, node: Any) -> Path:
     owner, name = node.inputsAt(0), node.s("name")
     if owner.debugName() not in graph.paths:
-        raise Unliftable(f"the attribute {name} of {owner.type().str()} ({_where(node)})")
+        raise UnliftableError(f"the attribute {name} of {owner.type().str()} ({_where(node)})")
     if not is_attribute(name):
-        raise Unliftable(f"an attribute named {name} ({_where(node)})")
+        raise UnliftableError(f"an attribute named {name} ({_where(node)})")
     return (*graph.paths[owner.debugName()], name)
 
 
 def _create(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     kind = node.output().type().str().removeprefix("__torch__.torch.autograd.grad_mode.")
     if kind not in ("no_grad", "enable_grad"):
-        raise Unliftable(f"an object of {node.output().type().str()} ({_where(node)})")
+        raise UnliftableError(f"an object of {node.output().type().str()} ({_where(node)})")
     graph.contexts[node.output().debugName()] = kind == "enable_grad"
     return []
 
@@ -234,7 +234,7 @@ def _create(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
 def _set_attribute(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     path = _attribute(graph, node)
     if path[-1] == "training" or not path[-1].isidentifier():
-        raise Unliftable(f"the attribute {path[-1]} is set ({_where(node)})")
+        raise UnliftableError(f"the attribute {path[-1]} is set ({_where(node)})")
     return graph.plain("set", node, path, skip=1)
 
 
@@ -244,9 +244,9 @@ def _call_method(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
         graph.operands[node.output().debugName()] = (None,)
         return []
     if owner.debugName() not in graph.paths:
-        raise Unliftable(f"the method {name} of {owner.type().str()} ({_where(node)})")
+        raise UnliftableError(f"the method {name} of {owner.type().str()} ({_where(node)})")
     if not is_method(name):
-        raise Unliftable(f"a method named {name} ({_where(node)})")
+        raise UnliftableError(f"a method named {name} ({_where(node)})")
     return graph.plain("call", node, (graph.paths[owner.debugName()], name), skip=1)
 
 
@@ -277,7 +277,7 @@ def _make_tuple(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
 def _tuple_item(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     index = graph.operand(node.inputsAt(1))
     if type(index) is not tuple or type(index[0]) is not int:
-        raise Unliftable(f"a tuple indexed by a variable ({_where(node)})")
+        raise UnliftableError(f"a tuple indexed by a variable ({_where(node)})")
     return [("item", index[0], (graph.operand(node.inputsAt(0)),), tuple(map(graph.value, node.outputs())), ())]
 
 
@@ -290,7 +290,7 @@ def _constant(value: Any, node: Any) -> Any:
     if isinstance(stored, torch.dtype):
         stored = DTYPES.index(dtype_name(stored))
     if not is_constant(stored):
-        raise Unliftable(f"a constant {type(value).__name__} ({_where(node)})")
+        raise UnliftableError(f"a constant {type(value).__name__} ({_where(node)})")
     return stored
 
 

@@ -15,9 +15,9 @@ from typing import Any, Final, TypeGuard
 from memopt_cli.loading.pickles.names import LONGEST_ATTRIBUTE
 from memopt_cli.loading.pickles.nodes import DICT, LIST, Built, Global, Tuple, entries_of
 from memopt_cli.loading.pickles.packed_weights import NATIVE, is_packed
-from memopt_cli.runtime.script_code import UnsafeScript, attribute_types, parsed_type
+from memopt_cli.runtime.script_code import UnsafeScriptError, attribute_types, parsed_type
 
-_TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
+TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
 """Functions that turn a list into one of a certain type."""
 _LONGEST_SOURCE: Final = 64 << 20
@@ -56,7 +56,7 @@ class ScriptObjects:
     def __init__(self, trees: Mapping[str, ast.Module]) -> None:
         """Collect the classes in ``trees``, which maps a record to its parsed code.
 
-        Raises :class:`UnsafeScript` for a class that is declared twice, and :class:`ValueError` for an attribute whose
+        Raises :class:`UnsafeScriptError` for a class declared twice, and :class:`ValueError` for an attribute whose
         name is too long.
         """
         self._classes: dict[str, _Class] = {}
@@ -70,7 +70,7 @@ class ScriptObjects:
 
     def _declare(self, name: str, node: ast.ClassDef) -> None:
         if name in self._classes:
-            raise UnsafeScript(f"two classes named {name}")
+            raise UnsafeScriptError(f"two classes named {name}")
         methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
         base = ast.unparse(node.bases[0]) if node.bases else ""
         attributes = attribute_types(node)
@@ -91,14 +91,14 @@ class ScriptObjects:
         elif node.how == "called" and name.startswith("__torch__."):
             if name not in self._classes or self._classes[name].base != "Enum":
                 raise ValueError(f"it calls {name}")
-        elif node.how == "called" and name == _TYPE_TAG:
+        elif node.how == "called" and name == TYPE_TAG:
             match node.argument_items():
                 case (value, str(text)) if self._fits(value, parsed_type(text)):
                     return
             raise ValueError("a container does not have its declared type")
 
     def is_packed(self, node: Any) -> TypeGuard[Built]:
-        """Return whether making ``node`` copies the tensors of its state, as packed weights of quantized layers do."""
+        """Return whether making ``node`` copies the tensors of its state, like packed weights of quantized layers."""
         if not isinstance(node, Built) or node.how != "created":
             return False
         known = self._classes.get(str(node.callee))
@@ -120,7 +120,7 @@ class ScriptObjects:
         for attribute, value in entries_of(state):
             kind = known.attributes.get(attribute) if isinstance(attribute, str) else None
             if kind is not None and not self._fits(value, kind):
-                raise ValueError(f"the attribute {attribute} of {name} is no {ast.unparse(kind)[:80]}")
+                raise ValueError(f"the attribute {attribute} of {name} is not of type {ast.unparse(kind)[:80]}")
 
     def _fits(self, value: Any, kind: ast.expr) -> bool:
         """Return whether PyTorch may take ``value`` for one of the type ``kind``."""
@@ -175,7 +175,7 @@ def _is_plain(value: Any, kind: Global) -> bool:
 def _strip_type_tag(value: Any) -> Any:
     """Return the container in ``value``, a call that gives a container its type; ``value`` itself otherwise."""
     match value:
-        case Built(how="called", callee=Global() as callee) if str(callee) == _TYPE_TAG and value.argument_items():
+        case Built(how="called", callee=Global() as callee) if str(callee) == TYPE_TAG and value.argument_items():
             return value.argument_items()[0]
         case Built(how="called", callee=Global() as callee) if (
             str(callee) in _LISTS and len(value.argument_items()) == 1

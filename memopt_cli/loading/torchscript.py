@@ -21,9 +21,10 @@ from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT, Loaded, Mo
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.loading.script_graph import ScriptClass, attributes_of, calls_of, lift_class, set_attributes
 from memopt_cli.loading.script_nodes import find_module
+from memopt_cli.loading.sequentials import restore_sequentials
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.module import LiftedModule, make_module
-from memopt_cli.runtime.lifted.program import BadProgram
+from memopt_cli.runtime.lifted.program import BadProgramError
 from memopt_cli.runtime.private_torch import (
     buffers_of,
     children_of,
@@ -34,7 +35,7 @@ from memopt_cli.runtime.private_torch import (
     program_of,
 )
 from memopt_cli.runtime.script import ScriptLeaf
-from memopt_cli.runtime.script_code import UnsafeScript
+from memopt_cli.runtime.script_code import UnsafeScriptError
 
 
 class TorchScript:
@@ -57,7 +58,7 @@ class TorchScript:
             ) from err
         try:
             return lift_script(script, unit)
-        except (UnsafeScript, BadProgram) as err:
+        except (UnsafeScriptError, BadProgramError) as err:
             raise UnsafeFileError(
                 f"{file.path} was not loaded: its TorchScript code uses {err}",
                 hint=UNCHECKED_SCRIPT,
@@ -71,7 +72,7 @@ def lift_script(script: ScriptModule, unit: Any) -> Loaded:
     a :class:`ScriptLeaf`; a note says why.
     """
     lifting = _Lifting(script, unit)
-    lifted = lifting.convert(script, "")
+    lifted = restore_sequentials(lifting.convert(script, ""))
     leaves = [m for m in lifted.modules() if isinstance(m, ScriptLeaf)]
     owners = _owners(lifted, leaves)
     if len(leaves) > 0 and not isinstance(lifted, ScriptLeaf) and any(count > 1 for count in owners.values()):
@@ -158,7 +159,7 @@ class _Lifting:
             _note(self._used, find_module(script, attribute[:-1]), attribute[-1])
 
     def _reason(self, script: Any) -> str:
-        """Return the reason why ``script`` cannot be lifted, or an empty string if it can."""
+        """Return the reason why ``script`` cannot be lifted; empty if it can."""
         name = program_of(script).qualified_name
         if name not in self._reasons:
             self._reasons[name] = next(self._obstacles(script), "")
@@ -194,7 +195,7 @@ def _note(noted: dict[str, set[str]], owner: Any, name: str) -> None:
 
 
 def as_parameter(tensor: Tensor | None) -> nn.Parameter | None:
-    """Turn ``tensor`` into a parameter in place, since a script may also hold it elsewhere, as an LSTM does."""
+    """Turn ``tensor`` into a parameter in place: a script, such as an LSTM's, may also hold it elsewhere."""
     if tensor is not None and type(tensor) is Tensor:
         tensor.__class__ = nn.Parameter
     return tensor  # type: ignore[return-value]

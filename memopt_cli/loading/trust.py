@@ -57,7 +57,7 @@ _DISTRIBUTIONS: Final = {
 """Package -> the distribution that installs it, if its name is another."""
 
 
-class Unvouched(UnsafeFileError):
+class UnvouchedError(UnsafeFileError):
     """The file uses names that the user did not allow; ``remedy`` has the flags that would, and is empty if none do."""
 
     def __init__(self, message: str, *, hint: str, remedy: Trust, denied: Mapping[Global, Denied]) -> None:
@@ -98,7 +98,7 @@ def is_attack(wanted: Global) -> bool:
 
 
 def stores_code(wanted: Iterable[Global]) -> str:
-    """Return the package among ``wanted`` that stores functions as code, or empty if there is none."""
+    """Return the package among ``wanted`` that stores functions as code; empty if there is none."""
     return next((name.package for name in wanted if name.package in _CODE_PICKLERS), "")
 
 
@@ -128,7 +128,7 @@ def unknown(use: Use) -> Denied | Missing:
     if not here and not _is_installed(wanted.package):
         return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):
-        return Denied("is code in this folder, which no flag allows", Trust(code_paths=(".",)))
+        return Denied("is code in this folder, which no flag names yet", Trust(code_paths=(".",)))
     # A name that the source only imports may also be a function; this shows when the package is imported later.
     is_function = use.how == "called" and (wanted.name.startswith(_CYTHON) or _defined_as(wanted) == "def")
     remedy = Trust(globals=(str(wanted),)) if is_function else Trust(packages=(wanted.package,))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -17,7 +19,14 @@ _COPIED: Final[dict[str, Any]] = {}
 """Name -> the definition that was copied to ``__main__``; it may be replaced by that of the next script."""
 
 
-class ClassNotFound(FileFormatError):
+GUARD: Final = (
+    "It is imported for what it defines: code that parses arguments, trains or saves belongs under "
+    'if __name__ == "__main__":.'
+)
+"""The hint for a file of the user's that fails while it is imported."""
+
+
+class ClassNotFoundError(FileFormatError):
     """A class of the file is not installed, and not in the code that the user named."""
 
 
@@ -66,7 +75,7 @@ class UserCode:
             if value is not None and (home is module or home is sys.modules["__main__"] or self._owns(home)):
                 return value
         names = ", ".join(path.name for path in self._paths)
-        raise ClassNotFound(f"{names} defines no {wanted.name}, which the file was saved with")
+        raise ClassNotFoundError(f"{names} defines no {wanted.name}, which the file was saved with")
 
     def require_single(self, wanted: Global) -> None:
         """Raise :class:`UsageError` if ``wanted`` has two definitions, in the scripts or in the user's session.
@@ -119,9 +128,10 @@ class UserCode:
     def _import(self, name: str) -> ModuleType:
         path = self._file_of(name)
         try:
-            module = importlib.import_module(name)
-        except Exception as err:  # the user's module may raise anything
-            hint = 'It is imported for its classes: code that trains or saves belongs under if __name__ == "__main__":.'
+            with command_line_of(str(path)):
+                module = importlib.import_module(name)
+        except (Exception, SystemExit) as err:  # the user's module may raise anything
+            hint = GUARD
             if isinstance(err, ModuleNotFoundError):
                 missing = str(err.name).partition(".")[0]
                 hint = f"Add the folder that has {missing}: `--code-path FOLDER`; if it is a package, install it."
@@ -135,8 +145,8 @@ class UserCode:
 
     def _file_of(self, module: str) -> Path | None:
         for path in self._paths:
-            file = file_in(path, module) if path.is_dir() else path if path.stem == module else None
-            if file is not None:
+            file = file_in(path, module) if path.is_dir() else path
+            if file is not None and (path.is_dir() or path.stem == module):
                 return file.resolve()
         return None
 
@@ -154,6 +164,16 @@ def file_in(folder: Path, module: str) -> Path | None:
     return next(filter(os.path.isfile, candidates), None)
 
 
+@contextlib.contextmanager
+def command_line_of(name: str) -> Iterator[None]:
+    """Show code the command line of ``python name``, since memopt's own arguments mean nothing to its parser."""
+    arguments, sys.argv = sys.argv, [name]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+
+
 def make_importable(folder: Path, *, first: bool = True) -> None:
     """Put ``folder`` on ``sys.path``: ``first``, as Python does for a script, or last, so that it hides nothing."""
     if str(folder) not in sys.path:
@@ -162,7 +182,7 @@ def make_importable(folder: Path, *, first: bool = True) -> None:
 
 
 def is_session(main: ModuleType) -> bool:
-    """Return whether ``main``, the module ``__main__``, is a script or session of the user's, not a memopt process."""
+    """Return whether ``main``, the module ``__main__``, is the user's script or session, not a memopt process."""
     name = getattr(main.__spec__, "name", "")
     entry = getattr(vars(main).get("main"), "__module__", "")  # the console script imports memopt's own ``main``
     return "memopt_cli" not in (name.partition(".")[0], entry.partition(".")[0])

@@ -13,6 +13,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from memopt_cli.errors import UsageError, first_line
+from memopt_cli.loading.user_code import GUARD, command_line_of
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.misnamed import definitions
 
@@ -35,7 +36,8 @@ def user_function(
         raise UsageError(f"{flag_text}: there is no file '{path}'", hint=_HINT)
     function = getattr(_module_of(path, flag_text), name, None)
     if not callable(function):
-        raise UsageError(f"{flag_text}: {path} has no function {name}", hint=f"{_HINT} {definitions(path)}".strip())
+        hint = f"{_HINT} {definitions(path, name)}".strip()
+        raise UsageError(f"{flag_text}: {path} has no function {name}", hint=hint)
     return function  # type: ignore[no-any-return]
 
 
@@ -62,12 +64,10 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # ``dataclass`` looks up the module of its class there
     try:
-        spec.loader.exec_module(module)
-    except Exception as err:  # the user's code may raise anything
-        raise UsageError(
-            f"{flag_text}: running {path} failed: {first_line(err)}",
-            hint='It is run for its functions: code that trains or saves belongs under if __name__ == "__main__":.',
-        ) from err
+        with command_line_of(path):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as err:  # the user's code may raise anything
+        raise UsageError(f"{flag_text}: running {path} failed: {first_line(err)}", hint=GUARD) from err
     vars(module)[_STAMP] = stamp
     if not any(isinstance(finder, _ByOtherNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ByOtherNames())

@@ -29,7 +29,7 @@ _MEMORY_EVENT = "[memory]"
 """The name by which the profiler calls an allocation or a release."""
 _STEP_ENDED = "memopt::ended"
 _GROWTH_STEPS = 3
-"""Number of steps by which growth is judged: the first may allocate memory that later steps reuse, which is no leak."""
+"""Number of steps by which growth is judged; memory that the first allocates and later ones reuse is not a leak."""
 _MARKS: Mapping[Phase, str] = {phase: f"memopt::{phase}" for phase in get_args(Phase)}
 _PHASES: Mapping[str, Phase] = {name: phase for phase, name in _MARKS.items()}
 
@@ -68,7 +68,7 @@ def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> 
 def least_growth(step: Callable[[], object], device: str) -> int:
     """Return the smallest growth of allocated memory in bytes from one of three calls of ``step`` to the next.
 
-    Garbage is collected after each call, since tensors in reference cycles are no leak.
+    Garbage is collected after each call, since tensors in reference cycles are not leaked.
     """
     ends = [*_bytes_after_steps_on_cuda(step, device)] if device.startswith("cuda") else _bytes_after_steps_on_cpu(step)
     return max(0, min(later - earlier for earlier, later in itertools.pairwise(ends)))

@@ -62,14 +62,14 @@ class Channel:
         """Wait until the subprocess is started, and return its id.  ``None``: it has ended, or cannot be started."""
         try:
             return self.process.pid if self.process is not None else None
-        except processes.Lost:
+        except processes.ServerLostError:
             return None
 
     def close(self, *, patiently: bool) -> None:
         """End the subprocess at once, or ``patiently`` only if it has not ended by itself in a few seconds."""
         self._jobs.close()
         if patiently and self.process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired, processes.Lost):
+            with contextlib.suppress(subprocess.TimeoutExpired, processes.ServerLostError):
                 self.process.wait(_EXIT_TIMEOUT_S)
         self.end()
         self._replies.close()
@@ -98,15 +98,15 @@ class Channel:
             while unsent and selector.select(max(0.0, self._deadline - time.monotonic())):
                 unsent = unsent[self._jobs.write(unsent) or 0 :]
 
-    def line(self, most_bytes: int) -> bytes | Ended:
+    def line(self, max_bytes: int) -> bytes | Ended:
         """Return the next line with its newline, or why there is none.
 
-        A line longer than ``most_bytes`` ends the subprocess.
+        A line longer than ``max_bytes`` ends the subprocess.
         """
         searched = 0  # bytes of the buffer that are known to have no newline
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
-            failure = self.wait_for(searched + 1) if searched <= most_bytes else self.refuse_answer()
+            failure = self.wait_for(searched + 1) if searched <= max_bytes else self.refuse_answer()
             if failure is not None:
                 return failure
         return self.take(end + 1)
@@ -152,7 +152,7 @@ class Channel:
         except subprocess.TimeoutExpired:
             self.end()
             return Crashed(reason="it closed its pipe without an answer", output_tail=self._tail())
-        except processes.Lost:
+        except processes.ServerLostError:
             self.end()
             return Crashed(reason="the process that it is forked from has ended", output_tail=self._tail())
         self.end()
@@ -174,7 +174,7 @@ class Channel:
     def _has_ended(self) -> bool:
         try:
             return self.process is not None and self.process.poll() is not None
-        except processes.Lost:
+        except processes.ServerLostError:
             return True
 
     def end(self) -> None:

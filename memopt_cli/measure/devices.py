@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Final
 
-from memopt_cli.errors import UsageError
+from memopt_cli.errors import OptionError, UsageError
 
 _DRIVER: Final = "libcuda.so.1"
 """The library of NVIDIA's driver, which PyTorch opens as well."""
+_RANK_VARIABLES: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+"""Environment variables in which launchers (torchrun, Slurm, Open MPI, MVAPICH2) put the local rank of a process."""
 
 
 def resolve_device(text: str) -> str:
-    """Return the device that ``text`` names: ``auto``, ``cpu``, ``cuda[:N]``.  Raises :class:`UsageError`."""
+    """Return the device that ``text`` names: ``auto``, ``cpu``, ``cuda[:N]``.
+
+    Raises :class:`UsageError` if the machine does not have it.
+    """
     if text == "cpu" or (text == "auto" and not _may_have_gpu()):
         return "cpu"
     import torch  # here, since it takes seconds
@@ -34,6 +40,36 @@ def resolve_device(text: str) -> str:
             hint="Use the CPU, or check the driver and the PyTorch build.",
         )
     return f"cuda:{index}"
+
+
+def process_device() -> str:
+    """Return the device of this process: ``cpu`` without CUDA, else ``cuda:N``.
+
+    N is the local rank that a launcher put into the environment (torchrun, Slurm, Open MPI, MVAPICH2); else, with
+    ``torch.distributed`` initialized, the rank modulo the number of devices; else the current device.
+    Raises :class:`OptionError` (a :class:`ValueError`) for a local rank that is not a number or has no device.
+    """
+    import torch  # here, since it takes seconds
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    variable = next((name for name in _RANK_VARIABLES if name in os.environ), None)
+    if variable is not None:
+        return f"cuda:{_local_rank(variable, torch.cuda.device_count())}"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return f"cuda:{torch.distributed.get_rank() % torch.cuda.device_count()}"
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def _local_rank(variable: str, devices: int) -> int:
+    text = os.environ[variable]
+    rank = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= rank < devices:
+        raise OptionError(
+            f"{variable} is {text!r}, and there are {devices} CUDA devices",
+            hint=f"It must be a number from 0 to {devices - 1}: start no more processes than devices.",
+        )
+    return rank
 
 
 def _may_have_gpu() -> bool:

@@ -96,7 +96,7 @@ class Job(Generic[Answer]):
     __slots__ = ()
     answered_by: ClassVar[str]
     """``module:function``, the function that the subprocess calls with the :class:`Subject` and the job."""
-    most_bytes: ClassVar[int] = 16 << 20
+    max_bytes: ClassVar[int] = 16 << 20
     """Largest memory in bytes that reading the answer may take: its sender is not trusted."""
 
 
@@ -169,7 +169,7 @@ class DescribeJob(Job[ModelFacts]):
     """
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:describe"
-    most_bytes: ClassVar[int] = PER_TENSOR
+    max_bytes: ClassVar[int] = PER_TENSOR
     inputs: bool = True
     """Whether to find the inputs of the model's step."""
     spec: InputSpec | None = None
@@ -187,7 +187,7 @@ class InspectJob(Job[Inspection]):
     """Lists the contents of the file at ``path`` without running any of it."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.model_file:inspect"
-    most_bytes: ClassVar[int] = PER_TENSOR
+    max_bytes: ClassVar[int] = PER_TENSOR
     path: str
 
 
@@ -256,7 +256,7 @@ class Traced:
     dry_run_bytes: int | None
     """The tensor peak of the step on fake tensors.  ``None``: the model does not run on fake tensors."""
     note: str = ""
-    """The reason why the model does not run on fake tensors, or empty."""
+    """The reason why the model does not run on fake tensors; empty if it does."""
     unknown: tuple[str, ...] = ()
     """Sentences on facts of the step that are not known, and why."""
     checkpoints: tuple[str, ...] = ()
@@ -273,7 +273,7 @@ class TraceJob(StepJob[Traced]):
     """Records a step of the model."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:trace_step"
-    most_bytes: ClassVar[int] = 1 << 30  # two hundred thousand operators
+    max_bytes: ClassVar[int] = 1 << 30  # two hundred thousand operators
     fake: bool
     """Whether to record on fake tensors, if the model runs on them."""
     plan: Plan = ORIGINAL
@@ -284,7 +284,7 @@ class RecordJob(StepJob[StepTrace]):
     """Records a step on data without the seconds of its operators, which only planning needs."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:record_step"
-    most_bytes: ClassVar[int] = TraceJob.most_bytes
+    max_bytes: ClassVar[int] = TraceJob.max_bytes
     plan: Plan
 
 
@@ -342,7 +342,7 @@ class MeasureJob(StepJob[Measured]):
     """
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:measure"
-    most_bytes: ClassVar[int] = PER_TENSOR
+    max_bytes: ClassVar[int] = PER_TENSOR
     compiles: ClassVar[bool] = True
     plan: Plan
     steps: int = 3
@@ -358,7 +358,7 @@ class RoundedJob(StepJob[Fingerprint]):
     """Takes a step of the original with each parameter rounded up or down at random, and returns its results."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:take_rounded"
-    most_bytes: ClassVar[int] = PER_TENSOR
+    max_bytes: ClassVar[int] = PER_TENSOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,7 +380,7 @@ class TimeInTurnsJob(StepJob[TimedInTurns]):
     plans: tuple[Plan, ...]
     turns: int = 3
     """Minimum number of timed steps of the original, and of each plan."""
-    most_slowdown: float | None = None
+    max_slowdown: float | None = None
     """Limit on the slowdown; a plan far beyond the limit is timed in one turn only.  ``None``: no limit."""
 
 
@@ -429,7 +429,7 @@ class GroupJob(Job[RanksMeasured | RankLost]):
     """
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.ranks:measure"
-    most_bytes: ClassVar[int] = PER_TENSOR
+    max_bytes: ClassVar[int] = PER_TENSOR
     plan: Plan
     spec: InputSpec | None
     """The user's description of the inputs of one rank's step.  ``None``: not given."""
@@ -489,7 +489,7 @@ class FollowJob(StepJob[FollowedSteps]):
     """Takes consecutive steps with an optimizer, and returns their results."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.followed:follow"
-    most_bytes: ClassVar[int] = PER_TENSOR
+    max_bytes: ClassVar[int] = PER_TENSOR
     compiles: ClassVar[bool] = True
     plan: Plan = ORIGINAL
     steps: int = 3
@@ -499,5 +499,5 @@ class FollowJob(StepJob[FollowedSteps]):
     """Whether everything is computed in float64."""
     mode: Mode = "training"
     detached: bool = False
-    """Whether hidden state is detached from its graph between steps, as the training loops of recurrent models do."""
+    """Whether hidden state is detached from its graph between steps, as in the training loops of recurrent models."""
     compiled: Compiling = "as they are"

@@ -49,7 +49,7 @@ from memopt_cli.training.user_step import StepModels
 
 
 def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
-    """Load the model of ``subject``, and return its facts.  Raises :class:`MemoptError`."""
+    """Load the model of ``subject``, and return its facts."""
     environment, path = _environment(), list(sys.path)
     with built_without_data(fake_mode()) if subject.data == "none" else contextlib.nullcontext():
         facts = facts_of(load_model(subject.source), job)
@@ -66,7 +66,7 @@ def _environment() -> dict[str, str]:
 def inspect(subject: Subject, job: InspectJob) -> Inspection:
     """Describe the file at the path of ``job``, or the weights in a folder of ``save_pretrained``.
 
-    Raises :class:`MemoptError`, also if the weights of the folder are split into several files.
+    Raises :class:`UsageError` if the weights of the folder are split into several files.
     """
     if not is_pretrained(job.path):
         return description.describe(read_file(job.path))
@@ -82,7 +82,7 @@ def inspect(subject: Subject, job: InspectJob) -> Inspection:
 
 
 def snapshot(subject: Subject, job: SnapshotJob) -> SnapshotFacts:
-    """Return who held memory in the snapshot at the path of ``job``.  Raises :class:`MemoptError`."""
+    """Return who held memory in the snapshot at the path of ``job``."""
     return read_snapshot(job.path)
 
 
@@ -138,7 +138,7 @@ def _indices_in(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
-    """Load the model again, and write it into ``file`` with the plan of ``job``.  Raises :class:`MemoptError`."""
+    """Load the model again, and write it into ``file`` with the plan of ``job``."""
     model = load_model(subject.source).module
     if isinstance(model, StepModels):
         raise StepError(
@@ -149,7 +149,7 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
 
 
 def compare_saved(subject: Subject, job: CompareJob) -> Accepted:
-    """Compare the saved model at the path of ``job`` with the original.  Raises :class:`MemoptError`."""
+    """Check that the saved model at the path of ``job`` could do nothing that the original could not."""
     return Accepted(size_bytes=check_returned(job.path, subject.source))
 
 

@@ -25,9 +25,12 @@ from typing import Literal
 Role = Literal["early", "late"]
 """The time at which PyTorch is imported: before the fork, or after."""
 _NUMBER = struct.Struct("!q")
-START, STEPS_FOLLOW, LIBRARIES_FOLLOW = b"!", b"+", b"m"
-"""Messages to the server: start a subprocess; import the modules that running steps needs; import the libraries of a
-model."""
+START = b"!"
+"""Message to the server: start a subprocess."""
+IMPORT_FOR_STEPS = b"+"
+"""Message to the server: import the modules that running steps needs."""
+IMPORT_LIBRARIES = b"m"
+"""Message to the server: import the libraries of a model."""
 
 
 def encode_number(number: int) -> bytes:
@@ -35,7 +38,7 @@ def encode_number(number: int) -> bytes:
     return _NUMBER.pack(number)
 
 
-class Lost(Exception):
+class ServerLostError(Exception):
     """The server has ended, and its subprocesses with it, or it could not start a subprocess."""
 
 
@@ -50,18 +53,24 @@ class Subprocess:
 
     @property
     def pid(self) -> int:
-        """The process id; waits until the process is started.  Raises :class:`Lost`."""
+        """The process id; waits until the process is started.
+
+        Raises :class:`ServerLostError` if the server has ended.
+        """
         return self._await_pid(None)
 
     def poll(self) -> int | None:
-        """Return the exit code, negative after a signal; ``None`` while the process lives.  Raises :class:`Lost`."""
+        """Return the exit code, negative after a signal; ``None`` while the process lives; raise as :meth:`wait`."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for the exit code, and return it.  Raises :class:`subprocess.TimeoutExpired` and :class:`Lost`."""
+        """Wait for the exit code, and return it.
+
+        Raises :class:`subprocess.TimeoutExpired`, and :class:`ServerLostError` if the server has ended.
+        """
         self._await_pid(timeout_s)
         if self._code is None:
             self._code = self._receive(timeout_s)
@@ -69,7 +78,7 @@ class Subprocess:
 
     def end(self) -> None:
         """Kill the process and its descendants, and wait for their end; a process not started yet never starts."""
-        with contextlib.suppress(subprocess.TimeoutExpired, Lost, OSError), self._status:
+        with contextlib.suppress(subprocess.TimeoutExpired, ServerLostError, OSError), self._status:
             self._await_pid(0.0)
             self._status.shutdown(socket.SHUT_WR)
             if self._code is None:
@@ -89,7 +98,7 @@ class Subprocess:
         except OSError:
             received = b""
         if not received:
-            raise Lost
+            raise ServerLostError
         number: int = _NUMBER.unpack(received)[0]
         return number
 
@@ -125,7 +134,7 @@ class ForkServer:
     def announce_steps(self) -> None:
         """Let the server import the modules that running steps needs, for the next subprocess and all later ones."""
         with contextlib.suppress(OSError):
-            self._control.send(STEPS_FOLLOW)
+            self._control.send(IMPORT_FOR_STEPS)
 
     def import_libraries(self, names: Sequence[str], path: Sequence[str], timeout_s: float) -> None:
         """Let the server import the modules ``names``, found on ``path``, for all later subprocesses."""
@@ -136,7 +145,7 @@ class ForkServer:
             if outlet.write(request) != len(request):  # more than a pipe holds: each subprocess imports by itself
                 return
             with contextlib.suppress(OSError):  # the server has just ended
-                socket.send_fds(self._control, [LIBRARIES_FOLLOW], [inlet.fileno()])
+                socket.send_fds(self._control, [IMPORT_LIBRARIES], [inlet.fileno()])
 
     def ask(self, files: Sequence[int]) -> None:
         """Ask the server for a subprocess that gets the open ``files``."""

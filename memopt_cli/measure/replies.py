@@ -48,7 +48,7 @@ def read(line: bytes, job: Job[Answer], report: Report = ignore) -> Answer | Fai
 
     ``report`` is called with each message for the user that comes with it.
     """
-    reply = reply_in(line, job.most_bytes)
+    reply = reply_in(line, job.max_bytes)
     kind = _FAILURES.get(reply["kind"])
     if kind is not None:
         failure = from_data(kind, reply)
@@ -98,7 +98,8 @@ def _check_trace(trace: StepTrace) -> None:
 
     The search and the replay use these indices without checks of their own.
     """
-    count, kinds = len(trace.ops), {f.name.removesuffix("_bytes") for f in fields(Breakdown)}
+    count = len(trace.ops)
+    kinds = {f.name.removesuffix("_bytes") for f in fields(Breakdown)}
     places, instants = range(count), range(-1, count + 1)
     spans, storages = list[tuple[int, ...]](), list[int]()
     for op in trace.ops:

@@ -16,7 +16,7 @@ from memopt_cli.measure.channel import Channel
 from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, Subject
 from memopt_cli.measure.replies import read
-from memopt_cli.measure.sizes import is_confined, most_saved_bytes
+from memopt_cli.measure.sizes import is_confined, max_saved_bytes
 from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import Crashed, Failure, ModelSource, StepFailed, to_data
 from memopt_cli.records.progress import Report, ignore
@@ -88,7 +88,7 @@ class Session:
         channel = self._send(job)
         if channel is None:
             return _ENDED
-        received_bytes, most_bytes = 0, most_saved_bytes(self._subject.source)
+        received_bytes, max_bytes = 0, max_saved_bytes(self._subject.source)
         while True:
             failure = channel.wait_for(SIZE.size)
             if failure is not None:
@@ -99,10 +99,10 @@ class Session:
                 is_whole = not isinstance(saved, Saved) or saved.size_bytes == received_bytes
                 return saved if is_whole else channel.refuse_answer()
             received_bytes += piece_bytes
-            if received_bytes > most_bytes:
+            if received_bytes > max_bytes:
                 channel.end()
                 return StepFailed(
-                    message=f"the model is not saved: it would take more than {format_bytes(most_bytes)}, and what it "
+                    message=f"the model is not saved: it would take more than {format_bytes(max_bytes)}, and what it "
                     "was loaded from holds far less",
                     hint="With `--plan-only` no model is written.",
                 )
@@ -124,7 +124,7 @@ class Session:
         return self._channel
 
     def _answer(self, job: Job[Answer], channel: Channel) -> Answer | Failure:
-        line = channel.line(job.most_bytes)
+        line = channel.line(job.max_bytes)
         if not isinstance(line, bytes):
             return line
         try:
@@ -139,7 +139,7 @@ class Session:
 def import_path(source: ModelSource) -> list[str]:
     """Return ``sys.path`` for a subprocess, without the current folder: a file there may have the name of a library.
 
-    The folder of memopt's own source stays, as does the current folder for a trusted model if ``PYTHONPATH`` names it.
+    memopt's own source folder stays, as does the current folder for a trusted model if ``PYTHONPATH`` names it.
     """
     here, own = Path.cwd(), Path(__file__).parents[2]
     if source.trust.pickle:

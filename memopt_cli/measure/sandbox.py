@@ -39,8 +39,10 @@ _RIGHTS: Final = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _TCP: Final = 0b11  # to bind, and to connect
 _SCOPES: Final = 0b11
 """Bits for signals, and for sockets without a name in the file system."""
-_NET_FROM, _SCOPES_FROM = 4, 6
-"""First versions of Landlock with rules for connections, and with scopes."""
+_NET_FROM = 4
+"""First version of Landlock with rules for connections."""
+_SCOPES_FROM = 6
+"""First version of Landlock with scopes."""
 
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
 """Devices in ``/dev`` that libraries use.  Terminals are not among them: a process could read what the user types
@@ -108,7 +110,7 @@ def caches_in(folder: str) -> dict[str, str]:
 
 
 def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) -> str:
-    """Restrict access to files by Landlock; return the reason if that fails, else an empty text."""
+    """Restrict access to files by Landlock; return the reason if that fails, else ""."""
     if version < 1:
         return "this kernel has no Landlock, or it is switched off"
     rights = (1 << _RIGHTS.get(version, max(_RIGHTS.values()))) - 1

@@ -9,8 +9,8 @@ The messages on the control socket are single bytes, named in :mod:`memopt_cli.m
 - ``START`` starts a subprocess.  With the byte come four open files: one to read jobs from, one for replies, one for
   output, and a socket for the status.  On the status socket the server sends the subprocess's id, and its exit code
   once the subprocess and all that it started are gone.  If the session closes the socket, the subprocess is killed.
-- ``STEPS_FOLLOW`` imports the modules that running steps needs.
-- ``LIBRARIES_FOLLOW`` imports the libraries of a model; with the byte comes a file of their names.
+- ``IMPORT_FOR_STEPS`` imports the modules that running steps needs.
+- ``IMPORT_LIBRARIES`` imports the libraries of a model; with the byte comes a file of their names.
 
 A subprocess that its model has taken over must not survive its session.  It leads a process group, which is killed
 as a whole.  A process that leaves the group becomes an orphan when its parent dies.  Linux hands orphans to the nearest
@@ -38,10 +38,12 @@ from typing import NoReturn
 
 from memopt_cli.measure import sandbox
 from memopt_cli.measure.folder import Folder
-from memopt_cli.measure.processes import LIBRARIES_FOLLOW, STEPS_FOLLOW, encode_number
+from memopt_cli.measure.processes import IMPORT_FOR_STEPS, IMPORT_LIBRARIES, encode_number
 
-_SWEEPS, _SWEEP_S = 100, 0.01
-"""Number of searches for orphans, and seconds between them: a process that is not confined can keep starting others."""
+_SWEEPS = 100
+"""Maximum number of searches for orphans: a process that is not confined can keep starting others."""
+_SWEEP_S = 0.01
+"""Seconds between two searches."""
 
 
 class _Server:
@@ -80,15 +82,15 @@ class _Server:
         message, files, *_ = socket.recv_fds(self._control, 1, 4)
         if not message:
             self._end()
-        if self._import is not None and message != STEPS_FOLLOW:
+        if self._import is not None and message != IMPORT_FOR_STEPS:
             self._import.join()  # a fork in the middle of an import would inherit its locks
-        if message == LIBRARIES_FOLLOW:
+        if message == IMPORT_LIBRARIES:
             with os.fdopen(files[0], "rb") as file:
                 request = json.load(file)
             if self._has_imported:
                 _import_libraries(request["names"], request["path"], request["timeout_s"])
             return
-        if message == STEPS_FOLLOW:
+        if message == IMPORT_FOR_STEPS:
             if self._has_imported and self._import is None:
                 self._import = threading.Thread(target=_import_the_rest, daemon=True)
                 self._import.start()
@@ -209,7 +211,7 @@ def _import_the_rest() -> None:
         import_compiler()
 
 
-class _OutOfTime(BaseException):
+class _OutOfTimeError(BaseException):
     """The time for imports is over; not an ``Exception``, so that no library catches it as a failure of its own."""
 
 
@@ -222,7 +224,10 @@ def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: floa
     """
     from memopt_cli.loading.pickles.kinds.modules import imported_libraries
 
-    own_path, own_environment, folder, end_s = list(sys.path), dict(os.environ), Folder(), time.monotonic() + timeout_s
+    own_path = list(sys.path)
+    own_environment = dict(os.environ)
+    folder = Folder()
+    end_s = time.monotonic() + timeout_s
     sys.path[:] = path
     os.chdir(folder.path)
     os.environ |= sandbox.caches_in(folder.path)
@@ -238,10 +243,10 @@ def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: floa
 
 @contextlib.contextmanager
 def _limit_time(left_s: float) -> Iterator[None]:
-    """Raise :class:`_OutOfTime` in the block after ``left_s`` seconds, or before it if ``left_s`` is not positive."""
+    """Raise :class:`_OutOfTimeError` in the block after ``left_s`` seconds; before it if ``left_s`` is not positive."""
 
     def end(*_: object) -> None:
-        raise _OutOfTime
+        raise _OutOfTimeError
 
     if left_s <= 0:
         end()

@@ -11,11 +11,12 @@ from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS, base_of, is_factory
 from memopt_cli.records import ModelSource
 from memopt_cli.text.documents import MAX_BYTES, read_bytes, read_json
 
-_BYTES_PER_ORIGINAL_BYTE, _MARGIN_BYTES = 4, 1 << 30
-"""Largest size of a saved model for each byte of its original, and bytes on top: weights of 8 bits may be trained in
-32, and a model may make buffers, such as masks, that its file does not hold."""
+_BYTES_PER_ORIGINAL_BYTE = 4
+"""Bytes that a saved model may have for each byte of its original: weights of 8 bits may be trained in 32."""
+_MARGIN_BYTES = 1 << 30
+"""Further bytes: a model may make buffers, such as masks, that its file does not hold."""
 _UNBOUNDED_BYTES: Final = 1 << 50
-"""The bound for models of the user's own code, larger than any disk."""
+"""The bound for models from the user's own code, larger than any disk."""
 
 
 def is_confined(source: ModelSource) -> bool:
@@ -23,7 +24,7 @@ def is_confined(source: ModelSource) -> bool:
     return source.trust.sandbox and not source.trust.pickle and not is_factory(source.location)
 
 
-def most_saved_bytes(source: ModelSource) -> int:
+def max_saved_bytes(source: ModelSource) -> int:
     """Return the bytes that the model of ``source`` may take when it is saved.
 
     The bound for a model from a file is generous, but keeps a hostile one from filling the disk.

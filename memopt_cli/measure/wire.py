@@ -18,9 +18,10 @@ SIZE: Final = struct.Struct("!Q")
 """The size of a piece in bytes."""
 _OBJECT_BYTES: Final = {"{": 300, "[": 100, ":": 180, ",": 90, "\\": 100}
 """Character of JSON -> largest memory in bytes for the Python object that it starts or separates, without its text."""
-_BYTES_PER_CHARACTER, _BYTES_PER_ESCAPED_CHARACTER = 4, 5
-"""Bytes of memory for a character of the line, all copies of it included.  Escapes in a line may become characters of
-4 bytes, so a line with escapes takes further bytes for each character."""
+_BYTES_PER_CHARACTER = 4
+"""Bytes of memory for a character of the line, all copies of it included."""
+_BYTES_PER_ESCAPED_CHARACTER = 5
+"""Further bytes for each character of a line with escapes, which may become characters of 4 bytes."""
 
 
 def memory_of(text: str) -> int:
@@ -32,14 +33,14 @@ def memory_of(text: str) -> int:
     return values + len(text) * (_BYTES_PER_CHARACTER + _BYTES_PER_ESCAPED_CHARACTER * ("\\" in text))
 
 
-def reply_in(line: bytes, most_bytes: int) -> Any:
+def reply_in(line: bytes, max_bytes: int) -> Any:
     """Return the plain values of a reply; numbers may be infinite, and all texts are made printable.
 
     Raises :class:`ValueError` or :class:`RecursionError` for a line that memopt does not send (it sends printable
-    ASCII), and for one that would take more than ``most_bytes`` of memory.
+    ASCII), and for one that would take more than ``max_bytes`` of memory.
     """
     text = line.decode("ascii").rstrip("\n")
-    if not text.isprintable() or memory_of(text) > most_bytes:
+    if not text.isprintable() or memory_of(text) > max_bytes:
         raise ValueError("it would take far more memory than such an answer needs")
     return json.loads(_ESCAPE.sub(lambda match: _printable(match[0]), text), parse_int=whole_number)
 

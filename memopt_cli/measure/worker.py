@@ -20,9 +20,10 @@ from typing import Any, BinaryIO, TextIO, TypeVar, cast
 from torch import nn
 
 from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
-from memopt_cli.inputs.spec_text import is_pretrained
+from memopt_cli.inputs.spec_text import format_tensor, is_pretrained
 from memopt_cli.loading import bounds
-from memopt_cli.loading.trust import Unvouched
+from memopt_cli.loading.input_spec import guessed_spec, unnamed_arguments
+from memopt_cli.loading.trust import UnvouchedError
 from memopt_cli.measure import model_file, sandbox
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.without_data import StepTooLargeError
@@ -31,10 +32,11 @@ from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data
 from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text import documents
+from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_bytes
-from memopt_cli.training.module_calls import InputsRejected
+from memopt_cli.training.module_calls import GIVE_ACCEPTED, InputsRejectedError
 from memopt_cli.training.step import is_out_of_memory
-from memopt_cli.training.wrappers import suspend_compilation
+from memopt_cli.training.wrappers import suspend_compilation, unwrap
 
 Answer = TypeVar("Answer")
 
@@ -78,15 +80,27 @@ class Worker:
             compiled = contextlib.nullcontext() if keeps_compiled else suspend_compilation(self.bench.model)
             with self.bench.restored(), compiled:
                 return answer(self.bench, job)
-        except InputsRejected as error:
-            spec, location = self._subject.spec, self._subject.source.location
-            if spec.is_guess:
-                error.hint = f"The inputs were {spec.source}. {error.hint}"
-            elif spec.is_recorded:
-                error.hint = "The model took these inputs when the baseline was recorded: see what changed since."
-            elif is_pretrained(location):
-                error.hint = f"Leave `-i` out, and give `--dim` only sizes that the configuration in {location} allows."
+        except InputsRejectedError as error:
+            error.hint = self._hint_on_inputs(error.hint)
             raise
+
+    def _hint_on_inputs(self, hint: str) -> str:
+        """Return a hint for inputs that the model rejected: ``hint``, or better, if more is known of the inputs."""
+        spec, location, model = self._subject.spec, self._subject.source.location, unwrap(self.bench.model)
+        if spec.is_guess:
+            return f"The inputs were {spec.source}. {hint}"
+        if spec.is_recorded:
+            return "The model took these inputs when the baseline was recorded: see what changed since."
+        if misnamed := list(unnamed_arguments(model, [tensor.name for tensor in spec.tensors if tensor.name])):
+            return " ".join(f"{note[:1].upper()}{note[1:]}" for note in misnamed)
+        if is_pretrained(location):
+            return f"Leave `-i` out, and give `--dim` only sizes that the configuration in {location} allows."
+        if hint == GIVE_ACCEPTED and (guess := guessed_spec(model)) is not None:
+            sized = (
+                replace(t, shape=tuple(guess.dims.get(str(size), size) for size in t.shape)) for t in guess.tensors
+            )
+            return f"{hint[:-1]}, such as `{' '.join(quoted_flag('-i', format_tensor(tensor)) for tensor in sized)}`."
+        return hint
 
     @property
     def messages(self) -> list[str]:
@@ -99,7 +113,7 @@ class Worker:
             self.bench.rank_step.close()
 
     def save(self, job: SaveJob, file: BinaryIO) -> None:
-        """Write the model of ``job`` into ``file``.  Raises :class:`MemoptError`."""
+        """Write the model of ``job`` into ``file``."""
         model_file.save(self._subject, job, file)
 
 
@@ -131,18 +145,18 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
             reply = {"kind": type(changed).__name__, **to_data(changed)}
         except (Exception, KeyboardInterrupt) as error:  # Ctrl-C reaches the parent alone: the user's code raised this
             reply = to_data(failure_of(error))
-        replies.write(_line(reply, job.most_bytes) + "\n")
+        replies.write(_line(reply, job.max_bytes) + "\n")
         replies.flush()
 
 
-def _line(reply: Any, most_bytes: int) -> str:
+def _line(reply: Any, max_bytes: int) -> str:
     """Return ``reply`` as a line of JSON, or a failure in its place if the parent would refuse it as too large."""
     line = json.dumps(reply)
-    if memory_of(line) <= most_bytes:
+    if memory_of(line) <= max_bytes:
         return line
     too_long = StepFailed(
-        message=f"the answer of the profiling subprocess does not fit into {format_bytes(most_bytes)} of memory",
-        hint="Give it fewer time steps, or a part of the model.",
+        message=f"the answer of the profiling subprocess does not fit into {format_bytes(max_bytes)} of memory",
+        hint="Describe inputs with fewer time steps, or give a part of the model.",
     )
     return json.dumps(to_data(too_long))
 
@@ -174,6 +188,6 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
-        requests = error.requests if isinstance(error, Unvouched) else ()
+        requests = error.requests if isinstance(error, UnvouchedError) else ()
         return StepFailed.of(error, hint, wanted=requests)
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

@@ -71,8 +71,12 @@ def test_batched_model(
         If an output differs; the message names the output and the model that differ most.
     """
     if not input_shapes or not all(isinstance(shape, Sequence) for shape in input_shapes):
-        raise UsageError(f"input_shapes={input_shapes!r}", hint="Give a list of shapes, one for each argument.")
-    states, modes = batched_model.state_dicts(), [(m, m.training) for m in batched_model.modules()]
+        raise UsageError(
+            f"input_shapes is {input_shapes!r}, not a list of shapes",
+            hint="Give a list of shapes, one for each argument.",
+        )
+    states = batched_model.state_dicts()
+    modes = [(m, m.training) for m in batched_model.modules()]
     if randomize:
         batched_model.load_state_dicts([_randomize(state) for state in states])
     device = next(iter(tensors_of(list(model.state_dict().values()))), torch.empty(0)).device

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import first_line
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.routes.fused import FusedRoute
-from memopt_cli.model_batching.routes.interface import Refused, Route, RouteName
+from memopt_cli.model_batching.routes.interface import Route, RouteName, RouteRefusedError
 from memopt_cli.model_batching.routes.loop import LoopRoute
 from memopt_cli.model_batching.routes.vmap import VmapRoute
 from memopt_cli.model_batching.stacked import first_models, slots_of
@@ -35,7 +35,7 @@ ROUTES: dict[RouteName, Callable[[nn.Module, int], Route]] = {
 """Name -> class of the route, called with a stacked model and the number of models; in the order of trying them."""
 
 TOLERANCE = 1e-10
-"""Largest relative difference from the loop, in float64, with which a route counts as computing the same."""
+"""A route computes the same if it differs from the loop by at most this, relatively, in float64."""
 STORED_TOLERANCE = 1e-5
 """The limit for models that cannot run in float64, and are compared in their own precision."""
 _COMPARED_MODELS = 2
@@ -56,7 +56,7 @@ class RouteTrial:
 
     name: RouteName
     refused: str = ""
-    """Reason why the route cannot be used, or empty."""
+    """Reason why the route cannot be used; empty if it can."""
     difference: float = 0.0
     """Largest relative difference from the loop in float64, over outputs, gradients and buffers.  NaN: not compared."""
     step_s: float = math.nan
@@ -151,14 +151,14 @@ class Reference:
         if name != "loop":
             try:
                 refused, relative = self._compare(name)
-            except Refused as refusal:
+            except RouteRefusedError as refusal:
                 refused = str(refusal)
             except Exception as error:
                 refused = first_line(error)
         return RouteTrial(name=name, refused=refused, difference=relative)
 
     def _compare(self, name: RouteName) -> tuple[str, float]:
-        """Return a reason why the route ``name`` cannot be used, or empty, and its largest relative difference."""
+        """Return why the route ``name`` cannot be used (empty if it can), and its largest relative difference."""
         if self._effects is None:
             return f"it cannot be compared with the loop, since a step of the loop fails: {self._failure}", 0.0
         worst = difference(self._effects, self._effects_of(name))

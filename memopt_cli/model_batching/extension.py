@@ -14,7 +14,7 @@ B = TypeVar("B", bound="AbstractBatchModule")
 
 
 class AbstractBatchModule(nn.Module):
-    """Many copies of one module, with a kernel of the user's own.
+    """Many copies of one module, with the user's own kernel.
 
     A subclass names the class that it replaces in ``base_class``.  Its parameters and buffers have the names of that
     class, and a leading dimension of ``batch`` models.  It computes ``forward`` on merged data: dimension 0 of every
@@ -90,7 +90,7 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
     Raises
     ------
     UsageError
-        If it is no subclass of :class:`AbstractBatchModule`, or has no ``base_class``.
+        If it is not a subclass of :class:`AbstractBatchModule`, or has no ``base_class``.
     """
     if not (isinstance(batch_class, type) and issubclass(batch_class, AbstractBatchModule)):
         raise UsageError(
@@ -98,7 +98,10 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
             hint="Register the batch class, whose base_class names the class that it replaces.",
         )
     if batch_class.base_class is nn.Module:
-        raise UsageError(f"{batch_class.__name__}.base_class does not say which class it replaces")
+        raise UsageError(
+            f"{batch_class.__name__}.base_class does not say which class it replaces",
+            hint="Set base_class to the class of torch.nn that it replaces, such as nn.Linear.",
+        )
     _batch_classes[batch_class.base_class] = batch_class
     return batch_class
 

@@ -103,7 +103,7 @@ def split_batch(tensor: Tensor, batch: int, data_order: DataOrder = "g b") -> Te
     Raises
     ------
     UsageError
-        If dimension 0 is no multiple of ``batch``.
+        If dimension 0 is not a multiple of ``batch``.
     """
     check_order(data_order)
     return in_order(models_first(tensor, batch, "(b g)"), data_order)
@@ -126,7 +126,7 @@ def inner_batch_size(tensor: Tensor, batch: int) -> int:
     Raises
     ------
     UsageError
-        If dimension 0 is no multiple of ``batch``.
+        If dimension 0 is not a multiple of ``batch``.
     """
     return models_first(tensor, batch, "(b g)").shape[1]
 

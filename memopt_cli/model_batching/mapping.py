@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.model_batching.routes.interface import Refused
+from memopt_cli.model_batching.routes.interface import RouteRefusedError
 from memopt_cli.runtime import named_parts, settings_of
 from memopt_cli.runtime.private_torch import is_of_vmap
 from memopt_cli.runtime.tree import join_tensors, split_tensors, tensors_of
@@ -18,7 +18,7 @@ def map_models(function: Callable[..., Any], axes: tuple[Any, ...], *inputs: Any
     """Return the outputs of ``function`` for each model, stacked.
 
     ``axes`` says which of ``inputs`` have the models in dimension 0, as ``in_dims`` of ``vmap`` does.  Random numbers
-    differ from model to model.  A part of the output that is no tensor comes from any of the models.
+    differ from model to model.  A part of the output that is not a tensor comes from any of the models.
     """
     skeletons: list[Any] = []
 
@@ -32,14 +32,14 @@ def map_models(function: Callable[..., Any], axes: tuple[Any, ...], *inputs: Any
 
 
 def refuse_kept_tensors(model: nn.Module) -> None:
-    """Raise :class:`Refused` if a module of ``model`` keeps an unusable tensor of a ``vmap`` that has ended."""
+    """Raise :class:`RouteRefusedError` if a module of ``model`` keeps a tensor of a ``vmap`` that has ended."""
     for path, module in model.named_modules():
         if any(is_of_vmap(t) for t in tensors_of(list(vars(module).values()))):
-            raise Refused(f"module '{path or '(root)'}' ({type(module).__name__}) keeps state in attributes")
+            raise RouteRefusedError(f"module '{path or '(root)'}' ({type(module).__name__}) keeps state in attributes")
 
 
 def refuse_segments(model: nn.Module, path: str = "") -> None:
-    """Raise :class:`Refused` if a module in ``model``, which is at ``path``, is a segment."""
+    """Raise :class:`RouteRefusedError` if a module in ``model``, which is at ``path``, is a segment."""
     for name, module in named_parts(model, path):
         if settings_of(module) is not None:
-            raise Refused(f"module '{name or '(root)'}' is a segment, and checkpoints do not work under vmap")
+            raise RouteRefusedError(f"module '{name or '(root)'}' is a segment, and checkpoints do not work under vmap")

@@ -115,7 +115,7 @@ def _bind_reduction(
         return functools.partial(loss_func, reduction=reduction, **options)
     if not hasattr(loss_func, "reduction"):
         raise UsageError(
-            f"{type(loss_func).__name__} has no reduction, so it is no loss module of torch.nn",
+            f"{type(loss_func).__name__} has no reduction, so it is not a loss module of torch.nn",
             hint="Give a loss module with a reduction, or a function of torch.nn.functional.",
         )
     loss = copy.copy(loss_func)

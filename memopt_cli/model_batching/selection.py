@@ -1,6 +1,6 @@
 """Choose the fastest route, as measured, among the routes that compute the same as the loop over the models.
 
-Choosing runs training steps, and must cost little beside the time that it saves.  For 100 models of 64 samples:
+Choosing runs training steps, and must cost little compared with the time that it saves.  For 100 models of 64 samples:
 
 1. The loop takes two steps with 2 models and 3 samples each, in float64 and with weights that differ between the models
    (:mod:`~memopt_cli.model_batching.comparison`).  Outputs, gradients, buffers and hidden state are the reference.
@@ -135,7 +135,7 @@ class _FirstRunnable:
 
 
 def _make_restorer(tree: nn.Module) -> Callable[[], None]:
-    """Return a function that puts ``tree`` and the random generators back into their present state."""
+    """Return a function that puts ``tree`` and the random generators back into their current state."""
     state, generators = ModuleState(tree), Generators()
     # ``ModuleState`` refers to tensors, and routes write buffers in place.
     copies = [(buffer, buffer.detach().clone()) for buffer in tree.buffers()]

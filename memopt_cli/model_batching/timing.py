@@ -24,9 +24,9 @@ _MAX_TIMING_S = 1.0
 """Seconds that timing may take after the first steps.  If one step of each route would take longer, routes are timed on
 few samples."""
 _MAX_TIMING_SHARE = 0.25
-"""Share of a step on all samples that timing on few samples may take after the first steps."""
+"""Timing on few samples, after the first steps, takes at most this share of a step on all samples."""
 _MAX_LAG_FACTOR = 1.5
-"""Ratio of a route's best step to the fastest route's best step above which the route is timed no further."""
+"""A route is timed no further if its best step takes more than this many times the fastest route's best step."""
 
 Trials = dict[RouteName, RouteTrial]
 Timer = Callable[[], float]

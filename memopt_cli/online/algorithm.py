@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError, UsageError, type_in_words
-from memopt_cli.online.calls import Past, Sizes
+from memopt_cli.online.calls import Past, SampleShapes
 from memopt_cli.online.finding import find_structure
 from memopt_cli.online.operations import Operation, has_tags, operation_of, trace_kind
 from memopt_cli.online.states import Batching, check_mode, environ, init_all_states, states_of
 from memopt_cli.online.traced_step import TracedStep
-from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, Trace, Use
-from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap, tree_map, without_transform
+from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, ModuleUse, Trace
+from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap, tree_map, tree_map_only, without_transform
 
 VjpMethod = Literal["single-step", "multi-step"]
 Correction = Literal["reference", "exact", "none"]
@@ -50,13 +50,13 @@ class OnlineAlgorithm(nn.Module):
             raise UsageError(f"model is {type_in_words(model)}", hint="Give a torch.nn.Module of one time step.")
         check_mode(mode)
         if vjp_method not in ("single-step", "multi-step"):
-            raise UsageError(f"vjp_method={vjp_method!r}", hint='Give "single-step" or "multi-step".')
+            raise UsageError(f"unknown vjp_method {vjp_method!r}", hint='Give "single-step" or "multi-step".')
         self.model = model
         self.mode = environ.mode if mode is None else mode
         self.vjp_method = vjp_method
         self.traces = nn.ModuleList()
         self._step: TracedStep | None = None
-        self._sizes = Sizes((), has_batch=self.mode is not None)
+        self._sizes = SampleShapes((), has_batch=self.mode is not None)
         self._past = Past()
 
     def compile_graph(self, *inputs: Tensor) -> None:
@@ -68,7 +68,7 @@ class OnlineAlgorithm(nn.Module):
         if self._step is not None:
             return
         has_batch = self.mode is not None
-        Sizes(states_of(self.model).values(), has_batch=has_batch).check(inputs)
+        SampleShapes(states_of(self.model).values(), has_batch=has_batch).check(inputs)
         if not has_tags(self.model):
             warnings.warn(
                 f"no weight of {type(self.model).__name__} is tagged, so that each gets only the gradient of each "
@@ -94,7 +94,7 @@ class OnlineAlgorithm(nn.Module):
         self._step = TracedStep(
             self.model, structure, traces, batched=has_batch, window=self.vjp_method == "multi-step"
         )
-        self._sizes = Sizes(self._step.all_states, inputs, has_batch=has_batch)
+        self._sizes = SampleShapes(self._step.all_states, inputs, has_batch=has_batch)
 
     def reset_state(self, batch_size: int | None = None) -> None:
         """Begin a new sequence: reset states and traces, for one sample or for ``batch_size`` samples."""
@@ -127,7 +127,8 @@ class OnlineAlgorithm(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """Return the model's output for one time step, or for a window, ``[steps, ...]``; its states advance."""
-        run, window = self._compiled_step(), self.vjp_method == "multi-step"
+        run = self._compiled_step()
+        window = self.vjp_method == "multi-step"
         steps = list(zip(*inputs, strict=True)) if window else [inputs]
         if not steps:
             raise MemoptError("the window has no steps", hint="Give inputs [steps, ...] of at least one time step.")
@@ -139,10 +140,10 @@ class OnlineAlgorithm(nn.Module):
             outputs = [run.step(self.model, step, self._next_scale()) for step in steps]
         self.accept_states()
         output = tree_map(_stack, *outputs) if window else outputs[0]
-        return output if torch.is_grad_enabled() else tree_map(_detach, output)
+        return output if torch.is_grad_enabled() else tree_map_only(Tensor, Tensor.detach, output)
 
     def update(self, *inputs: Tensor) -> Any:
-        """Return the output for ``inputs``, as calling the algorithm does."""
+        """Return the output for ``inputs``, like a call of the algorithm."""
         return self(*inputs)
 
     def _begin_sequence(self, device: torch.device) -> None:
@@ -157,7 +158,7 @@ class OnlineAlgorithm(nn.Module):
         return 1.0
 
     def _make_trace(
-        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+        self, use: ModuleUse, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
     ) -> Trace:
         raise NotImplementedError
 
@@ -175,7 +176,7 @@ class OnlineAlgorithm(nn.Module):
         return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *buffers)]
 
     def accept_states(self) -> None:
-        """Take the present states and traces for the result of the last step, whoever has set them."""
+        """Take the current states and traces for the result of the last step, whoever has set them."""
         self._past.remember(self._carried_tensors())
 
 
@@ -183,7 +184,7 @@ class D_RTRL(OnlineAlgorithm):
     """Diagonal real-time recurrent learning: exact on the cut graph; memory ``B * I * H * k`` numbers per weight."""
 
     def _make_trace(
-        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+        self, use: ModuleUse, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
     ) -> Trace:
         return FullTrace(use, groups, operation)
 
@@ -211,7 +212,7 @@ class ES_D_RTRL(OnlineAlgorithm):
         """
         super().__init__(model, mode=mode, vjp_method=vjp_method)
         if correction not in ("reference", "exact", "none"):
-            raise UsageError(f"correction={correction!r}", hint='Give "reference", "exact" or "none".')
+            raise UsageError(f"unknown correction {correction!r}", hint='Give "reference", "exact" or "none".')
         self.decay, self.rank = parse_decay_or_rank(decay_or_rank)
         if correction == "reference" and self.decay == 0:
             raise UsageError(
@@ -236,7 +237,7 @@ class ES_D_RTRL(OnlineAlgorithm):
         return 1.0 if self.correction == "none" else 1 - self.unseen.clamp_max(self._base)
 
     def _make_trace(
-        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+        self, use: ModuleUse, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
     ) -> Trace:
         return FactoredTrace(use, groups, operation, self.decay, z_shape)
 
@@ -250,7 +251,7 @@ class HybridTrace(ES_D_RTRL):
     """
 
     def _make_trace(
-        self, use: Use, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
+        self, use: ModuleUse, groups: Sequence[Group], operation: Operation, z_shape: Sequence[int] | None
     ) -> Trace:
         full = FullTrace(use, groups, operation)
         factored = FactoredTrace(use, groups, operation, self.decay, z_shape)
@@ -266,7 +267,9 @@ def parse_decay_or_rank(decay_or_rank: float | int) -> tuple[float, int]:
         return (decay_or_rank - 1) / (decay_or_rank + 1), decay_or_rank
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:
         return decay_or_rank, round(2 / (1 - decay_or_rank) - 1)
-    raise UsageError(f"decay_or_rank={decay_or_rank!r}", hint="Give a decay between 0 and 1, or a rank of 1 or more.")
+    raise UsageError(
+        f"invalid decay_or_rank {decay_or_rank!r}", hint="Give a decay between 0 and 1, or a rank of 1 or more."
+    )
 
 
 def _element_count(trace: Trace) -> int:
@@ -275,7 +278,3 @@ def _element_count(trace: Trace) -> int:
 
 def _stack(*steps: Any) -> Any:
     return torch.stack(steps) if isinstance(steps[0], Tensor) else steps[-1]
-
-
-def _detach(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

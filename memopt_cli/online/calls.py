@@ -11,7 +11,7 @@ from memopt_cli.online.states import State
 from memopt_cli.runtime.copies import version_of
 
 
-class Sizes:
+class SampleShapes:
     """The shapes of inputs and states, per sample."""
 
     def __init__(self, states: Iterable[State], compiled_inputs: Sequence[Tensor] = (), *, has_batch: bool) -> None:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.online.followable import check_exposed, check_neuron_by_neuron, check_tagged
-from memopt_cli.online.graph import Graph
+from memopt_cli.online.graph import AutogradGraph
 from memopt_cli.online.interception import cell_states
 from memopt_cli.online.operations import trace_kind
 from memopt_cli.online.probe import Probe
 from memopt_cli.online.reach import Reach
 from memopt_cli.online.structure import Source, Structure
-from memopt_cli.online.traces import CellOutput, PastState, Use
+from memopt_cli.online.traces import CellOutput, ModuleUse, PastState
 from memopt_cli.online.undeclared import refuse_undeclared
 from memopt_cli.runtime.state import StartingState
 
@@ -44,7 +44,7 @@ def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool)
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), _all_trainable(model) as trainable:
             refuse_undeclared(model, inputs)
             start.enter()
-            graph = Graph(model, trainable, weights)
+            graph = AutogradGraph(model, trainable, weights)
             probes = [Probe(weights, cells, graph, batched=batched, spread=spread) for spread in _SPREADS]
             for probe in probes:
                 with probe.batch.like(inputs[0]):
@@ -106,8 +106,8 @@ def _unfollowed_sources(reach: Reach) -> dict[PastState, frozenset[Source]]:
 
 
 def _unread_parts(
-    reach: Reach, constant: frozenset[Use], connected: frozenset[Use], read_by_attached: set[Use]
-) -> frozenset[PastState | Use]:
+    reach: Reach, constant: frozenset[ModuleUse], connected: frozenset[ModuleUse], read_by_attached: set[ModuleUse]
+) -> frozenset[PastState | ModuleUse]:
     """Return the states and the uses of traced weights that only the cells tied to them read."""
     inputs = [reach.reads[use] for use in reach.uses if use not in constant]
     unfollowed = [reach.reads[out] for out in reach.outs if out not in reach.followed]

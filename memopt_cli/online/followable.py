@@ -8,7 +8,7 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.online.reach import Reach
 from memopt_cli.online.states import State
 from memopt_cli.online.structure import Source
-from memopt_cli.online.traces import CellOutput, PastState, Use
+from memopt_cli.online.traces import CellOutput, ModuleUse, PastState
 
 
 def check_neuron_by_neuron(reach: Reach, out: CellOutput) -> None:
@@ -48,7 +48,7 @@ def check_tagged(reach: Reach) -> None:
             )
 
 
-def check_exposed(reach: Reach, past_state: PastState, constant: frozenset[Use]) -> None:
+def check_exposed(reach: Reach, past_state: PastState, constant: frozenset[ModuleUse]) -> None:
     """Raise :class:`MemoptError` if ``past_state``, read outside its cell, is read with and without a weight."""
     entering = [reach.reads[use] for use in reach.uses if use.path in reach.traced and use not in constant]
     weighted = [
@@ -63,7 +63,7 @@ def check_exposed(reach: Reach, past_state: PastState, constant: frozenset[Use])
 
 
 def _name(reach: Reach, source: Source) -> str:
-    if isinstance(source, Use):
+    if isinstance(source, ModuleUse):
         return source.path or "the model"
     if isinstance(source, PastState):
         return f"{source.cell}.{source.name}" if source.cell else source.name

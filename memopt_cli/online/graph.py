@@ -67,7 +67,7 @@ def _edge_of(tensor: Tensor) -> _Edge:
     return edge.node, edge.output_nr
 
 
-class Graph:
+class AutogradGraph:
     """Autograd's graph of a step, walked from a tensor to the leaves behind it."""
 
     def __init__(self, model: nn.Module, trainable: set[int], weights: Mapping[str, nn.Module]) -> None:
@@ -110,7 +110,9 @@ class Graph:
     def find_direct_sources(self, tensor: Tensor, sources: Mapping[Source, Tensor]) -> set[Source]:
         """Return the ``sources`` from which a path without a weight or another source leads to ``tensor``."""
         ends = {_edge_of(source): key for key, source in sources.items() if source.requires_grad}
-        pending, seen, direct = [_edge_of(tensor)] if tensor.requires_grad else [], set[_Edge](), set[Source]()
+        pending = [_edge_of(tensor)] if tensor.requires_grad else []
+        seen = set[_Edge]()
+        direct = set[Source]()
         while pending:
             edge = pending.pop()
             if edge in seen:

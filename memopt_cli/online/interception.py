@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import MemoptError
 from memopt_cli.online.lanes import Act, with_batch_axis
 from memopt_cli.online.states import State, states_of
-from memopt_cli.online.traces import Gate, PastState, Use
+from memopt_cli.online.traces import Gate, ModuleUse, PastState
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.private_torch import is_of_vmap, tree_flatten, tree_unflatten, without_transform
 
@@ -82,7 +82,7 @@ class Interception:
         self._versions: dict[str, list[tuple[Tensor, int]]] = {}
         """Cell -> the last value of each of its states that is known, with the version counter of the tensor."""
 
-    def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
+    def on_use(self, use: ModuleUse, *z: Tensor) -> tuple[Tensor]:
         """Return the output that the model gets from ``use``, a call of a traced weight with the input ``z``."""
         raise NotImplementedError
 
@@ -143,7 +143,7 @@ class Interception:
                     module.__dict__["forward"] = own_forwards[module]
 
     def _use(self, path: str, input: Tensor | None = None) -> Tensor:
-        use = Use(path, self._count(path))
+        use = ModuleUse(path, self._count(path))
         (y,) = self.batch.lift(partial(self.on_use, use), *(() if input is None else (input,)))
         return y
 

@@ -52,10 +52,10 @@ def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callabl
     Raises
     ------
     UsageError
-        If ``axis_size`` is no whole number of at least 1.
+        If ``axis_size`` is not a whole number of at least 1.
     """
     if not is_size(axis_size, 1):
-        raise UsageError(f"axis_size={axis_size!r}", hint="Give the batch size, at least 1.")
+        raise UsageError(f"axis_size is {axis_size!r}, not a batch size", hint="Give the batch size, at least 1.")
 
     def decorate(initialize: Callable[[], object]) -> Callable[[], None]:
         def for_every_lane() -> None:

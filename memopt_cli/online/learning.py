@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from memopt_cli.online.algorithm import D_RTRL, ES_D_RTRL, OnlineAlgorithm
 from memopt_cli.online.over_time import step_model
 from memopt_cli.online.states import Batching, State, states_of
-from memopt_cli.records import GradientAgreement, OnlineRule
+from memopt_cli.records import TOLERANCE, GradientAgreement, OnlineRule
 from memopt_cli.runtime.private_torch import tree_map
 from memopt_cli.training.step import Step, seeds_of_backward
-from memopt_cli.verification.effects import TOLERANCE, step_in_double
+from memopt_cli.verification.effects import step_in_double
 
 DECAY = 0.9
 """Decay of the filters of ES-D-RTRL."""

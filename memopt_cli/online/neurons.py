@@ -66,7 +66,7 @@ class Neuron(nn.Module):
         self._received = y if self._received is None else self._received + y
 
     def take_input(self, like: Tensor) -> Tensor:
-        """Return the sum of the inputs received since the last step: without any, zeros of the shape of ``like``."""
+        """Return the sum of the inputs since the last step; if there were none, zeros shaped like ``like``."""
         projected, self._received = self._received, None
         return torch.zeros_like(like) if projected is None else projected
 
@@ -102,16 +102,18 @@ class LIF(Neuron):
         if not V_th > V_reset:
             raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="Give a threshold above the reset.")
         if spk_fun is not None and not callable(spk_fun):
-            raise UsageError(f"spk_fun={spk_fun!r}", hint="Give a function of u: 1 where u is 0 or more, else 0.")
+            raise UsageError(
+                f"spk_fun is {spk_fun!r}, not a function", hint="Give a function of u: 1 where u is 0 or more, else 0."
+            )
         if spk_reset not in ("soft", "hard"):
-            raise UsageError(f"spk_reset={spk_reset!r}", hint='Give "soft" or "hard".')
+            raise UsageError(f"unknown spk_reset {spk_reset!r}", hint='Give "soft" or "hard".')
         self.decay = decay_of(tau)
         self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
         self.spk_reset, self.spk_fun = spk_reset, spk_fun
         declare_state(self, "v", size)
 
     def get_spike(self) -> Tensor:
-        """Return the spikes of the present potential."""
+        """Return the spikes of the current potential."""
         scale = self.V_th - self.V_reset
         if self.spk_fun is None and scale == 1:
             return spike(self.v, self.V_th)
@@ -134,7 +136,9 @@ class LIF(Neuron):
 def decay_of(tau: float) -> float:
     """Return ``exp(-dt / tau)``, the share of a state that is left after one time step of ``environ.dt``."""
     if not (is_number(tau) and tau > 0):
-        raise UsageError(f"tau={tau!r}", hint="Give a time constant above 0, in the unit of environ.dt.")
+        raise UsageError(
+            f"tau is {tau!r}, not a time constant", hint="Give a number above 0, in the unit of environ.dt."
+        )
     return math.exp(-environ.dt / tau)
 
 
@@ -142,7 +146,7 @@ class DeltaProj(nn.Module):
     """A projection: the output of ``comm`` is added to the potential of ``post`` in the next step of ``post``."""
 
     def __init__(self, comm: nn.Module, post: Neuron) -> None:
-        """Project by ``comm``, usually a tagged linear layer, to the neurons ``post``, which the model calls itself."""
+        """Project by ``comm``, usually a tagged linear layer, to ``post``; the model itself must call ``post``."""
         super().__init__()
         if not isinstance(post, Neuron):
             raise UsageError(f"post is {type_in_words(post)}", hint="Give neurons: LIF or another Neuron.")
@@ -261,7 +265,8 @@ class ExplicitState(nn.Module):
 def _named_shapes(states: object) -> dict[str, int | Sequence[int]]:
     if not isinstance(states, tuple) or not hasattr(states, "_fields"):
         raise UsageError(
-            f"states of type {type(states).__name__}", hint="Give {name: shape}, or a named tuple of shapes."
+            f"states is {type_in_words(states)}, not a mapping or a named tuple",
+            hint="Give {name: shape}, or a named tuple of shapes.",
         )
     return dict(zip(states._fields, states, strict=True))
 

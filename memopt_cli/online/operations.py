@@ -36,7 +36,8 @@ class ElementWise(nn.Module):
     def __init__(self, initial: Tensor, shape: int | Sequence[int] | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(initial)
-        self.shape = tuple(initial.shape) if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+        shape = initial.shape if shape is None else shape
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         setattr(self, _TAG, "adaptive")
 
     def forward(self) -> Tensor:
@@ -49,11 +50,11 @@ class Operation(Protocol):
 
     @property
     def weight(self) -> Tensor | None:
-        """Present weight of the module.  ``None``: an elementwise parameter, which counts as a bias."""
+        """Current weight of the module.  ``None``: an elementwise parameter, which counts as a bias."""
 
     @property
     def bias(self) -> Tensor | None:
-        """Present bias of the module.  ``None``: it has no bias."""
+        """Current bias of the module.  ``None``: it has no bias."""
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return ``y``, ``[B, ...]``, for the input ``z``."""
@@ -211,7 +212,7 @@ def traced(module: M, kind: TraceKind = "adaptive") -> M:
         If no weight in ``module`` can carry a trace.
     """
     if kind not in ("full", "approx", "adaptive"):
-        raise UsageError(f"kind={kind!r}", hint='Give "full", "approx" or "adaptive".')
+        raise UsageError(f"unknown kind {kind!r}", hint='Give "full", "approx" or "adaptive".')
     layers = list(_traceable_layers(module))
     if not layers:
         raise UsageError(

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from memopt_cli.errors import MemoptError
-from memopt_cli.online.graph import Graph, Reads, ends_behind, find_sole_ends, jacobian_row
+from memopt_cli.online.graph import AutogradGraph, Reads, ends_behind, find_sole_ends, jacobian_row
 from memopt_cli.online.interception import Interception
 from memopt_cli.online.operations import operation_of
 from memopt_cli.online.structure import Source
-from memopt_cli.online.traces import CellOutput, PastState, Use
+from memopt_cli.online.traces import CellOutput, ModuleUse, PastState
 from memopt_cli.runtime.private_torch import tree_leaves
 
 
@@ -28,19 +28,19 @@ class Probe(Interception):
         self,
         weights: Mapping[str, nn.Module],
         cells: Mapping[str, nn.Module],
-        graph: Graph,
+        graph: AutogradGraph,
         *,
         batched: bool,
         spread: float,
     ) -> None:
         """Prepare a step from random states, on average ``spread`` away from their values at rest."""
         super().__init__(weights, cells, batched=batched)
-        self.reads: dict[Use | CellOutput, Reads] = {}
+        self.reads: dict[ModuleUse | CellOutput, Reads] = {}
         """Use -> the parts that its input reads; output of a cell -> the parts that the output reads.  In the order of
         computation."""
         self.output_reads: list[Reads] = []
         """The parts that each tensor of the model's output reads."""
-        self.z_shapes: dict[Use, tuple[int, ...] | None] = {}
+        self.z_shapes: dict[ModuleUse, tuple[int, ...] | None] = {}
         """Use -> shape of its input per sample.  ``None``: an elementwise parameter, without input."""
         self.shapes: dict[CellOutput, tuple[int, ...]] = {}
         """Output of a cell -> its shape per sample."""
@@ -70,7 +70,7 @@ class Probe(Interception):
         if results:
             self.batch.lift(self._end, *results)
 
-    def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
+    def on_use(self, use: ModuleUse, *z: Tensor) -> tuple[Tensor]:
         self.z_shapes[use] = tuple(z[0].shape[1:]) if z else None
         self.reads[use] = self._graph.reads(z[0], self.leaves) if z else Reads()
         operation = operation_of(self.weights[use.path])
@@ -98,7 +98,8 @@ class Probe(Interception):
 
     def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         self._note_outside(cell, tensors)
-        count, outs = len(self.states[cell]), [CellOutput(cell, call, i) for i in range(len(tensors))]
+        count = len(self.states[cell])
+        outs = [CellOutput(cell, call, i) for i in range(len(tensors))]
         new = {t.grad_fn: i for i, t in enumerate(tensors[:count]) if t.grad_fn is not None}
         for out, q in zip(outs, tensors, strict=True):
             _check_real(self.states[cell][out.number].name if out.number < count else "", cell, q)

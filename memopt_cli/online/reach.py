@@ -5,7 +5,7 @@ from __future__ import annotations
 from memopt_cli.online.graph import Reads
 from memopt_cli.online.probe import Probe
 from memopt_cli.online.structure import Edges, Source
-from memopt_cli.online.traces import CellOutput, Group, PastState, Use
+from memopt_cli.online.traces import CellOutput, Group, ModuleUse, PastState
 
 
 class Reach:
@@ -19,7 +19,7 @@ class Reach:
     def __init__(self, probe: Probe) -> None:
         self.probe, self.reads = probe, probe.reads
         self.outs = [part for part in self.reads if isinstance(part, CellOutput)]
-        self.uses = [part for part in self.reads if isinstance(part, Use)]
+        self.uses = [part for part in self.reads if isinstance(part, ModuleUse)]
         self.behind: dict[CellOutput, set[Source]] = {}
         """Output of a cell -> the uses and states that it was computed from, through other cells as well."""
         for out in self.outs:
@@ -43,7 +43,7 @@ class Reach:
         self.skipped: set[Source] = set[Source](untraced).union(self.outs) - self.followed
         """Parts that are not followed: a reader of such a part counts as a reader of all its parts."""
 
-    def _states_reached(self, use: Use) -> set[PastState]:
+    def _states_reached(self, use: ModuleUse) -> set[PastState]:
         """Return the states that ``use`` reaches, in its own step and from there in later ones."""
         reached = {past_state for past_state, out in self.new.items() if use in self.behind[out]}
         while more := {h for h, out in self.new.items() if h not in reached and self.behind[out] & reached}:
@@ -57,7 +57,7 @@ class Reach:
         return source in self.followed_states or source in self.reached
 
     def _needed_outputs(self) -> set[CellOutput]:
-        """Return the outputs of cells to follow: new states, outputs before them, outputs beside traced states."""
+        """Return the outputs to follow: new states, other outputs of cells with traced states, outputs before both."""
         needed: set[CellOutput] = set()
         with_states = {past_state.cell for past_state in self.followed_states}
         for out in reversed(self.outs):
@@ -70,7 +70,7 @@ class Reach:
         direct = [s for s in self.probe.leaves if s in self.reads[out].direct and self.carries(s)]
         return Edges(
             past_states=tuple(s for s in direct if isinstance(s, PastState)),
-            uses=tuple(s for s in direct if isinstance(s, Use)),
+            uses=tuple(s for s in direct if isinstance(s, ModuleUse)),
             outputs=tuple(s for s in direct if isinstance(s, CellOutput)),
         )
 
@@ -91,7 +91,7 @@ class Reach:
         other_sources = reads.sources - {*edges.past_states, *edges.uses, *edges.outputs} | reads.weighted
         return reads.has_parameters or any(not isinstance(source, PastState) for source in other_sources)
 
-    def is_constant(self, use: Use) -> bool:
+    def is_constant(self, use: ModuleUse) -> bool:
         """Return whether the input of ``use`` is computed only from the last step's states and the model's inputs."""
         has_parameters, sources = self.sources_behind(self.reads[use])
         return not has_parameters and all(isinstance(source, PastState) for source in sources)
@@ -110,10 +110,10 @@ class Reach:
             for source in more & self.skipped:
                 assert not isinstance(source, PastState)
                 pending.append(self.reads[source])
-                has_parameters |= isinstance(source, Use)
+                has_parameters |= isinstance(source, ModuleUse)
         return has_parameters, seen - self.skipped
 
-    def is_connected(self, use: Use) -> bool:
+    def is_connected(self, use: ModuleUse) -> bool:
         """Return whether ``use`` is also read outside of the cells that are tied to it.
 
         Other readers are the model's output, weights, and outputs of cells that are not followed.

@@ -20,15 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.runtime.private_torch import buffers_of, tree_leaves
+from memopt_cli.runtime.private_torch import MODULE_ATTRIBUTES, buffers_of, tree_leaves
 from memopt_cli.runtime.runs import child_path
 
 Initializer = Callable[..., Tensor]
 """Function called as ``initializer(shape, dtype=..., device=...)``: ``torch.zeros``, ``torch.rand`` and their like."""
 
 _DECLARED = "_declared_states"
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Attributes of every module, which hold its parameters, buffers, submodules and hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class Batching:
 def check_mode(mode: object) -> None:
     """Raise :class:`UsageError` unless ``mode`` is ``Batching()`` or ``None``."""
     if mode is not None and not isinstance(mode, Batching):
-        raise UsageError(f"mode={mode!r}", hint="Give Batching(), or None for one sample at a time.")
+        raise UsageError(f"mode is {mode!r}, not Batching()", hint="Give Batching(), or None for one sample at a time.")
 
 
 def is_number(value: object) -> bool:
@@ -65,9 +63,9 @@ class Environment:
         """Set ``mode``, ``dt`` or both by name, and keep the others.  Raises :class:`UsageError` for other names."""
         for name, value in settings.items():
             if name not in ("mode", "dt"):
-                raise UsageError(f"environ.set({name}=...)", hint="Set mode or dt.")
+                raise UsageError(f"environ has no setting {name!r}", hint="Set mode or dt.")
             if name == "dt" and not (is_number(value) and 0 < value < math.inf):
-                raise UsageError(f"dt={value!r}", hint="Give the length of a time step, a number above 0.")
+                raise UsageError(f"dt is {value!r}, not the length of a time step", hint="Give a number above 0.")
             if name == "mode":
                 check_mode(value)
         vars(self).update(settings)
@@ -183,7 +181,7 @@ def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             place = child_path(path, name)
             if isinstance(value, Tensor):
                 yield place, value
-            elif isinstance(value, list | tuple | dict | deque) and name not in _MODULE_ATTRIBUTES:
+            elif isinstance(value, list | tuple | dict | deque) and name not in MODULE_ATTRIBUTES:
                 yield from ((place, leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
@@ -200,11 +198,12 @@ def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
     Raises
     ------
     UsageError
-        If ``batch_size`` is no whole number of at least 1.
+        If ``batch_size`` is not a whole number of at least 1.
     """
     if batch_size is not None and not is_size(batch_size, 1):
         raise UsageError(
-            f"batch_size={batch_size!r}", hint="A batch has at least one sample; leave it out for one sample."
+            f"batch_size is {batch_size!r}, not a number of samples",
+            hint="A batch has at least one sample; leave it out for one sample.",
         )
     for state in states_of(model).values():
         state.initialize(batch_size)

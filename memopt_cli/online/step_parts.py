@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from memopt_cli.online.graph import Graph, find_sole_ends, jacobian_row
+from memopt_cli.online.graph import AutogradGraph, find_sole_ends, jacobian_row
 from memopt_cli.online.interception import changed_step
 from memopt_cli.online.structure import Source, Structure
-from memopt_cli.online.traces import CellOutput, Gate, PastState, Row, Use
+from memopt_cli.online.traces import CellOutput, Gate, ModuleUse, PastState, Row
 from memopt_cli.runtime.graph import leaves_before
 
 K = TypeVar("K")
@@ -27,11 +27,11 @@ class StepParts:
     def __init__(self, structure: Structure, gate: Gate) -> None:
         self.structure = structure
         self.gate = gate
-        self.graph: Graph | None = None
+        self.graph: AutogradGraph | None = None
         """Graph of the step.  ``None``: no check needs it, since no part is read only through weights."""
         self.past_values: dict[PastState, Tensor] = {}
         """State of the last step -> its value."""
-        self.use_outputs: dict[Use, Tensor] = {}
+        self.use_outputs: dict[ModuleUse, Tensor] = {}
         """Use of a traced weight -> its output."""
         self.cell_outputs: dict[CellOutput, Tensor] = {}
         """Output of a cell -> the tensor."""
@@ -113,7 +113,7 @@ def _refuse_new_reads(cell: str, row: Mapping[Any, Tensor]) -> None:
 def describe_source(source: Source) -> str:
     """Return the name of ``source`` in messages."""
     match source:
-        case Use(path=path):
+        case ModuleUse(path=path):
             return f"the output of {path}"
         case PastState(cell=cell, name=name):
             return f"{cell}.{name}".removeprefix(".")

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memopt_cli.online.traces import CellOutput, Group, PastState, Row, Use
+from memopt_cli.online.traces import CellOutput, Group, ModuleUse, PastState, Row
 
-Source = PastState | Use | CellOutput
+Source = PastState | ModuleUse | CellOutput
 """Part of a step that a tensor may be computed from."""
 
 
@@ -25,7 +25,7 @@ class Edges:
     """The parts that an output of a cell reads neuron by neuron and that depend on traced weights."""
 
     past_states: tuple[PastState, ...] = ()
-    uses: tuple[Use, ...] = ()
+    uses: tuple[ModuleUse, ...] = ()
     outputs: tuple[CellOutput, ...] = ()
 
 
@@ -45,20 +45,20 @@ class Structure:
     - ``readout`` is in ``untraced_reasons``: its output enters no cell.
     """
 
-    groups: dict[Use, tuple[Group, ...]]
+    groups: dict[ModuleUse, tuple[Group, ...]]
     """Use of a traced weight -> the groups of states that it reaches neuron by neuron, in this step or a later step,
     without passing another weight."""
-    z_shapes: dict[Use, tuple[int, ...] | None]
+    z_shapes: dict[ModuleUse, tuple[int, ...] | None]
     """Use of a traced weight -> shape of its input per sample.  ``None``: an elementwise parameter has no input."""
     cells: tuple[str, ...]
     """Paths of the cells that have states in a group, and of cells between a weight and such a cell."""
     edges: dict[CellOutput, Edges]
     """Output of a cell that is followed -> the parts that it depends on."""
-    constant_uses: frozenset[Use]
+    constant_uses: frozenset[ModuleUse]
     """Uses whose input was computed only from the last step's states and the model's inputs."""
-    connected_uses: frozenset[Use]
+    connected_uses: frozenset[ModuleUse]
     """Uses whose output is also read outside of the cells that are tied to it."""
-    doubled_uses: frozenset[Use]
+    doubled_uses: frozenset[ModuleUse]
     """Connected uses that a cell reads through the graph of an attached tensor."""
     exposed_states: frozenset[PastState]
     """States of the last step that are also read outside of the cell that declares them."""
@@ -75,7 +75,7 @@ class Structure:
     """Output of a cell that is followed -> all parts that it was computed from, by any path."""
     unfollowed_sources: dict[PastState, frozenset[Source]]
     """State that does not depend on traced weights -> all parts that it was computed from, by any path."""
-    unread_parts: frozenset[PastState | Use]
+    unread_parts: frozenset[PastState | ModuleUse]
     """States, and outputs of traced weights, that are read only by cells that are tied to them."""
     entering_states: frozenset[PastState]
     """States of the last step that are read only by their own cells and by weights."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from memopt_cli.online.states import State, states_of
-from memopt_cli.online.traces import PastState, Row, Ties, Trace, Use
+from memopt_cli.online.traces import ModuleUse, PastState, Row, Ties, Trace
 
 
 class TraceSet:
@@ -29,7 +29,7 @@ class TraceSet:
 
     def load(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Prepare the first step: give :attr:`states` these ``values``, each ``[B, ...]``."""
-        loaded: dict[Use, dict[str, Tensor]] = {use: {} for use in self.by_use}
+        loaded: dict[ModuleUse, dict[str, Tensor]] = {use: {} for use in self.by_use}
         for (trace, name, _), value in zip(self._named, values, strict=True):
             loaded[trace.use][name] = value
         for use, trace in self.by_use.items():

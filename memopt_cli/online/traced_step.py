@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memopt_cli.online.graph import Graph
+from memopt_cli.online.graph import AutogradGraph
 from memopt_cli.online.interception import Interception, changed_step
 from memopt_cli.online.operations import operation_of
 from memopt_cli.online.states import State, states_of
 from memopt_cli.online.step_parts import StepParts, describe_source
 from memopt_cli.online.structure import Structure
 from memopt_cli.online.trace_set import TraceSet
-from memopt_cli.online.traces import CellOutput, Channel, Gate, PastState, Row, Ties, Trace, Use
+from memopt_cli.online.traces import CellOutput, Gate, GradientChannel, ModuleUse, PastState, Row, Ties, Trace
 from memopt_cli.runtime.private_torch import tree_leaves
 
 
@@ -82,7 +82,7 @@ class TracedStep(Interception):
             state.value = value
 
     def tie_to_past(self, scale: float | Tensor) -> None:
-        """Tie the present states to the traces, which turn gradients of the states into gradients of the weights.
+        """Tie the current states to the traces, which turn gradients of the states into gradients of the weights.
 
         In a window all states are tied; in a single step, only states that are read outside their cells.  ``scale``:
         the divisor of the last step's gradients.
@@ -96,7 +96,7 @@ class TracedStep(Interception):
         """Run one step of ``model``, and return its output; ``scale`` divides the gradients of this step."""
         self.traces.set_scale(scale)
         if self.structure.sources_by_weight:
-            self._parts.graph = Graph(model, set(), {})
+            self._parts.graph = AutogradGraph(model, set(), {})
         for cell, states in self.states.items():
             self.act_on(states, partial(self._keep_past, [PastState(cell, state.name) for state in states]))
         output = self.run(model, inputs)
@@ -118,7 +118,7 @@ class TracedStep(Interception):
     def on_forgotten(self, past_state: PastState) -> None:
         self._parts.new_rows[past_state] = Row()
 
-    def on_use(self, use: Use, *z: Tensor) -> tuple[Tensor]:
+    def on_use(self, use: ModuleUse, *z: Tensor) -> tuple[Tensor]:
         z = tuple(tensor.view_as(tensor) for tensor in z)  # a new node of the graph, at which later walks end
         self._parts.end_walks_at(z)
         # A call without a trace: its output reaches cells only through later calls.
@@ -180,7 +180,12 @@ class TracedStep(Interception):
     def _ties(self, row: Row) -> Ties:
         cell_outputs = self._parts.cell_outputs
         through: Ties = [
-            (slope, Channel((cell_outputs[out],), lambda gradient: (gradient,)) if out in cell_outputs else out.number)
+            (
+                slope,
+                GradientChannel((cell_outputs[out],), lambda gradient: (gradient,))
+                if out in cell_outputs
+                else out.number,
+            )
             for out, slope in row.through.items()
         ]
         return [*through, *self.traces.ties(row)]

@@ -1,7 +1,7 @@
 """Eligibility traces: what D-RTRL and ES-D-RTRL remember of the past, for one use of one weight.
 
 Take a weight ``W`` with ``y = W z`` and a neuron with the state ``h^t = 0.9 h^(t-1) + y``.  The derivative of the
-present state by the weight is ``e^t = dh^t/dW = 0.9 e^(t-1) + z``: the eligibility trace.  If the loss of step t gives
+current state by the weight is ``e^t = dh^t/dW = 0.9 e^(t-1) + z``: the eligibility trace.  If the loss of step t gives
 ``l = dL^t/dh^t``, the gradient of the weight by all steps so far is ``l e^t``, and no earlier step stays in memory.
 
 In general the weight reaches a group ``h`` of k states per neuron, of one cell or of several that are connected neuron
@@ -9,8 +9,8 @@ by neuron.  The factors are ``D = dh^t/dh^(t-1)`` (0.9 above) and ``F = dh^t/dy`
 
 A :class:`Row` holds one line of these Jacobians: the derivatives of a tensor ``q`` that a cell computes from
 ``(h^(t-1), y)`` neuron by neuron, such as a new state or a spike.  In backward the gradient of ``q`` must reach the
-weights.  For that ``q`` is *tied* to :class:`Channel` s: each sums ``coefficient * dL/dq`` over all ``q`` that are tied
-to it, and turns the sum into gradients of weights, once.
+weights.  For that ``q`` is *tied* to channels (:class:`GradientChannel`): each sums ``coefficient * dL/dq`` over all
+``q`` that are tied to it, and turns the sum into gradients of weights, once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memopt_cli.online.operations import Operation, weights_per_output
 from memopt_cli.online.states import declare_state
 
 
-class Use(NamedTuple):
+class ModuleUse(NamedTuple):
     """One call of a trace-tagged module within a time step."""
 
     path: str
@@ -72,7 +72,7 @@ class Row:
 
     hidden: Mapping[PastState, Tensor] = field(default_factory=dict)
     """State -> ``dq/dh^(t-1)``."""
-    inputs: Mapping[Use, Tensor] = field(default_factory=dict)
+    inputs: Mapping[ModuleUse, Tensor] = field(default_factory=dict)
     """Use of a weight -> ``dq/dy``."""
     through: Mapping[CellOutput, Tensor] = field(default_factory=dict)
     """Earlier output of a cell in this step -> ``dq/doutput``.  ``hidden`` and ``inputs`` then leave out the paths that
@@ -95,7 +95,7 @@ def _add_product(slope: Tensor, entries: Mapping[Any, Tensor], sums: dict[Any, T
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Channel:
+class GradientChannel:
     """A sum of gradients of several outputs of cells, which becomes gradients of weights."""
 
     targets: tuple[Tensor | None, ...]
@@ -104,7 +104,7 @@ class Channel:
     """Function of the sum that returns the gradients of ``targets``."""
 
 
-Ties = list[tuple[Tensor | None, "Channel | int"]]
+Ties = list[tuple[Tensor | None, "GradientChannel | int"]]
 """Pairs of a coefficient (``None``: 1) and the end to which the gradient times the coefficient goes: a channel, or the
 number of an earlier output of the same call."""
 
@@ -114,7 +114,7 @@ class _TiedTensors(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Gate, ties: Sequence[Ties], channels: Sequence[Channel], *tensors: Any
+        ctx: Any, gate: Gate, ties: Sequence[Ties], channels: Sequence[GradientChannel], *tensors: Any
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.gate, ctx.ties, ctx.channels = gate, ties, channels
@@ -125,7 +125,7 @@ class _TiedTensors(torch.autograd.Function):
         _refuse_second_derivative()
         if ctx.gate.closed:
             return (None,) * len(ctx.needs_input_grad)
-        sums: dict[Channel | int, Tensor] = {
+        sums: dict[GradientChannel | int, Tensor] = {
             i: gradient for i, gradient in enumerate(gradients) if gradient is not None
         }
         # From the last output to the first: an output may be tied to an earlier one of the same call, whose gradient
@@ -160,7 +160,9 @@ class Gate:
 
     def tie(self, values: Sequence[Tensor], ties: Sequence[Ties]) -> tuple[Tensor, ...]:
         """Return ``values`` unchanged; in backward the gradient of each also goes to its ``ties``."""
-        channels = list(dict.fromkeys(end for of_value in ties for _, end in of_value if isinstance(end, Channel)))
+        channels = list(
+            dict.fromkeys(end for of_value in ties for _, end in of_value if isinstance(end, GradientChannel))
+        )
         targets = (target for channel in channels for target in channel.targets)
         tied: tuple[Tensor, ...] = _TiedTensors.apply(self, ties, channels, *values, *targets)  # type: ignore[no-untyped-call]
         return tied
@@ -187,7 +189,7 @@ class _RunningStep:
     """Input of the weight in this step, detached.  ``None``: an elementwise parameter."""
     y: Tensor = field(default_factory=lambda: torch.empty(0))
     """Output of the weight, through which gradients reach the tensors that ``z`` was computed from."""
-    channels: dict[object, Channel] = field(default_factory=dict)
+    channels: dict[object, GradientChannel] = field(default_factory=dict)
     """Channels of this step, by the state or the use whose gradient they sum."""
 
 
@@ -196,7 +198,7 @@ class Trace(nn.Module):
 
     live: _RunningStep
 
-    def __init__(self, use: Use, groups: Sequence[Group], operation: Operation) -> None:
+    def __init__(self, use: ModuleUse, groups: Sequence[Group], operation: Operation) -> None:
         super().__init__()
         self.use = use
         self.operation = operation
@@ -216,7 +218,9 @@ class Trace(nn.Module):
         live, operation = self.live, self.operation
         live.z = None if z is None else z.detach()
         weight, bias = operation.weight, operation.bias
-        live.y = operation.apply(z, batch, *((weight, bias) if attached else (_detach(weight), _detach(bias))))
+        if not attached:
+            weight, bias = (None if t is None else t.detach() for t in (weight, bias))
+        live.y = operation.apply(z, batch, weight, bias)
         return live.y
 
     def attached(self, z: Tensor | None, batch: int) -> Tensor:
@@ -236,10 +240,10 @@ class Trace(nn.Module):
         live = self.live
         if self.use not in row.inputs or not live.y.requires_grad:
             return []
-        channel = live.channels.setdefault(self.use, Channel((live.y,), lambda gradient: (gradient,)))
+        channel = live.channels.setdefault(self.use, GradientChannel((live.y,), lambda gradient: (gradient,)))
         return [(row.inputs[self.use], channel)]
 
-    def past(self, past_state: PastState) -> Channel:
+    def past(self, past_state: PastState) -> GradientChannel:
         """Return the channel of ``past_state``, which turns ``dL/dh^(t-1)`` into gradients of the weights."""
         raise NotImplementedError
 
@@ -250,8 +254,8 @@ class Trace(nn.Module):
     def _advanced(self, rows: Mapping[PastState, Row]) -> dict[str, Tensor]:
         raise NotImplementedError
 
-    def _channel(self, to_weights: Callable[[Tensor], tuple[Tensor | None, ...]]) -> Channel:
-        return Channel((self.operation.weight, self.operation.bias), to_weights)
+    def _channel(self, to_weights: Callable[[Tensor], tuple[Tensor | None, ...]]) -> GradientChannel:
+        return GradientChannel((self.operation.weight, self.operation.bias), to_weights)
 
     def _followed_entries(self, row: Row) -> Iterator[tuple[PastState, Tensor]]:
         return ((past_state, entry) for past_state, entry in row.hidden.items() if past_state in self.shapes)
@@ -264,7 +268,7 @@ class FullTrace(Trace):
     computes; ``l D e^(t-1)``, by the steps before, comes through one channel per state.
     """
 
-    def __init__(self, use: Use, groups: Sequence[Group], operation: Operation) -> None:
+    def __init__(self, use: ModuleUse, groups: Sequence[Group], operation: Operation) -> None:
         super().__init__(use, groups, operation)
         for past_state, shape in self.shapes.items():
             if _is_trainable(operation.weight):
@@ -281,7 +285,7 @@ class FullTrace(Trace):
     def ties(self, row: Row) -> Ties:
         return [(entry, self.past(past_state)) for past_state, entry in self._followed_entries(row)]
 
-    def past(self, past_state: PastState) -> Channel:
+    def past(self, past_state: PastState) -> GradientChannel:
         live, operation = self.live, self.operation
         weight_trace, bias_trace = (live.values.get(_key(past_state, part)) for part in ("weight", "bias"))
 
@@ -330,7 +334,7 @@ class FactoredTrace(Trace):
     """
 
     def __init__(
-        self, use: Use, groups: Sequence[Group], operation: Operation, decay: float, z_shape: Sequence[int] | None
+        self, use: ModuleUse, groups: Sequence[Group], operation: Operation, decay: float, z_shape: Sequence[int] | None
     ) -> None:
         super().__init__(use, groups, operation)
         self.decay = decay
@@ -353,7 +357,7 @@ class FactoredTrace(Trace):
         channel = self._channel(lambda gradient: self._to_weights(gradient, filtered.z, filtered.scale))
         return [(factor, self.live.channels.setdefault(None, channel))]
 
-    def past(self, past_state: PastState) -> Channel:
+    def past(self, past_state: PastState) -> GradientChannel:
         neuron, z = self.live.values[_key(past_state, "neuron")], self.live.values.get("input")
         scale = self.live.filtered.scale
         return self._channel(lambda gradient: self._to_weights(gradient * neuron, z, scale))
@@ -389,7 +393,3 @@ def _key(past_state: PastState, part: str) -> str:
 
 def _is_trainable(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
-
-
-def _detach(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()

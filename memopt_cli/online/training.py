@@ -101,16 +101,17 @@ class CompiledStep:
         """Compile a step of ``model``, an algorithm or a ``Vmap`` of one, with states initialized for ``x``."""
         self._model, self._loss = model, loss
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        detached = {name: p.detach() for name, p in self._parameters.items()}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        graph = make_fx(lambda *step: self._run(*step))(  # make_fx would count the ``self`` of a bound method
-            _detach(self._parameters), buffers, x, target
-        )
+        # A lambda, since make_fx would count the ``self`` of a bound method.
+        graph = make_fx(lambda *step: self._run(*step))(detached, buffers, x, target)
         self._compiled = torch.compile(graph, backend=backend)
 
     def __call__(self, x: Tensor, target: Tensor) -> Tensor:
         """Take a step on ``x``, and return its loss."""
         buffers = dict(self._model.named_buffers())
-        loss, gradients, new_buffers = self._compiled(_detach(self._parameters), buffers, x, target)
+        detached = {name: p.detach() for name, p in self._parameters.items()}
+        loss, gradients, new_buffers = self._compiled(detached, buffers, x, target)
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -129,10 +130,6 @@ class CompiledStep:
         per_leaf = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         gradients = {name: g for name, g in zip(leaves, per_leaf, strict=True) if g is not None}
         return loss.detach(), gradients, {name: tensors[name].detach() for name in buffers}
-
-
-def _detach(tensors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _require_steps(steps: int) -> int:

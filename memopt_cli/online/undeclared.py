@@ -26,7 +26,7 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
     first_nodes = set(nodes_behind([*first_results, *(tensor for _, tensor in undeclared)]))
     for state in states.values():
         state.value = state.value.detach()
-    # A variable, since in PyTorch 2.8 the nodes of a user's Function die with its result.
+    # A variable, since in PyTorch 2.8 the nodes of a user-defined Function die with its result.
     second_results = _take_step(model, inputs)
     for node in nodes_behind(second_results):
         if node in first_nodes and not hasattr(node, "variable"):

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Final
 
 from memopt_cli.errors import StepError
 from memopt_cli.measure.jobs import FollowJob
@@ -42,18 +41,21 @@ from memopt_cli.pipeline.fingerprints.gaps import (
 )
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare_with_plan
-from memopt_cli.records import Cause, Equivalence, EquivalenceRequest, Failure, FollowedSteps, StepFailed, TensorGap
+from memopt_cli.records import (
+    TOLERANCE,
+    Cause,
+    Equivalence,
+    EquivalenceRequest,
+    Failure,
+    FollowedSteps,
+    StepFailed,
+    TensorGap,
+)
 from memopt_cli.records.progress import Ask, Progress
-
-_TOLERANCE: Final = 1e-9
-"""Equal to :data:`memopt_cli.verification.effects.TOLERANCE`, whose module imports PyTorch."""
 
 
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:
-    """Train the reference and the candidate of ``request`` for a few steps, and compare all that the steps leave.
-
-    Raises :class:`MemoptError`.
-    """
+    """Train the reference and the candidate of ``request`` for a few steps, and compare all that the steps leave."""
     started = time.monotonic()
     opening = Opening(
         source=replace(request.reference, keeps_compiled=True),
@@ -259,11 +261,12 @@ class _Judge:
         if not isinstance(runs, tuple):
             error = f"it does not run in float64: {runs.message}" if isinstance(runs, StepFailed) else ""
             return self._judge_by_half(comparison, half_gap, error or "float64 does not fit")
-        difference, in_float64 = first_difference(*runs, _TOLERANCE), replace(comparison, precision="fp64")
+        difference = first_difference(*runs, TOLERANCE)
+        in_float64 = replace(comparison, precision="fp64")
         if difference is not None and self.candidate_run.is_compiled:
             return self._judge_by_half(comparison, half_gap, "a compiled model still casts to float32 inside")
         if difference is not None:
-            return self._explain(job, in_float64, difference, _TOLERANCE)
+            return self._explain(job, in_float64, difference, TOLERANCE)
         if epsilon:
             return self._judge_by_half(comparison, half_gap, "float64 agrees, and autocast does not change float64")
         return replace(in_float64, alike="up to rounding", notes=(*comparison.notes, *self._rounding_notes(half_gap)))

@@ -21,10 +21,7 @@ from memopt_cli.records import DeviceProfile, Plan, RankLayout, RankPrediction, 
 def predicted_ranks(
     prepared: Prepared, layout: RankLayout, plan: Plan, *, rank: int | None = None, card: DeviceProfile | None = None
 ) -> Iterator[tuple[Session, tuple[RankPrediction, ...]]]:
-    """Predict ``rank``, or if ``None`` the first and the last; yield the session of the largest, and the predictions.
-
-    Raises :class:`MemoptError`.
-    """
+    """Predict ``rank`` (``None``: the first and the last); yield the session of the largest, and the predictions."""
     plan.require_eager("a rank is predicted without a compiler")
     predictions: dict[int, RankPrediction] = {}
     with contextlib.ExitStack() as sessions:
@@ -40,5 +37,5 @@ def predicted_ranks(
 
 
 def predict_one_rank(session: Session, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
-    """Predict the step of ``rank``, for which ``session`` was opened.  Raises :class:`MemoptError`."""
+    """Predict the step of ``rank``, for which ``session`` was opened."""
     return make_prediction(require_answer(session.ask(CountJob(plan=plan, fake=True))), layout, rank, plan)

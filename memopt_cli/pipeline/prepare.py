@@ -67,7 +67,7 @@ class Prepared:
     own_checkpoints: Measurement | None = None
     """Step with the model's own checkpoints, which are off here.  ``None``: it has none, or was not run with them."""
     messages: dict[str, None] = field(default_factory=dict)
-    """Sentences for the user that came with answers of sessions, each once: on which output is taken as the loss."""
+    """Sentences for the user from the sessions' answers, without repeats, such as which output is taken as the loss."""
 
     def with_progress(self, progress: Progress, timeout_s: float) -> Prepared:
         """Return the model with ``progress``, which shows its notes now, and with ``timeout_s`` as its time limit."""
@@ -85,7 +85,7 @@ class Prepared:
     @property
     def batch(self) -> int:
         """Batch size of the inputs, in samples."""
-        assert self.facts.batch is not None, "they were asked for"
+        assert self.facts.batch is not None, "a prepared model has inputs"
         return self.facts.batch
 
     @property
@@ -160,7 +160,7 @@ def opening_of(
     only a few samples run.  For a layout, and for a fake step of a model that code builds, nothing runs on data, and
     parameters are never allocated.
 
-    Raises :class:`UsageError` for a GPU beside a card or a layout, for ranks of a model that has parameters already,
+    Raises :class:`UsageError` for a GPU with a card or a layout, for ranks of a model that has parameters already,
     and for a ``backend`` that must start a compiler in a sandbox.
     """
     location, device = request.source.location, settings.device
@@ -187,12 +187,13 @@ def opening_of(
         )
     is_run = card is None and layout is None
     has_no_data = layout is not None or (fake and is_code)
+    data: Data = "full size" if is_run and not fake else "small batch"
     return Opening(
         source=request.source,
         spec=request.spec,
         settings=settings if is_run else replace(settings, device="cpu"),
         timeout_s=request.timeout_s,
-        data="none" if has_no_data else "full size" if is_run and not fake else "small batch",
+        data="none" if has_no_data else data,
     )
 
 
@@ -237,7 +238,8 @@ def typed_inputs(header: FileHeader, path: Path) -> InputSpec | None:
 def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
     """Load the model of ``opening`` in a subprocess, without the plan that it may carry; find its inputs and device.
 
-    Names that the user allows when ``ask`` asks are allowed in later subprocesses too.  Raises :class:`MemoptError`.
+    Names that the user allows when ``ask`` asks are allowed in later subprocesses too.
+    Raises :class:`MemoptError` if the model cannot be loaded or its inputs are not known.
     """
     return prepare_with_plan(opening, progress=progress, ask=ask).without_carried(TAKEN_OFF_NOTE)
 
@@ -280,8 +282,6 @@ def open_model(
 
     The source also gains the names that the user allowed when asked.  Loading from it later finds the same files, or
     raises :class:`ChangedFileError`.
-
-    Raises :class:`MemoptError`.
     """
     with Session(Subject(source=source, data=data), timeout_s) as session:
         answer = session.ask(job)

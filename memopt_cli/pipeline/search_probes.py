@@ -18,10 +18,10 @@ from memopt_cli.text.units import format_bytes, format_count
 Answer = TypeVar("Answer")
 
 _MIN_SHARE_LEFT = 0.2
-"""Share of the time limit that a search has left, at least, after a plan turns out too slow."""
+"""After a plan turns out too slow, a search has at least this share of its time limit left."""
 
 _LONGER_S = 60
-"""Seconds of which a longer search is advised to take a multiple, at least twice its default time."""
+"""Unit in seconds of the time limit that a note suggests: a multiple of it, and at least twice the default limit."""
 
 
 class SearchProbes:

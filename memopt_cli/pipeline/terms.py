@@ -1,11 +1,11 @@
 """Describe a step by named terms, such as its precision and inputs, and list the terms in which two steps differ.
 
-A command that reads a file of memopt's fills in the settings that the user left out from the step in that file.
+A command that reads a memopt file fills in the settings that the user left out from the step in that file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -43,7 +43,7 @@ def fill_in(settings: StepSettings, file_settings: StepSettings) -> StepSettings
 
 
 def settings_naming_code(settings: StepSettings, file_settings: StepSettings) -> list[str]:
-    """Return the fields that ``settings`` leaves out and for which ``file_settings`` names a function of the user's.
+    """Return the fields that ``settings`` leaves out and for which ``file_settings`` names a user function.
 
     The file may have come with the model, and memopt only runs code that the user names.
     """
@@ -57,9 +57,25 @@ def settings_naming_code(settings: StepSettings, file_settings: StepSettings) ->
 
 def flags_in_words(settings: StepSettings, names: Sequence[str]) -> str:
     """Return the flags that set the fields ``names`` as in ``settings``, as the user types them."""
+    return " and ".join(f"`{flag}`" for flag in _setting_flags(settings, names))
+
+
+def _setting_flags(settings: StepSettings, names: Iterable[str]) -> list[str]:
     values = {name: getattr(settings, name) for name in names}
     texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
-    return " and ".join(f"`{quoted_flag(SETTING_FLAGS[name], text)}`" for name, text in texts.items())
+    return [quoted_flag(SETTING_FLAGS[name], text) for name, text in texts.items()]
+
+
+def step_flags(spec: InputSpec, settings: StepSettings) -> list[str]:
+    """Return the flags that describe the step with the inputs in ``spec`` and with ``settings``."""
+    sources = {"--input-data": spec.data_file, "--input-script": spec.script}
+    return [
+        *(quoted_flag("-i", format_tensor(tensor)) for tensor in spec.tensors),
+        *(quoted_flag(flag, source) for flag, source in sources.items() if source),
+        *(quoted_flag("--dim", f"{name}={size}") for name, size in spec.dims.items()),
+        *([] if settings.device == "cpu" else [quoted_flag("--device", settings.device)]),
+        *_setting_flags(settings, missing_settings(StepSettings(), settings)),
+    ]
 
 
 def command_line(command: str, location: str, flags: Sequence[str]) -> str:

@@ -70,7 +70,8 @@ def verify_compiled(
     of the reference's steps.
     """
     assert plan.compile is not None, "else there is nothing to compare"
-    backend, plain = plan.compile.backend, Plan(compile=replace(plan.compile, activation_memory_budget=None))
+    backend = plan.compile.backend
+    plain = Plan(compile=replace(plan.compile, activation_memory_budget=None))
     if plan == plain:
         return verification
     try:
@@ -156,7 +157,7 @@ def fault_in(outcome: Verification | Failure) -> Differs | NotRun | None:
 def check_fingerprints(
     measured: MeasuredSteps, plan: Plan, prepared: Prepared, rounded: Fingerprint | None = None
 ) -> tuple[FingerprintCheck, bool]:
-    """Compare the ``measured`` fingerprints, to the bit, or in norm for a plan with chunks; return whether they agree.
+    """Compare the ``measured`` fingerprints, bit for bit, or in norm for a plan with chunks; return whether they agree.
 
     ``rounded``: the fingerprint of a step of the original with rounded parameters.
     """

@@ -183,6 +183,7 @@ from memopt_cli.records.settings import Precision as Precision
 from memopt_cli.records.settings import StepSettings as StepSettings
 from memopt_cli.records.summary import PREDICTED_SHARE as PREDICTED_SHARE
 from memopt_cli.records.summary import CompiledRow as CompiledRow
+from memopt_cli.records.summary import LengthRun as LengthRun
 from memopt_cli.records.summary import LevelRow as LevelRow
 from memopt_cli.records.summary import MemOptSummary as MemOptSummary
 from memopt_cli.records.summary import Outlook as Outlook
@@ -197,6 +198,7 @@ from memopt_cli.records.trace import StepTrace as StepTrace
 from memopt_cli.records.trace import StorageTrace as StorageTrace
 from memopt_cli.records.trace import ancestry as ancestry
 from memopt_cli.records.verification import NOT_FINITE as NOT_FINITE
+from memopt_cli.records.verification import TOLERANCE as TOLERANCE
 from memopt_cli.records.verification import Fingerprint as Fingerprint
 from memopt_cli.records.verification import FingerprintCheck as FingerprintCheck
 from memopt_cli.records.verification import FurtherCheck as FurtherCheck

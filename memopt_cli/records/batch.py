@@ -57,6 +57,8 @@ class BatchAdvice:
     device_bytes: int
     limited_by: str
     """Limit of the recommendation: the budget, the longest step that may be run, or a failed run."""
+    without_optimizer: bool = False
+    """Whether an optimizer's state would add to every peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,12 @@ class BatchEstimate:
     budget_bytes: int
     is_limited_by_memory: bool = True
     """Whether memory limits the batch: ``False`` if even batches larger than anybody trains with would fit."""
+    because: str = ""
+    """Reason why memory does not limit the batch, in words; empty if it does."""
     is_measured: bool = False
     """Whether a step at this batch was run, and fitted."""
+    without_optimizer: bool = False
+    """Whether an optimizer's state would add to every peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +166,7 @@ class ModelCall:
     keywords: bool = False
     """Whether there are keyword arguments."""
     loss: Literal["of targets", "the output", "an attribute", "an entry"] = "of targets"
-    """Place of the loss.  ``of targets``: a function of the user's computes it from the output and targets.  ``an
+    """Place of the loss.  ``of targets``: a user function computes it from the output and targets.  ``an
     attribute``: it is ``output.loss``.  ``an entry``: it is ``output[entry]``."""
     entry: str | int = ""
     """Key or index of the loss, where it is an entry of the output."""
@@ -203,9 +209,9 @@ class BatchRequest(StepRequest):
     replicas: DimRange | None = None
     """Numbers of copies of the model to try.  ``None``: a single model."""
     plan_path: str | None = None
-    """Path of a plan under which a batch is recommended as well.  ``None``: none."""
+    """Path of a plan under which a batch is recommended as well.  ``None``: without a plan only."""
     lengths_path: str | None = None
-    """Path of a file of sequence lengths.  ``None``: none."""
+    """Path of a file of sequence lengths.  ``None``: not given."""
     strategies: tuple[StrategyName, ...] = ()
     """Strategies to learn sequences, whose memory is compared over ``dim_range``; empty to recommend a batch."""
     search: ResolvedSearch | None = None
@@ -301,12 +307,12 @@ class BatchRequest(StepRequest):
         if need is not None:
             place = "on many ranks, since one rank is predicted" if self.layouts else "without data"
             place = place if self.card is None else f"for {self.card.name}, which is not here"
-            raise OptionError(f"{need} needs steps that run, but none runs {place}", hint="Leave one of them out.")
+            raise OptionError(f"{need} needs steps that run, but no step runs {place}", hint="Leave one of them out.")
 
     def _check_ranks(self) -> None:
         if self.card is None and isinstance(self.memory, float):
             raise OptionError(
-                "how much memory the device of a rank has is not known",
+                "the memory of a rank's device is not known",
                 hint="Give bytes, `--memory 80GiB`, or a card, `--for h100-80gb`.",
             )
         excluded = {
@@ -317,7 +323,7 @@ class BatchRequest(StepRequest):
         flag = next((flag for flag, value in excluded.items() if value is not None), None)
         if flag is not None:
             raise OptionError(
-                f"{flag} cannot be used with `--ranks`, which tabulates what fits on one of that many ranks",
+                f"{flag} cannot be used with `--ranks`, which lists the batch that fits for each number of ranks",
                 hint="Leave it out; `--json` has everything that is found.",
             )
 

@@ -41,7 +41,10 @@ class AdaptiveSizing:
         _require_positive("adaptation_interval", self.adaptation_interval)
         _require_positive("performance_window", self.performance_window)
         if self.max_batch_size < self.min_batch_size:
-            raise UsageError(f"max_batch_size {self.max_batch_size} is below min_batch_size {self.min_batch_size}")
+            raise UsageError(
+                f"max_batch_size {self.max_batch_size} is below min_batch_size {self.min_batch_size}",
+                hint="Raise max_batch_size, or lower min_batch_size.",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

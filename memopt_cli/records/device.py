@@ -65,7 +65,7 @@ class AllocatorRules:
         if list(sizes) != sorted(sizes):
             raise UsageError("block_bytes, small_bytes and large_bytes must not decrease")
         if self.small_segment_bytes < self.small_bytes or self.middle_segment_bytes < self.large_bytes:
-            raise UsageError("a segment must be as large as the blocks that come from it")
+            raise UsageError("an allocator segment must be at least as large as the blocks cut from it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,7 +146,8 @@ class OwnIsBetter:
 
     @property
     def because(self) -> str:
-        own, times = format_bytes(self.own_bytes), (format_seconds(self.own_s), format_seconds(self.step_s))
+        own = format_bytes(self.own_bytes)
+        times = (format_seconds(self.own_s), format_seconds(self.step_s))
         return f"the model's own checkpoints take {own}: a step of {times[0]}, and {times[1]} under the plan"
 
     @property

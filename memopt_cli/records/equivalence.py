@@ -76,11 +76,11 @@ class StepPrint:
     warnings: tuple[str, ...] = ()
     """Warnings by Python."""
     nested_backward: bool = False
-    """Whether backward ran within backward in a watched step, as a reentrant checkpoint does."""
+    """Whether backward ran within backward in a watched step, as with a reentrant checkpoint."""
     failed: str = ""
     """Error of the step, which is then the last and has no effects; empty if it succeeded."""
     updated: bool = True
-    """Whether the optimizer, if there is one, updated: the gradient scaler of a user's own step may skip updates."""
+    """Whether the optimizer, if there is one, updated: the gradient scaler in the user's own step may skip updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class FollowedSteps:
 
 
 Likeness = Literal["to the bit", "within noise", "up to rounding", "as far as memopt can tell", "not"]
-"""How alike two trainings are, best first: equal to the bit; no further apart than two runs of the reference; equal to
+"""How alike two trainings are, best first: bit-identical; no further apart than two runs of the reference; equal to
 1e-9 in float64; equal in half of the digits, where float64 cannot decide; not alike."""
 
 

@@ -27,9 +27,9 @@ class ExplainRequest:
     memory: int | float | None = None
     """Bytes, or a share of the free memory.  ``None``: the memory in the log or snapshot, or else 0.9."""
     log_path: str | None = None
-    """Path of a file with the text of an out-of-memory error.  ``None``: none."""
+    """Path of a file with the text of an out-of-memory error.  ``None``: not given."""
     snapshot_path: str | None = None
-    """Path of a pickle of ``torch.cuda.memory._snapshot()``.  ``None``: none."""
+    """Path of a pickle of ``torch.cuda.memory._snapshot()``.  ``None``: not given."""
     timeout_s: float = 600.0
     """Time limit in seconds of each answer of a profiling subprocess."""
     optimizer_in_backward: bool = False

@@ -49,11 +49,11 @@ class InputSpec:
     optional_dims: tuple[str, ...] = ()
     """Names in ``dims`` that are ignored if no input has them, since a config file may serve several models."""
     data_file: str | None = None
-    """Path of a file that holds the inputs (``--input-data``).  ``None``: none."""
+    """Path of a file that holds the inputs (``--input-data``).  ``None``: the inputs come from elsewhere."""
     data_sha256: str | None = None
     """Hash of that file when it was first read, by which a changed file is refused.  ``None``: it has not been read."""
     script: str | None = None
-    """Function ``file.py:function``, called with the dimensions it names (``--input-script``).  ``None``: none."""
+    """Function ``file.py:function``, called with the dimensions it names (``--input-script``).  ``None``: not given."""
     source: str
     """Source of the description in words: ``--input``, ``model.inputs.yaml``, ``a guess from conv1`` …"""
 

@@ -37,7 +37,7 @@ class StoredModule:
     size_bytes: int
     """Bytes of all parameters and buffers of the module and its children, shared ones counted once."""
     segment: bool = False
-    """Whether the module is a segment of memopt's."""
+    """Whether the module is a memopt segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ class ModelSource:
 
 
 STEP = "step"
-"""Format of the models of a user's own step, which brings its optimizers and losses."""
+"""Format of the models in the user's own step, which brings its optimizers and losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

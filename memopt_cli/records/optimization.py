@@ -82,10 +82,10 @@ class OptimizeRequest(StepRequest):
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
     flags: tuple[str, ...] | None = None
-    """Flags by which the user described the model, its inputs and its step, to suggest another command of memopt's.
+    """Flags by which the user described the model, its inputs and its step, to suggest another memopt command.
     ``None``: a call from Python."""
     backend: str | None = None
-    """Backend of ``torch.compile``, to look for compiled steps as well.  ``None``: none."""
+    """Backend of ``torch.compile``, to look for compiled steps as well.  ``None``: they are not tried."""
     interruptible: bool = False
     """Whether Ctrl-C ends only the search, after which the best plan so far is measured, verified and written."""
 

@@ -156,7 +156,10 @@ class CompilePlan(_ShortRepr):
     def __post_init__(self) -> None:
         budget = self.activation_memory_budget
         if budget is not None and not 0 <= budget <= 1:
-            raise UsageError(f"the activation_memory_budget is {budget:g}; it must be from 0 to 1")
+            raise UsageError(
+                f"the activation_memory_budget is {budget:g}; it must be from 0 to 1",
+                hint="1 keeps all that PyTorch saves for backward; leave it out for the default.",
+            )
         if budget is not None and self.backend not in BUDGETED:
             raise UsageError(
                 f"the backend {self.backend} does not read activation_memory_budget",
@@ -170,7 +173,7 @@ class CompilePlan(_ShortRepr):
 class Plan(_ShortRepr):
     """Module path -> what to do there.
 
-    Raises ``UsageError`` for ranges that do not ascend, that name no dimension, that stand beside segments for
+    Raises ``UsageError`` for ranges that do not ascend, that name no dimension, that are given with segments for
     every size, or that are combined with ``compile``.
     """
 
@@ -197,7 +200,7 @@ class Plan(_ShortRepr):
             )
         if self.ranges and (self.segments or self.packed or self.place != "device"):
             raise UsageError(
-                "a plan has ranges, and beside them segments, packed or place for inputs of any size",
+                "a plan has ranges, and in addition segments, packed or place for inputs of any size",
                 hint="Move segments, packed and place into the ranges.",
             )
         if self.ranges and self.compile is not None:

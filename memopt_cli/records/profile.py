@@ -33,7 +33,7 @@ class ProfileRequest(StepRequest):
     rank: int | None = None
     """Rank to predict.  ``None``: the first and the last; the larger is shown in full."""
     backend: str | None = None
-    """Backend of ``torch.compile`` with which the step is measured as well.  ``None``: none."""
+    """Backend of ``torch.compile`` with which the step is measured as well.  ``None``: it is not compiled."""
 
     @property
     def runs(self) -> bool:

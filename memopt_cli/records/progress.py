@@ -116,7 +116,7 @@ def stage_line(stage: str, takes: Span | None) -> str:
 
 def update_line(stage: str, done: int, total: int | None, text: str) -> str:
     """Return the line for what is running in ``stage``: ``level 2 · split features.1 · 3/12``."""
-    count = f"{done}/{total}" if total is not None else str(done) if done else ""
+    count = str(done or "") if total is None else f"{done}/{total}"
     return " · ".join(part for part in (stage, text, count) if part)
 
 
@@ -138,7 +138,8 @@ def log_progress(verbose: bool) -> Iterator[Progress]:
         with contextlib.closing(_for_notebook()) as progress:
             yield progress
         return
-    level, handler = _LOG.level, None if _LOG.hasHandlers() else logging.StreamHandler()
+    level = _LOG.level
+    handler = None if _LOG.hasHandlers() else logging.StreamHandler()
     if handler is not None:
         _LOG.addHandler(handler)
     _LOG.setLevel(logging.INFO)

@@ -118,7 +118,7 @@ class ResolvedSearch:
     notes: tuple[str, ...] = ()
     """Notes on every option that another option has decided."""
     asked_slowdown: float | None = None
-    """Slowdown that the user gave; ``None`` for none, so that budgets and frontiers use their own defaults."""
+    """Slowdown that the user gave.  ``None``: not given, so budgets and frontiers use their own defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class SearchGoal:
     frontier: bool = False
     """Whether plans from the fastest to the smallest are searched and shown."""
     pick: int | None = None
-    """Plan of the frontier to apply, from 1.  ``None``: none."""
+    """Plan of the frontier to apply, from 1.  ``None``: not given."""
 
     @property
     def needs_frontier(self) -> bool:

@@ -26,7 +26,7 @@ class StepSettings:
     """Function ``file.py:function``, called with the model's output.  ``None``: the rules of
     :func:`memopt_cli.training.step.seeds_of_backward`."""
     optimizer: str = ""
-    """Optimizer of the step, as :func:`~memopt_cli.text.optimizer_text.parse_optimizer` reads it; empty for none."""
+    """Optimizer of the step, as :func:`~memopt_cli.text.optimizer_text.parse_optimizer` reads it; empty if none."""
     micro_batches: int = 1
     """Number of micro-batches in a step of the optimizer.  Only the last is run; it adds to gradients that exist."""
     clip_norm: float | None = None

@@ -20,7 +20,7 @@ _FIXED_SHARE = 0.5
 plan names this share as the reason."""
 
 PREDICTED_SHARE = 0.9
-"""Share of the allowed extra time that a plan may be predicted to take.
+"""A plan may be predicted to take at most this share of the allowed extra time.
 
 Measurements scatter around the prediction: about half of the plans predicted at the very limit would be rejected, and
 two runs of the same command would often end with different plans."""
@@ -76,7 +76,7 @@ class ParetoPoint:
     """Step time divided by the original's, by the cost model.  ``None``: a plan that compiles the model."""
     outcome: Measurement | Failure
     original_step_s: float | None = None
-    """Step time of the original as timed beside this plan.  ``None``: it does not run."""
+    """Step time of the original as timed in turns with this plan.  ``None``: it does not run."""
 
     @property
     def slowdown(self) -> float | None:
@@ -128,6 +128,14 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRun:
+    """One run of a range's plan at a length below its largest."""
+
+    length: int
+    allocated_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRow:
     """One range of lengths, with its plan as measured at the largest length."""
 
@@ -148,6 +156,15 @@ class RangeRow:
     """Step time divided by the original's, by the cost model.  ``None``: not predicted."""
     verification: Verification | None = None
     """Verification of the plan.  ``None``: the range has the original."""
+    inside: tuple[LengthRun, ...] = ()
+    """Runs of the plan at shorter lengths.  Empty for a plan for another device."""
+
+    @property
+    def runs(self) -> tuple[LengthRun, ...]:
+        """All runs of the plan: those inside, then the run at the largest length."""
+        if self.outcome is None:
+            return ()
+        return *self.inside, LengthRun(length=self.up_to, allocated_peak_bytes=self.outcome.allocated_peak_bytes)
 
     @property
     def slowdown(self) -> float | None:
@@ -283,7 +300,7 @@ class MemOptSummary:
         slower = f" {self.slower.sentence}" if self.slower is not None else ""
         if self.decisive is not None:
             dropped = self.decisive
-            remedy = dropped.why.remedy + slower * isinstance(dropped.why, SavesTooLittle)
+            remedy = dropped.why.remedy + (slower if isinstance(dropped.why, SavesTooLittle) else "")
             return f"found {dropped.found}, but {dropped.why.because}. The model stays as it is. {remedy}"
         if self.is_applied or original_may_do or not self.requested_level:
             return ""
@@ -297,7 +314,7 @@ class MemOptSummary:
             speed = f" in at most {self.options['max_slowdown']:g} times the step" if slower else ""
             speed = ", however slow" if self.smaller is None else speed
             found = f"no plan that was found lowers the peak of {peak}{fixed}{speed}"
-            return f"{found}: the model stays as it is{'.' * bool(slower)}{slower}"
+            return f"{found}: the model stays as it is" + (f".{slower}" if slower else "")
         if self.gc_selection_policy == "no_candidates":
             return f"The model stays as it is. {self.gc_selection_explanation}"
         return ""

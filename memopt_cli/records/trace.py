@@ -36,7 +36,7 @@ class ModuleTrace:
     packed_input_bytes: int = 0
     """Bytes of the input tensors in :attr:`compressor`."""
     compressor: CompressorName = "null"
-    """Codec that the module asks for, or else the smallest that held all of its inputs exactly."""
+    """Codec that the module names, or else the smallest one that held all of its inputs losslessly."""
     codec_misfit: str = ""
     """How the user's own codec, which the module names, failed to restore its inputs; empty if it did not."""
     input_shape: tuple[int, ...] = ()
@@ -104,10 +104,10 @@ class StorageTrace:
     born: int
     """Operator that made the storage; -1 if it existed before the step."""
     died: int | None
-    """First operator that ran after the storage was freed, or that reused it for its own sum.  ``None``: it outlives
-    the step."""
+    """Operator before which the storage was freed, or that wrote its sum into it.  ``None``: it outlives the step."""
     freed: int | None
-    """First operator that would have run without the storage if autograd had saved nothing.  ``None``: none."""
+    """First operator that would have run without the storage if autograd had saved nothing.  ``None``: the model holds
+    it to the end."""
     saved_by: tuple[int, ...] = ()
     """Operators of forward whose derivative holds the storage until backward; empty for parameters, which live on."""
     compressor: CompressorName = "null"
@@ -119,7 +119,7 @@ class StorageTrace:
 
     @property
     def packing_cost_bytes(self) -> int:
-        """Bytes of spikes that take as long to pack; half of the storage for ``parts``, which are only copied."""
+        """Bytes of spikes that would take as long to pack: as many, or half as many for ``parts``, only copied."""
         return self.nbytes // 2 if self.compressor == "parts" else self.nbytes
 
 

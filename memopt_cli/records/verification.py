@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+TOLERANCE: Final = 1e-9
+"""Two steps are equal if they differ by at most this, relatively, in float64."""
 NOT_FINITE: Final = "not finite"
 """Words in the kind of a tensor that has NaN or infinity in it."""
 
@@ -65,7 +67,7 @@ class FingerprintCheck:
     compared: int
     """Number of tensors compared."""
     equal: int
-    """Number of tensors equal to the bit."""
+    """Number of bit-identical tensors."""
     tolerance: float
     """Allowed distance, relative to the norm, of the tensor that came nearest to its allowance or exceeded it most."""
     worst_name: str
@@ -88,7 +90,7 @@ class Verification:
 
     passed: bool
     exact: bool
-    """Whether equality to the bit was required (a plan without chunks), and not ``tolerance`` (relative)."""
+    """Whether bit-identical tensors were required (a plan without chunks), and not ``tolerance`` (relative)."""
     precision: str
     """Precision of the comparison, as in ``--precision``; ``fp64`` with chunks."""
     tolerance: float

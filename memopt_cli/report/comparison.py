@@ -14,7 +14,7 @@ _NAMES = {"peak": "tensor peak", "allocated": "allocated peak", "offloaded": "wa
 _MODULES = 10
 """Most rows in the table of modules."""
 _NOTABLE = 0.01
-"""Share by which the allocated peak must have changed to be mentioned beside the tensor peak: it does not repeat."""
+"""The allocated peak, which does not repeat, is mentioned too if it changed by more than this share."""
 _NAMED = 3
 """Most modules, segments or tensors that a sentence names."""
 
@@ -33,17 +33,17 @@ def headline(comparison: Comparison) -> Iterator[str]:
 def _describe_peaks(part: Comparison) -> str:
     """Return the changes of the tensor peak of ``part``, which exceeds no limit, and of the allocated peak, if any."""
     change = {change.metric: change for change in part.changes}
-    said = _where(part.at) + _change(change["peak"])
+    change_text = _where(part.at) + _change(change["peak"])
     allocated = change.get("allocated")
     if allocated is not None and abs(allocated.after - allocated.before) > _NOTABLE * allocated.before:
-        said += f"; allocated peak {_difference(allocated)}"
+        change_text += f"; allocated peak {_difference(allocated)}"
     if not part.verdicts:
-        return said
+        return change_text
     if change["peak"].after <= change["peak"].before:
-        return f"no regression: {said}"
+        return f"no regression: {change_text}"
     limits = [verdict.limit for verdict in part.verdicts]
     unlimited = "" if any(limit.metric == "peak" for limit in limits) else " (the tensor peak has no limit)"
-    return f"within {', '.join(limit.text for limit in limits)}{unlimited}: {said}"
+    return f"within {', '.join(limit.text for limit in limits)}{unlimited}: {change_text}"
 
 
 def describe_verdict(verdict: Verdict) -> str:
@@ -168,14 +168,15 @@ def circumstances(comparison: Comparison) -> Iterator[str]:
 
 
 def _describe_saved(saved: SavedTensor) -> str:
-    made = f"made by {_short(saved.made_by)}" if saved.made_by else "an input"
-    return f"{format_bytes(saved.nbytes)}, {made}, kept by {_short(saved.op)} of {saved.module or '(root)'}"
+    made = f"made by {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
+    kept = f"kept by {saved.op.removeprefix('aten::')} of {saved.module or '(root)'}"
+    return f"{format_bytes(saved.nbytes)}, {made}, {kept}"
 
 
 def _place(place: PeakPlace) -> str:
     if not place.op:
         return "what exists before the step"
-    return f"{place.phase} of {place.module or '(root)'} ({_short(place.op)})"
+    return f"{place.phase} of {place.module or '(root)'} ({place.op.removeprefix('aten::')})"
 
 
 def _list_differences(differences: Sequence[Difference]) -> str:
@@ -228,7 +229,3 @@ def _name(change: Change) -> str:
 
 def _module(change: ModuleChange) -> str:
     return change.path or "(root)"
-
-
-def _short(operator: str) -> str:
-    return operator.removeprefix("aten::")

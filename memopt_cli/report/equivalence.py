@@ -90,7 +90,7 @@ def remarks(equivalence: Equivalence) -> tuple[str, ...]:
 
 
 def faults(equivalence: Equivalence) -> dict[str, str]:
-    """Return kind of effect -> a sentence on its differences in ``equivalence``, or an empty text."""
+    """Return kind of effect -> a sentence on its differences in ``equivalence``; empty if there are none."""
     kinds = {kind: [gap for gap in equivalence.gaps if gap.name.startswith(start)] for kind, start in _KINDS.items()}
     return {kind: _first_of(gaps) for kind, gaps in kinds.items()} | {
         "hooks": equivalence.hooks,

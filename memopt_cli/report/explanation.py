@@ -26,8 +26,9 @@ def headline(explanation: Explanation) -> Iterator[str]:
     if outcome := _outcome(explanation):
         yield outcome
     if explanation.asked_bytes:
-        beyond = ", which alone is more than this step needs" * (0 < explanation.needed_bytes < explanation.asked_bytes)
-        yield f"the error asked for {format_bytes(explanation.asked_bytes)} more{beyond}"
+        exceeds_step = 0 < explanation.needed_bytes < explanation.asked_bytes
+        remark = ", which alone is more than this step needs" if exceeds_step else ""
+        yield f"the error asked for {format_bytes(explanation.asked_bytes)} more{remark}"
     if explanation.counted_as:
         yield explanation.counted_as
     if explanation.instant is not None and explanation.instant.op < 0:

@@ -1,4 +1,4 @@
-"""Text of ``memopt recommend-batch --search``: the fastest batch and plan, beside all that were run."""
+"""Text of ``memopt recommend-batch --search``: the fastest batch and plan, and all that were run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from memopt_cli.records import BatchProbe, FastestTraining, PairRun, Plan, describe
-from memopt_cli.report.lines import busy, plain_table
+from memopt_cli.report.lines import busy_notes, plain_table
 from memopt_cli.report.optimization import in_words, verification
 from memopt_cli.report.pasted import training_settings
 from memopt_cli.report.recommendation import rate
@@ -111,6 +111,6 @@ def remarks(training: FastestTraining) -> Iterator[str]:
         f"{format_count(training.dry_runs, 'dry run')}, {format_count(training.priced, 'plan')} predicted; "
         f"total time {format_seconds(training.spent_s)}"
     )
-    yield from busy(run.outcome.waited for run in training.runs if isinstance(run.outcome, BatchProbe))
+    yield from busy_notes(run.outcome.waited for run in training.runs if isinstance(run.outcome, BatchProbe))
     yield from (dropped.sentence for dropped in training.dropped)
     yield from training.notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import re
@@ -24,38 +25,61 @@ class GithubReport:
     Tables go to the summary page.
     """
 
-    def __init__(self, summary: str | None) -> None:
-        """Append tables to the file ``summary``, which ``$GITHUB_STEP_SUMMARY`` names; ``None``: write none."""
-        self._summary = summary
+    def __init__(self, summary: str | None, baseline: str = "") -> None:
+        """Append tables to the file ``summary``, which ``$GITHUB_STEP_SUMMARY`` names; ``None``: write none.
+
+        An annotation on a model that is in no file of Python is shown beside the file ``baseline``, if there is one.
+        """
+        self._summary, self._baseline = summary, baseline
 
     def show(self, answer: Judged, stream: TextIO) -> None:
         if isinstance(answer, Comparison):
             self._write_comparison(answer, stream)
         else:
-            said = [equivalence.headline(answer), *equivalence.where(answer)]
+            lines = [equivalence.headline(answer), *equivalence.where(answer)]
             kind = "notice" if answer.passed else "error"
-            guard(stream).command(_annotation(kind, f"memopt: {answer.candidate}", said))
+            guard(stream).command(
+                _annotation(kind, f"memopt: {answer.candidate}", lines, self._place(answer.candidate))
+            )
         page = io.StringIO()
         MarkdownReport().show(answer, page)
         self._append(page.getvalue())
 
     def _write_comparison(self, comparison: Comparison, stream: TextIO) -> None:
-        lines = guard(stream)
+        lines, model = guard(stream), comparison.after.model
         for part in comparison.parts:
             exceeded = [describe_verdict(verdict) for verdict in part.verdicts if verdict.exceeded]
             if exceeded:
                 why = [*growth(part), *reasons(part)]
-                lines.command(_annotation("error", f"memopt: {comparison.after.model}", [*exceeded, *why]))
+                lines.command(_annotation("error", f"memopt: {model}", [*exceeded, *why], self._place(model)))
         if not comparison.exceeded:
-            said = [*headline(comparison), *circumstances(comparison)]
-            lines.command(_annotation("notice", f"memopt: {comparison.after.model}", said))
+            summary_lines = [*headline(comparison), *circumstances(comparison)]
+            lines.command(_annotation("notice", f"memopt: {model}", summary_lines, self._place(model)))
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
         lines = [on_command_line(text) for text in (error.message, error.hint) if text]
-        guard(stream).command(_annotation("error", f"memopt: {model} was not checked", lines, _place(error.message)))
+        place = self._place(model, error.message)
+        guard(stream).command(_annotation("error", f"memopt: {model} was not checked", lines, place))
         page = io.StringIO()
         MarkdownReport().refused(error, model, page)
         self._append(page.getvalue())
+
+    def _place(self, model: str, message: str = "") -> tuple[str, str] | None:
+        """Return the file in the repository and the line beside which to show an annotation on ``model``, if any.
+
+        This is the line that ``message`` names, else the class or function that ``model`` names, else the baseline.
+        """
+        module, _, name = model.rpartition(":")
+        source = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
+        places = [(source, _line_of(name, Path(source))), (self._baseline, "1")]
+        if match := re.search(r"\(([^()]+\.py), line (\d+)\)", message):  # a SyntaxError names no folder
+            places.insert(0, (source if Path(source).name == match[1] else match[1], match[2]))
+        repository = os.path.abspath(os.environ.get("GITHUB_WORKSPACE", ""))
+        for file, line in places:
+            path = Path(os.path.abspath(file))
+            if path.is_file() and path.is_relative_to(repository):
+                return path.relative_to(repository).as_posix(), line
+        return None
 
     def _append(self, text: str) -> None:
         if not self._summary:
@@ -71,20 +95,20 @@ class GithubReport:
 
 
 def _annotation(kind: str, title: str, lines: list[str], place: tuple[str, str] | None = None) -> str:
-    """Return the command for an annotation; ``place``: file and line that GitHub shows it beside, ``None`` for none."""
+    """Return the command for an annotation; ``place``: file and line at which GitHub shows it, if any."""
     message = printable_lines("\n".join(lines))
     properties = {"title": title} | (dict(zip(("file", "line"), place, strict=True)) if place else {})
     spelled = ",".join(f"{name}={_escape(printable(value), ':,')}" for name, value in properties.items())
     return f"{kind} {spelled}::{_escape(message, '')}\n"
 
 
-def _place(message: str) -> tuple[str, str] | None:
-    """Return the file in the repository, and the line, that ``message`` names.  ``None``: it names none."""
-    match = re.search(r"\(([^()]+\.py), line (\d+)\)", message)
-    repository = Path(os.environ.get("GITHUB_WORKSPACE") or Path.cwd())
-    if match is None or not Path(match[1]).is_relative_to(repository):
-        return None
-    return Path(match[1]).relative_to(repository).as_posix(), match[2]
+def _line_of(name: str, source: Path) -> str:
+    """Return the line of the class or function ``name`` in the file ``source``; 1 if it cannot be found."""
+    try:
+        tree = ast.parse(source.read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return "1"
+    return next((str(node.lineno) for node in tree.body if getattr(node, "name", "") == name), "1")
 
 
 def _escape(text: str, also: str) -> str:

@@ -22,7 +22,7 @@ class JsonReport:
         """Write nothing: output is one document, and whoever asked for ``files`` knows their paths."""
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
-        """Write a document with the ``error`` and its hint alone, as the other formats do."""
+        """Write a document that holds only the ``error`` and its hint."""
         stream.write(json_text({"error": on_command_line(error.message), "hint": on_command_line(error.hint)}))
 
 

@@ -40,16 +40,17 @@ class JunitReport:
 
 def _comparison(comparison: Comparison) -> tuple[list[ET.Element], str]:
     """Return a test case for each limit that ``comparison`` was compared with, and the text of ``system-out``."""
-    cases, said = [], []
+    cases, lines = [], []
     for part in comparison.parts:
         why = "\n".join((*growth(part), *reasons(part)))
-        said += [part.at] * bool(part.at) + [why]
+        if not any(verdict.exceeded for verdict in part.verdicts):  # else its failures say it
+            lines += [part.at, why] if part.at else [why]
         for verdict in part.verdicts:
             case = _case(comparison.after.model, verdict.limit.text + (f" at {part.at}" if part.at else ""))
             if verdict.exceeded:
                 _fault(case, "failure", "regression", describe_verdict(verdict), f"{describe_verdict(verdict)}\n{why}")
             cases.append(case)
-    return cases, "\n".join(said)
+    return cases, "\n".join(lines)
 
 
 def _equivalence(found: Equivalence) -> tuple[list[ET.Element], str]:
@@ -61,7 +62,7 @@ def _equivalence(found: Equivalence) -> tuple[list[ET.Element], str]:
         if fault:
             _fault(case, "failure", "difference", fault, why)
         cases.append(case)
-    return cases, why
+    return cases, why if found.passed else ""  # else its failures say it
 
 
 def _case(model: str, name: str) -> ET.Element:

@@ -1,4 +1,4 @@
-"""Parts that all text reports share: tables, two sentences, and a stream that a CI system takes no commands from."""
+"""Helpers shared by all text reports: tables, notes, and a stream that escapes what a CI system would run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def not_typed(spec: InputSpec) -> str:
 
 
 BUSY = 0.2
-"""Share of step time spent waiting for a processor, above which a report calls the times rough."""
+"""A report calls the times rough if steps waited for a processor for more than this share of their time."""
 
 
-def busy(waited: Iterable[float]) -> Iterator[str]:
+def busy_notes(waited: Iterable[float]) -> Iterator[str]:
     """Yield a line that the machine was busy, if a share in ``waited``, of a step's time, exceeds :data:`BUSY`."""
     if (most := max(waited, default=0.0)) > BUSY:
         yield f"the machine was busy: steps waited for a processor {most:.0%} of their time, so times are rough"
@@ -96,5 +96,5 @@ class GuardedStream:
 
 
 def guard(stream: TextIO | GuardedStream, spelled: Callable[[str], str] = str) -> GuardedStream:
-    """Return ``stream`` as a :class:`GuardedStream`; one that is guarded already as it is."""
+    """Return ``stream`` as a :class:`GuardedStream`, unchanged if it is one already."""
     return stream if isinstance(stream, GuardedStream) else GuardedStream(stream, spelled)

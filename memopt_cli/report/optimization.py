@@ -31,23 +31,16 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
-from memopt_cli.report.lines import busy, plain_table, room_in_words
+from memopt_cli.report.lines import busy_notes, plain_table, room_in_words
 from memopt_cli.report.rank import planned_headline, planned_lines
 from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
-_COLUMNS = (
-    "allocated\npeak",
-    "predicted",
-    "of\nlevel 0",
-    "tensor\npeak",
-    "activation\npeak",
-    "step",
-    "ratio",
-)
+_DETAILS = ("tensor\npeak", "activation\npeak", "step\ntime")
+"""Headings of the further columns of the table of levels with ``--verbose``."""
 _WORTH_NAMING = 0.02
-"""Share of the applied plan's peak that a plan must save for the report to name it, though it is not applied."""
+"""The report names a plan that is not applied if it saves at least this share of the applied plan's peak."""
 _ROUGH = 0.15
-"""Spread of step times, relative to their median, above which a ratio of them is called rough."""
+"""A ratio of step times is called rough if their spread is more than this share of their median."""
 
 
 def headline(summary: MemOptSummary) -> str:
@@ -72,12 +65,16 @@ def _equal(found: Verification | None) -> str:
 
 
 def _rounding(found: Verification) -> str:
-    """Return the distance between tensors by ``found``: `` (about 2e-07 of the norm)``; empty if none differed."""
+    """Return the distance by ``found``: `` (in one step, about 2e-07 of the norm)``; empty if none differed."""
     of_norm = found.measured.worst_difference if found.measured is not None else 0.0
     if of_norm := of_norm or found.rounding:
-        return f" (about {of_norm:.0e} of the norm)"
+        return f" (in one step, about {of_norm:.0e} of the norm)"
     precision = _precision(found)
-    return f" (about {found.worst_difference:.0e} of the largest value{precision})" if found.worst_difference else ""
+    return (
+        f" (in one step, about {found.worst_difference:.0e} of the largest value{precision})"
+        if found.worst_difference
+        else ""
+    )
 
 
 def _in_bytes(summary: MemOptSummary) -> str:
@@ -88,9 +85,11 @@ def _in_bytes(summary: MemOptSummary) -> str:
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
-            as_it_is, budget = summary.own_checkpoints or before, summary.budget_bytes
+            as_it_is = summary.own_checkpoints or before
+            budget = summary.budget_bytes
             peak = format_bytes(as_it_is.allocated_peak_bytes)
-            peak += " with its own checkpoints" * (summary.own_checkpoints is not None)
+            if summary.own_checkpoints is not None:
+                peak += " with its own checkpoints"
             if budget is not None and as_it_is.allocated_peak_bytes <= budget:
                 return f"the model stays as it is: its peak of {peak} is within the budget of {format_bytes(budget)}"
             return f"the model stays as it is, with a peak of {peak}"
@@ -120,15 +119,9 @@ def _outcome(summary: MemOptSummary, level: int) -> object:
 
 def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
     """Yield the tables of ``summary``: of its plans, of its ranges of lengths and of its frontier."""
-    if verbose:
-        yield level_table(summary)
-    elif (
-        (summary.is_applied or summary.own_checkpoints)
-        and not summary.ranges
-        and not summary.compiled
-        and len(summary.levels) > 1
-    ):
-        yield plan_table(summary)
+    has_several = len(summary.levels) > 1 and not summary.ranges and not summary.compiled
+    if verbose or (has_several and (summary.is_applied or summary.own_checkpoints)):
+        yield plan_table(summary, verbose=verbose)
     if summary.compiled and not summary.offers_choice:
         yield compiled_table(summary)
     if summary.ranges:
@@ -137,36 +130,59 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
         yield frontier(summary)
 
 
+def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
+    """Return which runs were within ``budget_bytes``; for a plan by length, name the lengths that were run."""
+    budget = f"the budget of {format_bytes(budget_bytes)}"
+    runs = sorted((run for row in summary.ranges for run in row.runs), key=lambda run: run.length)
+    if not runs or summary.plan is None or summary.plan.by is None:
+        return f"within {budget}"
+    over = {run.length: run for run in runs if run.allocated_peak_bytes > budget_bytes}
+    dim = summary.plan.by.dim
+    within = [str(run.length) for run in runs if run.length not in over]
+    text = f"within {budget} at {dim}={', '.join(within)}, the lengths that were run"
+    if over:
+        peaks = ", ".join(f"{format_bytes(run.allocated_peak_bytes)} at {dim}={run.length}" for run in over.values())
+        text += f"; above it at others: {peaks}. No plan was found that fits there"
+    return text
+
+
 def compiled_table(summary: MemOptSummary) -> Table:
     """Return the original and every plan that was measured for ``--compile``, with what was measured of it."""
     original = _outcome(summary, 0)
     table = plain_table("plan", "allocated\npeak", "step", "ratio", "", words=["plan", ""])
-    rows = [(in_words(row.plan), row.plan, row.outcome, row.dropped) for row in summary.compiled]
-    own = [(_OWN, None, summary.own_checkpoints, "")] * (summary.own_checkpoints is not None)
-    for words, plan, outcome, dropped in [(in_words(Plan()), Plan(), original, ""), *own, *rows]:
+    rows: list[tuple[str, Plan | None, object, str]] = [(in_words(Plan()), Plan(), original, "")]
+    if summary.own_checkpoints is not None:
+        rows.append((_OWN, None, summary.own_checkpoints, ""))
+    rows += [(in_words(row.plan), row.plan, row.outcome, row.dropped) for row in summary.compiled]
+    for words, plan, outcome, dropped in rows:
         cells = ("–", "–", "–")
         if isinstance(outcome, Measurement):
             ratio = _slowdown(outcome, original) if isinstance(original, Measurement) else "–"
             cells = (format_bytes(outcome.allocated_peak_bytes), format_seconds(outcome.step_s), ratio)
         is_applied = summary.is_applied and plan == summary.plan
-        said = "applied" if is_applied else dropped
-        table.add_row(words, *cells, said, style="bold" if is_applied else None)
+        remark = "applied" if is_applied else dropped
+        table.add_row(words, *cells, remark, style="bold" if is_applied else None)
     return table
 
 
-def plan_table(summary: MemOptSummary) -> Table:
-    """Return a row for each different plan of ``summary``: what was measured of it, and what was predicted."""
+def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
+    """Return a row for each different plan of ``summary``: what was measured of it, and what was predicted.
+
+    ``verbose``: a row for each level, and further columns of what was measured.
+    """
     original = _outcome(summary, 0)
     shows_elsewhere = any(map(_elsewhere, summary.levels))
-    headings = ("level", "plan", "measured", "step", "predicted", "step", *["elsewhere"] * shows_elsewhere)
-    table = plain_table(*headings, names=["level"], words=["plan"])
-    for span, levels, row in rows_by_plan(summary):
-        applied = summary.is_applied and summary.applied_level in levels
-        cells = [*_measured_cells(row, original), *_predicted_cells(row)]
-        cells += [_elsewhere(row)] * shows_elsewhere
-        table.add_row(f"{span}{' *' if applied else ''}", in_words(row.plan), *cells, style="bold" if applied else None)
+    headings = ["level", "plan", "measured", "step", "predicted", "step", *(_DETAILS if verbose else ())]
+    table = plain_table(*headings, *(["elsewhere"] if shows_elsewhere else []), names=["level"], words=["plan"])
+    by_level = ((str(row.level), [row.level], row) for row in summary.levels)
+    rows = [(*found, in_words(found[2].plan)) for found in (by_level if verbose else rows_by_plan(summary))]
     if (own := _own_row(summary)) is not None:
-        table.add_row("–", _OWN, *_measured_cells(own, original))
+        rows.append(("–", [], own, _OWN))
+    for span, levels, row, words in rows:
+        applied = summary.is_applied and summary.applied_level in levels
+        cells = [*_measured_cells(row, original), *_predicted_cells(row), *(_detail_cells(row) if verbose else ())]
+        cells += [_elsewhere(row)] if shows_elsewhere else []
+        table.add_row(f"{span}{' *' if applied else ''}", words, *cells, style="bold" if applied else None)
     return table
 
 
@@ -215,62 +231,32 @@ def _predicted_cells(row: LevelRow) -> tuple[str, str]:
     return "" if peak is None else format_bytes(peak), "" if slowdown is None else f"{slowdown:.2f}×"
 
 
-def level_table(summary: MemOptSummary) -> Table:
-    """Return a row for each level of ``summary``, with all of its peaks."""
-    original = _outcome(summary, 0)
-    shows_elsewhere = any(map(_elsewhere, summary.levels))
-    headings = ("level", "plan", *_COLUMNS, *["elsewhere"] * shows_elsewhere)
-    table = plain_table(*headings, names=["level"], words=["plan"])
-    for row in summary.levels:
-        cells = _numbers(row, original if isinstance(original, Measurement) else None)
-        cells += (_elsewhere(row),) * shows_elsewhere
-        applied = row.level == summary.applied_level
-        table.add_row(
-            f"{row.level}{' *' if applied else ''}", in_words(row.plan), *cells, style="bold" if applied else None
-        )
-    if (own := _own_row(summary)) is not None:
-        table.add_row("–", _OWN, *_numbers(own, original if isinstance(original, Measurement) else None))
-    return table
-
-
-def _numbers(row: LevelRow, original: Measurement | None) -> tuple[str, ...]:
-    predicted = row.predicted_allocated_peak_bytes
-    forecast = format_bytes(predicted) if predicted is not None else "–"
-    match row.outcome:
-        case Measurement() as found:
-            peak = found.allocated_peak_bytes
-            return (
-                format_bytes(peak),
-                forecast,
-                f"{100 * peak / original.allocated_peak_bytes:.0f} %" if original else "–",
-                format_bytes(found.tensor_peak_bytes),
-                format_bytes(found.activation_peak_bytes),
-                format_seconds(found.step_s),
-                _slowdown(found, original) if original else "–",
-            )
-        case None if predicted is not None:
-            share = f"~{100 * predicted / original.allocated_peak_bytes:.0f} %" if original else "–"
-            slowdown = row.predicted_slowdown
-            return ("–", forecast, share, "–", "–", "–", f"~{slowdown:.2f}×" if slowdown is not None else "–")
-        case _:
-            return ("–", forecast, "–", "–", "–", "–", "–")
+def _detail_cells(row: LevelRow) -> tuple[str, ...]:
+    if not isinstance(row.outcome, Measurement):
+        return "", "", ""
+    peaks = row.outcome.tensor_peak_bytes, row.outcome.activation_peak_bytes
+    return *map(format_bytes, peaks), format_seconds(row.outcome.step_s)
 
 
 _PLOT = "step time →"
 _PLOT_WIDTH = 40
-"""Columns of the plot of step time beside the frontier."""
+"""Columns of the plot of step time next to the frontier."""
 
 
 def frontier(summary: MemOptSummary) -> Table:
     """Return the plans of the frontier as they are numbered, the original first, with a plot of their step times."""
     shows_elsewhere = any(map(_elsewhere, summary.frontier))
-    headings = ["pick", "allocated\npeak", "predicted", "step", "ratio", *["elsewhere"] * shows_elsewhere]
+    headings = ["pick", "allocated\npeak", "predicted", "step", "ratio", *(["elsewhere"] if shows_elsewhere else [])]
     table = plain_table(*headings, "bits", "plan", _PLOT, names=["bits", _PLOT], words=["plan"])
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     own = summary.own_checkpoints
     longest = max((found.step_s for found in [*measured, *([own] if own else [])]), default=0.0)
     words = told_apart([point.plan for point in summary.frontier])
-    for number, (point, plan) in enumerate(zip(summary.frontier, words, strict=True), 1):
+    rows = [(str(number), *row) for number, row in enumerate(zip(summary.frontier, words, strict=True), 1)]
+    if own is not None:
+        base_s = summary.frontier[0].original_step_s
+        rows.append(("–", ParetoPoint(plan=Plan(), outcome=own, original_step_s=base_s), _OWN))
+    for pick, point, plan in rows:
         match point.outcome:
             case Measurement() as found:
                 cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
@@ -280,14 +266,8 @@ def frontier(summary: MemOptSummary) -> Table:
                 cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
         peak = point.predicted_allocated_peak_bytes
         predicted = "–" if peak is None else format_bytes(peak)
-        elsewhere = [_elsewhere(point)] * shows_elsewhere
-        table.add_row(str(number), cells[0], predicted, cells[1], ratio, *elsewhere, _bits(point.plan), plan, plot)
-    if own is not None:
-        cells = (format_bytes(own.allocated_peak_bytes), format_seconds(own.step_s))
-        base_s = summary.frontier[0].original_step_s
-        ratio = "–" if base_s is None else f"{own.step_s / base_s:.2f}×"
-        plot = " " * round(_PLOT_WIDTH * own.step_s / longest) + "●"
-        table.add_row("–", cells[0], "–", cells[1], ratio, *[""] * shows_elsewhere, _bits(Plan()), _OWN, plot)
+        elsewhere = [_elsewhere(point)] if shows_elsewhere else []
+        table.add_row(pick, cells[0], predicted, cells[1], ratio, *elsewhere, _bits(point.plan), plan, plot)
     return table
 
 
@@ -304,7 +284,7 @@ def range_headings(summary: MemOptSummary) -> tuple[str, ...]:
 
 
 def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each range of lengths of ``summary``; peak and times are those of its largest length."""
+    """Yield a row for each range of lengths of ``summary``; times are those of its largest length."""
     for row in summary.ranges:
         ratio = "–" if row.slowdown is None else f"{row.slowdown:.2f}×"
         if not isinstance(row.original, Measurement):
@@ -312,8 +292,12 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
         predicted = row.predicted_allocated_peak_bytes
         numbers = ["–" if predicted is None else f"~{format_bytes(predicted)}", "–", "–"]
         if row.outcome is not None:
-            peaks = row.outcome.allocated_peak_bytes, row.outcome.tensor_peak_bytes
-            numbers = [*map(format_bytes, peaks), format_seconds(row.outcome.step_s)]
+            highest = max(row.runs, key=lambda run: (run.allocated_peak_bytes, run.length))
+            allocated = format_bytes(highest.allocated_peak_bytes)
+            if highest.length < row.up_to:
+                allocated += f" (at {highest.length})"
+            tensors, step = format_bytes(row.outcome.tensor_peak_bytes), format_seconds(row.outcome.step_s)
+            numbers = [allocated, tensors, step]
         yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, in_words(row.plan)
 
 
@@ -336,13 +320,13 @@ def told_apart(plans: Sequence[Plan]) -> list[str]:
         alike = [number for number, text in enumerate(words) if text == same]
         shared = set.intersection(*(set(plans[number].everywhere) for number in alike))
         own = [[_in_place(each) for each in plans[number].everywhere if each not in shared] for number in alike]
-        said = [""] * len(alike)
+        differences = [""] * len(alike)
         # One segment tells two plans apart; of three, two may have that one in common, and differ in the next.
         for length in range(1, max(map(len, own)) + 1):
-            said = [", ".join(segments[:length]) for segments in own]
-            if len(set(said)) == len(said):
+            differences = [", ".join(segments[:length]) for segments in own]
+            if len(set(differences)) == len(differences):
                 break
-        for number, text in zip(alike, said, strict=True):
+        for number, text in zip(alike, differences, strict=True):
             words[number] = ": ".join(filter(None, [same, text]))
     return words
 
@@ -358,31 +342,34 @@ def _in_place(segment: SegmentPlan) -> str:
 
 
 def in_words(plan: Plan) -> str:
-    """Return ``plan`` in words: ``8 segments (2 packed), saved packed``, ``7 recomputed, 4 in chunks, …``.
+    """Return ``plan`` in words: ``8 segments (2 packed), saved tensors packed``, ``7 recomputed, 4 in chunks, …``.
 
     The counts before the brackets add up to the number of segments.
     """
     if plan.by is not None:
         return "; ".join(f"{plan.by.dim} up to {part.up_to}: {in_words(part.plan)}" for part in plan.ranges)
-    said = _segments_in_words(plan.segments)
-    said += (
-        ["saved packed"] * plan.packed
-        + [f"saved sent to {plan.place}"] * (plan.place != "device")
-        + ["optimizer in backward"] * plan.in_backward
-    )
+    phrases = _segments_in_words(plan.segments)
+    if plan.packed:
+        phrases.append("saved tensors packed")
+    if plan.place != "device":
+        phrases.append(f"saved tensors sent to {plan.place}")
+    if plan.in_backward:
+        phrases.append("optimizer in backward")
     if plan.compile is not None:
         budget, mode = plan.compile.activation_memory_budget, plan.compile.mode
-        said = [" ".join(filter(None, ["compiled by", plan.compile.backend, mode])), *said]
-        said += [f"memory budget {budget:g}"] if budget is not None else []
-    return ", ".join(said) or "no segments"
+        phrases.insert(0, " ".join(filter(None, ["compiled by", plan.compile.backend, mode])))
+        if budget is not None:
+            phrases.append(f"memory budget {budget:g}")
+    return ", ".join(phrases) or "no segments"
 
 
 def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
     through_loss = sum(segment.through_loss for segment in segments)
     in_chunks = sum(segment.chunks > 1 for segment in segments if not segment.through_loss)
     recomputed = len(segments) - in_chunks - through_loss
+    plural = "segments" if recomputed > 1 else "segment"
     kinds = {
-        "recomputed" if in_chunks or through_loss else f"segment{'s' * (recomputed > 1)}": recomputed,
+        "recomputed" if in_chunks or through_loss else plural: recomputed,
         "in chunks": in_chunks,
         f"through {'their' if through_loss > 1 else 'its'} loss": through_loss,
     }
@@ -391,16 +378,16 @@ def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
         "keeping outputs": sum(bool(segment.keep) for segment in segments),
         "sent away": sum(segment.place != "device" for segment in segments),
     }
-    said, more = ([f"{count} {what}" for what, count in counts.items() if count] for counts in (kinds, also))
+    phrases, more = ([f"{count} {what}" for what, count in counts.items() if count] for counts in (kinds, also))
     if more:
-        said[-1] += f" ({', '.join(more)})"
-    return said
+        phrases[-1] += f" ({', '.join(more)})"
+    return phrases
 
 
 def remarks(summary: MemOptSummary) -> Iterator[str]:
-    """Yield the notes on ``summary`` that a user must see beside its headline."""
+    """Yield the notes on ``summary`` that a user must see with its headline."""
     if summary.budget_bytes is not None and summary.is_applied:
-        yield f"within the budget of {format_bytes(summary.budget_bytes)}"
+        yield _within_budget(summary, summary.budget_bytes)
     if summary.parallel is not None:
         yield from planned_lines(summary.parallel, verified=summary.verification is not None)
     elif summary.estimates is not None:
@@ -417,7 +404,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
         yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
     if (smaller := _smaller_too_slow(summary)) is not None:
         yield f"{smaller.sentence} {smaller.why.remedy}"
-    yield from busy(_waited_shares(summary))
+    yield from busy_notes(_waited_shares(summary))
     yield from summary.notes
 
 
@@ -426,8 +413,8 @@ def details(summary: MemOptSummary) -> Iterator[str]:
     if summary.verification is not None or not summary.frontier:
         yield from _of_the_applied_plan(summary)
     yield from _rough_times(summary)
-    said = summary.decisive, _smaller_too_slow(summary)
-    yield from (dropped.sentence for dropped in summary.dropped if all(dropped is not each for each in said))
+    shown_elsewhere = summary.decisive, _smaller_too_slow(summary)
+    yield from (dropped.sentence for dropped in summary.dropped if all(dropped is not each for each in shown_elsewhere))
     yield from summary.details
 
 
@@ -437,7 +424,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
     written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
     # Another search, such as one that a remedy advises, would stop at these files; it replaces that of a frontier.
     is_in_the_way = any(path.endswith(".summary.json") for path in result.files)
-    again = "; next time, `--force` replaces them" * is_in_the_way
+    again = "; next time, `--force` replaces them" if is_in_the_way else ""
     yield f"{'searched' if result.in_memory else written} in {format_seconds(summary.spent_s)}{again}"
     if summary.advice:
         yield _batch(summary.advice)
@@ -454,7 +441,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
 def _next_in_python(result: OptimizeResult) -> Iterator[str]:
     """Yield the next thing to type after a Python function's answer, whatever the user's variable is called."""
     if result.summary.offers_choice:
-        yield "nothing is applied; memopt_cli.apply_plan(model, plan) takes the result's .summary.frontier[N - 1].plan"
+        yield "nothing is applied; for plan N: memopt_cli.apply_plan(model, result.summary.frontier[N - 1].plan)"
     elif result.summary.is_applied:
         path = f"{result.header.model}.plan.yaml"
         use = f'memopt_cli.apply_plan(model, "{path}")'
@@ -519,15 +506,15 @@ def _neighbours(summary: MemOptSummary) -> Iterator[str]:
     has_limit = summary.budget_bytes is None and summary.options.get("max_slowdown") is not None
     # Predicted to be within the limit, yet not chosen: when measured, such plans were too slow.
     smaller = summary.slower if has_limit else summary.smaller
-    said = []
+    outlooks = []
     if summary.faster is not None:
         faster = 1 - summary.faster.slowdown / slowdown
-        said.append(f"{100 * faster:.0f} % faster: {format_bytes(summary.faster.peak_bytes)}")
+        outlooks.append(f"{100 * faster:.0f} % faster: {format_bytes(summary.faster.peak_bytes)}")
     if smaller is not None:
-        said.append(f"smaller: {format_bytes(smaller.peak_bytes)} at {smaller.slowdown:.2f}×")
-    if said:
+        outlooks.append(f"smaller: {format_bytes(smaller.peak_bytes)} at {smaller.slowdown:.2f}×")
+    if outlooks:
         more = ", `--max-slowdown none`" if smaller is not None and has_limit else ""
-        yield f"{'; '.join(said)} (predicted; `--frontier`{more})"
+        yield f"{'; '.join(outlooks)} (predicted; `--frontier`{more})"
 
 
 def _rough_times(summary: MemOptSummary) -> Iterator[str]:
@@ -537,11 +524,11 @@ def _rough_times(summary: MemOptSummary) -> Iterator[str]:
             f"step times and their ratios are rough: the steps of one plan differ by {worst:.0%} among themselves, "
             "probably because other programs were running"
         )
-    beside = [point.original_step_s for point in summary.frontier if point.original_step_s]
-    if beside and max(beside) > (1 + _ROUGH) * min(beside):
+    original_steps_s = [point.original_step_s for point in summary.frontier if point.original_step_s]
+    if original_steps_s and max(original_steps_s) > (1 + _ROUGH) * min(original_steps_s):
         yield (
-            "each ratio is to the original's step as it was timed beside the plan: "
-            f"{format_seconds(min(beside))} to {format_seconds(max(beside))}"
+            "each ratio is to the original's step as it was timed in turns with the plan: "
+            f"{format_seconds(min(original_steps_s))} to {format_seconds(max(original_steps_s))}"
         )
 
 
@@ -551,8 +538,8 @@ def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
     if not summary.is_applied or not isinstance(applied, Measurement):
         return None
     sizes = [(dropped.peak_bytes, dropped) for dropped in summary.dropped if isinstance(dropped.why, TooSlow)]
-    most_bytes = (1 - _WORTH_NAMING) * applied.allocated_peak_bytes
-    smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < most_bytes]
+    max_bytes = (1 - _WORTH_NAMING) * applied.allocated_peak_bytes
+    smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < max_bytes]
     return min(smaller, key=lambda pair: pair[0], default=(0, None))[1]
 
 
@@ -586,7 +573,8 @@ def _measured_steps(found: FingerprintCheck) -> str:
     equal = "bit for bit"
     if found.equal < found.compared:
         largest = f"{found.worst_difference:.0e} of their norm, {found.tolerance:.0e} allowed"
-        largest += ": at most ten times what rounding the parameters changes" * found.by_rounding
+        if found.by_rounding:
+            largest += ", at most ten times the change from rounding the parameters"
         equal = f"within rounding ({found.equal} bit for bit, the others to {largest})"
     return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
 
@@ -595,15 +583,15 @@ def _further(verification: Verification) -> str:
     """Return the further checks of ``verification``: ``; then in the next step; left out: in eval mode (…)``."""
     tried = [check.name for check in verification.further if not check.not_tried]
     missing = [check for check in verification.further if check.skipped]
-    said = ""
+    text = ""
     if tried:
         smaller = (
             f", of batch {verification.further[0].batch}" if verification.further[0].batch != verification.batch else ""
         )
-        said = f"; then {', '.join(tried)}{smaller}"
+        text = f"; then {', '.join(tried)}{smaller}"
     if missing:
-        said += f"; left out: {', '.join(check.name for check in missing)} ({missing[0].not_tried})"
-    return said
+        text += f"; left out: {', '.join(check.name for check in missing)} ({missing[0].not_tried})"
+    return text
 
 
 def inexact(verification: Verification) -> Iterator[str]:
@@ -611,11 +599,16 @@ def inexact(verification: Verification) -> Iterator[str]:
     if verification.passed and verification.rounding:
         yield (
             f"as measured, a tensor differs by {verification.rounding:.1%} of its norm: rounding in chunks tips "
-            "choices, such as a spike or a ReLU's sign; `--level 2` keeps the same bits"
+            f"choices, such as a spike or a ReLU's sign, and {_DRIFT}"
         )
+    elif verification.passed and not verification.is_bit_exact:
+        yield f"over many steps rounding adds up and may tip choices, such as a spike or a ReLU's sign: {_DRIFT}"
     if verification.inexact:
         names = ", ".join(verification.inexact)
         yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"
+
+
+_DRIFT = "two training runs drift apart; `--level 2` keeps the same bits"
 
 
 def _describe_tolerance(verification: Verification) -> str:
@@ -625,20 +618,22 @@ def _describe_tolerance(verification: Verification) -> str:
 
 
 def _precision(verification: Verification) -> str:
-    return " in float64" * (verification.precision == "fp64")
+    return " in float64" if verification.precision == "fp64" else ""
 
 
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
+    bare = ", without an optimizer's state (`--optimizer adamw` counts it)" * advice.without_optimizer
     if isinstance(advice, BatchEstimate):
         if not advice.is_limited_by_memory:
-            return "batch: memory does not limit it, as dry runs predict"
-        peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes)
+            fits = f"about {advice.batch} is predicted to fit{bare}, but {advice.because}"
+            return f"batch: as given; {fits}; `--recommend-batch` finds the largest in time"
+        peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes) + bare
         if advice.is_measured:
             larger = "dry runs predict that no larger one does"
             return f"batch: {advice.batch} is the largest that fits (measured), {peak} of {room}; {larger}"
         return f"batch: up to about {advice.batch} predicted to fit, {peak} of {room}; `--recommend-batch` runs it"
     budget = f"{format_bytes(advice.budget_bytes)} of the {format_bytes(advice.device_bytes)} here"
-    text = f"batch: {advice.recommended_batch} was run and fits {budget}; limited by {advice.limited_by}"
+    text = f"batch: {advice.recommended_batch} was run and fits {budget}{bare}; limited by {advice.limited_by}"
     if advice.estimated_batch == advice.recommended_batch:
         return text
     return f"{text}; extrapolated from {len(advice.probes)} runs, about {advice.estimated_batch} would fit"

@@ -18,7 +18,8 @@ def training_settings(batch: int, steps: int, step: StepSettings, device: str, c
     """
     if step.precision in _CASTS:
         yield _CASTS[step.precision]
-    loader = f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True)"
+    whole = ", drop_last=True" * (steps > 1)  # a short last batch would weigh as much as the others
+    loader = f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True{whole})"
     yield "# Lightning"
     yield loader
     yield f"trainer = Trainer({', '.join(_for_lightning(steps, step))})"
@@ -102,6 +103,7 @@ def loop_lines(
     if steps == 1:
         yield f"for {samples} in loader:"
     else:
+        yield "optimizer.zero_grad()  # before each epoch: passes may be left over from the last one"
         yield f"for number, {f'({samples})' if ',' in samples else samples} in enumerate(loader, start=1):"
     if autocast is not None:
         yield f'    with torch.autocast("{device}", {autocast}):'

@@ -108,7 +108,7 @@ def plot(profile: StepProfile, columns: int) -> str:
     lines = []
     for row in reversed(range(_ROWS)):
         eighths = (round(8 * (_ROWS * level / top - row)) for level in levels)
-        label = format_bytes(top) if row == _ROWS - 1 else "0" if row == 0 else ""
+        label = {_ROWS - 1: format_bytes(top), 0: "0"}.get(row, "")
         lines.append(f"{label:>10} │" + "".join(_BLOCKS[min(8, max(0, n))] for n in eighths).rstrip())
     return "\n".join(
         [*lines, f"{'':>10} └{_phases(profile, seconds if has_times else [1.0] * _count(profile), len(levels))}"]
@@ -238,7 +238,7 @@ def nearest(path: str, paths: Collection[str]) -> str:
 
 
 def below(path: str, above: str) -> str:
-    """Return ``path`` as it reads under the module ``above``: ``downs.0`` under the root, where ``downs`` is no row."""
+    """Return ``path`` as it reads under the module ``above``: ``downs.0`` under the root if ``downs`` is not a row."""
     return path.removeprefix(f"{above}.") if above else path
 
 
@@ -253,10 +253,10 @@ def _saved_table(profile: StepProfile) -> Table:
     table = plain_table("kept for backward", "", "in", "", names=["kept for backward"], words=["", "in"])
     for saved in profile.saved[:_SAVED]:
         others = f" and {saved.savers - 1} more" if saved.savers > 1 else ""
-        made = f"from {_short(saved.made_by)}" if saved.made_by else "an input"
+        made = f"from {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
         table.add_row(
             f"{format_bytes(saved.nbytes):>9}",
-            f"{made}, by {_short(saved.op)}{others}",
+            f"{made}, by {saved.op.removeprefix('aten::')}{others}",
             _module_name(profile, saved.module),
             _packs(saved),
         )
@@ -298,7 +298,3 @@ _ESTIMATE = (
 
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
-
-
-def _short(operator: str) -> str:
-    return operator.removeprefix("aten::")

@@ -18,7 +18,7 @@ from memopt_cli.records import (
     ReplicaAdvice,
     StepSettings,
 )
-from memopt_cli.report.lines import busy, plain_table
+from memopt_cli.report.lines import busy_notes, plain_table
 from memopt_cli.report.pasted import arguments_of, loop_lines, loop_of, loss_in, samples_of, training_settings
 from memopt_cli.text.units import format_bytes, format_copies, format_seconds
 
@@ -52,7 +52,11 @@ def _fits(recommendation: BatchRecommendation, main: BatchRow) -> str:
     if estimated > largest:
         run = f"the largest that was run is {largest}, limited by {main.outcome.limited_by}"
         return f"about {copies}batch {estimated} fits{where}, as predicted; {run}"
-    end = "the largest of those run" if recommendation.interrupted else "the largest that does (confirmed by a run)"
+    end = "the largest that does (confirmed by a run)"
+    if recommendation.interrupted:
+        end = "the largest of those run"
+    elif f"({main.outcome.limited_by})" not in recommendation.limit:  # a run failed, though memory may suffice
+        end = f"the largest of those run; limited by {main.outcome.limited_by}"
     return f"{copies}batch {largest} fits{where}, {end}"
 
 
@@ -93,10 +97,12 @@ def tables(recommendation: BatchRecommendation) -> Iterator[Table]:
 def _replica_table(row: BatchRow) -> Table:
     """Return a table of the numbers of copies that were run in the case ``row``."""
     table = plain_table("copies", "batch of each", "peak", "step", "samples/s", "of each", "route", words=["route"])
+    budget_bytes = row.outcome.budget_bytes
     for run in row.replicas.probes if row.replicas is not None else ():
         peak, step = format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s)
         each = rate(run.samples_per_s / run.replicas)
-        table.add_row(str(run.replicas), str(run.batch), peak, step, _rate(run), each, run.route or "the model itself")
+        route = (run.route or "the model itself") + ", over the limit" * (run.allocated_peak_bytes > budget_bytes)
+        table.add_row(str(run.replicas), str(run.batch), peak, step, _rate(run), each, route)
     return table
 
 
@@ -125,7 +131,7 @@ def _cells(row: BatchRow) -> tuple[str, ...]:
                 format_bytes(runs[advice.recommended_batch].allocated_peak_bytes),
                 str(fastest.batch),
                 _rate(fastest),
-                format_bytes(advice.slope_bytes),
+                format_bytes(advice.slope_bytes) if advice.slope_bytes > 0 else "not linear",  # other kernels ran
                 advice.limited_by + _beyond(advice),
             )
         case BatchEstimate() as estimate:
@@ -143,11 +149,21 @@ def _beyond(advice: BatchAdvice) -> str:
 
 def _run_table(recommendation: BatchRecommendation) -> Table:
     """Return a table of the batches that were run in the recommended case."""
-    table = plain_table("batch run", "peak", "step", "samples/s")
+    table = plain_table("batch run", "peak", "step", "samples/s", "", words=[""])
     outcome = _main(recommendation).outcome
-    for run in outcome.probes if isinstance(outcome, BatchAdvice) else ():
-        table.add_row(str(run.batch), format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s), _rate(run))
+    if not isinstance(outcome, BatchAdvice):
+        return table
+    for run in outcome.probes:
+        cells = str(run.batch), format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s), _rate(run)
+        table.add_row(*cells, _verdict(run, outcome))
     return table
+
+
+def _verdict(run: BatchProbe, advice: BatchAdvice) -> str:
+    """Return why ``run`` does not fit by ``advice``, in words; empty if it does."""
+    if run.allocated_peak_bytes > advice.budget_bytes:
+        return "over the limit"
+    return "the step takes too long" if run.batch > advice.recommended_batch else ""
 
 
 def _length_table(recommendation: BatchRecommendation) -> Table:
@@ -178,7 +194,7 @@ def settings(recommendation: BatchRecommendation) -> Iterator[str]:
         yield f"model.compile(backend={recommendation.backend!r})  # before it trains"
     fastest = _fastest(_main(recommendation))
     if fastest is not None and recommendation.objective == "max":
-        yield f"# {fastest}"
+        yield f"# for batch {batch}; the objective 'throughput' prints them for the {fastest}"
     advice = _main(recommendation).replicas
     if advice is not None and advice.fastest > 1:
         yield from _replica_settings(advice, batch, steps, recommendation.step, device, recommendation.call)
@@ -227,7 +243,7 @@ def remarks(recommendation: BatchRecommendation) -> Iterator[str]:
     """Yield the number of runs behind the answer of ``recommendation``, their time, and notes."""
     total_time = format_seconds(recommendation.spent_s)
     yield f"{recommendation.probes} runs on data, {recommendation.dry_runs} without; total time {total_time}"
-    yield from busy(run.waited for row in recommendation.rows for run in _runs(row))
+    yield from busy_notes(run.waited for row in recommendation.rows for run in _runs(row))
     yield from recommendation.notes
 
 

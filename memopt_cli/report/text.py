@@ -115,7 +115,8 @@ def _in_parts(
             _print_all(console, rank.measured_headline(found), tables, rank.measured_remarks(found))
         case BatchRecommendation():
             blocks = recommendation.settings(found), recommendation.remarks(found)
-            first, spec = recommendation.headline(found), found.header.spec
+            first = recommendation.headline(found)
+            spec = found.header.spec
             _print_all(console, first, recommendation.tables(found), *blocks, spec=spec)
             _print_files(console, found.files)
         case RanksRecommendation():
@@ -130,9 +131,8 @@ def _in_parts(
             blocks = strategies.verdicts(found), strategies.remarks(found)
             _print_all(console, strategies.headline(found), strategies.tables(found), *blocks)
         case Explanation():
-            loops = [*explanation.loops(found)]
-            remarks = *([loops] if loops else []), explanation.remarks(found)
-            _print_all(console, explanation.headline(found), explanation.tables(found), *remarks)
+            sections = [section for section in ([*explanation.loops(found)], explanation.remarks(found)) if section]
+            _print_all(console, explanation.headline(found), explanation.tables(found), *sections)
         case Equivalence():
             table = _table_of(equivalence.HEADINGS, equivalence.rows(found))
             first_lines = equivalence.headline(found), *equivalence.where(found)
@@ -184,12 +184,12 @@ def _print_applied(console: Printer, result: ApplyResult) -> None:
 def _print_selftest(console: Printer, selftest: SelftestReport) -> None:
     failed, tried = len(selftest.failed), " that was tried" if selftest.interrupted else ""
     missed = f"{failed} of {len(selftest.rows)} promises do not hold here"
-    said = missed if failed else f"every promise{tried} holds here"
+    verdict = missed if failed else f"every promise{tried} holds here"
     here = f"{selftest.conditions.device_name}, PyTorch {selftest.torch}, memopt {selftest.memopt}"
     table = plain_table("what was run", "", "promise", "seen", words=("what was run", "", "promise", "seen"))
     for row in selftest.rows:
         table.add_row(row.name, "yes" if row.holds else "NO", row.promise, printable(row.seen))
-    _print_all(console, [said, here], [table], [f"total time {format_seconds(selftest.spent_s)}"])
+    _print_all(console, [verdict, here], [table], [f"total time {format_seconds(selftest.spent_s)}"])
 
 
 def _print_comparison(console: Printer, found: Comparison) -> None:
@@ -206,7 +206,7 @@ def _print_comparison(console: Printer, found: Comparison) -> None:
 
 
 def _print_files(console: Printer, files: Sequence[str], none: str = "") -> None:
-    for line in [f"wrote {file}" for file in files] or [none] * bool(none):
+    for line in [f"wrote {file}" for file in files] or filter(None, [none]):
         _print(console, line)
 
 
@@ -218,7 +218,7 @@ def plain_text(answer: Answer) -> str:
 
 
 def _console(stream: TextIO, colours: Literal["auto"] | None = "auto") -> Console:
-    """Return a console that writes to ``stream``, also in a notebook, where rich would display the text instead."""
+    """Return a console that writes to ``stream``, even in a notebook, where rich would display the text."""
     width = None if stream.isatty() else 1000  # rich would wrap lines in files and logs at 80 columns
     file = cast(TextIO, guard(stream))
     return Console(file=file, width=width, highlight=False, emoji=False, color_system=colours, force_jupyter=False)
@@ -266,7 +266,7 @@ def _print(console: Printer, text: str = "", *, style: str | None = None) -> Non
 
 
 def _table_of(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table; its last three columns, the first excepted, hold numbers."""
+    """Return a table; its last three columns hold numbers, but never the first."""
     table = plain_table(*headings, names=headings[: max(1, len(headings) - 3)])
     for row in rows:
         table.add_row(*row)

@@ -1,4 +1,4 @@
-"""The runtime of an optimized model: all that it needs while it trains, beside torch.
+"""The runtime of an optimized model: all that it needs while it trains, apart from torch.
 
 Saved models refer to ``memopt_cli.runtime.container.restore_segment`` and ``restore_by_length`` and to
 ``memopt_cli.runtime.lifted.module.restore_lifted`` by their import paths; these and the arguments they take are a

@@ -50,6 +50,7 @@ from memopt_cli.runtime.lengths import config_of, segment_of
 from memopt_cli.runtime.module_state import ModuleState, label_of
 from memopt_cli.runtime.norms import BATCH_NORMS, batch_norms
 from memopt_cli.runtime.private_torch import (
+    CHANNELS_LAST,
     buffers_of,
     has_gradient_hooks,
     hooks_on_saving,
@@ -88,8 +89,8 @@ class ReachedNorm:
     source: int | None
     """The index, among forward's calls of costly operators, of the call that made the norm's input.
 
-    ``None``: the next pass must not skip that call, since its operator is not costly, say, or its output may have been
-    written since.
+    ``None``: the next pass must not skip that call, for example since its operator is not costly, or its output may
+    have been written since.
     """
     values: Tensor | None
     """The norm's input, until the next pass has taken it.  ``None``: the next pass recomputes it."""
@@ -113,7 +114,7 @@ class _Norm:
 
 
 def statistics_refusal(module: nn.Module, chunks: int) -> str:
-    """Return why ``module`` cannot run in chunks with the statistics of all chunks, or an empty text."""
+    """Return why ``module`` cannot run in chunks with the statistics of all chunks; empty if it can."""
     if chunks < 2:
         return "batch statistics are gathered over chunks, and it runs in one"
     for name, inner in module.named_modules():
@@ -128,7 +129,7 @@ def statistics_refusal(module: nn.Module, chunks: int) -> str:
     return ""
 
 
-class NotGathered(Exception):
+class NotGatheredError(Exception):
     """Passes over the chunks would not give the result of the whole; the message is a :data:`Complaint`."""
 
 
@@ -148,13 +149,13 @@ class BatchStatistics:
         # A segment that keeps outputs finds them by the number of the operator's call, which must be the same in every
         # pass: there no pass may skip an operator.
         self._hands_on = not config_of(module).keep
-        self._start = Start(module, inputs)
+        self._start = StateBeforePasses(module, inputs)
 
     def forwards(self, chunks: int) -> Iterator[Callable[..., Any]]:
         """Yield, for each of the ``chunks`` of the next pass, the function that runs in place of forward.
 
         Call each function before the next is yielded.  It returns a :class:`ReachedNorm` at the first norm without
-        known statistics, and the output once all are known.  It raises :class:`NotGathered`.
+        known statistics, and the output once all are known.  It raises :class:`NotGatheredError`.
         """
         breaks_off: set[bool] = set()
         for index in range(chunks):
@@ -164,10 +165,10 @@ class BatchStatistics:
     def merge(self, reached: Sequence[ReachedNorm]) -> None:
         """Merge the statistics of the norm that every chunk has ``reached``, and put the module's state back.
 
-        Raises :class:`NotGathered`, or :class:`RuntimeError` if the state cannot be put back.
+        Raises :class:`NotGatheredError`, or :class:`RuntimeError` if the state cannot be put back.
         """
         if self._start.draws():
-            raise NotGathered("draws random numbers before a batch norm, others in chunks than as a whole")
+            raise NotGatheredError("draws random numbers before a batch norm, others in chunks than as a whole")
         self._norms = (*self._norms, _Norm(merged([chunk.statistics for chunk in reached]), reached))
         self._start.add_norm(reached[0].running)
         self._start.enter()
@@ -197,10 +198,10 @@ class BatchStatistics:
                 output = unknown.reached
             else:
                 if norms.broken_off:
-                    raise NotGathered(norms.broken_off)
+                    raise NotGatheredError(norms.broken_off)
             breaks_off.add(isinstance(output, ReachedNorm))
             if len(breaks_off) > 1:
-                raise NotGathered("calls more batch norms on some chunks than on others")
+                raise NotGatheredError("calls more batch norms on some chunks than on others")
             return output
 
         return run
@@ -250,7 +251,10 @@ class _Norms(TorchFunctionMode):
         self._last: _Output | None = None
         """The output of the last costly operator.  ``None``: the next pass must run that operator itself."""
         self.broken_off = ""
-        """Why the run does not count, even if forward caught the exception that ended it, or empty."""
+        """Reason why the run does not count; set even if forward caught the exception that ended it.
+
+        Empty: it counts.
+        """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))
@@ -275,7 +279,7 @@ class _Norms(TorchFunctionMode):
         reached = self._linked.get(self._costly)
         link = None if reached is None else reached.link
         output = call() if reached is None or link is None else _link(_values(reached, call), link, is_seen=True)
-        # Inside a ``torch.utils.checkpoint`` of the user's own, which sets hooks on saving, no operator may be skipped:
+        # Inside the user's own ``torch.utils.checkpoint``, which sets hooks on saving, no operator may be skipped:
         # the checkpoint recomputes them all in backward, and compares the numbers of tensors that they save.
         is_own = hooks_on_saving() == self._hooks
         self._last = _Output(ref(output), version_of(output), output.requires_grad) if is_own else None
@@ -329,7 +333,7 @@ class _Norms(TorchFunctionMode):
 
     def _refuse(self, reason: str) -> NoReturn:
         self.broken_off = reason
-        raise NotGathered(reason)
+        raise NotGatheredError(reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +448,7 @@ def _measure(x: Tensor) -> tuple[Statistics, Tensor]:
 class _Scaled(torch.autograd.Function):
     """``x [B, C, ...]`` times ``scale`` [C] plus ``shift`` [C], in the dtype of ``x``.
 
-    Its backward holds one tensor as large as ``x`` beside the gradients; the backward of ``addcmul`` holds two.
+    Its backward holds one tensor as large as ``x`` in addition to the gradients; the backward of ``addcmul`` holds two.
     """
 
     @staticmethod
@@ -492,12 +496,9 @@ def _scale_and_shift(
 
 def _layout_of(x: Tensor) -> torch.memory_format:
     """Return the memory format of batch norm's output for ``x``; a later dropout draws its noise in that order."""
-    layout = _CHANNELS_LAST.get(x.dim())
+    layout = CHANNELS_LAST.get(x.dim())
     is_last = layout is not None and (x.is_contiguous(memory_format=layout) or suggest_memory_format(x) is layout)
     return layout if layout is not None and is_last else torch.contiguous_format
-
-
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @torch.no_grad()
@@ -507,7 +508,7 @@ def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
         running.data.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
 
 
-class Start:
+class StateBeforePasses:
     """A copy of the state of a module and of the random generators, to put back before another pass."""
 
     def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
@@ -533,10 +534,10 @@ class Start:
     def enter_norms(self) -> None:
         """Put back the state of the batch norms alone.
 
-        Raises :class:`NotGathered` if the module has other batch norms now.
+        Raises :class:`NotGatheredError` if the module has other batch norms now.
         """
         if batch_norms(self._module) != self._batch_norms:
-            raise NotGathered("makes or takes away a batch norm in its forward")
+            raise NotGatheredError("makes or takes away a batch norm in its forward")
         self._state_of_norms.restore()
         for tensor, _, copy in (self._copies[key] for key in self._norms & self._copies.keys()):
             tensor.data.copy_(copy)

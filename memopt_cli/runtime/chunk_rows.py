@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.chunk_state import Moves, largest
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import Complaint
-from memopt_cli.runtime.norms import OtherNorms
+from memopt_cli.runtime.norms import OtherNormsError
 from memopt_cli.runtime.private_torch import unseen
 
 _MAX_ROUNDINGS: Final = 8
@@ -38,7 +38,7 @@ _MAX_DIFFERENCE_SHARE: Final = 1e-3
 """Share of the largest value by which an element may differ between inputs of two shapes: kernels for other shapes add
 up in another order."""
 _MAX_FLIPPED_SHARE: Final = 0.02
-"""Share of a row's elements that may differ more: rounding may flip a few spikes from 0 to 1."""
+"""At most this share of a row's elements may differ more: rounding may flip a few spikes from 0 to 1."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _forwards: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """Segment -> number of its forwards in chunks so far."""
@@ -77,7 +77,7 @@ class Piece:
     outputs: int
     """Number of the module's outputs that are joined over the chunks; later outputs are states for the next chunk."""
     resumes: bool
-    """Whether the module hands state from chunk to chunk by itself (``resumes_in_chunks``), as a neuron does."""
+    """Whether the module hands state from chunk to chunk by itself (``resumes_in_chunks``), like a neuron."""
     norms: AbstractContextManager[object]
     """A context manager around every run, in which batch norms use the same statistics."""
 
@@ -106,7 +106,7 @@ def mixing(piece: Piece) -> Complaint:
             whole = _run_whole(piece, _copies(piece.sequences))
             cut = _run(piece, piece.halves)
             return _other_shape(piece, whole, cut) or _dependence(piece, whole) or _restart(piece, whole, cut)
-    except OtherNorms as error:
+    except OtherNormsError as error:
         return str(error)
     except Exception:  # the module's own code may not take this length, which proves nothing about chunks
         return ""
@@ -122,7 +122,7 @@ def _other_shape(piece: Piece, whole: _Result, cut: _Result) -> Complaint:
 
 
 def _dependence(piece: Piece, whole: _Result) -> Complaint:
-    """Return that rows mix, if either half of the output changes with the other half of the input."""
+    """Return a complaint if either half of the output changes with the other half of the input."""
     if piece.resumes or whole.hands_over or not whole.is_cut_at(piece):
         return ""
     half, rest = piece.halves_of
@@ -135,8 +135,8 @@ def _dependence(piece: Piece, whole: _Result) -> Complaint:
 
 
 def _restart(piece: Piece, whole: _Result, cut: _Result) -> Complaint:
-    """Return that a cut changes the output, if the first row after the cut differs."""
-    # A generator of the module's own may draw numbers that ``is_random`` does not see.  It draws other numbers for half
+    """Return a complaint if the first row after a cut differs from that row of the whole run."""
+    # The module's own generator may draw numbers that ``is_random`` does not see.  It draws other numbers for half
     # the length than for the whole, and outputs then prove nothing.
     if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
         return ""

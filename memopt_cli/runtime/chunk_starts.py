@@ -1,6 +1,6 @@
 """States from which chunks start, recomputed in backward instead of being held since forward (``recompute_states``).
 
-A module that carries state over its chunks, a neuron's membrane say, has one such state before each chunk.  Backward
+A module that carries state over its chunks, such as a neuron's membrane, has a state before each chunk.  Backward
 needs them in reverse order.  To recompute one, the chunks before it run from the nearest known state, and on the way
 the states halfway to it are remembered: of n chunks about log2(n) states are held at a time, and each chunk runs about
 log2(n) / 2 times more (recursive bisection, as in Griewank, "Achieving logarithmic growth of temporal and spatial

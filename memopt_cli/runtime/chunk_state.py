@@ -43,7 +43,8 @@ class Moves:
 
         One trial is not enough: a power iteration may have converged, or a batch consist of equal samples.
         """
-        counts, moved = _move_counts.setdefault(self._module, {}), self.now()
+        counts = _move_counts.setdefault(self._module, {})
+        moved = self.now()
         for name in moved:
             counts[name] = counts.get(name, 0) + 1
         return {name for name in moved if counts[name].bit_count() == 1}
@@ -102,7 +103,7 @@ class _Note:
     version: int
     """The tensor's version at that moment."""
     number: Any
-    """The value if it is no tensor."""
+    """The value if it is not a tensor."""
 
     def is_of(self, value: Any) -> bool:
         """Return whether ``value`` is the noted value, unchanged."""

@@ -22,7 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime import chunk_rows
-from memopt_cli.runtime.batch_statistics import BatchStatistics, NotGathered, ReachedNorm, Start, statistics_refusal
+from memopt_cli.runtime.batch_statistics import (
+    BatchStatistics,
+    NotGatheredError,
+    ReachedNorm,
+    StateBeforePasses,
+    statistics_refusal,
+)
 from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
 from memopt_cli.runtime.compressor import is_dense
@@ -47,7 +53,7 @@ from memopt_cli.runtime.running import (
 )
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.segment_run import Unrepeatable
+from memopt_cli.runtime.segment_run import UnrepeatableError
 from memopt_cli.runtime.stand_ins import AbridgedCall, abridge_call, in_memory
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import Arguments, tensors_of
@@ -64,7 +70,7 @@ class _Call:
     pieces: Sequence[tuple[Any, ...]]
     """For each chunk, its pieces of the arguments that are cut."""
     states: tuple[Any, ...]
-    """The other positional arguments, for the first chunk; a chunk may return the next one's (an LSTM's state, say)."""
+    """The other positional arguments, for the first chunk; a chunk may return the next one's (as an LSTM's state)."""
     kwargs: dict[str, Any]
     """Keyword arguments, which every chunk gets whole."""
     parcel: Parcel | None
@@ -111,7 +117,7 @@ def _run_chunks(
         if config.batch_statistics:
             return _run_passes(call)
         return _join_outputs(config, *_one_by_one(call, [forward] * len(pieces), short))
-    except _NotInChunks as error:
+    except _NotInChunksError as error:
         reason, undo, is_certain = str(error), error.undo, error.is_certain
     # After the except block, which would hold the traceback and with it the chunks' tensors.
     undo()
@@ -151,22 +157,24 @@ def _runs_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _run_passes(call: _Call) -> Any:
     """Run a pass over the chunks for the statistics of each norm, and one for the output.
 
-    Raises :class:`_NotInChunks` if the whole would compute something else.
+    Raises :class:`_NotInChunksError` if the whole would compute something else.
     """
     # Checked when it became a segment, too; but hooks or norms may have been added since.
     if refused := statistics_refusal(call.module, len(call.pieces)):
-        raise _NotInChunks(f"gathers batch statistics over its chunks, and {refused}", lambda: None, is_certain=True)
+        raise _NotInChunksError(
+            f"gathers batch statistics over its chunks, and {refused}", lambda: None, is_certain=True
+        )
     gathering = BatchStatistics(call.module, call.forward, tensors_of((call.pieces, call.states, call.kwargs)))
     try:
         return _join_outputs(config_of(call.module), *_gather(call, gathering))
-    except NotGathered as error:
-        raise _NotInChunks(str(error), gathering.undo, is_certain=True) from None
+    except NotGatheredError as error:
+        raise _NotInChunksError(str(error), gathering.undo, is_certain=True) from None
 
 
 def _gather(call: _Call, gathering: BatchStatistics) -> tuple[list[tuple[Any, ...]], Any]:
     """Run passes until every norm knows its statistics; return what :func:`_one_by_one` returns in the last pass.
 
-    Raises :class:`NotGathered`.
+    Raises :class:`NotGatheredError` if the passes would not give the result of the whole.
     """
     tries_rows = True
     while True:
@@ -176,7 +184,7 @@ def _gather(call: _Call, gathering: BatchStatistics) -> tuple[list[tuple[Any, ..
         gathering.merge(columns[0])
         tries_rows = False  # the trial runs the module's whole forward, and need not be repeated in every pass
     if isinstance(output, tuple) and len(output) > config_of(call.module).seq_outputs:
-        raise NotGathered("hands its state over as an output, before which chunks break off for their statistics")
+        raise NotGatheredError("hands its state over as an output, before which chunks break off for their statistics")
     return columns, output
 
 
@@ -187,7 +195,7 @@ def _one_by_one(
 
     ``forwards``: the functions that run in place of the module's own forward on each chunk; ``short``: the call
     with stand-ins for some chunks, in a dry run; ``tries_rows``: try whether rows mix.  Raises
-    :class:`_NotInChunks` if chunks would compute something else than the whole, or leave other state behind.
+    :class:`_NotInChunksError` if chunks would compute something else than the whole, or leave other state behind.
     """
     module, pieces, states = call.module, call.pieces, call.states
     config = config_of(module)
@@ -215,7 +223,7 @@ def _one_by_one(
         try:
             output = call_checkpointed(module, forward, (*piece, *states), call.kwargs, inputs, config.keep, starts)
         except Exception as error:  # the module's own code, on a part of what it was written for
-            if first is not None and (is_watched or isinstance(error, Unrepeatable)):
+            if first is not None and (is_watched or isinstance(error, UnrepeatableError)):
                 first.failed(error)
             raise
         inputs.on_start = ignore_start  # ``inputs`` lives in autograd's graph, which must not hold ``first``
@@ -236,7 +244,7 @@ def _resumes(module: nn.Module) -> bool:
     return any(getattr(m, "resumes_in_chunks", False) for m in module.modules())
 
 
-class _NotInChunks(Exception):
+class _NotInChunksError(Exception):
     """A module computes something else in chunks, or leaves other state behind."""
 
     def __init__(self, reason: Complaint, undo: Callable[[], None], *, is_certain: bool) -> None:
@@ -254,7 +262,7 @@ class _FirstChunk:
         self._length = sum(piece[0].shape[config_of(call.module).axis] for piece in call.pieces)
         self._moves = Moves(call.module)
         self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
-        """The arguments that are no tensors."""
+        """The arguments that are not tensors."""
         named = _whole_arguments(len(self._first), call.states, call.kwargs)
         self._whole = [(name, value, data_of(value)) for name, value in named]
         """Name, value and data before the chunk of each argument that every chunk gets whole, such as a cache."""
@@ -270,7 +278,7 @@ class _FirstChunk:
     def check(self, output: Any, *, tries_rows: bool) -> None:
         """Check the ``output`` of the chunk and the state that it changed; ``tries_rows``: try whether rows mix, too.
 
-        Raises :class:`_NotInChunks`.
+        Raises :class:`_NotInChunksError` if the chunks would not give the result of the whole.
         """
         moved = self._moves.to_try()
         if self._start is None or runs_plainly(self._module):
@@ -284,7 +292,7 @@ class _FirstChunk:
         if not reason and tries_rows and chunk_rows.is_due(self._module):
             reason = chunk_rows.mixing(self._piece(starting))
         if reason:
-            raise _NotInChunks(
+            raise _NotInChunksError(
                 reason, functools.partial(self._start.enter, self._state_tensors, self._others), is_certain=True
             )
 
@@ -304,19 +312,20 @@ class _FirstChunk:
         return ""
 
     def failed(self, error: Exception) -> None:
-        """Raise :class:`_NotInChunks` for an ``error`` of the chunk, unless the whole would fail as well.
+        """Raise :class:`_NotInChunksError` for an ``error`` of the chunk, unless the whole would fail as well.
 
         A mask of all rows, for example, or state that is kept for all of them, does not fit a part of them.
         """
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
-        is_explained = isinstance(error, NotGathered)  # whose own message says more, and which _run_passes handles
+        is_explained = isinstance(error, NotGatheredError)  # whose own message says more, and which _run_passes handles
         if self._start is None or is_explained or is_full or self._start.lost():
             return
-        uncut, line = ", ".join(self._uncut()), str(error).partition("\n")[0]
+        uncut = ", ".join(self._uncut())
+        line = str(error).partition("\n")[0]
         likely_cause = f"gets {uncut} whole with every chunk, and " if uncut else ""
         undo = functools.partial(self._start.enter, self._state_tensors, self._others)
-        is_certain = isinstance(error, Unrepeatable)
-        raise _NotInChunks(f"{likely_cause}fails on a chunk ({line})", undo, is_certain=is_certain)
+        is_certain = isinstance(error, UnrepeatableError)
+        raise _NotInChunksError(f"{likely_cause}fails on a chunk ({line})", undo, is_certain=is_certain)
 
     def _uncut(self) -> Iterator[str]:
         """Yield the names of keyword arguments that are as long as the tensors that are cut, as a mask is."""
@@ -348,7 +357,9 @@ class _FirstChunk:
 
     def _run_halves(self) -> list[Any]:
         config = config_of(self._module)
-        start, states, outputs = Start(self._module), self._states, list[Any]()
+        start = StateBeforePasses(self._module)
+        states = self._states
+        outputs = list[Any]()
         for index, half in enumerate(zip(*(_halves(s, config.axis) for s in self._sequences()), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
             start.enter_norms()
@@ -383,7 +394,7 @@ def _without_axis(config: SegmentConfig, output: Any) -> Complaint:
 
 
 def _writing(name: str, value: Any) -> Complaint:
-    """Return that the first chunk wrote to the argument ``value`` named ``name``."""
+    """Return the complaint that the first chunk wrote to the argument ``value`` named ``name``."""
     kind = type(value).__name__
     is_cache = "cache" in kind.lower()
     hint = " (keys and values are cached for generation: train with use_cache=False)" if is_cache else ""
@@ -416,7 +427,7 @@ def _join_outputs(config: SegmentConfig, columns: list[tuple[Any, ...]], output:
 
 
 def _concatenate(column: tuple[Any, ...], axis: int) -> Tensor:
-    """Return the chunks in ``column`` joined, with their order of dimensions in memory (channels last, say).
+    """Return the chunks in ``column`` joined, with their order of dimensions in memory (such as channels last).
 
     A later layer may draw its noise in that order.
     """

@@ -1,7 +1,7 @@
 """Lossless codecs, which store tensors in fewer bytes.
 
 A codec makes a claim about a tensor ("every element is 0 or 1"), checks it on the bits at run time, and stores the
-tensor raw if the claim does not hold.  So every tensor comes back equal to the bit, with its dtype, shape and strides.
+tensor raw if the claim does not hold.  So every tensor comes back bit-identical, with its dtype, shape and strides.
 A fake tensor, in a dry run, has no bits to check: there every claim is taken to hold.
 """
 
@@ -60,13 +60,13 @@ class Packed:
     version: int | None
     """The version of a tensor stored raw, which must not change before it is read.  ``None``: it is encoded."""
     skeleton: Any = None
-    """The return value of a user's own codec, with slots in place of the tensors.  ``None``: it is memopt's codec."""
+    """The return value of the user's own codec, with slots in place of the tensors.  ``None``: it is memopt's codec."""
     parts: tuple[Packed, ...] = ()
     """The stored parts of a concatenation; ``data`` holds the copied ones.  Empty for other tensors."""
     dim: int = 0
     """The dimension along which the parts are concatenated."""
     whole: Packed | None = None
-    """For a view stored raw, its base, stored raw.  ``None``: it is no view, or is encoded."""
+    """For a view stored raw, its base, stored raw.  ``None``: it is not a view, or it is encoded."""
 
     @property
     def raw(self) -> bool:
@@ -97,7 +97,7 @@ class SpikeCompressor:
         return self.compress(x).nbytes
 
     def decompress(self, packed: Packed) -> Tensor:
-        """Return the tensor that was stored as ``packed``, equal to the bit.
+        """Return the tensor that was stored as ``packed``, bit for bit.
 
         Raises :class:`RuntimeError` if a raw tensor was modified in place in between.
         """
@@ -218,7 +218,7 @@ class TwoValuedCompressor(SpikeCompressor):
 class IndexCompressor(SpikeCompressor):
     """Integers, as differences from the least integer at the same position of all planes, in the smallest dtype.
 
-    Max-pooling returns indices into a plane (height x width, say).  At one position of the output, indices of different
+    Max-pooling returns indices into a plane (of height x width).  At one position of the output, indices of different
     samples and channels point into the same window of the input, so they differ little.
     """
 
@@ -286,7 +286,7 @@ class Codec(Protocol):
 
 
 class OwnCompressor(SpikeCompressor):
-    """A codec of the user's own: a tensor that it would not give back to the bit is stored raw."""
+    """The user's own codec; a tensor that it would not restore bit for bit is stored raw."""
 
     name = "own"
 
@@ -296,7 +296,7 @@ class OwnCompressor(SpikeCompressor):
         """Whether its ``decompress`` takes the shape.  ``None``: not called yet (a compiler cannot find out)."""
 
     def compress(self, x: Tensor) -> Packed:
-        """Store ``x`` by the codec, restore it at once and compare; warn of what the codec would not give back."""
+        """Store ``x`` by the codec, restore it and compare; warn if the codec does not give it back exactly."""
         packed, reason = self._try(x)
         if reason:
             warnings.warn(
@@ -309,11 +309,11 @@ class OwnCompressor(SpikeCompressor):
         return self._try(x)[0].nbytes
 
     def misfit(self, x: Tensor) -> str:
-        """Return a complaint if the codec fails to give back ``x``, or an empty text."""
+        """Return a complaint if the codec fails to give back ``x``; empty if it does not."""
         return self._try(x)[1]
 
     def _try(self, x: Tensor) -> tuple[Packed, str]:
-        """Return ``x`` stored, and why the codec was not used, or an empty text.  A dry run cannot tell why."""
+        """Return ``x`` stored, and why the codec was not used: empty if it was, and always in a dry run."""
         x = x.detach()
         if not is_dense(x):
             return store_raw(x), ""
@@ -331,7 +331,7 @@ class OwnCompressor(SpikeCompressor):
         return Packed(tuple(data), x.shape, x.stride(), x.dtype, None, skeleton), ""
 
     def decompress(self, packed: Packed) -> Tensor:
-        """Return the tensor that was stored as ``packed``, equal to the bit, with its strides."""
+        """Return the tensor that was stored as ``packed``, bit for bit, with its strides."""
         if packed.raw:
             return load_raw(packed)
         restored = self._restore(join_tensors(packed.data, packed.skeleton), packed.shape)
@@ -348,7 +348,7 @@ class OwnCompressor(SpikeCompressor):
 
 
 def _difference(restored: Any, x: Tensor) -> str:
-    """Return a complaint if ``restored``, which a codec gave back, differs from ``x``, or an empty text."""
+    """Return a complaint if ``restored``, which a codec gave back, differs from ``x``; else an empty string."""
     if not isinstance(restored, Tensor):
         return f"its decompress gives back {type(restored).__name__}, which is not a tensor"
     for property in ("dtype", "shape"):
@@ -366,7 +366,7 @@ def _takes_shape(codec: Codec) -> bool:
 
 
 def _signature_refusal(codec: Codec) -> str:
-    """Return why the methods of ``codec`` cannot be called, or an empty text."""
+    """Return why the methods of ``codec`` cannot be called; empty if they can."""
     for function, calls in ((codec.compress, ("x",)), (codec.decompress, ("packed", "packed, shape"))):
         try:
             signature = inspect.signature(function)
@@ -511,7 +511,7 @@ OWN_COMPRESSOR = OwnCompressor.name
 def declared_compressor(module: nn.Module) -> str | None:
     """Return the name of the codec in the attribute ``x_compressor`` of ``module``, or ``None`` without one.
 
-    The attribute is a codec or the name of a codec's class; a class name of memopt's means memopt's codec.  Raises
+    The attribute is a codec or the name of a codec's class; the name of a memopt class means memopt's codec.  Raises
     :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec` says.
     """
     declared = getattr(module, "x_compressor", None)
@@ -544,7 +544,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def recorded_shares(share: Callable[[], float]) -> Iterator[None]:
-    """Have fake tensors that are stored sparsely in the block take the ``share()`` of their bytes, below 1."""
+    """Inside the block, count a fake tensor stored by ``sparse`` as ``share()`` (below 1) of its bytes."""
     _thread.share = share
     try:
         yield
@@ -627,8 +627,8 @@ def _first_nonzero(flat: Tensor) -> Tensor:
 def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
     """Return a bit for every element of ``flat``, least significant first: whether it is ``value``, of shape (1,).
 
-    ``None``: an element is neither ``value`` nor zero, to the bit (-0.0 or another NaN, say).  Eight flags, eight bytes
-    of 0 or 1, become one byte by a single multiplication of them as one integer (:data:`_PACK_MAGIC`).
+    ``None``: an element has neither the bits of ``value`` nor those of zero (-0.0 or another NaN).  Eight flags, eight
+    bytes of 0 or 1, become one byte by a single multiplication of them as one integer (:data:`_PACK_MAGIC`).
     """
     size, bits = _piece_size(flat), _bits(flat)
     minus = -1 if is_fake(flat) else int(_bits(value).neg())
@@ -681,7 +681,7 @@ def _octet_table(device: torch.device) -> Tensor:
 def is_dense(x: Tensor) -> bool:
     """Return whether ``x`` fills its memory without gaps or overlaps, in whatever order its dimensions lie.
 
-    A sparse tensor, say, or a tensor that consists of other tensors (a ``DTensor``) is never dense.
+    A sparse tensor is never dense, nor is one that consists of other tensors (a ``DTensor``).
     """
     if x.layout is not torch.strided or is_made_of_others(type(x)):
         return False

@@ -64,13 +64,13 @@ class GCContainer(Installed):
     def __new__(cls, x_compressor: Any, *modules: nn.Module) -> Any:
         """Make a segment of ``modules``.
 
-        Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot be a segment.
+        Raises :class:`TypeError` if one is not a module, :class:`ValueError` if they cannot be a segment.
         """
         return _construct(cls, x_compressor, modules, SegmentConfig())
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # After ``GCContainer(...)``, Python calls this with the arguments of ``__new__``, which has done everything.
-        # Any other call is one of the module's own ``__init__``.
+        # Any other call is a call of the module's own ``__init__``.
         if not vars(self).pop(_CONSTRUCTED, False):
             super().__init__(*args, **kwargs)
 
@@ -88,7 +88,7 @@ class TCGCContainer(GCContainer):
     ) -> Any:
         """Make a segment of ``modules`` that runs in ``n_chunk`` chunks.
 
-        Raises :class:`TypeError` if one is no module, :class:`ValueError` if they cannot run in chunks.
+        Raises :class:`TypeError` if one is not a module, :class:`ValueError` if they cannot run in chunks.
         """
         norms = n_chunk != 1 and any(batch_norms(module) for module in modules)
         config = SegmentConfig(chunks=n_chunk, seq_inputs=n_seq_inputs, seq_outputs=n_outputs, batch_statistics=norms)
@@ -141,7 +141,7 @@ def check_installed(module: nn.Module) -> None:
 
 
 def _first(reason_of: Callable[[SegmentConfig], str], config: Settings) -> str:
-    """Return the first ``reason_of`` a setting in ``config``, one for each range of lengths, or an empty text."""
+    """Return the first reason that ``reason_of`` gives for ``config``, or for one of its ranges; empty if none."""
     configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
     return next(filter(None, map(reason_of, filter(None, configs))), "")
 
@@ -172,13 +172,13 @@ def settings_of(module: nn.Module) -> Settings | None:
 def restore_segment(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
     """Return an empty segment of class ``original``, which an unpickler fills, or the lifted module made a segment.
 
-    Saved models refer to this function: a file format.  Raises :class:`ValueError` for settings that no segment has.
+    Saved models name this function: do not rename it.  Raises :class:`ValueError` for settings no segment has.
     """
     return _restore(original, SegmentConfig(**config))
 
 
 def restore_by_length(original: type[nn.Module] | LiftedModule, config: dict[str, Any]) -> nn.Module:
-    """Return an empty segment by length, as :func:`restore_segment` does for other segments: also a file format."""
+    """Return an empty segment by length, as :func:`restore_segment` does for other segments; do not rename it."""
     configs = tuple(None if entry is None else SegmentConfig(**entry) for entry in config["configs"])
     length = None if config["length"] is None else LengthOf(**config["length"])
     return _restore(original, ConfigsByLength(**{**config, "configs": configs, "length": length}))
@@ -204,7 +204,7 @@ _MADE = "_memopt_made"
 
 
 class _SegmentClass(type):
-    """The class of the classes of segments, on which attributes are set as without a plan: on the module's own class.
+    """Metaclass of segment classes: attributes set on one are set on the module's own class, as without a plan.
 
     So ``type(self).calls += 1`` in a forward, or ``type(layer).rate = 0.1`` in a schedule, is seen by all modules of
     that class, segments or not.
@@ -239,7 +239,7 @@ def _metaclass(original: type[nn.Module]) -> type[_SegmentClass]:
 def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
     """Return the class of segments on modules of class ``original``; make it the first time.
 
-    Python holds the subclasses of ``original`` weakly, and a cache of memopt's would keep them alive.
+    Python holds the subclasses of ``original`` weakly, and a cache here would keep them alive.
     """
     kinds = (kind for kind in original.__subclasses__() if vars(kind).get("_original") is original)
     return next((kind for kind in kinds if kind.__bases__[0] is mixin), None) or _make_segment_class(original, mixin)
@@ -336,12 +336,12 @@ def _run_between_graphs(
 
 
 def _run_at_length(module: nn.Module) -> Run | None:
-    """Return the function that runs the forward of ``module`` at the present length.  ``None``: it runs plainly.
+    """Return the function that runs the forward of ``module`` at the current length.  ``None``: it runs plainly.
 
     Segments run uncompiled: a graph made for one length would also be used for other lengths.
     """
     config = segment_of(module)
-    # A checkpoint of the user's own would run the module again in backward, where the length is unknown.
+    # The user's own checkpoint would run the module again in backward, where the length is unknown.
     if config is None or is_checkpointed():
         return None
     mixin = _mixin(config)
@@ -396,7 +396,8 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
 
 
 def _saves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedSaves:
-    config, state = config_of(module), (*module.parameters(), *module.buffers())
+    config = config_of(module)
+    state = (*module.parameters(), *module.buffers())
     if config.place == DEVICE:
         return PackedSaves(state)
     return PackedSaves((*state, *tensors_of((args, kwargs))), ParcelSeries(config.place), packs=config.packs)

@@ -470,7 +470,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The loss of a linear layer's output; forward also computes the gradients, and backward only scales them.
 
     Forward computes the gradients of the sum over rows.  Backward multiplies them once, by the product of the mean's
-    share and the incoming gradient (a scaler's factor in float16, say): two multiplications would round twice.
+    share and the incoming gradient (such as a scaler's factor in float16): two multiplications would round twice.
     """
 
     @staticmethod

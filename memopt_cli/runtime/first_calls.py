@@ -8,15 +8,15 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 Look = Callable[[bool], object]
-"""A function that is told whether the segment is called within a checkpoint of the user's own, where it runs plainly.
+"""A function that is told whether the segment is called within the user's own checkpoint, where it runs plainly.
 
-It should refer to the model weakly, as it lives as long as the segment does."""
+It should refer to the model weakly, because it lives as long as the segment."""
 
 _looks: MutableMapping[nn.Module, Look] = WeakKeyDictionary()
 
 
 def look_at_first_call(segment: nn.Module, look: Look) -> None:
-    """Have ``look`` called before ``segment`` runs as one for the first time, and where it runs plainly instead."""
+    """Register ``look`` to be called before the first run of ``segment`` as a segment, or where it runs plainly."""
     _looks[segment] = look
 
 

@@ -34,7 +34,7 @@ ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, tor
 _SHARED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, weakref.ref, io.IOBase, logging.Logger)
 """Classes whose objects are not copied: a recomputation uses the same objects as forward."""
 _COPIED_OF_TORCH: Final = ("torch.distributions", "torch.quasirandom")
-"""Packages of PyTorch whose objects are copied.  Other objects of PyTorch's may belong to other threads, too."""
+"""Packages of PyTorch whose objects are copied.  Other PyTorch objects may belong to other threads, too."""
 _MAX_OBJECTS: Final = 10_000
 """Maximum number of objects that are copied, not counting atoms: more objects are data, not state."""
 _MAX_ARRAY_BYTES: Final = 1 << 16
@@ -50,7 +50,7 @@ class Frozen:
     shared: Mapping[int, Any]
     """Number in the pickle -> the object that is not copied."""
     uncopyable_iterator: str
-    """The name, for messages, of an iterator in the object that cannot be copied, or empty."""
+    """Name, for messages, of an iterator in the object that cannot be copied; empty if there is none."""
 
     def thaw(self, tensor_for: Callable[[Any], Any]) -> Any:
         """Return a copy of the object.  ``tensor_for``: maps each object from ``keep`` back to a tensor."""
@@ -157,7 +157,7 @@ def _is_shared(kind: type) -> bool:
 
 
 def _is_function(value: Any) -> bool:
-    """Return whether ``value`` is a built-in function such as ``len``, and no bound method such as ``[].append``."""
+    """Return whether ``value`` is a built-in function such as ``len``, and not a bound method such as ``[].append``."""
     return isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | None)
 
 
@@ -170,7 +170,7 @@ def is_opaque(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Return whether ``value`` is an owner of slots to watch: no lock in it says that other threads may write it."""
+    """Return whether to watch the slots of ``value``: not if it has a lock, because other threads may write to it."""
     if isinstance(value, list | dict | set | deque):
         return True
     attributes = [*getattr(value, "__dict__", {}).values(), *slots_in(value).values()]

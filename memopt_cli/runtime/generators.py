@@ -75,7 +75,7 @@ class Generators:
             self._positions = {key: position for key, position in self._positions.items() if key in moved}
 
     def now(self) -> Generators:
-        """Return the present positions of these generators."""
+        """Return the current positions of these generators."""
         present: Generators = object.__new__(Generators)
         present.devices, present._is_outside, present.moved_outside = self.devices, self._is_outside, False
         present._positions = self._read()

@@ -1,7 +1,7 @@
 """Hold the state that a segment's forward changes, until backward has recomputed the segment from it.
 
-A spiking layer, say, sets ``self.v`` in each of 100 calls, and each recomputation must start from the ``v`` of its own
-call.  Tensors are held without the graph that made them, and objects as copies (``frozen.py``): with its graph, the
+For example, a spiking layer sets ``self.v`` in each of 100 calls; each recomputation must start from the ``v`` of its
+own call.  Tensors are held without the graph that made them, and objects as copies (``frozen.py``): with its graph, the
 ``v`` of one call would keep alive what all the calls before it have saved.  ``learned.py`` explains slots and owners.
 """
 
@@ -23,7 +23,7 @@ from memopt_cli.runtime.owners import Slots
 _MAX_COPY_BYTES: Final = 1 << 16
 """Maximum bytes of a tensor that is copied, in a watched call, if an object outside of the module holds it."""
 _OTHERS: Final[Slot] = (-1, None)
-"""A slot of no owner, under which the arguments that are no tensors are held."""
+"""A slot of no owner, under which the arguments that are not tensors are held."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,13 +59,13 @@ class HeldTensor:
 
 
 class HeldSlots:
-    """The values in the slots that move, and the arguments that are no tensors, from before forward.
+    """The values in the slots that move, and the arguments that are not tensors, from before forward.
 
     How each is held, for a block (owner 0) with a counter, a list ``seen``, and a batch norm's buffers (owner 1)::
 
         slot                         listed in                       held as
         (0, "calls"): a number       moves[0]["calls"]               the number
-        (1, "running_mean"): tensor  moves[1]["running_mean"]        a HeldTensor, also in tensors; the tensor itself is
+        (1, "running_mean"): tensor  moves[1]["running_mean"]        the HeldTensor in tensors; the tensor itself is
                                                                      in originals until forward has ended
         (0, "seen"): an object       moving                          a part of the one pickle _objects; if forward may
                                                                      change it, another pickle of its own in _contents
@@ -73,7 +73,7 @@ class HeldSlots:
     """
 
     def __init__(self, known: Known, reading: Reading, others: Iterable[Any], *, is_watched: bool) -> None:
-        """Hold the slots that move according to ``reading``, and ``others``, the arguments that are no tensors.
+        """Hold the slots that move according to ``reading``, and ``others``, the arguments that are not tensors.
 
         ``is_watched``: copy whatever forward might change, and not only what earlier calls changed.
         """
@@ -130,7 +130,7 @@ class HeldSlots:
                 held.alias = self.originals[number].detach()
 
     def _hold(self, tensor: Tensor) -> Any:
-        """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is no state (a parameter, say)."""
+        """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is not state, but a parameter."""
         if not is_plain_state(tensor):
             return tensor
         number = id(tensor)
@@ -261,7 +261,7 @@ class HeldSlots:
             held = self.tensors.get(id(current))
             if held is None or self.originals.get(held.number) is not current or current.grad_fn is not None:
                 return value
-            # A vector of the module's own that forward may have written is always exchanged for the one held: code that
+            # The module's own vector that forward may have written is always exchanged for the one held: code that
             # records a step relies on nobody else holding it.
             is_own = 0 <= slot[0] < self._known.own
             is_changed = held.is_written(current) if is_own else not held.is_equal(current)
@@ -279,7 +279,7 @@ def _numbers_in(frozen: Frozen) -> set[int]:
 
 
 def put_right(target: Any, value: Any) -> bool:
-    """Give the object ``target``, to which others may refer, the contents of ``value``; tell whether that worked.
+    """Give the object ``target``, to which others may refer, the contents of ``value``; return whether it worked.
 
     An object may keep more than its attributes show, and ``__setstate__`` need not put it back: a generator of NumPy's
     has no state there at all, and ``itertools.cycle`` leaves its iterator where it is.  So the outcome is compared.

@@ -207,7 +207,7 @@ def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     if not hasattr(optimizer, "param_groups"):
-        raise ValueError("is no torch.optim.Optimizer")
+        raise ValueError("is not a torch.optim.Optimizer")
     if "param_groups" not in vars(optimizer):
         raise ValueError("wraps another optimizer: pass the wrapped optimizer")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -248,7 +248,7 @@ def check_steps_alone(optimizer: Optimizer) -> None:
             step_without_hooks(alone)
     except ValueError:
         raise
-    except Exception as error:  # the optimizer may be a class of the user's, and raise anything
+    except Exception as error:  # the optimizer may be the user's own class, and raise anything
         raise ValueError(f"cannot take a step of one parameter: {error}") from error
 
 

@@ -37,8 +37,8 @@ from memopt_cli.runtime.segment_config import Installed
 from memopt_cli.runtime.variables import Code, may_draw, variables_of
 
 _WATCHED_EXCHANGES: Final = 2
-"""Number of exchanges of a slot's value between calls after which the next call is watched.  Later exchanges are taken
-for the rule: a training loop that sets ``model.step = n`` does so before every call."""
+"""Number of exchanges of a slot's value between calls after which the next call is watched.  Further exchanges are
+assumed to be regular: a training loop that sets ``model.step = n`` does so before every call."""
 _MAX_OWNERS: Final = 1000
 """Maximum number of owners that are looked at, outside of the modules."""
 Slot = tuple[int, Any]
@@ -76,7 +76,7 @@ class Known:
     def __init__(self, modules: Sequence[nn.Module], others: Sequence[Any]) -> None:
         """Find everything that a call of ``modules`` might change.
 
-        The first of ``modules`` contains the rest; ``others``: the arguments of the call that are no tensors.
+        The first of ``modules`` contains the rest; ``others``: the arguments of the call that are not tensors.
         """
         self.parameters = [_parameters_of(module) for module in modules]
         """The parameters of each module, by their names."""
@@ -139,7 +139,7 @@ class Known:
         # key, and leaves the values as they were.
         self._parts = Snapshot(parts, with_names=True) if parts else None
         own = {id(parameter) for table in self.parameters for parameter in table.values()}
-        # Also from tuples, which are no owners: a tuple cannot change, but a tensor in it can.
+        # Also from tuples, which are not owners: a tuple cannot change, but a tensor in it can.
         stay = [v for slots in self.stays for v in leaves_in(slots.values()) if isinstance(v, Tensor)]
         self.tensors = [t for t in stay if id(t) not in own and not is_of_transform(t)]
         """The tensors in slots that stay, without the modules' own parameters."""
@@ -149,7 +149,7 @@ class Known:
         return self._state.is_present() and (self._parts is None or self._parts.is_present())
 
     def _is_unchanged(self) -> bool:
-        """Return whether, in these owners, neither state nor structure was exchanged, dictionaries of hooks say.
+        """Return whether neither state nor structure (such as dictionaries of hooks) was exchanged in these owners.
 
         No recomputation puts structure back, so it is compared once a call.
         """
@@ -201,11 +201,11 @@ class Known:
         return all(type(o) in self._kinds_of_others and not isinstance(o, types.FunctionType) for o in others)
 
     def read_owners(self, indices: Sequence[int]) -> dict[int, Slots]:
-        """Return the present slots of the owners at ``indices``, by index."""
+        """Return the current slots of the owners at ``indices``, by index."""
         return {index: self.owners[index].read() for index in indices}
 
     def _note_changes(self, readings: Mapping[int, Slots], exchanged: Counter[Slot]) -> bool:
-        """Note the values that were exchanged since the last call in the owners whose present slots are ``readings``.
+        """Note the values that were exchanged since the last call in the owners whose current slots are ``readings``.
 
         Return whether forward may be expected to change the same slots as before.  The first two times that a value is
         exchanged it may not: forward could branch on ``self.mode``, and count or draw only in one branch.
@@ -243,7 +243,7 @@ class Known:
                 self.empty.append(owner.mapping())
                 dropped.add(index)
         for index in dropped:
-            # No reference may stay: a list, say, may later hold autograd's graph, which holds this.
+            # No reference may stay: a list, for example, may later hold autograd's graph, which holds this.
             self.owners[index] = Table({})
         self.indices = [index for index in self.indices if index not in dropped]
         self.moves = [set() if index in dropped else names for index, names in enumerate(self.moves)]
@@ -266,7 +266,7 @@ class Learned:
         self.parameters: Parameters | None = None
         """The parameters in the latest call.  ``None``: that call was watched."""
         self.exchanged = Counter[Slot]()
-        """Slot -> number of exchanges of its value between two calls, by a training loop say."""
+        """Slot -> number of exchanges of its value between two calls, for example by a training loop."""
         self.draws_outside = False
         """Whether forward draws from the global random generators of Python or NumPy."""
         self.runs_to_end: dict[int, bool] = {}

@@ -1,7 +1,7 @@
 """Segments by length: the settings of a module depend on the length of the model's input.
 
 The root of the model reads the length of its input, and modules inside look it up while they run.  A segment remembers
-the length at which it ran, and is recomputed with the settings for that.  A checkpoint of the user's own does not
+the length at which it ran, and is recomputed with the settings for that.  The user's own checkpoint does not
 remember it, so modules by length run plainly inside one.
 """
 
@@ -85,12 +85,12 @@ class ConfigsByLength:
 
 
 def present_length() -> float:
-    """Return the length of the present input.  Infinite: it is unknown, as for a module that is called by itself."""
+    """Return the length of the current input.  Infinite: it is unknown, as for a module that is called by itself."""
     return this_thread.length
 
 
 class at_length:
-    """A block in which the present input has this ``length``."""
+    """A block in which the current input has this ``length``."""
 
     __slots__ = ("_length", "_outer")
 
@@ -107,7 +107,7 @@ class at_length:
 def segment_of(module: nn.Module) -> SegmentConfig | None:
     """Return the settings by which ``module`` runs as a segment now.  ``None``: it runs plainly.
 
-    For a module by length these are the settings for the present length; outside of a step, for the longest range.
+    For a module by length these are the settings for the current length; outside of a step, for the longest range.
     """
     config: SegmentConfig | ConfigsByLength | None = getattr(module, SEGMENT_KEY, None)  # PyTorch 2.8: not by ``vars``
     return config.at(present_length()) if isinstance(config, ConfigsByLength) else config
@@ -121,7 +121,7 @@ def config_of(module: nn.Module) -> SegmentConfig:
 
 
 def with_length_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """Return a block in which the length of these arguments is the present length, if ``module`` is a root."""
+    """Return a block in which the length of these arguments is the current length, if ``module`` is a root."""
     ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
     return _NOTHING if ranges.length is None else at_length(_length_in(module, ranges, ranges.length, args, kwargs))
 
@@ -164,7 +164,7 @@ def _argument(forward: Callable[..., Any], argument: int | str, args: Sequence[A
 
 
 def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
-    """Return why ``root`` cannot read the length of its input for the modules in it, or an empty text."""
+    """Return why ``root`` cannot read the length of its input for the modules in it; empty if it can."""
     if ranges.length is None:
         return ""
     if not takes_argument(root, ranges.length.argument):

@@ -31,11 +31,16 @@ from memopt_cli.runtime.private_torch import (
     program_of,
 )
 
-SEGMENT_KEY, RUNS_KEY, LEARNED_KEY = "_memopt_segment", "_memopt_runs", "_memopt_learned"
-"""Names of attributes: settings of a segment, runs of a divided Sequential, knowledge from the calls of a segment."""
-COMPILED_KEY, COMPILED_CALL = "_memopt_compiled", "_compiled_call_impl"
-"""Names of attributes of a model that a plan compiles: the settings, as plain data, which are saved with the model; and
-the compiled call, which PyTorch does not save."""
+SEGMENT_KEY = "_memopt_segment"
+"""Attribute with the settings of a segment."""
+RUNS_KEY = "_memopt_runs"
+"""Attribute with the runs of a divided Sequential."""
+LEARNED_KEY = "_memopt_learned"
+"""Attribute with the knowledge from the calls of a segment."""
+COMPILED_KEY = "_memopt_compiled"
+"""Attribute with the settings, as plain data, of a model that a plan compiles; they are saved with the model."""
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute with the compiled call of such a model, which PyTorch does not save."""
 STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {
     SEGMENT_KEY,
     RUNS_KEY,
@@ -43,7 +48,7 @@ STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {
     COMPILED_KEY,
     COMPILED_CALL,
 }
-"""Names of the attributes that are no state: parameters, children, hooks, and memopt's own."""
+"""Names of the attributes that are not state: parameters, children, hooks, and memopt's own."""
 _NUMBERS = frozenset({bool, int, float, complex})
 
 Complaint = str
@@ -54,7 +59,7 @@ Whoever shows it puts the module's name (:func:`label_of`) before it.
 
 
 def uninitialized(module: nn.Module, *, recurse: bool = True) -> str:
-    """Return the path of a lazy parameter or buffer of ``module``, one without a shape yet, or an empty text."""
+    """Return the path of a parameter or buffer of ``module`` that has no shape yet; empty if there is none."""
     for path, part in module.named_modules() if recurse else [("", module)]:
         for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items()):
             if is_lazy(tensor):

@@ -27,7 +27,7 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if isinstance(m, BatchNorm) or "aten::batch_norm" in operators_of(m)]
 
 
-class OtherNorms(Exception):
+class OtherNormsError(Exception):
     """Batch norms get other channels for a part of an input than for the whole; the message is a ``Complaint``."""
 
 
@@ -35,7 +35,7 @@ class SameStatistics(TorchFunctionMode):
     """A mode in which each call of a batch norm uses the statistics that the same call had in the first run.
 
     In later runs, a module may run on several parts in turn, and the norms' calls repeat for each part.  No weights are
-    applied: weights of zero would hide differences.  Raises :class:`OtherNorms`.
+    applied: weights of zero would hide differences.  Raises :class:`OtherNormsError` if a call gets other channels.
     """
 
     def __init__(self) -> None:
@@ -63,10 +63,11 @@ class SameStatistics(TorchFunctionMode):
         x, call = arguments["input"], self._calls
         self._calls += 1
         if self._is_first:
-            precise, dims = x.to(torch.promote_types(x.dtype, torch.float32)), [d for d in range(x.dim()) if d != 1]
+            precise = x.to(torch.promote_types(x.dtype, torch.float32))
+            dims = [d for d in range(x.dim()) if d != 1]
             self._statistics.append((precise.mean(dims), precise.var(dims, correction=0)))
         statistics = self._statistics[call % len(self._statistics)] if self._statistics else ()
         vectors = [arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
         if not statistics or any(v is not None and v.shape != x.shape[1:2] for v in (*statistics, *vectors)):
-            raise OtherNorms("gives its batch norms other channels on a part of its input")
+            raise OtherNormsError("gives its batch norms other channels on a part of its input")
         return F.batch_norm(x, *statistics, eps=arguments.get("eps", 1e-5))

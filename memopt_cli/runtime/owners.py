@@ -39,7 +39,7 @@ class Owner:
     __slots__ = ()
 
     def read(self) -> Slots:
-        """Return the present values by their names."""
+        """Return the current values by their names."""
         raise NotImplementedError
 
     def write(self, slots: Slots) -> None:
@@ -78,7 +78,7 @@ class Snapshot:
         """
         self._mappings: list[dict[Any, Any]] = []
         self._views: list[Iterable[Any]] = []
-        """The present values of each dictionary of which all are compared."""
+        """The current values of each dictionary of which all are compared."""
         self._readers: list[tuple[Callable[[Any], tuple[Any, ...]], dict[Any, Any]]] = []
         """Each other dictionary, and the function that reads the values to compare."""
         self._values: list[Any] = []
@@ -86,7 +86,7 @@ class Snapshot:
         of_readers: list[Any] = []
         self._names: list[Any] = []
         self._others: list[tuple[Owner, Slots]] = []
-        """The owners that are no dictionaries, which are compared one by one."""
+        """The owners that are not dictionaries, which are compared one by one."""
         for owner, slots in readings:
             mapping = owner.mapping()
             if mapping is None:
@@ -149,7 +149,7 @@ class Attributes(Owner):
 
     def read(self) -> Slots:
         slots = dict(self._attributes())
-        slots.pop(LEARNED_KEY, None)  # it is no state, and refers to this owner
+        slots.pop(LEARNED_KEY, None)  # it is not state, and refers to this owner
         return slots
 
     def write(self, slots: Slots) -> None:
@@ -232,7 +232,7 @@ class ScriptAttributes(Owner):
         self._slots().update(slots)
 
 
-class Variables(Owner):
+class ModuleVariables(Owner):
     """Some variables of a Python module, given as its dictionary, or of a class."""
 
     __slots__ = ("_owner", "names")
@@ -307,7 +307,7 @@ class Function(Owner):
 
 
 class InContext(Owner):
-    """The value of a :class:`contextvars.ContextVar` in the present context."""
+    """The value of a :class:`contextvars.ContextVar` in the current context."""
 
     __slots__ = ("_variable",)
 
@@ -325,7 +325,7 @@ class InContext(Owner):
             self._variable.set(slots[""])
 
 
-class Contents(Owner):
+class HiddenContents(Owner):
     """The contents of an object that keeps them in no attributes, such as an array or a random generator."""
 
     __slots__ = ("_object", "_seen")
@@ -358,7 +358,7 @@ def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
 def owners_in(part: Any) -> Iterator[Owner]:
     """Yield the owners that keep the state of ``part``, a collection, an array or another object."""
     if is_opaque(part):
-        yield Contents(part)
+        yield HiddenContents(part)
         return
     if isinstance(part, dict):
         yield Table(part)

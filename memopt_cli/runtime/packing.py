@@ -47,11 +47,11 @@ from memopt_cli.runtime.private_torch import (
 )
 
 _MIN_BYTES = 4096
-"""Least bytes of a tensor that is packed."""
+"""A tensor with fewer bytes is not packed."""
 _SAMPLE_SIZE = 64
 """Number of elements, roughly, by which a codec is chosen, before the codec reads the whole tensor."""
 _PLANES_SIZE = 2**16
-"""Number of elements, roughly, that show the planes (height x width, say) into which the indices of pooling point."""
+"""Number of elements, roughly, that show the planes (of height x width) into which the indices of pooling point."""
 
 
 _thread = threading.local()
@@ -147,7 +147,7 @@ def _spread(x: Tensor, plane: int) -> int:
     return int((most - least).max())
 
 
-class _Saved:
+class _PackedRegion:
     """A packed region of a storage; views of it that are saved share it."""
 
     __slots__ = ("__weakref__", "codec", "packed")
@@ -183,7 +183,7 @@ def _require_unmodified(tensor: Tensor, version: int | None) -> Tensor:
 
 
 class _Late:
-    """A tensor that the operator which saved it may still fill: held raw for now, and packed afterwards."""
+    """A tensor that was saved before its operator had filled it: held raw for now, and packed afterwards."""
 
     __slots__ = ("_tensor", "node", "stored")
 
@@ -208,7 +208,7 @@ class PackedSaves:
         """
         self._group, self._packs = group, packs
         self._untouched = {memory_of(t) for t in untouched if has_memory(t)}
-        self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_Saved]]]] = {}
+        self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_PackedRegion]]]] = {}
         """Key of a storage -> the storage, and its regions, each with what is packed of it."""
         self._late: list[_Late] = []
         """Tensors saved by the latest operator, which may still be filling them."""
@@ -234,7 +234,7 @@ class PackedSaves:
         if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
             return _Unpacked(tensor)
         if self._group is not None:
-            # The parameters that FSDP gathers for forward are no parameters of the module, hence not untouched.
+            # The parameters that FSDP gathers for forward are not parameters of the module, hence not untouched.
             if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
                 return _Unpacked(tensor)
             self._group.note_save()
@@ -302,16 +302,16 @@ class PackedSaves:
             raw = fetch(stored)
             return _require_unmodified(raw.data[0], raw.version)
         saved, shape, stride = stored
-        assert isinstance(saved, _Saved)
+        assert isinstance(saved, _PackedRegion)
         return load(saved.codec, fetch(saved.packed)).as_strided(shape, stride)
 
-    def _packed_before(self, tensor: Tensor) -> _Saved | None:
+    def _packed_before(self, tensor: Tensor) -> _PackedRegion | None:
         """Return the packed region that ``tensor`` shows if another operator has saved it, or else ``None``."""
         entry = self._seen.get(memory_of(tensor))
         reference = entry[1].get(_region(tensor)) if entry else None
         return reference() if reference and is_dense(tensor) else None
 
-    def _pack_new(self, tensor: Tensor) -> _Saved | None:
+    def _pack_new(self, tensor: Tensor) -> _PackedRegion | None:
         """Pack ``tensor``.  ``None``: no codec makes it smaller."""
         with internal_tensors(), torch.no_grad():  # the samples, too, are no operators of the model
             codec = codec_for(tensor)
@@ -325,7 +325,7 @@ class PackedSaves:
         if packed.raw:
             return None
         note_stored(whole, packed)
-        saved = _Saved(codec, self._send(packed))
+        saved = _PackedRegion(codec, self._send(packed))
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key not in self._seen:  # the entry goes with the storage, since another one may get the same address

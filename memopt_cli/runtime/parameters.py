@@ -34,7 +34,7 @@ class _Entries:
         return self._snapshot.is_present()
 
     def versions(self) -> list[int | None]:
-        """Return the present version of each parameter.  ``None``: it is sharded or lazy."""
+        """Return the current version of each parameter.  ``None``: it is sharded or lazy."""
         if self._have_versions:
             try:
                 return [*map(version_counter, self.tensors)]
@@ -51,7 +51,7 @@ class Parameters:
     """
 
     def __init__(self, tables: Sequence[dict[str, Any]], earlier: Parameters | None, *, is_watched: bool) -> None:
-        """Note the present parameters.
+        """Note the current parameters.
 
         ``tables``: each module's own dictionary of parameters.  ``earlier``: the parameters of an earlier call, which
         are reused if they are the same.  ``is_watched``: also notice writes that raise no version (``p.data = ...``).
@@ -70,7 +70,7 @@ class Parameters:
         """The gradient of each leaf, until forward has ended."""
         self._gradient_versions = [version_of(gradient) for gradient in self._gradients if gradient is not None]
         self.written = ""
-        """Name of a parameter to which forward itself wrote, or empty."""
+        """Name of a parameter to which forward itself wrote; empty if there is none."""
         self.has_gradients = False
         """Whether forward itself called backward, which adds to the parameters' gradients."""
 
@@ -112,14 +112,14 @@ class Parameters:
     def in_place(self) -> AbstractContextManager[None]:
         """Return a context manager in whose block the modules hold these parameters, which need gradients as then.
 
-        Afterwards the modules hold their present parameters again, even if the forward in the block exchanged
+        Afterwards the modules hold their current parameters again, even if the forward in the block exchanged
         parameters for itself, and ended before it put them back.
         """
         is_in_place = self._entries.are_in_place() and self.trainable == [*map(_is_trainable, self.tensors)]
         return _InPlace(self, self._entries, is_in_place)
 
     def set_trainable(self, trainable: Sequence[bool]) -> list[bool]:
-        """Have the parameters need gradients as ``trainable`` says; return whether they did."""
+        """Set ``requires_grad`` of each parameter from ``trainable``; return the previous flags."""
         before = [*map(_is_trainable, self.tensors)]
         if before != trainable:
             for p, is_trainable in zip(self.tensors, trainable, strict=True):

@@ -120,7 +120,7 @@ def holders_of(tensor: Tensor) -> int:
 
 @functools.cache
 def is_made_of_others(kind: type) -> bool:
-    """Return whether tensors of class ``kind`` consist of others and hold no memory, as a ``DTensor`` does."""
+    """Return whether tensors of class ``kind`` consist of others and hold no memory, like a ``DTensor``."""
     return hasattr(kind, "__tensor_flatten__")
 
 
@@ -143,7 +143,7 @@ is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
 
 base_of: Final[Callable[[Tensor], Tensor | None]] = attrgetter("_base")
-"""The base of a tensor that autograd takes for a view.  ``None``: it is no view."""
+"""The base of a tensor that autograd takes for a view.  ``None``: it is not a view."""
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -226,7 +226,7 @@ def calls_without_notes() -> int:
 
 @contextlib.contextmanager
 def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace ``name`` of ``owner``, a class or module of PyTorch's, for the time of the block.
+    """Replace ``name`` of ``owner``, a PyTorch class or module, for the time of the block.
 
     ``changed`` makes the replacement of the original.
     """
@@ -245,8 +245,8 @@ def mend_copies_of_fakes() -> None:
     """Make ``copy.deepcopy`` of a dry run's tensor return another tensor of the dry run, from now on.
 
     PyTorch would copy its storage, which has a size but no memory, and write out of bounds.  The change is permanent,
-    because such tensors may outlive a dry run, in a list that a user's hook appends to, say, and are then copied with
-    the model.
+    because such tensors may outlive a dry run (for example in a list that a user's hook appends to) and are then copied
+    with the model.
     """
     FakeTensor.__deepcopy__ = _copy_of_fake  # type: ignore[method-assign]
 
@@ -315,7 +315,7 @@ def is_known_to_script(operator: str) -> bool:
 
 
 def with_plain_functions() -> AbstractContextManager[None]:
-    """Have functions ignore ``__torch_function__`` of their arguments' classes, for the time of the block."""
+    """Ignore ``__torch_function__`` of arguments' classes inside the block."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -340,6 +340,12 @@ def buffers_of(module: Any) -> dict[str, Any]:
     """Return the dictionary of the own buffers of ``module``."""
     table: dict[str, Any] = module._buffers
     return table
+
+
+MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
+"""Attributes of every module, which hold its parameters, buffers, submodules and hooks."""
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Number of dimensions -> the memory format with the channels last."""
 
 
 def children_of(module: Any) -> dict[str, Any]:
@@ -433,7 +439,7 @@ next_node: Final[Callable[[], int]] = torch._C._autograd._get_sequence_nr
 
 
 def name_of_node(node: Any) -> str:
-    """Return the name of ``node``, also where a user's ``torch.autograd.Function`` has set ``ctx.name``."""
+    """Return the name of ``node``, even where a user's ``torch.autograd.Function`` has set ``ctx.name``."""
     return type(node).__name__
 
 
@@ -633,7 +639,7 @@ _SKIPPED: Final = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def not_compiled(function: _C) -> _C:
-    """Have ``torch.compile`` look neither into ``function`` nor into what that calls.
+    """Hide ``function``, and all that it calls, from ``torch.compile``.
 
     ``torch.compiler.disable`` would do so too, but imports the compiler and puts a wrapper around every call.
     """
@@ -653,7 +659,7 @@ between_graphs: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torc
 
 
 def asked_while_compiling(function: _C) -> _C:
-    """Have ``torch.compile`` call ``function``, which may take strings alone, and treat its result as a constant.
+    """Let ``torch.compile`` call ``function``, whose arguments are strings, and treat its result as a constant.
 
     ``torch.compiler.assume_constant_result`` would do so too, but imports the compiler.
     """
@@ -673,7 +679,7 @@ PyTorch 2.8 does, with ``inductor`` and ``aot_eager``, and 2.13 does not; the ve
 
 @asked_while_compiling
 def differentiates_ahead() -> bool:
-    """Return whether the backend that compiles now is one of PyTorch's that derive backward ahead of time.
+    """Return whether the backend that compiles now is a PyTorch backend that derives backward ahead of time.
 
     Such a backend takes a checkpoint apart, so that its operators draw and count once.  Other backends run the graph as
     it is, in which a checkpoint runs its part twice, with other random numbers and on the same buffers.
@@ -897,10 +903,10 @@ class _Chunks(Sequence[Tensor]):
 
 @contextlib.contextmanager
 def sharded_without_the_others() -> Iterator[None]:
-    """Have ``fully_shard`` make only the shards that it keeps, in the block.
+    """Inside the block, make ``fully_shard`` create only the shards that it keeps.
 
-    It makes a shard for every rank, and keeps its own.  In dry runs for 1024 ranks, the other shards would take two
-    thirds of the time.
+    Otherwise it creates a shard for every rank, and keeps its own.  In dry runs for 1024 ranks, the other shards would
+    take two thirds of the time.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -917,7 +923,7 @@ function_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stac
 
 @contextlib.contextmanager
 def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Have ``modes`` see every function that is called in the block, and no others."""
+    """Activate ``modes``, and no other function modes, inside the block."""
     present = [_pop_mode() for _ in function_modes()][::-1]
     for mode in modes:
         _push_mode(mode)
@@ -1002,7 +1008,7 @@ def hooks_of(script: Any) -> list[Any]:
 
 
 def reader_of(archive: bytes) -> Any:
-    """Return PyTorch's own reader of ``archive``.  Raises :class:`RuntimeError` if the bytes are no archive."""
+    """Return PyTorch's own reader of ``archive``.  Raises :class:`RuntimeError` if the bytes are not an archive."""
     return torch._C.PyTorchFileReader(io.BytesIO(archive))
 
 

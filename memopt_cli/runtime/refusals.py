@@ -1,7 +1,7 @@
-"""Find the reason why a module cannot be a segment, or not with the settings of a plan.
+"""Find the reason why a module cannot be a segment, at all or with the settings of a plan.
 
-Every reason is a sentence about the module ("it is a ScriptModule"), which callers show as it is.  An empty text: there
-is no reason.
+Every reason is a sentence about the module ("it is a ScriptModule"), which callers show as it is; it is
+empty if there is no reason.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def refusal(module: nn.Module) -> str:
 
 
 def _overwriting(module: nn.Module) -> str:
-    """Return the first layer in ``module``, as text, if it is a layer of PyTorch's that works in place."""
+    """Return the first layer in ``module``, as text, if it is a PyTorch layer that works in place."""
     while isinstance(module, nn.Sequential) and calls_in_turn(module) and len(module):
         module = next(iter(module.children()))
     in_place = type(module).__module__.startswith("torch.nn.") and getattr(module, "inplace", False) is True
@@ -126,7 +126,7 @@ def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
 
 
 def norm_refusal(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
-    """Return why the norms in ``module``, in their present mode, forbid chunks."""
+    """Return why the norms in ``module``, in their current mode, forbid chunks."""
     return _tracking_norm(module, config, chunks) or _mixing_norms(module, config, chunks)
 
 
@@ -140,7 +140,7 @@ def _tracking_norm(module: nn.Module, config: SegmentConfig, chunks: int) -> str
 
 
 def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
-    """Return why the batch norms in ``module``, in their present mode, forbid chunks."""
+    """Return why the batch norms in ``module``, in their current mode, forbid chunks."""
     if chunks < 2 or config.batch_statistics or config.inexact:
         return ""
     # A norm without running statistics (track_running_stats=False) uses the batch's statistics in eval mode as well.

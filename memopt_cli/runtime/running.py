@@ -142,8 +142,8 @@ def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, 
 def enclosing_segment_run() -> Any:
     """Return the run of the segment whose hooks get the tensors that autograd saves now.
 
-    ``None``: no segment encloses this call, or other saved-tensor hooks, such as those of a user's own checkpoint, are
-    set inside it.
+    ``None``: no segment encloses this call, or other saved-tensor hooks are set inside it, such as those of the user's
+    own checkpoint.
     """
     hooks = hooks_on_saving()
     run = None if hooks is None else getattr(hooks[0], "__self__", None)
@@ -156,7 +156,7 @@ def is_in_segment() -> bool:
 
 
 def is_checkpointed() -> bool:
-    """Return whether a checkpoint of the user's own gets the tensors that autograd saves now."""
+    """Return whether the user's own checkpoint gets the tensors that autograd saves now."""
     hooks = hooks_on_saving()
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 

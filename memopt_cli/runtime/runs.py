@@ -1,7 +1,7 @@
 """Runs: consecutive children of an ``nn.Sequential`` that act as one module, so that they can be one segment.
 
 In a flat Sequential (convolution, norm, activation, convolution, …), no single layer is worth recomputing, and there is
-no module between the Sequential and its layers.  A run is such a module.  It is no child of the Sequential: children
+no module between the Sequential and its layers.  A run is such a module.  It is not a child of the Sequential: children
 and their parameters keep their names, and the Sequential its length; only its forward uses the runs.  Paths name a run
 by its first and last child, ``features.0-2``, and a child in it below that: ``features.0-2.1``.
 """
@@ -26,14 +26,14 @@ whole blocks they gave no plan at half of the activation peak; divided, they gav
 class Run(nn.Sequential):
     """Consecutive children of a Sequential, under the names that they have there.
 
-    Saved models refer to this class: a file format.
+    Saved models name this class: do not rename it.
     """
 
 
 class GroupedSequential(nn.Sequential):
     """A Sequential with runs.  A child that is replaced is replaced in its run, too.
 
-    Saved models refer to this class, and have its runs in the attribute ``RUNS_KEY``: a file format.
+    Saved models name this class and the attribute ``RUNS_KEY``, which has its runs: do not rename either.
     """
 
     def forward(self, input: Any) -> Any:
@@ -44,12 +44,13 @@ class GroupedSequential(nn.Sequential):
 
 
 GroupedSequential.__name__ = "Sequential"  # for people; files know it by its qualified name
+GroupedSequential.forward.__qualname__ = "Sequential.forward"
 
 
 class Chain(nn.Sequential):
     """A Sequential in which a tuple that one module returns becomes the arguments of the next.
 
-    Saved models refer to this class: a file format.
+    Saved models name this class: do not rename it.
     """
 
     def forward(self, *inputs: Any) -> Any:
@@ -98,7 +99,7 @@ def remove_runs(model: nn.Module, only: Sequence[Run] | None = None) -> None:
 
 
 def calls_in_turn(module: nn.Module) -> bool:
-    """Return whether the forward of ``module`` is a Sequential's, with runs or without, also if it is a segment."""
+    """Return whether the forward of ``module`` is a Sequential's, with runs or without, even if it is a segment."""
     return inspect.unwrap(type(module).forward) in (nn.Sequential.forward, GroupedSequential.forward, Chain.forward)
 
 
@@ -130,7 +131,7 @@ def named_parts(
 
 
 def _runs_of(module: nn.Module) -> dict[str, Run]:
-    """Return the runs of ``module`` by name, brought up to date with its present children."""
+    """Return the runs of ``module`` by name, brought up to date with its current children."""
     runs: dict[str, Run] = vars(module).get(RUNS_KEY, {})
     for run in runs.values():
         now = {name: children_of(module)[name] for name in children_of(run) if name in children_of(module)}

@@ -61,7 +61,7 @@ class Turns:
 
 
 def sample(tensor: Tensor) -> list[Any] | None:
-    """Return a few elements of ``tensor``.  ``None``: it is no plain tensor with data, or sampling is off."""
+    """Return a few elements of ``tensor``.  ``None``: it is not a plain tensor with data, or sampling is off."""
     if _is_off:
         return None
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
@@ -75,7 +75,7 @@ def sample(tensor: Tensor) -> list[Any] | None:
 
 
 def glance(tensor: Tensor) -> bytes | None:
-    """Return the bytes at start, middle and end of ``tensor``, at next to no cost.  ``None``: not readable so."""
+    """Return the bytes at start, middle and end of ``tensor``, at almost no cost; ``None`` if they cannot be read."""
     if _is_off or type(tensor) is not Tensor or not tensor.is_cpu or is_of_transform(tensor):
         return None
     if not tensor.is_contiguous():

@@ -21,8 +21,8 @@ from memopt_cli.runtime.script_code import check_classes, check_code, kind_of
 def check_script(archive: bytes) -> None:
     """Read the code of a TorchScript archive as text and check every operator that it names.
 
-    Raises :class:`UnsafeScript` for a record, operator, class or name that is not known to be harmless, and for code
-    that cannot be read; :class:`RuntimeError` if the bytes are no such archive.
+    Raises :class:`UnsafeScriptError` for a record, operator, class or name that is not known to be harmless, and for
+    code that cannot be read; :class:`RuntimeError` if the bytes are no such archive.
     """
     # By PyTorch's own reader, so that the code that is checked is the code that ``torch.jit.load`` compiles.
     reader = reader_of(archive)

@@ -87,7 +87,7 @@ _KINDS: Final[Mapping[Kind, re.Pattern[str]]] = {
 }
 
 
-class UnsafeScript(Exception):
+class UnsafeScriptError(Exception):
     """The code of an archive uses something that is not known to be harmless, which the message names."""
 
 
@@ -95,25 +95,25 @@ def kind_of(record: str) -> Kind:
     """Return the kind of the record with the name ``record`` in a TorchScript archive.
 
     PyTorch's reader ignores case in names.  So the name of a record of code is recognized in any case, and the record
-    checked; other names must match exactly.  Raises :class:`UnsafeScript` for a record of no known kind.
+    checked; other names must match exactly.  Raises :class:`UnsafeScriptError` for a record of no known kind.
     """
     for kind, names in _KINDS.items():
         if names.fullmatch(record):
             return kind
-    raise UnsafeScript(f"a record named {record}, which memopt does not know")
+    raise UnsafeScriptError(f"a record named {record}, which memopt does not know")
 
 
 def check_classes(data: bytes) -> None:
-    """Raise :class:`UnsafeScript` if the pickle ``data`` names a C++ class other than a quantized layer's weights."""
+    """Raise :class:`UnsafeScriptError` if the pickle ``data`` names a C++ class that no quantized layer has."""
     match = _NATIVE_CLASS.search(data.replace(b"\n", b"."))
     if match:
-        raise UnsafeScript(f"the class torch.classes.{match.group(1).decode().rstrip('.')}")
+        raise UnsafeScriptError(f"the class torch.classes.{match.group(1).decode().rstrip('.')}")
 
 
 def check_code(records: Mapping[str, str]) -> dict[str, ast.Module]:
     """Check the text of every code record in ``records``, and return it parsed.
 
-    Raises :class:`UnsafeScript`, which names what is not allowed.
+    Raises :class:`UnsafeScriptError`, which names what is not allowed.
     """
     trees = {record: parsed_code(text) for record, text in records.items()}
     for tree in trees.values():
@@ -125,16 +125,16 @@ def check_code(records: Mapping[str, str]) -> dict[str, ast.Module]:
 
 
 def parsed_code(text: str) -> ast.Module:
-    """Return ``text`` parsed.  Raises :class:`UnsafeScript` if PyTorch's parser might read it in another way."""
+    """Return ``text`` parsed.  Raises :class:`UnsafeScriptError` if PyTorch's parser might read it in another way."""
     try:
         if not _TEXT.fullmatch(text):
-            raise UnsafeScript("characters beyond ASCII, which PyTorch and Python may read differently")
+            raise UnsafeScriptError("characters beyond ASCII, which PyTorch and Python may read differently")
         if "#" in text and _has_comment(text):
-            raise UnsafeScript("a comment, which PyTorch may read as a type")
+            raise UnsafeScriptError("a comment, which PyTorch may read as a type")
         tree = ast.parse(text)
     except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as err:
-        reason = str(err) or "it is nested too deep"  # a MemoryError of Python's parser has no text
-        raise UnsafeScript(f"code that cannot be read ({reason})") from err
+        reason = str(err) or "it is nested too deep"  # a MemoryError from Python's parser has no text
+        raise UnsafeScriptError(f"code that cannot be read ({reason})") from err
     _check_depth(tree)
     return tree
 
@@ -151,13 +151,13 @@ def _has_comment(text: str) -> bool:
 
 
 def parsed_type(text: str) -> ast.expr:
-    """Return the type ``text`` parsed.  Raises :class:`UnsafeScript` for a text that PyTorch does not write."""
+    """Return the type ``text`` parsed.  Raises :class:`UnsafeScriptError` for a text that PyTorch does not write."""
     try:
         if len(text) > _MAX_TYPE_LENGTH or not _TYPE.fullmatch(text):
-            raise UnsafeScript("a type that PyTorch does not write")
+            raise UnsafeScriptError("a type that PyTorch does not write")
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
-        raise UnsafeScript("a type that cannot be read") from err
+        raise UnsafeScriptError("a type that cannot be read") from err
     _check_depth(tree)
     return tree.body
 
@@ -167,7 +167,7 @@ def _check_depth(tree: ast.AST) -> None:
     while level:
         depth += 1
         if max(depth, *map(_chain_length, level)) > _MAX_DEPTH:
-            raise UnsafeScript(f"code nested deeper than {_MAX_DEPTH}")
+            raise UnsafeScriptError(f"code nested deeper than {_MAX_DEPTH}")
         level = [inner for node in level for inner in ast.iter_child_nodes(node)]
 
 
@@ -180,15 +180,15 @@ def _check_names(tree: ast.AST) -> None:
     own |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
     own |= {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     if own & _NO_VARIABLES:
-        raise UnsafeScript(f"a variable named {', '.join(sorted(own & _NO_VARIABLES))}")
+        raise UnsafeScriptError(f"a variable named {', '.join(sorted(own & _NO_VARIABLES))}")
     known = own | _WORDS
     for name, attributes in chains:
         _check_chain([name.id, *(a.attr for a in attributes)])
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and id(node) not in roots and node.id not in known:
-            raise UnsafeScript(f"the name {node.id}")
+            raise UnsafeScriptError(f"the name {node.id}")
         if isinstance(node, ast.Import | ast.ImportFrom):
-            raise UnsafeScript("an import")
+            raise UnsafeScriptError("an import")
 
 
 def _check_calls(tree: ast.AST) -> None:
@@ -200,26 +200,26 @@ def _check_calls(tree: ast.AST) -> None:
             continue
         called.add(id(node.func))
         if not isinstance(node.func, ast.Name | ast.Attribute):
-            raise UnsafeScript("a call of something without a name")
+            raise UnsafeScriptError("a call of something without a name")
         if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
             match node.args:
                 case [_, ast.Constant(value=str(attribute))]:
                     _check_method(attribute)
                 case _:
-                    raise UnsafeScript(f"a computed {node.func.id}")
+                    raise UnsafeScriptError(f"a computed {node.func.id}")
     rooted = {id(attribute) for _, attributes in _chains(tree) for attribute in attributes}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in rooted:
             _check_method(node.attr)
         if isinstance(node, ast.Name) and node.id in _ONLY_CALLED and id(node) not in called:
-            raise UnsafeScript(f"{node.id} as a value")
+            raise UnsafeScriptError(f"{node.id} as a value")
 
 
 def _check_method(name: str) -> None:
     if not name.isascii():  # the code itself is ASCII, but a text for ``getattr`` may have escaped characters
-        raise UnsafeScript(f"the method {name!r}")
+        raise UnsafeScriptError(f"the method {name!r}")
     if not is_allowed(f"aten::{name}") and is_known_to_script(f"aten::{name}"):
-        raise UnsafeScript(f"the method {name}")
+        raise UnsafeScriptError(f"the method {name}")
 
 
 def _chains(tree: ast.AST) -> Iterator[tuple[ast.Name, list[ast.Attribute]]]:
@@ -244,7 +244,7 @@ def _check_chain(names: list[str]) -> None:
     namespace, *rest = ["aten", *names[1:]] if names[0] == "torch" else names[1:]
     prim = namespace == "prim" and rest[:1] and rest[0] in _PRIM
     if len(rest) != 1 or not (prim or is_allowed(f"{namespace}::{rest[0]}")):
-        raise UnsafeScript(f"the operator {dotted}")
+        raise UnsafeScriptError(f"the operator {dotted}")
 
 
 # ---------------------------------------------------------------------------------------------- casts
@@ -263,9 +263,9 @@ def _check_casts(tree: ast.Module) -> None:
             for node in ast.walk(function):
                 cast = casts.pop(id(node), None)
                 if cast is not None and not variables.allow(cast):
-                    raise UnsafeScript(f"the cast {ast.unparse(cast)[:80]}")
+                    raise UnsafeScriptError(f"the cast {ast.unparse(cast)[:80]}")
     if casts:
-        raise UnsafeScript("a cast outside of functions")
+        raise UnsafeScriptError("a cast outside of functions")
 
 
 def _is_cast(call: ast.Call) -> bool:
@@ -382,18 +382,18 @@ def _check_restoring(trees: Iterable[ast.Module]) -> None:
     called = {name for function in functions.get(_RESTORES, ()) for name in _check_restorer(function, functions.keys())}
     for function in (function for name in called for function in functions[name]):
         if any(_check_restorer(function, functions.keys())):
-            raise UnsafeScript(f"a call of a call in {_RESTORES}, which runs while it is loaded")
+            raise UnsafeScriptError(f"a call of a call in {_RESTORES}, which runs while it is loaded")
 
 
 def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list[str]:
     """Return the ``methods`` that ``function`` calls.
 
-    Raises :class:`UnsafeScript` if it uses anything that may take long or much memory.
+    Raises :class:`UnsafeScriptError` if it uses anything that may take long or much memory.
     """
     types = {id(part) for kind in _annotations(function) for part in ast.walk(kind)}
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     if not all(isinstance(node, _TO_RESTORE) for node in ast.walk(function)) or len(calls) > _MAX_TO_RESTORE:
-        raise UnsafeScript(f"a loop or arithmetic in {_RESTORES}, which runs while it is loaded")
+        raise UnsafeScriptError(f"a loop or arithmetic in {_RESTORES}, which runs while it is loaded")
     called = []
     for call in calls:
         match call.func:
@@ -402,12 +402,12 @@ def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list
             case ast.Name(id="annotate" | "uninitialized" | "unchecked_cast"):
                 pass
             case _ if not _is_restoring(call.func):
-                raise UnsafeScript(f"{ast.unparse(call.func)[:80]} in {_RESTORES}, which runs while it is loaded")
+                raise UnsafeScriptError(f"{ast.unparse(call.func)[:80]} in {_RESTORES}, which runs while it is loaded")
     _check_displays(function)
     heads = {id(call.func) for call in calls}
     for root, attributes in _chains(function):
         if id(root) not in types and id(attributes[-1]) not in heads:
-            raise UnsafeScript(f"a function as a value in {_RESTORES}, which runs while it is loaded")
+            raise UnsafeScriptError(f"a function as a value in {_RESTORES}, which runs while it is loaded")
     return called
 
 
@@ -422,7 +422,7 @@ def _check_displays(function: ast.FunctionDef) -> None:
     displays = (node for node in ast.walk(function) if isinstance(node, ast.List | ast.Tuple))
     items = [item for node in displays if isinstance(node.ctx, ast.Load) for item in node.elts]
     if any(isinstance(item, ast.List | ast.Tuple) or _is_one_of(item, containers) for item in items):
-        raise UnsafeScript(f"a list of lists in {_RESTORES}, which runs while it is loaded")
+        raise UnsafeScriptError(f"a list of lists in {_RESTORES}, which runs while it is loaded")
 
 
 def _is_one_of(value: ast.expr, names: Collection[str]) -> bool:

@@ -45,7 +45,7 @@ from memopt_cli.runtime.running import (
     within_chunk,
 )
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.segment_run import SegmentRun, Unrepeatable, Unused, unpack_saved
+from memopt_cli.runtime.segment_run import SegmentRun, UnrepeatableError, Unused, unpack_saved
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, uncounted
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import Arguments, join_tensors, joined, split_tensors, tensors_of
@@ -115,7 +115,7 @@ def call_checkpointed(
     gradients = [(t, t.grad) for t in arguments.tensors if t.retains_grad]
     try:
         return run.run_first(first, arguments.tensors, hooks_on_saving())
-    except Unrepeatable as error:
+    except UnrepeatableError as error:
         # Earlier chunks may have run and updated norms; ``chunked.py`` rolls all of it back.
         if inputs.of_chunk:
             raise
@@ -210,8 +210,8 @@ def _repeat(forward: Callable[..., Any], skeleton: Any, tensors: Sequence[Tensor
 def _call_traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``forward`` in PyTorch's checkpoint, which ``torch.compile`` can trace.
 
-    PyTorch leaves a forward that it cannot trace (because it writes to attributes, say) to a checkpoint that is not
-    compiled.  There :func:`_call_replayed` has every later run start from the state from which the first run started.
+    PyTorch leaves a forward that it cannot trace (for example because it writes to attributes) to a checkpoint that is
+    not compiled.  There :func:`_call_replayed` starts every later run from the starting state of the first.
     """
     tensors, skeleton = split_tensors((args, kwargs))
     if not torch.is_grad_enabled() or not needs_gradient(module, tensors):

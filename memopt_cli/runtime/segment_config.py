@@ -14,7 +14,7 @@ from memopt_cli.runtime.places.interface import PlaceName
 class SegmentConfig:
     """The settings of a segment, by the names that an entry of a plan has for them.
 
-    The runtime has a record of its own beside the plan's (``memopt_cli.records.SegmentPlan``): a saved model holds
+    The runtime has a record of its own, apart from the plan's (``memopt_cli.records.SegmentPlan``): a saved model holds
     these fields by name and is loaded with nothing but torch and this folder, and a plan is read without torch.
     """
 

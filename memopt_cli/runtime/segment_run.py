@@ -8,7 +8,7 @@ The mechanism is the same as in PyTorch's non-reentrant checkpoint, hooks on the
 
 The tensors are held until forward has ended, because only then is it known whether forward can be recomputed.  This
 does not raise the peak of a step: all of them exist together once more when forward runs for the second time.  If a
-node of autograd is freed before, its _Saved is freed with it, and nothing is put there.
+node of autograd is freed before backward, its _Saved is freed with it, and the recomputation skips it.
 
 If a segment is called inside another, the outer segment saves the inner segment's inputs as it saves any tensor, so
 that its recomputation includes them.  A segment that runs inside the recomputation of another drops the tensors that it
@@ -59,7 +59,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Autograd's hooks on saving: one that packs a tensor, and one that unpacks it."""
 
 
-class Unrepeatable(RuntimeError):
+class UnrepeatableError(RuntimeError):
     """A forward cannot run in a segment, or computes something else there; the message is a :data:`Complaint`."""
 
 
@@ -88,7 +88,7 @@ class _Saved:
     is_input = False
     """Whether it is an input of a segment inside this one."""
     broken = ""
-    """Why backward cannot have it (forward itself has written to it later, say), or empty."""
+    """Reason why backward cannot use the tensor, for example that forward wrote to it later; empty if it can."""
 
 
 def _record_of(run: SegmentRun | None, tensor: Tensor) -> _Saved:
@@ -160,12 +160,13 @@ class SegmentRun:
         """Run ``forward`` for the first time.
 
         ``given``: the tensors among its arguments; ``hooks``: the hooks on saving around the segment.  Raises
-        :class:`Unrepeatable` if ``forward`` must run without the segment's hooks.
+        :class:`UnrepeatableError` if ``forward`` must run without the segment's hooks.
         """
-        versions, before = [version_of(t) for t in given], unrepeatable_runs()
+        versions = [version_of(t) for t in given]
+        before = unrepeatable_runs()
         output = self._run(forward)
         if self._kept.other_kernel:
-            raise Unrepeatable(self._kept.other_kernel)
+            raise UnrepeatableError(self._kept.other_kernel)
         if reason := self._start.lost():
             run_plainly(self._module, reason)
         if self._start.is_surprised:
@@ -193,7 +194,7 @@ class SegmentRun:
             has_failed = False
         except RuntimeError as error:
             if forbids_hooks(error):
-                raise Unrepeatable("computes gradients by torch.func") from error
+                raise UnrepeatableError("computes gradients by torch.func") from error
             raise
         finally:
             self.is_running = False
@@ -221,9 +222,9 @@ class SegmentRun:
         return saved
 
     def note_use(self) -> None:
-        """Note that forward itself asks for a saved tensor.  Raises :class:`Unrepeatable` if gradients would differ."""
+        """Note that forward asks for a saved tensor.  Raises :class:`UnrepeatableError` if gradients would differ."""
         if self.gathers:  # the gradient of one chunk depends on the others, through the statistics, which end its graph
-            raise Unrepeatable("computes gradients in its forward, through batch statistics that its chunks share")
+            raise UnrepeatableError("computes gradients in its forward, through batch statistics that its chunks share")
 
     def _drop_saved(self, results: Any) -> None:
         """Drop the saved tensors, since forward can be recomputed; ``results`` hold its outputs."""
@@ -310,8 +311,8 @@ class SegmentRun:
         set there, act in the first run only.
         """
         self._was_repeated = True
-        # Backward runs inside the forward of a segment around, which calls ``torch.autograd.grad``, say.  It will do so
-        # again when it is recomputed.
+        # Backward runs inside the forward of an enclosing segment, which calls ``torch.autograd.grad``, for example.
+        # It will do so again when it is recomputed.
         if enclosing_segment_run() is not None:
             self._learned.is_differentiated_in_forward = True
         to_end = self._learned.runs_to_end.get(len(self._refs), False)

@@ -57,12 +57,12 @@ _KEPT_NAME = re.compile(r"(?P<namespace>\w+)::(?P<operator>\w+)(#(?P<call>[1-9]\
 
 
 def keep_refusal(names: Sequence[str]) -> str:
-    """Return why outputs of the operators ``names`` (``aten::convolution``) cannot be kept, or an empty text."""
+    """Return why outputs of the operators ``names`` (``aten::convolution``) cannot be kept; empty if they can."""
     return _first_refused(names, _operator_refusal)
 
 
 def why_misspelled(names: Sequence[str]) -> str:
-    """Return why one of ``names`` is an operator of no version of PyTorch, or an empty text."""
+    """Return why one of ``names`` is an operator of no version of PyTorch; empty if none is."""
     return _first_refused(names, lambda name: "" if _KEPT_NAME.fullmatch(name) else _NO_OPERATOR)
 
 
@@ -110,7 +110,7 @@ class _Output:
     """Tensors that share memory with the output, and their versions when forward ended, to notice later writes."""
 
     def send(self, parcel: Parcel) -> None:
-        """Have ``parcel`` send the tensors to its place, and free the tensors that share their memory."""
+        """Send the tensors with ``parcel``, and free all tensors that share their memory."""
         for index, leaf in enumerate(self.leaves):
             if _has_storage(leaf):
                 key = memory_of(leaf)
@@ -236,7 +236,7 @@ class NothingKept:
         """Ignore that autograd saves a tensor now."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """Have a segment around that keeps outputs not count the operators in the block."""
+        """Hide the operators in the block from an enclosing segment that counts them to keep outputs."""
         return uncounted()
 
     replaying = recording

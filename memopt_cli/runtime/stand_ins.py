@@ -13,7 +13,7 @@ gradients of their inputs::
 Where chunks have two lengths, which differ by one, each length has a stand-in of its own.  The two chunks before a
 stand-in show what it leaves.  The chunk after it shows its gradients, since backward comes to that chunk first.  If
 these show that chunks are not alike, or that their tensors cannot be made in one piece, the step ends there with
-:class:`ChunksDiffer`.  Then the step must be run again, with all chunks of that module.
+:class:`ChunksDifferError`.  Then the step must be run again, with all chunks of that module.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MIN_REPLACED_CHUNKS: Final = 2
 """Minimum number of chunks that a stand-in replaces."""
 
 
-class ChunksDiffer(BaseException):
+class ChunksDifferError(BaseException):
     """Chunks are not alike, so the dry run must start again.  No ``Exception``, since a model might catch that."""
 
 
@@ -59,7 +59,7 @@ class StandIns:
     def counting(self, live_bytes: Callable[[], int]) -> Iterator[None]:
         """Let stand-ins replace chunks in the block; ``live_bytes`` returns the bytes of all tensors that are alive.
 
-        Raises :class:`ChunksDiffer` for a module whose chunks are not alike.  The next try runs all chunks of that one.
+        Raises :class:`ChunksDifferError` for a module whose chunks are not alike.  The next try runs all of them.
         """
         self._live_bytes = live_bytes
         try:
@@ -72,9 +72,9 @@ class StandIns:
         return None if module in self._unlike else self._live_bytes
 
     def refuse(self, module: nn.Module) -> NoReturn:
-        """Raise :class:`ChunksDiffer`, and run all chunks of ``module`` from now on."""
+        """Raise :class:`ChunksDifferError`, and run all chunks of ``module`` from now on."""
         self._unlike.add(module)
-        raise ChunksDiffer
+        raise ChunksDifferError
 
 
 _known: MutableMapping[nn.Module, StandIns] = WeakKeyDictionary()
@@ -258,7 +258,7 @@ class AbridgedCall:
 
 
 def _watch(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    with with_function_modes(()):  # a mode of memopt's refuses hooks that forward sets; this one is memopt's own
+    with with_function_modes(()):  # a memopt mode refuses hooks that forward sets; this one is memopt's own
         tensor.register_hook(hook)
 
 

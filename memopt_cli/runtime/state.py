@@ -124,7 +124,8 @@ class StartingState:
 
         ``has_failed``: forward raised an error, so that the next call may do more than this one did.
         """
-        known, written = self._known, set[int]() if self._held is None else self._held.written()
+        known = self._known
+        written = set[int]() if self._held is None else self._held.written()
         if not self.is_watched and self._reads:
             surprising = {id(tensor) for tensor, version in self._reads if version_of(tensor) != version}
             self.is_surprised = bool(surprising)
@@ -227,7 +228,7 @@ class StartingState:
         # If nothing has changed since forward where nothing was seen to move, only the other owners are exchanged.
         is_still = known.stays is self._stays and not self._received and known.is_still()
         present = known.read_owners(known.movers if is_still else known.indices)
-        # Dictionaries that were empty when forward started, and are not any more: a hook, say, was added since.
+        # Dictionaries that were empty when forward started, and are not any more: for example, a hook was added since.
         filled: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         if any(known.without_hooks) or any(known.empty):
             filled = [(table, dict(table)) for table in (*known.without_hooks, *known.empty) if table]
@@ -251,7 +252,7 @@ class StartingState:
     def enter(self, state_tensors: Sequence[Tensor] = (), others: Sequence[Any] = ()) -> None:
         """Put the module, the generators and ``others`` into the starting state for good, to run forward anew.
 
-        ``others``: the arguments that are no tensors, which belong to the caller.  Raises :class:`RuntimeError` if one
+        ``others``: the arguments that are not tensors, which belong to the caller.  Raises :class:`RuntimeError` if one
         of them cannot be put back.
         """
         self._parameters.put()
@@ -288,12 +289,14 @@ class StartingState:
     ) -> list[Any]:
         """Write the starting state to the slots, whose values are ``present``, and return copies of ``others``.
 
-        ``value_for``: returns the new value of a slot, given its present value and a copy of the one to restore.
+        ``value_for``: returns the new value of a slot, given its current value and a copy of the one to restore.
         ``None``: it is the copy.
         """
         held, received = self._held, self._received or {}
         if held is None:
-            made, moving, others = restored_tensors(received) if received else {}, dict[int, Slots](), list[Any]()
+            made = restored_tensors(received) if received else {}
+            moving = dict[int, Slots]()
+            others = list[Any]()
         else:
             copies = {n: one.copy for n, one in held.tensors.items() if one.copy is not None}
             made = restored_tensors(copies | received if received else copies)
@@ -354,7 +357,7 @@ def _hand_over(tensor: Tensor, written: HeldTensor) -> None:
 
 
 def _tensor_for(made: dict[int, Tensor], state_tensors: Sequence[Tensor], held: Any) -> Any:
-    """Return the tensor to put where ``held`` was, from ``made`` or added to it; ``held`` if that is no held tensor."""
+    """Return the tensor to put in place of ``held``, from ``made`` or added to it; ``held`` if it holds no tensor."""
     if not isinstance(held, HeldTensor):
         return held
     if held.number not in made:

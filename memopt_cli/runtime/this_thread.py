@@ -1,4 +1,4 @@
-"""The state of the present thread of a program: the length of its input, the segment that it recomputes, and so on.
+"""The state of the current thread of a program: the length of its input, the segment that it recomputes, and so on.
 
 Blocks that change it are classes with names in lower case, used like functions, as ``torch.no_grad`` is.  They are no
 generators (``contextlib.contextmanager``), which take several times as long: segments enter such blocks in every call.
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class _ThisThread(threading.local):
-    """The state of the present thread; the values here are the values outside of any block."""
+    """The state of the current thread; the values here are the values outside of any block."""
 
     length: float = math.inf
-    """The length of the present input.  Infinite: it is unknown."""
+    """The length of the current input.  Infinite: it is unknown."""
     moment: int = 0
     """The moment (:mod:`memopt_cli.runtime.unsafe`) at which the first run of what is recomputed began.  0: nothing is
     recomputed."""
     recomputing: tuple[nn.Module, ...] = ()
     """The segments that are recomputed, the outermost first."""
     turn: nn.Module | None = None
-    """The outermost segment that runs.  ``None``: none runs."""
+    """The outermost segment that runs.  ``None``: outside of segments."""
     was_started_by_python: bool | None = None
     """Whether Python started the thread, and not autograd's engine.  ``None``: nobody has asked yet."""
     chunk: SequenceChunk | None = None

@@ -33,7 +33,7 @@ _REACTIONS = ("warn", "raise")
 
 
 def run_plainly(module: nn.Module, reason: Complaint, *, silently: bool = False) -> None:
-    """Have ``module`` run plainly from now on, for the ``reason`` that its forward has shown.
+    """Stop recomputing ``module``, for the ``reason`` that its forward has shown.
 
     Warns unless ``silently``.  Raises :class:`RuntimeError` instead if ``memopt_cli.on_unsafe`` is ``raise``, and
     :class:`ValueError` if it is neither ``warn`` nor ``raise``.
@@ -47,7 +47,7 @@ def run_plainly(module: nn.Module, reason: Complaint, *, silently: bool = False)
 
 
 def run_whole(module: nn.Module, reason: Complaint) -> None:
-    """Have ``module`` run in one chunk from now on, and warn or raise as :func:`run_plainly` does."""
+    """Stop running ``module`` in chunks; warn or raise as :func:`run_plainly` does."""
     _note(_whole_since, module, reason, "whole")
     _reasons.setdefault(module, reason)
 
@@ -70,7 +70,7 @@ def _note(moments: MutableMapping[nn.Module, int], module: nn.Module, reason: Co
 
 
 def cannot_repeat() -> None:
-    """Have the segments around keep all that autograd saves in this call: a recomputation would do something else."""
+    """Note that this call cannot be repeated, so enclosing segments keep all that autograd saves in it."""
     global _unrepeatable_count
     _unrepeatable_count += 1
 
@@ -116,5 +116,5 @@ def _was_noted(moments: MutableMapping[nn.Module, int], module: nn.Module) -> bo
 
 
 def this_moment() -> int:
-    """Return the present moment; in a recomputation, the moment at which the first run began."""
+    """Return the current moment; in a recomputation, the moment at which the first run began."""
     return this_thread.moment or next(_moments)

@@ -31,7 +31,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from memopt_cli.runtime.frozen import ATOMS
-from memopt_cli.runtime.owners import Cell, Function, InContext, Owner, Table, Variables
+from memopt_cli.runtime.owners import Cell, Function, InContext, ModuleVariables, Owner, Table
 
 Code = types.FunctionType | type | types.ModuleType
 
@@ -49,7 +49,7 @@ def variables_of(code: Code) -> tuple[Owner, ...]:
 
 
 def may_draw(code: Code) -> bool:
-    """Return whether ``code``, or code that it names, names a global random generator of Python's or NumPy's."""
+    """Return whether ``code``, or code that it names, names a global random generator of Python or NumPy."""
     return _search(code)[1]
 
 
@@ -64,7 +64,7 @@ class _Search:
     """A search through one piece of code, and on through all code that it names."""
 
     def __init__(self, code: Code) -> None:
-        self._variables: dict[int, Variables] = {}
+        self._variables: dict[int, ModuleVariables] = {}
         self._others: dict[int, Owner] = {}
         self._pending: list[Code] = [code]
         self.may_draw = False
@@ -123,7 +123,7 @@ class _Search:
             self._pending.append(value)
             self._add_module(value, names - {name})
         elif getattr(value, "__closure__", None) or not self._follow(value):
-            self._variables.setdefault(id(owner), Variables(owner)).names.add(name)
+            self._variables.setdefault(id(owner), ModuleVariables(owner)).names.add(name)
             self._others |= {id(value): inner for inner in _owners_inside(value)}
 
     def _add_module(self, module: types.ModuleType, names: Set[str]) -> None:

@@ -102,7 +102,7 @@ def _require_room(state: os.stat_result, path: str | os.PathLike[str]) -> None:
 
 
 def read_end(path: str | os.PathLike[str], most: int) -> bytes:
-    """Read the last ``most`` bytes of a regular file or a pipe.  Raises :class:`OSError`."""
+    """Read the last ``most`` bytes of a regular file or a pipe.  Raises :class:`OSError` if it cannot be read."""
     with _open(path) as file:
         if file.seekable():
             file.seek(max(0, os.fstat(file.fileno()).st_size - most))
@@ -211,7 +211,7 @@ def read_yaml(path: Path, hint: str = "") -> Any:
 
 def _yaml_values(text: bytes) -> Any:
     if sum(map(text.count, (b",", b":", b"\n", b"[", b"{"))) > _MAX_YAML_VALUES:
-        raise ValueError("it holds far more values than any file of memopt's")
+        raise ValueError("it holds far more values than any memopt file")
     data = yaml.load(text, _PlainLoader)
     _check_values(data)
     return data
@@ -244,16 +244,16 @@ def yaml_text(data: Any) -> str:
 
 
 def read_json(
-    data: bytes | str, *, unique: bool = False, infinite: bool = False, most_values: int = _MAX_JSON_VALUES
+    data: bytes | str, *, unique: bool = False, infinite: bool = False, max_values: int = _MAX_JSON_VALUES
 ) -> Any:
     """Read the plain values of a JSON document, whose numbers and depth must be reasonable.
 
     With ``unique``, no object may name a key twice.  With ``infinite``, ``Infinity`` and ``NaN`` are numbers.  The
-    document may have ``most_values`` separators.  Raises :class:`ValueError` that says what is wrong with it.
+    document may have ``max_values`` separators.  Raises :class:`ValueError` that says what is wrong with it.
     """
     try:
         text = data.decode() if isinstance(data, bytes) else data
-        if sum(map(text.count, ",:[{")) > most_values:
+        if sum(map(text.count, ",:[{")) > max_values:
             raise ValueError("it holds far more values than such a document does")
         hook, constant = _unique if unique else dict, float if infinite else _no_number
         value = json.loads(

@@ -61,7 +61,7 @@ def build_hint(weights: str, code_paths: Sequence[str] = ()) -> str:
     if folder and os.path.isfile(os.path.join(folder, "config.json")):
         return f"Its config.json lies beside it: give the folder, {quoted_path(folder + os.sep)}."
     if builder := _builder_among(code_paths):
-        return f"Name the function that builds the model: {_with_weights(builder, weights)}"
+        return f"Name what builds the model: {_with_weights(builder, weights)}"
     hint = "Name the function that builds the model, as build.py:build for build() in build.py"
     return f"{hint}: {_suggest_weights(weights)}"
 
@@ -156,10 +156,10 @@ def _archive_refusal(data: bytes) -> tuple[str, str] | None:
 
 
 def folder_refusal(path: str) -> tuple[str, str]:
-    """Return why the folder at ``path``, which has no ``config.json``, is no model, and what to do."""
-    found = weights_files_in(path)
-    if found:
-        return "is a folder of weights without config.json, not a model", build_hint(found[0])
+    """Return why the folder at ``path``, which has no ``config.json``, is not a model, and what to do."""
+    weights_files = weights_files_in(path)
+    if weights_files:
+        return "is a folder of weights without config.json, not a model", build_hint(weights_files[0])
     return (
         "is a folder without config.json, not a model",
         "A folder of save_pretrained has config.json and model.safetensors. For weights alone, name the file: "
@@ -173,20 +173,25 @@ def weights_files_in(folder: str) -> list[str]:
         names = sorted(os.listdir(folder))
     except OSError:  # it cannot be read
         return []
-    found = [name for name in names if name.endswith(".safetensors")]
-    found = found or [name for name in names if re.fullmatch(r"pytorch_model.*\.bin", name)]
-    return [os.path.join(folder, name) for name in found]
+    weights_names = [name for name in names if name.endswith(".safetensors")]
+    weights_names = weights_names or [name for name in names if re.fullmatch(r"pytorch_model.*\.bin", name)]
+    return [os.path.join(folder, name) for name in weights_names]
 
 
 def weights_in(path: str) -> str:
-    """Return ``path``, or the only file of weights in it if it is a folder.  Raises :class:`UsageError`."""
+    """Return the only file of weights in the folder ``path``, or ``path`` if it is a file.
+
+    Raises :class:`UsageError` for a folder with none or several.
+    """
     if not os.path.isdir(path):
         return path
-    found = weights_files_in(path)
-    if len(found) != 1:
-        names = f": {format_some([os.path.basename(file) for file in found])}" if found else ""
-        raise UsageError(f"'{path}' is a folder with {len(found)} files of weights{names}", hint="Name one file.")
-    return found[0]
+    weights_files = weights_files_in(path)
+    if len(weights_files) != 1:
+        names = f": {format_some([os.path.basename(file) for file in weights_files])}" if weights_files else ""
+        raise UsageError(
+            f"'{path}' is a folder with {len(weights_files)} files of weights{names}", hint="Name one file."
+        )
+    return weights_files[0]
 
 
 def _callable_hint(path: str) -> str:
@@ -198,21 +203,52 @@ def _callable_hint(path: str) -> str:
 
 
 def _builder_at(path: str) -> str:
-    """Return the function of the Python file at ``path`` that by its name builds the model; empty without one."""
-    return next((name for name in _defined_in(path) if name in _BUILDERS), "")
+    """Return the function of the Python file at ``path`` that by its name builds the model; empty without one.
+
+    Without such a function, the last module that can be made without arguments: blocks come before what they are in.
+    """
+    nodes = _definitions_in(path)
+    functions = [node.name for node in nodes if node.name in _BUILDERS]
+    return next(iter(functions or [node.name for node in reversed(nodes) if _makes_module(node)]), "")
 
 
-def definitions(path: str) -> str:
-    """Return a sentence on the functions and classes of the Python file at ``path``; empty if it has none."""
-    names = _defined_in(path)
+def _makes_module(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Return whether ``node`` looks like a class of modules whose ``__init__`` needs no arguments."""
+    if not isinstance(node, ast.ClassDef) or not any(ast.unparse(base).endswith("Module") for base in node.bases):
+        return False
+    made = [inner.args for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
+    return all(
+        len(args.posonlyargs) + len(args.args) - len(args.defaults) <= 1 and None not in args.kw_defaults
+        for args in made
+    )
+
+
+def refuse_misspelt(path: str, name: str) -> None:
+    """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and never says ``name``.
+
+    The file is not run: this is known before outputs that exist already are complained of.
+    """
+    hint = definitions(path, name)
+    if hint.startswith("Did") and not re.search(rf"\b{name}\b".encode(), read_bytes(path, _MAX_SOURCE_BYTES)):
+        raise UsageError(f"{path} has no function {name}", hint=hint)
+
+
+def definitions(path: str, name: str = "") -> str:
+    """Return a sentence on the functions and classes of the Python file at ``path``; empty if it has none.
+
+    If ``name`` may be a misspelling of one of them, the sentence asks so.
+    """
+    names = [node.name for node in _definitions_in(path)]
+    if near := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
+        return f"Did you mean {near[0]}?"
     return f"It defines {format_some(names, _SHOWN)}." if names else ""
 
 
-def _defined_in(path: str) -> list[str]:
-    """Return the names of the functions and classes at the top of the Python file at ``path``; none if it is broken."""
+def _definitions_in(path: str) -> list[ast.FunctionDef | ast.ClassDef]:
+    """Return the functions and classes at the top of the Python file at ``path``; none if it is broken."""
     try:
         nodes = ast.parse(read_bytes(path, _MAX_SOURCE_BYTES)).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     kinds = ast.FunctionDef | ast.ClassDef
-    return [node.name for node in nodes if isinstance(node, kinds) and not node.name.startswith("_")]
+    return [node for node in nodes if isinstance(node, kinds) and not node.name.startswith("_")]

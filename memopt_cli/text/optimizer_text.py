@@ -1,4 +1,4 @@
-"""Parsing ``--optimizer``: a name of PyTorch's, ``adamw:fused``, or a user's function, ``train.py:make_optimizer``."""
+"""Parsing ``--optimizer``: a PyTorch name, ``adamw:fused``, or a user's function, ``train.py:make_optimizer``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from memopt_cli.errors import UsageError, shorten
 
 Implementation = Literal["default", "for-loop", "foreach", "fused"]
-"""Implementation of an optimizer's step; how much memory the step takes beside the state depends on it."""
+"""Implementation of an optimizer's step; how much memory the step takes in addition to the state depends on it."""
 
 _LOOPS: tuple[Implementation, ...] = ("default", "for-loop", "foreach")
 _FUSED: tuple[Implementation, ...] = (*_LOOPS, "fused")
@@ -32,7 +32,7 @@ class NamedOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class MadeOptimizer:
-    """An optimizer that a function of the user's makes for the model."""
+    """An optimizer that a user function makes for the model."""
 
     reference: str
     """``file.py:function``, or the name of a function in memory, which ends in :data:`IN_MEMORY`."""
@@ -90,7 +90,7 @@ def notebook_refusal(text: str) -> str:
 
 
 def parse_optimizer(text: str) -> OptimizerChoice:
-    """Parse the name of an optimizer; empty text and ``none`` give :class:`NoOptimizer`.
+    """Parse the name of an optimizer; an empty name and ``none`` give :class:`NoOptimizer`.
 
     Raises :class:`UsageError` for an unknown name or implementation.
     """
@@ -100,7 +100,10 @@ def parse_optimizer(text: str) -> OptimizerChoice:
         return MadeOptimizer(text)
     name, colon, implementation = text.partition(":")
     if name == "lbfgs":
-        raise UsageError("lbfgs runs forward and backward within its step; memopt measures steps that do so once")
+        raise UsageError(
+            "lbfgs runs forward and backward within its step; memopt measures steps that run each of them once",
+            hint="Name an optimizer whose step needs no closure, such as `--optimizer adamw`.",
+        )
     if name not in _CLASSES:
         raise UsageError(f"unknown optimizer {shorten(text)}", hint=f"Known: none, {', '.join(_CLASSES)}. {_OWN}")
     class_name, implementations = _CLASSES[name]

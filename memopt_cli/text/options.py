@@ -29,6 +29,7 @@ GROUPS: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP,
 """The groups of options in the order of help, most needed first."""
 
 MAX_RANKS: Final = 2**20
+"""Maximum number of ranks of a layout."""
 LONGEST_S: Final = 1e6
 """Largest number of seconds that an option takes."""
 
@@ -53,15 +54,18 @@ class Option:
     python: str | None = None
     """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none.  ``trust.packages``:
     a field of :class:`memopt_cli.Trust`, the argument ``trust``."""
-    names: Literal["data", "file", "code"] = "code"
-    """Most dangerous thing that a value can name: nothing but data, a file to read, or code to run or
-    to trust.  A found ``memopt.yaml`` may not set the last, so new rows are refused until they say "data"."""
+    risk: Literal["data", "file", "code"] = "code"
+    """Highest risk of a value: that it is data, names a file to read, or names code to run or to trust.
+
+    A ``memopt.yaml`` that memopt finds by itself may not set a "code" option, so a new row is refused there until it
+    says "data".
+    """
 
     @property
-    def may_name(self) -> Literal["data", "file", "code"]:
-        """Most dangerous thing that a value can name; a switch and a value that is parsed are data."""
+    def checked_risk(self) -> Literal["data", "file", "code"]:
+        """Highest risk of a value; a switch and a value that is parsed are data."""
         is_parsed = isinstance(self.kind, Kind) and not isinstance(self.kind, Offload)  # disk:FOLDER writes there
-        return "data" if self.takes is None or is_parsed else self.names
+        return "data" if self.takes is None or is_parsed else self.risk
 
 
 _SECONDS = Real(0, LONGEST_S, unit="seconds")
@@ -97,16 +101,16 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "SPEC",
         flags=("-i", "--input"),
         common=True,
-        names="data",
+        risk="data",
     ),
-    "dims": Option(_DIM.format(""), INPUTS, "NAME=SIZE", flags=("--dim",), common=True, names="data"),
+    "dims": Option(_DIM.format(""), INPUTS, "NAME=SIZE", flags=("--dim",), common=True, risk="data"),
     "optimize.dims": Option(
         _DIM.format("With a range, S=64:2048, and --budget: a plan for each of a few ranges of sizes. "),
         INPUTS,
         "NAME=SIZE",
         flags=("--dim",),
         common=True,
-        names="data",
+        risk="data",
     ),
     "recommend_batch.dims": Option(
         _DIM.format("With a range, S=128:4096, tabulate sizes, doubling. "),
@@ -114,14 +118,14 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "NAME=SIZE",
         flags=("--dim",),
         common=True,
-        names="data",
+        risk="data",
     ),
     "input_data": Option(
-        "Read the inputs from a .pt, .npz or .safetensors file.", INPUTS, "FILE", "file", python="", names="file"
+        "Read the inputs from a .pt, .npz or .safetensors file.", INPUTS, "FILE", "file", python="", risk="file"
     ),
     "input_script": Option("Call a function that makes the inputs.", INPUTS, "FILE.py:NAME", "function", python=""),
     # -------------------------------------------------------------------------------------------- the step
-    "device": Option("Device that the step runs on.", STEP, "auto|cpu|cuda:N", "device", common=True, names="data"),
+    "device": Option("Device that the step runs on.", STEP, "auto|cpu|cuda:N", "device", common=True, risk="data"),
     "precision": Option(
         "stored (the file's dtypes), fp32, fp64, or bf16 and fp16 (autocast).",
         STEP,
@@ -145,7 +149,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "optimizer",
         default="none",
         common=True,
-        names="data",
+        risk="data",
     ),
     "optimizer_in_backward": Option(
         "Let plans run --optimizer in backward: each gradient is used and freed as soon as it is complete. The script "
@@ -170,23 +174,23 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "card",
         flags=("--for",),
         python="for_device",
-        names="file",
+        risk="file",
     ),
     "plan": Option(
-        "Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any", names="file"
+        "Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any", risk="file"
     ),
-    "measure.plan": Option("Measure the step under this plan.", STEP, *_PLAN_FILE, names="file"),
-    "profile.plan": Option("Profile the step under this plan.", STEP, *_PLAN_FILE, common=True, names="file"),
+    "measure.plan": Option("Measure the step under this plan.", STEP, *_PLAN_FILE, risk="file"),
+    "profile.plan": Option("Profile the step under this plan.", STEP, *_PLAN_FILE, common=True, risk="file"),
     "profile.fake": Option("Estimate on tensors without data, for a step that does not fit here.", STEP, common=True),
     "recommend_batch.fake": Option(
         "Estimate on tensors without data, and run nothing, as --ranks does.", STEP, common=True
     ),
-    "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND", names="data"),
+    "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND", risk="data"),
     "recommend_batch.compile": Option(
         "Find the largest batch that fits when the model is compiled: inductor, aot_eager, …",
         STEP,
         "BACKEND",
-        names="data",
+        risk="data",
     ),
     "steps": Option("Consecutive steps to compare.", STEP, "N", Whole(1, 1000), common=True),
     # -------------------------------------------------------------------------------------------- many ranks
@@ -198,7 +202,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         RANKS,
         "LOW:HIGH",
         "range of ranks",
-        names="data",
+        risk="data",
     ),
     "parallel": Option(
         "How the model is spread: fsdp (fully_shard on repeated blocks and on the rest), ddp, or a function of your "
@@ -214,7 +218,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "NAME=SIZE,...",
         "mesh",
         default="dp=N",
-        names="data",
+        risk="data",
     ),
     "rank": Option(
         "Which rank, from 0.", RANKS, "N", Whole(0), default="the first and the last, and the larger of them in full"
@@ -243,14 +247,14 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Also try steps compiled by torch.compile, for --level, --budget or --frontier: inductor, aot_eager, …",
         SEARCH,
         "BACKEND",
-        names="data",
+        risk="data",
     ),
     "optimize.lengths": Option(
         "File with the sizes of the --dim that has a range: one per line, or a size and how often it occurs.",
         SEARCH,
         "FILE",
         default="all sizes equally frequent",
-        names="file",
+        risk="file",
     ),
     "frontier": Option(
         "Show plans from the fastest to the smallest. --pick or --budget applies one.",
@@ -298,7 +302,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="memopt chooses",
         flags=("--target",),
         python="target",
-        names="data",
+        risk="data",
     ),
     "allow_inexact": Option(
         "Let each chunk use its own batch statistics where the whole batch's are not available. The summary names "
@@ -416,17 +420,17 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "LOW:HIGH",
         "range of replicas",
         python="",
-        names="data",
+        risk="data",
     ),
     "recommend_batch.plan": Option(
-        "Recommend a batch with this plan as well.", ANSWER, "FILE", common=True, names="file"
+        "Recommend a batch with this plan as well.", ANSWER, "FILE", common=True, risk="file"
     ),
     "recommend_batch.lengths": Option(
         "File of sequence lengths, one per line: compare padding, buckets, sequence packing and a token budget on "
         "them.",
         ANSWER,
         "FILE",
-        names="file",
+        risk="file",
     ),
     "strategy": Option(
         "Tabulate memory over the time steps of --dim T=LOW:HIGH instead, for bptt, plan (--plan, or searched) and "
@@ -434,7 +438,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         ANSWER,
         "NAME,...",
         python="",
-        names="data",
+        risk="data",
     ),
     "longest_step": Option(
         "Recommend no batch whose step takes longer than this.",
@@ -449,7 +453,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "log",
         common=True,
         python="",
-        names="file",
+        risk="file",
     ),
     "explain.snapshot": Option(
         "A pickle of torch.cuda.memory._snapshot(); it is read as data.",
@@ -458,10 +462,10 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "file",
         common=True,
         python="",
-        names="file",
+        risk="file",
     ),
     # -------------------------------------------------------------------------------------------- the gate
-    "baseline": Option("A file that memopt baseline wrote.", GATE, "FILE", common=True, names="file"),
+    "baseline": Option("A file that memopt baseline wrote.", GATE, "FILE", common=True, risk="file"),
     "fail_on": Option(
         "How much a metric may grow over the baseline: peak:5% or peak:64MiB (the tensor peak), allocated:1% (the "
         "allocated peak), step:20%, offloaded:5% (bytes that wait elsewhere), or a category of the tensor peak: "
@@ -470,17 +474,17 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "METRIC:LIMIT",
         default="peak:0",
         common=True,
-        names="data",
+        risk="data",
     ),
     # -------------------------------------------------------------------------------------------- loading
     "key": Option(
         "Which entry to use where a file, or --weights, holds several models: model, or ema.model.",
         LOADING,
         "NAME",
-        names="data",
+        risk="data",
     ),
     "weights": Option(
-        "Load the weights in this file into the model.", LOADING, "FILE", "weights", python="", names="file"
+        "Load the weights in this file into the model.", LOADING, "FILE", "weights", python="", risk="file"
     ),
     "code_path": Option(
         "Import your own code, a .py file or a folder, and trust its module classes. Repeatable.",
@@ -554,9 +558,9 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "NAME",
         common=True,
         python="",
-        names="data",
+        risk="data",
     ),
-    "compare.format": Option("table, json or md.", OUTPUT, "NAME", common=True, python="", names="data"),
+    "compare.format": Option("table, json or md.", OUTPUT, "NAME", common=True, python="", risk="data"),
     "json": Option("Print the report as JSON.", OUTPUT, common=True, python=""),
     "check.quiet": Option(
         "Show no progress, and print only the line with the verdict.", OUTPUT, flags=("-q", "--quiet"), python=""
@@ -593,7 +597,8 @@ def option_of(command: str, name: str) -> Option:
 def accepted(name: str, given: object, kind: Kind | None = None) -> Any:
     """Check the argument ``given`` for the option ``name``, and return it as a plain value, such as a tensor's number.
 
-    ``kind``: the check if ``name`` is no option, such as the size of a dimension.  Raises :class:`OptionError`.
+    ``kind``: the check if ``name`` is not an option, such as the size of a dimension.
+    Raises :class:`OptionError` for a value that the option does not allow.
     """
     checked = kind or OPTIONS[name].kind
     assert isinstance(checked, Kind), f"{name} has no check of its own"

@@ -65,7 +65,7 @@ def in_python(text: str) -> str:
     """Return ``text`` with its marked options as arguments: ``dims={"B": 8}`` for ```--dim B=8```.
 
     ```memopt check --level 3``` becomes ``memopt_cli.check(level=3)``, and ```file.py:function``` "a function".  An
-    option that no function takes stays a flag if it is alone, and is left out beside others: ``--plan-only``, for
+    option that no function takes stays a flag if it is alone, and is left out among others: ``--plan-only``, for
     example, since functions write no model.
     """
     return _MARK.sub(_mark_in_python, text)
@@ -85,7 +85,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
 def _parse_mark(mark: str) -> tuple[list[str], list[tuple[str, str]]] | None:
     """Split ``mark`` into the words before its first flag, and its flags with their values (empty for none).
 
-    ``None`` for a text that is no option: an error of PyTorch's that memopt quotes may have backticks, too.
+    ``None`` for a text that is not an option: a PyTorch error that memopt quotes may have backticks, too.
     """
     with contextlib.suppress(ValueError):  # a quotation that does not end
         command: list[str] = []
@@ -134,7 +134,7 @@ def _size(text: str) -> str:
 
 
 def _field_of_trust(flag: str) -> str:
-    """Return the field of :class:`memopt_cli.Trust` that ``flag`` sets, or empty if it is another argument."""
+    """Return the field of :class:`memopt_cli.Trust` that ``flag`` sets; empty if it is another argument."""
     argument, _, field = (_OPTIONS[flag][1].python or "").partition(".")
     return field if argument == "trust" else ""
 
@@ -147,10 +147,10 @@ def _trust(given: list[tuple[str, str]]) -> str:
     fields: dict[str, list[str]] = {}
     for field, value in given:
         fields.setdefault(field, []).extend([f'"{value}"'] if value else [])
-    spelled = (
-        f"{field}=({', '.join(values)}{',' * (len(values) == 1)})" if values else f"{field}=True"
-        for field, values in fields.items()
-    )
+    spelled = []
+    for field, values in fields.items():
+        comma = "," if len(values) == 1 else ""
+        spelled.append(f"{field}=({', '.join(values)}{comma})" if values else f"{field}=True")
     return f"trust=memopt_cli.Trust({', '.join(spelled)})"
 
 

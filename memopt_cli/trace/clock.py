@@ -24,9 +24,11 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace.operators import is_bookkeeping, operator_name
 from memopt_cli.training.step import Step, begin, synchronize
 
-_MAX_TIMED_S, _MAX_STEPS = 1.0, 5
-"""Seconds and number of timed steps after which no further step is taken.  On a busy machine, a third of the operators
-varied by 10 % from step to step; the shortest time in four steps varied by 4 %."""
+_MAX_TIMED_S = 1.0
+"""No further step is taken once the timed steps took this long."""
+_MAX_STEPS = 5
+"""Maximum number of timed steps.  On a busy machine, a third of the operators varied by 10 % from step to step; the
+shortest time in four steps varied by 4 %."""
 _PACKED_ELEMENTS = 2**19
 """Elements of the tensor whose packing is timed: 2 MiB, a common size of dropout masks."""
 _PACKINGS = 16
@@ -42,9 +44,9 @@ _LAYERS = 10
 _SEGMENT_RUNS = 12
 """Number of timed runs of the segment; the first ones check more."""
 _MIN_OVERHEAD = 0.25
-"""Least overhead of a segment, as a share of the constants': less is noise, since two times are subtracted."""
+"""Lower bound on the overhead relative to the constants: it is a difference of two times, so less is noise."""
 _SEGMENT_S = 0.4e-3
-"""Seconds of the segment's overhead on the machine where the constants of the cost model come from
+"""Seconds of overhead of this file's ten-layer segment on the machine of the cost model's constants
 (``benchmarks/overhead.py``)."""
 
 
@@ -139,7 +141,8 @@ def _time_run(run: Callable[[], Any], device: str) -> tuple[Any, float]:
 def packing_bytes_per_s(device: str) -> float:
     """Measure how fast ``device`` packs and unpacks dropout masks, in bytes a second; once in a process."""
     mask = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float() / 0.9
-    codec, flush = COMPRESSORS["two-valued"], torch.zeros(_CACHES_BYTES // 4, device=device)
+    codec = COMPRESSORS["two-valued"]
+    flush = torch.zeros(_CACHES_BYTES // 4, device=device)
     seconds = []
     for _ in range(_PACKINGS):
         flush.add_(1)  # evicts the mask from the caches
@@ -197,7 +200,7 @@ def segment_overhead(device: str) -> float:
 
 
 def segment_s(device: str) -> float:
-    """Measure the overhead of a segment of ten small layers: the seconds that it takes beside its operators."""
+    """Measure the overhead of a segment of ten small layers: the seconds that it takes in addition to its operators."""
     with torch.random.fork_rng(devices=[]):
         layers = nn.Sequential(*(layer for _ in range(_LAYERS) for layer in (nn.Linear(8, 8), nn.GELU()))).to(device)
     x = torch.ones(4, 8, device=device)

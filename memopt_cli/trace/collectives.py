@@ -40,7 +40,7 @@ _KINDS = {
 
 @functools.cache
 def collective_of(func: Any) -> str:
-    """Return the kind of collective that ``func`` is (``all-gather``), or an empty text."""
+    """Return the kind of collective that ``func`` is (``all-gather``); empty if it is none."""
     namespace, _, name = func.name().partition("::")
     if namespace not in _GROUPS:
         return ""

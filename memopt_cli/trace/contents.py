@@ -27,8 +27,8 @@ _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 """Codecs that are tried for inputs of segments."""
 
 
-class Contents:
-    """Examines the values of tensors, once each, as a module and its parts often get the same ones."""
+class ContentsReader:
+    """Examines the values of each tensor once: a module and its parts often get the same tensors."""
 
     def __init__(self, log: StorageLog) -> None:
         self._log = log

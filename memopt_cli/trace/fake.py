@@ -29,7 +29,7 @@ from memopt_cli.runtime.private_torch import (
     mend_copies_of_fakes,
     parameters_of,
 )
-from memopt_cli.runtime.stand_ins import ChunksDiffer, StandIns
+from memopt_cli.runtime.stand_ins import ChunksDifferError, StandIns
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.trace.counting import AllocatedPeak, count
@@ -56,7 +56,7 @@ def built_without_data(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
-    """Place ``model``, without data, like :func:`~memopt_cli.training.step.place`, as ``Module.to`` cannot do that."""
+    """Place ``model``, without data, like :func:`~memopt_cli.training.step.place`; ``Module.to`` cannot do that."""
     placed: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (parameters_of(module), buffers_of(module)):
@@ -152,7 +152,7 @@ class FakeStep:
         stand_ins = self._stand_ins if allocated is None else None
         while True:  # until no more chunks turn out to differ
             self._start.enter()
-            with contextlib.suppress(ChunksDiffer), self._running():
+            with contextlib.suppress(ChunksDifferError), self._running():
                 return count(self.step, workspaces, codecs, allocated, stand_ins)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:

@@ -110,7 +110,7 @@ class Formula:
 
 
 def formula_at(tick: int, before: Formula | None) -> Formula | None:
-    """Return PyTorch's formula that is running, which may be ``before``, the previous operator's; ``None`` for none."""
+    """Return PyTorch's formula that is running, if any; it may be ``before``, the previous operator's."""
     if torch.is_grad_enabled():
         return None
     node = running_node()

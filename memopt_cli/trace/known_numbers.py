@@ -93,8 +93,9 @@ class NumbersKnown(TorchDispatchMode):
         if not self._made and not _is_source(func):  # nothing is known yet, so nothing follows from it
             return result
         if _writes(func):  # its arguments have other values from now on, which are not tracked
-            for tensor in filter(_has_storage, tensors_of((args, kwargs))):
-                self._made.pop(memory_of(tensor), None)
+            for tensor in tensors_of((args, kwargs)):
+                if tensor.layout is torch.strided:
+                    self._made.pop(memory_of(tensor), None)
         elif self._follows(func, args, kwargs):
             arguments = map_leaves(self._note_of, (args, kwargs))
             self._note(tensors_of(result), _Made(lambda: _run(func, arguments)))
@@ -128,12 +129,12 @@ class NumbersKnown(TorchDispatchMode):
 
     def _is_known(self, tensor: Tensor) -> bool:
         # A tensor with data does not count: a write to it may happen on a copy without data, unseen.
-        return is_fake(tensor) and _has_storage(tensor) and memory_of(tensor) in self._made
+        return is_fake(tensor) and tensor.layout is torch.strided and memory_of(tensor) in self._made
 
     def _note(self, tensors: list[Tensor], made: _Made) -> None:
         """Note that ``tensors`` are the results of ``made``; views need no note, as their storage has one."""
         for index, tensor in enumerate(tensors):
-            is_new = is_fake(tensor) and _has_storage(tensor) and memory_of(tensor) not in self._made
+            is_new = is_fake(tensor) and tensor.layout is torch.strided and memory_of(tensor) not in self._made
             if is_new and tensor.numel() <= _MAX_VALUES:
                 forget = functools.partial(self._forget, memory_of(tensor))
                 self._made[memory_of(tensor)] = weakref.ref(tensor.untyped_storage(), forget), made, index
@@ -252,10 +253,6 @@ def _filled(shape: torch.Size, strides: tuple[int, ...], value: bool) -> Tensor:
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has neither a conjugate nor a negative bit, so that its memory holds its values."""
     return not (tensor.is_conj() or tensor.is_neg())
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided
 
 
 @functools.cache

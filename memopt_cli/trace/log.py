@@ -267,7 +267,7 @@ def resident_bytes(step: Step) -> int:
 
 
 def optimizer_tensors(step: Step) -> list[Tensor]:
-    """Return the tensors in the present state of the optimizers of ``step``."""
+    """Return the tensors in the current state of the optimizers of ``step``."""
     states = (state for optimizer in step.optimizers() for state in optimizer.state.values())
     return [t for state in states for t in state.values() if isinstance(t, Tensor)]
 

@@ -15,7 +15,7 @@ from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Codec, Ow
 from memopt_cli.runtime.module_state import matrices_of
 from memopt_cli.runtime.private_torch import version_counter
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.trace.contents import Contents, aside
+from memopt_cli.trace.contents import ContentsReader, aside
 from memopt_cli.trace.log import StorageLog
 from memopt_cli.trace.storages import Storage, held_bytes
 from memopt_cli.training.module_calls import module_hooks
@@ -43,7 +43,7 @@ class ModuleNotes:
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     """Pairs of an input of the running call and its version when the call began."""
 
-    def enter(self, module: nn.Module, inputs: list[Tensor], contents: Contents | None) -> None:
+    def enter(self, module: nn.Module, inputs: list[Tensor], contents: ContentsReader | None) -> None:
         """Note that forward of ``module`` begins on ``inputs``."""
         if not self.calls and inputs:
             self.input_shape, self.first_input_bytes = tuple(inputs[0].shape), inputs[0].nbytes
@@ -97,7 +97,7 @@ class ModuleNotes:
 
 @contextmanager
 def taking_notes(
-    model: nn.Module, log: StorageLog, notes: dict[str, ModuleNotes], contents: Contents | None
+    model: nn.Module, log: StorageLog, notes: dict[str, ModuleNotes], contents: ContentsReader | None
 ) -> Iterator[None]:
     """Fill ``notes``, by path, while forward runs in the block; recomputations do not count.
 
@@ -130,7 +130,7 @@ def codec_paths(model: nn.Module) -> tuple[str, ...]:
 
 
 def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
-    """Return a complaint if the user's own codec fails to restore ``tensors``, or an empty text."""
+    """Return a complaint if the user's own codec fails to restore ``tensors``; empty if it does not."""
     if name != OWN_COMPRESSOR:
         return ""
     with aside():

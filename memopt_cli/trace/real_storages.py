@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memopt_cli.runtime.private_torch import is_fake
+from memopt_cli.runtime.private_torch import CHANNELS_LAST, is_fake
 from memopt_cli.trace.recurrent import with_two_biases, with_workspace
 
 _aten = torch.ops.aten
@@ -67,11 +67,10 @@ def _in_memory_format(memory_format: torch.memory_format, made: Any) -> Any:
 
 
 def _format_of(x: Any) -> torch.memory_format:
-    last = _CHANNELS_LAST.get(x.dim())
+    last = CHANNELS_LAST.get(x.dim())
     return last if last is not None and x.is_contiguous(memory_format=last) else torch.contiguous_format
 
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _BATCH_NORMS = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
 
 _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {

@@ -30,8 +30,8 @@ def with_workspace(args: Any, output: Any) -> Any:
 def fixed_bytes(args: Any) -> tuple[tuple[int, int], ...]:
     """Return pairs of a length and the workspace bytes that do not shrink with it: for the time steps, and the batch.
 
-    There are such bytes because the workspace holds the first states beside the states of every step, and each of its
-    parts fills whole pages.
+    There are such bytes because the workspace holds the first states in addition to the states of every step, and each
+    of its parts fills whole pages.
     """
     steps, batch, _ = args[0].shape
     layer, dtype = _shapes_for_tensors(args), args[0].dtype
@@ -49,7 +49,8 @@ def _at_zero(length: int, nbytes: int, half_bytes: int) -> int:
 
 def _shapes_for_tensors(args: Any) -> tuple[Any, ...]:
     """Return the operator's arguments with shapes in place of tensors."""
-    return tuple(tuple(a.shape) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a for a in args)
+    shapes = (a.shape if isinstance(a, Tensor) else a for a in args)
+    return tuple(tuple(a) if isinstance(a, torch.Size | list) else a for a in shapes)
 
 
 def with_two_biases(args: Any, output: Any) -> Any:

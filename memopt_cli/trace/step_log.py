@@ -26,7 +26,7 @@ from memopt_cli.runtime.compressor import makes_internal_tensors
 from memopt_cli.runtime.private_torch import is_fake, next_node, number_of, parts_of, running_node, tree_leaves
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.trace.contents import Contents, aside
+from memopt_cli.trace.contents import ContentsReader, aside
 from memopt_cli.trace.lines import line_of_the_model
 from memopt_cli.trace.log import StorageLog, shapes_of
 from memopt_cli.trace.operators import draws, dtype_of, flops_of, operator_name, written_tensors
@@ -74,11 +74,11 @@ class StepLog(StorageLog):
 
     def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None) -> None:
         super().__init__(module_running, workspaces)
-        self._contents: Contents | None = None
+        self._contents: ContentsReader | None = None
         self.ops: list[LoggedOp] = []
         self.calls: list[CalledModule] = []
         self._innermost = -1
-        """Index of the innermost call that is running; -1 for none."""
+        """Index of the innermost call that is running; -1 outside of calls."""
         self._path_of: dict[int, str] = {}
         """Id of a module -> its path."""
         self._call_from_node: list[tuple[int, int]] = [(0, -1)]
@@ -96,7 +96,8 @@ class StepLog(StorageLog):
 
     def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         phase, call = self._phase_and_call()
-        module = self.module_running() if call is None else self.calls[call].path if call >= 0 else ""
+        path_of_call = self.calls[call].path if call is not None and call >= 0 else ""
+        module = self.module_running() if call is None else path_of_call
         if phase == "forward":
             self.op_of_node.setdefault(next_node() - 1, len(self.ops))
         # Only in a step without data: to learn these bytes, the layer is run, which a measured step would count.
@@ -145,7 +146,7 @@ class StepLog(StorageLog):
         return self._forward_ends[-1]
 
     @contextmanager
-    def watching(self, model: nn.Module, contents: Contents | None) -> Iterator[None]:
+    def watching(self, model: nn.Module, contents: ContentsReader | None) -> Iterator[None]:
         """Note calls of modules and saved tensors in the block; ``contents`` finds the codecs of saved tensors."""
         self._contents = contents
         self._path_of = {id(module): path for path, module in named_parts(model)}

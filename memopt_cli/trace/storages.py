@@ -50,7 +50,7 @@ class Peaks:
     phases: dict[Phase, PhasePeak] = field(default_factory=dict)
     """Phase -> its own peaks."""
     phase: Phase | None = None
-    """Present phase; ``None`` before the first."""
+    """Current phase; ``None`` before the first."""
 
     def enter(self, phase: Phase, live_bytes: int) -> None:
         """Begin ``phase`` with ``live_bytes`` alive."""

@@ -16,10 +16,10 @@ from operator import ne
 ASIDE_LABEL = "memopt: set aside"
 """Label in a profile for code that is not part of the step, whose operators and memory do not count."""
 MIN_BYTES = 1 << 16
-"""Least workspace of an operator that is counted."""
+"""A smaller workspace of an operator is not counted."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Shapes of an operator's arguments in order, ``()`` for arguments that are no tensors; by :func:`argument_shapes`."""
+"""Shapes of an operator's arguments in order, ``()`` for arguments that are not tensors; by :func:`argument_shapes`."""
 
 
 def argument_shapes(shapes: Iterable[Sequence[int]]) -> Shapes:

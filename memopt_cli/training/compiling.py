@@ -15,9 +15,9 @@ from memopt_cli.training.wrappers import split_wrappers
 
 
 def compile_model(model: nn.Module, how: CompilePlan) -> None:
-    """Have ``model`` compiled with the settings of ``how`` when it is next called, as ``model.compile(...)`` does.
+    """Set up ``model`` to be compiled with the settings ``how`` at its next call, as ``model.compile(...)`` does.
 
-    That method silently leaves a model of PyTorch's own classes, such as an ``nn.Sequential``, uncompiled: the compiler
+    That method silently leaves a model of a PyTorch class, such as an ``nn.Sequential``, uncompiled: the compiler
     skips functions in PyTorch's files until it reaches one of another file, which here is in :func:`call_of_its_own`.
 
     A memory budget holds only for this model.  Raises :class:`UsageError` for a backend that PyTorch does not have,

@@ -21,9 +21,9 @@ from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import tensors_of
 
 
-@dataclass(slots=True)
-class WatchedCall:
-    """A call of a module that has not returned yet."""
+@dataclass(frozen=True, slots=True)
+class RunningCall:
+    """A call of a module in which an exception was raised."""
 
     path: str
     module: nn.Module
@@ -67,53 +67,53 @@ def module_hooks(
             handle.remove()
 
 
-@contextlib.contextmanager
-def watched_modules(model: nn.Module) -> Iterator[list[WatchedCall]]:
-    """Yield the stack of running calls, outermost first; after an exception, it shows where that was raised.
-
-    Hooks do not run for a module that raises, so if its caller catches the exception, both leave the stack together.
-    """
-    stack: list[WatchedCall] = []
-
-    def enter(path: str, module: nn.Module, inputs: Any) -> None:
-        stack.append(WatchedCall(path, module, inputs))
-
-    def leave(path: str, module: nn.Module, output: Any) -> None:
-        while stack.pop().module is not module:
-            pass
-
-    with module_hooks(model, enter, leave):
-        yield stack
-
-
-class InputsRejected(StepError):
+class InputsRejectedError(StepError):
     """A forward that failed on what it was given: a shape, a dtype, or an argument."""
 
 
-def failed_forward(error: Exception, stack: list[WatchedCall], model: nn.Module) -> StepError:
-    """Return the exception to raise for ``error`` of the forward of ``model``, raised in ``stack``, outermost first.
+def running_calls(error: BaseException, model: nn.Module) -> list[RunningCall]:
+    """Return the calls of modules of ``model`` in which ``error`` was raised, outermost first.
+
+    They are read from its traceback, so nothing watches a forward that does not fail.
+    """
+    paths = {module: path for path, module in named_parts(model)}
+    calls = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl")
+    values = (frame.f_locals for frame in calls)
+    return [
+        RunningCall(paths[local["self"]], local["self"], (local["args"], local["kwargs"]))
+        for local in values
+        if local.get("self") in paths
+    ]
+
+
+def failed_step(error: Exception, model: nn.Module) -> StepError:
+    """Return the exception to raise for ``error``, which the user's code raised in a step of ``model``.
 
     It names the module that rejected its input, and what that takes.  An error that speaks of no input, such as a
     ``raise`` in the user's code, is told as what it is, with the line that raised it.
     """
-    about_inputs = bool(_OF_INPUTS.search(str(error))) or (stack and _is_of_torch(type(stack[-1].module).__module__))
-    if not about_inputs:
+    stack = running_calls(error, model)
+    if not stack:
+        return StepError(
+            f"the step failed: {first_line(error)}{raised_at(error)}",
+            hint="Give one `-i` for each argument of forward, or of run.",
+        )
+    if not (_OF_INPUTS.search(str(error)) or _is_of_torch(type(stack[-1].module).__module__)):
         return StepError(
             f"{_forward_of(stack, model)} raised {first_line(error)}{raised_at(error)}",
             hint="The same error appears when the model is called with these inputs in plain Python.",
         )
-    if not stack:
-        return InputsRejected(f"the model rejected its inputs: {first_line(error)}", hint=_accepted_hint(()))
     last = stack[-1]
     path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
     given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
-    hint = _dtype_hint(last, stack[0].inputs) or _accepted_hint(stack[0].inputs)
-    return InputsRejected(f"{where} rejected its input {given}", hint=hint)
+    hint = next((hint for said, hint in _HINTS.items() if said in str(error)), GIVE_ACCEPTED)
+    hint = _dtype_hint(last, stack[0].inputs) or hint
+    return InputsRejectedError(f"{where} rejected its input {given}", hint=hint)
 
 
-def _dtype_hint(call: WatchedCall, given: Any) -> str:
-    """Return the hint for ``call``, of a module whose weights have another floating dtype than its input, or empty.
+def _dtype_hint(call: RunningCall, given: Any) -> str:
+    """Return the hint if the weights of the module of ``call`` have another floating dtype than its input, else "".
 
     ``given``: the inputs of the model.
     """
@@ -128,12 +128,14 @@ def _dtype_hint(call: WatchedCall, given: Any) -> str:
     return f"Its weights are {dtype}: give such inputs, `-i {spec}`, or run the step in float32, `--precision fp32`."
 
 
-def _accepted_hint(given: Any) -> str:
-    """Return the hint for a model that rejected the inputs ``given``, with an example that these are not."""
-    shapes = [tuple(tensor.shape) for tensor in tensors_of(given)]
-    example = "16x3x64x64" if (8, 3, 32, 32) in shapes else "8x3x32x32"
-    return f"Give inputs that the model accepts, one for each argument of forward, such as `-i {example}`."
+_HINTS: Final = {
+    "more than 1 value per channel": "Batch normalization trains on several samples: give a batch of at least 2.",
+    "positional arguments but": "Each input is an argument of forward: leave targets out, and use them in the loss, "
+    "`--loss file.py:function`.",
+}
+"""Words of an error -> the hint on it."""
 
+GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."
 
 _OF_INPUTS: Final = re.compile(
     r"shape|size|d-?type|scalar type|dimension|argument|input|out of range|channels|\b\dD\b|expected", re.IGNORECASE
@@ -141,14 +143,12 @@ _OF_INPUTS: Final = re.compile(
 """Words in errors about what a forward was given, by PyTorch, by Python and by libraries of models."""
 
 
-def _own_path(call: WatchedCall, model: nn.Module) -> str:
+def _own_path(call: RunningCall, model: nn.Module) -> str:
     """Return the module's own path: that of ``call`` goes through a run of layers, if it is in one."""
     return next((path for path, module in model.named_modules() if module is call.module), call.path)
 
 
-def _forward_of(stack: list[WatchedCall], model: nn.Module) -> str:
-    if not stack:
-        return f"forward of {type(model).__name__}"
+def _forward_of(stack: list[RunningCall], model: nn.Module) -> str:
     path, kind = _own_path(stack[-1], model), type(stack[-1].module).__name__
     return f"forward of module '{path}' ({kind})" if path else f"forward of {kind}"
 

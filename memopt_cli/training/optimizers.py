@@ -55,10 +55,7 @@ def _make_named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
 
 
 def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Parameter]) -> dict[str, bool]:
-    """Return the argument that selects the implementation, also for the default.
-
-    Without data PyTorch would choose another default.
-    """
+    """Return the argument that selects the implementation; without data PyTorch would choose another default."""
     if choice.implementation == "for-loop":
         return {"foreach": False}
     if choice.implementation != "default":

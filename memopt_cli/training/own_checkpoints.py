@@ -61,7 +61,7 @@ def resume(model: nn.Module) -> None:
 
 
 def warn_if_on(model: nn.Module) -> None:
-    """Have ``model``, which is under a plan, warn once if it checkpoints by itself when its segments run.
+    """Make ``model``, which has a plan, warn once if its own checkpointing is on when its segments run.
 
     A training script may turn the switches on after the plan is applied, as ``TrainingArguments(gradient_checkpointing=
     True)`` does.  They are looked at when a segment runs for the first time, and where one runs within a checkpoint.

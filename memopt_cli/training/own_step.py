@@ -19,15 +19,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memopt_cli.errors import MemoptError, StepError, first_line, type_in_words
+from memopt_cli.errors import StepError, type_in_words
 from memopt_cli.records import Phase
 from memopt_cli.records.progress import ignore
 from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, is_fake
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.training.module_calls import failed_forward, raised_at, watched_modules
 from memopt_cli.training.optimizers import closure_refusal
-from memopt_cli.training.step import SCALES, Step, check_finite, give_zero_gradient, is_out_of_memory
+from memopt_cli.training.step import SCALES, Step, check_finite, failure_named, give_zero_gradient
 from memopt_cli.training.user_step import StepModels
 
 OnPhase = Callable[[Phase], object]
@@ -64,7 +63,7 @@ class OwnStep(Step):
             output = models.step.run(*self.args, **self.kwargs)
         if not any(True for _ in tensors_of(output)):
             raise StepError(
-                f"the step's function returned {_describe(output)}, not a tensor",
+                f"the step's function returned {type_in_words(output)}, not a tensor",
                 hint="Return the losses from run, or other tensors that depend on the step: memopt compares them.",
             )
         watch.check()
@@ -123,17 +122,8 @@ class OwnStep(Step):
 
     def run_checked_with(self, on_update: OnUpdate) -> Any:
         """Run one step as :meth:`run_checked` does, and call ``on_update`` before every update."""
-        with watched_modules(self.model) as watched:
-            try:
-                output = self.run(on_update=on_update)
-            except MemoptError:
-                raise
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                if watched:
-                    raise failed_forward(error, watched, self.model) from error
-                raise StepError(f"the step failed: {first_line(error)}{raised_at(error)}", hint=_HINT) from error
+        with failure_named(self.model):
+            output = self.run(on_update=on_update)
         check_finite(output, "what the step returned")
         if self.has_scale():  # otherwise a scaler skips updates with gradients that are not finite
             for name, parameter in self.models.named_parameters():
@@ -144,11 +134,6 @@ class OwnStep(Step):
 
 NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
 LIST_OPTIMIZERS = "List the optimizers that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
-_HINT = "It is called with the inputs, one for each argument of run, such as `-i 8x3x32x32`."
-
-
-def _describe(output: Any) -> str:
-    return "nothing" if output is None else type_in_words(output)
 
 
 class _Watch:
@@ -159,7 +144,7 @@ class _Watch:
         self._on_phase = on_phase
         self._on_update = on_update
         self._phases: list[Phase] = []
-        """Phases that have begun and not ended, the present one last; forward goes on after a backward or update."""
+        """Phases that have begun and not ended, the current one last; forward goes on after a backward or update."""
         self._rates: list[Any] = []
         """Learning rates of the parameter groups of the optimizer that is stepping."""
         self._listed = {id(optimizer) for optimizer in step.optimizers()}

@@ -32,7 +32,7 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.training.module_calls import failed_forward, watched_modules
+from memopt_cli.training.module_calls import failed_step
 from memopt_cli.training.optimizers import OptimizerMaker, no_optimizer
 from memopt_cli.training.wrappers import unwrap
 
@@ -122,7 +122,7 @@ class Step:
             else:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-        except Exception as err:  # an optimizer of the user's may raise anything
+        except Exception as err:  # the user's optimizer may raise anything
             if is_out_of_memory(err):
                 raise
             raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
@@ -162,7 +162,7 @@ class Step:
         raise StepError(_NEVER_FINITE, hint=_FIND_NAN)
 
     def has_scale(self) -> bool:
-        """Return whether all present gradients are finite, so that the scaler lets the optimizer step."""
+        """Return whether all current gradients are finite, so that the scaler lets the optimizer step."""
         return self.scaler is None or all(map(_is_finite, self.model.parameters()))
 
     def reset_gradients(self) -> None:
@@ -180,7 +180,7 @@ class Step:
         Raises :class:`StepError`, which names the module whose forward failed or says that only backward fails.  An
         out-of-memory error is raised unchanged.
         """
-        with _failure_named(self.model):
+        with failure_named(self.model):
             output = self.forward()
         check_finite(output)
         loss = functools.partial(_finite_loss, self.loss) if self.loss else None
@@ -353,15 +353,17 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
 
 
 @contextlib.contextmanager
-def _failure_named(model: nn.Module) -> Iterator[None]:
-    """Turn a failure of a forward in the block into a :class:`StepError` that names its module."""
-    with watched_modules(model) as watched:
-        try:
-            yield
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise failed_forward(error, watched, model) from error
+def failure_named(model: nn.Module) -> Iterator[None]:
+    """Raise an error of the block, a part of a step of ``model``, as a :class:`StepError` that names its module.
+
+    An error of memopt's own, and one that means that memory ran out, are raised unchanged.
+    """
+    try:
+        yield
+    except Exception as error:  # the user's code may raise anything
+        if isinstance(error, MemoptError) or is_out_of_memory(error):
+            raise
+        raise failed_step(error, model) from error
 
 
 def _finite_loss(loss: Callable[[Any], Tensor], output: Any) -> Tensor:

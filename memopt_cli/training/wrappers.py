@@ -43,7 +43,7 @@ WRAPPERS: Final = {
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside the wrappers of ``model``; ``model`` itself if it is no wrapper."""
+    """Return the model inside the wrappers of ``model``; ``model`` itself if it is not a wrapper."""
     return split_wrappers(model)[1]
 
 

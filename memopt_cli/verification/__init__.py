@@ -1,1 +1,1 @@
-"""Verification: does a model compute the same with a plan, or in chunks, as without?  And the records of two models."""
+"""Verify that a model computes the same with a plan or in chunks as without, and compare two models."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import first_line
-from memopt_cli.records import MAX_NORMS, ChunkRule, Refused, StepSettings
+from memopt_cli.records import MAX_NORMS, TOLERANCE, ChunkRule, Refused, StepSettings
 from memopt_cli.runtime import SegmentConfig, add_runs, find_part, install_segment
 from memopt_cli.runtime.batch_statistics import statistics_refusal
 from memopt_cli.runtime.chunk_rows import rows_untried
@@ -28,7 +28,6 @@ from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.runtime.unsafe import why_whole
 from memopt_cli.training.step import Step, seed_everything
 from memopt_cli.verification.effects import (
-    TOLERANCE,
     DoubleThroughout,
     clone_tensors,
     copy_state,

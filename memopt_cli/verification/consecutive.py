@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memopt_cli.errors import MemoptError, first_line
+from memopt_cli.errors import MemoptError
 from memopt_cli.records import CallPrint, ChoicePrint, FollowedSteps, StepPrint, TensorPrint
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import copy_of
@@ -26,7 +26,7 @@ from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, e
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
-from memopt_cli.training.step import SCALES, Step, is_out_of_memory, seed_everything
+from memopt_cli.training.step import SCALES, Step, failure_named, seed_everything
 from memopt_cli.verification.effects import UpdateGradients, as_leaf, copy_tensors, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
 from memopt_cli.verification.named import (
@@ -54,7 +54,8 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
     has_compiled = any(map(is_compiled, step.model.modules()))
     with compiled_anew() if has_compiled else contextlib.nullcontext(), generators_kept(), _trainable(step) as training:
         model = training.model
-        start, values = _prints(_parameters(model) | named_tensors_on(model)), AttributeValues.of(model)
+        start = _prints(_parameters(model) | named_tensors_on(model))
+        values = AttributeValues.of(model)
         seed_everything(step.settings.seed)
         first_digest = _generator_digest(model)
 
@@ -75,7 +76,7 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
 
 
 def _take_first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
-    """Call ``take`` until a step updates, as the scaler of a user's own step skips updates until it finds its scale."""
+    """Call ``take`` until a step updates: the scaler of the user's own step skips updates until it finds its scale."""
     for _ in range(SCALES):
         record = take()
         if record.updated or record.failed:
@@ -134,12 +135,10 @@ def _inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tenso
 def _attempt(step: Step, start: AttributeValues, between: Callable[[nn.Module], object]) -> StepPrint:
     """Return a record of the tensors that ``step`` leaves, or of why it failed; hooks and calls are added later."""
     try:
-        record = _take_own(step) if isinstance(step, OwnStep) else _take_plain(step, between)
-    except Exception as error:  # the model's own classes may raise anything
-        if is_out_of_memory(error):
-            raise
-        message = error.message if isinstance(error, MemoptError) else first_line(error)
-        return StepPrint(effects=(), others=(), hooks=(), failed=message)
+        with failure_named(step.model):
+            record = _take_own(step) if isinstance(step, OwnStep) else _take_plain(step, between)
+    except MemoptError as error:
+        return StepPrint(effects=(), others=(), hooks=(), failed=error.message)
     after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
     changes = _prints(AttributeValues.of(step.model).changes_since(start))
     return replace(record, effects=record.effects + after, others=record.others + changes)
@@ -192,7 +191,7 @@ def _generator_digest(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
-    """Add the name of each hook of the user's that is called in the block to ``log``."""
+    """Add the name of each user hook that is called in the block to ``log``."""
     replaced_hooks: list[tuple[dict[Any, Any], Any, Any]] = []
     for path, module in model.named_modules():
         for table in hook_tables(module):

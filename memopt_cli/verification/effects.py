@@ -34,16 +34,13 @@ share of the largest gradient, not by their own size."""
 _NORM_EPSILON = 1e-5
 """Number that norms add to a variance, so that smaller variances do not matter."""
 
-TOLERANCE = 1e-9
-"""Relative difference in float64 up to which two steps count as equal."""
-
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class EffectDifference:
     """The tensor that differs most between two steps."""
 
     name: str
-    """Name of the tensor.  Empty: all tensors are equal to the bit."""
+    """Name of the tensor.  Empty: all tensors are bit-identical."""
     relative: float
     """Largest absolute difference, divided by the largest magnitude in the reference tensor.  Infinite: the shapes
     differ.  For a gradient far smaller than the others, :data:`_ROUNDING_SCALE` gives the divisor.  It does so for the
@@ -214,7 +211,7 @@ def generator_state() -> dict[str, Tensor]:
     return {"the random generator's state": torch.frombuffer(bytearray(Generators().to_bytes()), dtype=torch.uint8)}
 
 
-def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Difference:
+def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> EffectDifference:
     """Find the tensor in which the effects of two steps differ most; a tensor of only one step differs infinitely."""
     worst, worst_name = 0.0, ""
     gradients = [t for name, t in reference.items() if name.startswith("gradient")]
@@ -227,7 +224,7 @@ def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Differ
         relative = _relative(first, second, least_scale)
         if relative > worst or not worst_name:
             worst, worst_name = relative, name
-    return Difference(worst_name, worst, len(reference.keys() | other.keys()))
+    return EffectDifference(worst_name, worst, len(reference.keys() | other.keys()))
 
 
 def in_double(value: Any) -> Any:
@@ -307,7 +304,7 @@ _NARROWER = {wide: narrow for narrow, wide in _WIDER.items()}
 
 
 def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether two steps left the very same bits."""
+    """Return whether two steps left identical bits."""
     return not difference(reference, other).name
 
 

@@ -1,6 +1,6 @@
 """Fingerprints of a step: a few numbers for each tensor, by which two processes can compare all that their steps left.
 
-A digest tells whether two tensors are equal to the bit.  If not, as sums may have been formed in another order,
+A digest tells whether two tensors are bit-identical.  If not, as sums may have been formed in another order,
 projections tell how far apart they are.  A projection is the sum of a tensor's elements with weights from the normal
 distribution; there are :data:`_DIRECTIONS`.  The squared difference of two tensors' projections is, on average, the
 squared distance of the tensors (Johnson and Lindenstrauss, "Extensions of Lipschitz mappings into a Hilbert space",
@@ -112,7 +112,7 @@ def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
 def _finite(numbers: Tensor, index: int, not_finite: list[bytes]) -> Tensor:
     """Return ``numbers``, the piece at ``index``, with zeros in place of numbers that are not finite.
 
-    A digest of the latter, with positions and kinds, is added to ``not_finite``.  They are no failure: masks contain
+    A digest of the latter, with positions and kinds, is added to ``not_finite``.  They are not a failure: masks contain
     -inf.
     """
     if numbers.isfinite().all():

@@ -25,24 +25,26 @@ from memopt_cli.text.units import format_seconds
 from memopt_cli.training.step import Step, is_out_of_memory, synchronize
 from memopt_cli.verification.effects import (
     CannotCopyError,
-    Difference,
+    EffectDifference,
     copy_model,
     difference,
     effects,
     gradients_by_parameter,
 )
-from memopt_cli.verification.variations import CHECKS, Arguments, CannotVary, Resize, Variation, variations
+from memopt_cli.verification.variations import CHECKS, Arguments, CannotVaryError, Resize, Variation, variations
 
-_MAX_STEPS, _MAX_FULL_STEPS = 4, 3
-"""Longest time for all checks, in plain steps: at the compared size, or at the requested size, whichever is longer."""
+_MAX_STEPS = 4
+"""All checks may take as long as this many plain steps at the compared size."""
+_MAX_FULL_STEPS = 3
+"""All checks may take as long as this many plain steps at the requested size, if that is longer."""
 _MIN_LIMIT_S = 2.0
 """Seconds that all checks may take in any case."""
 _PAIR_RATIO = 3.0
 """Assumed time of the first pair of steps, one with the plan and one without, divided by the time of a plain step."""
 _CHANGE_SHARE = 1e-3
-"""Largest change of a parameter between two checks, divided by the largest parameter."""
+"""Between two checks, a parameter changes by at most this share of the largest parameter."""
 _NOISE_RATIO = 10.0
-"""Multiple of the original's own difference from run to run up to which a difference does not count."""
+"""A difference of at most this many times the original's own difference from run to run does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class RecordedStep:
     original_step_s: float
     """Seconds of a step without the plan at the requested size.  0: this step has that size."""
     tolerance: float
-    """Largest relative difference that passes.  0: the effects must be equal to the bit."""
+    """Largest relative difference that passes.  0: the effects must be bit-identical."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,9 @@ class CheckResult:
 
     check: str
     """Name of the check, as the end of a sentence: ``in eval mode``."""
-    worst: Difference
+    worst: EffectDifference
     detail: str = ""
-    """Message of the error that the step with the plan raised, or empty."""
+    """Message of the error that the step with the plan raised; empty if it ran."""
 
     def differs(self, tolerance: float) -> bool:
         """Return whether the steps differ by more than ``tolerance``."""
@@ -108,7 +110,7 @@ def _compare_all(
                 result = pair.compare(variation)
         except Exception as error:  # the model's own code may raise anything
             reason = error.message if isinstance(error, MemoptError) else first_line(error)
-            skipped = isinstance(error, _NoTime) or is_out_of_memory(error)
+            skipped = isinstance(error, _NoTimeError) or is_out_of_memory(error)
             checks.append(FurtherCheck(name=variation.name, batch=variation.batch, not_tried=reason, skipped=skipped))
             continue
         checks.append(FurtherCheck(name=variation.name, batch=variation.batch, compared=result.worst.compared))
@@ -133,7 +135,7 @@ def first_samples(args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> A
     return cut_args, cut_kwargs
 
 
-class _NoTime(StepError):
+class _NoTimeError(StepError):
     """Raised for a check for which there is not enough time."""
 
 
@@ -148,10 +150,11 @@ class _Deadline:
 
     @contextlib.contextmanager
     def watching(self, variation: Variation) -> Iterator[None]:
-        """Time the check in the block, or raise :class:`_NoTime` if it would end too late."""
-        began, expected_s = time.monotonic(), self._expected_s(variation.batch)
+        """Time the check in the block, or raise :class:`_NoTimeError` if it would end too late."""
+        began = time.monotonic()
+        expected_s = self._expected_s(variation.batch)
         if began + expected_s > self._ends:
-            raise _NoTime(f"a step with the plan and one without take {format_seconds(expected_s)} together")
+            raise _NoTimeError(f"a step with the plan and one without take {format_seconds(expected_s)} together")
         yield
         self._pair_s[variation.batch] = time.monotonic() - began
 
@@ -201,7 +204,7 @@ class _SteppingCopy:
         """
         try:
             return self._take(variation)
-        except CannotVary:
+        except CannotVaryError:
             raise
         except Exception as error:
             if self.at_start or is_out_of_memory(error):
@@ -219,7 +222,7 @@ class _SteppingCopy:
         self.took_from_start, self.at_start = self.at_start, False
         return collected
 
-    def noise(self, variation: Variation) -> Difference:
+    def noise(self, variation: Variation) -> EffectDifference:
         """Return the difference between two steps from the same state."""
         self.at_start = True
         first = self.take(variation)
@@ -260,7 +263,7 @@ class _Pair:
         if result.differs(self._tolerance):
             noise = self._plain.noise(variation)
             if noise.name and result.worst.relative <= _NOISE_RATIO * noise.relative:
-                raise CannotVary("the original's own step is not repeatable")
+                raise CannotVaryError("the original's own step is not repeatable")
         self._gradients = gradients_by_parameter(reference)
         return result
 
@@ -271,7 +274,9 @@ class _Pair:
             if is_out_of_memory(error):
                 self._plain.at_start = True  # so that both copies begin the next step alike
                 raise
-            return CheckResult(variation.name, Difference("the step", math.inf, len(reference)), first_line(error))
+            return CheckResult(
+                variation.name, EffectDifference("the step", math.inf, len(reference)), first_line(error)
+            )
 
 
 def _small_rate(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> float:

@@ -77,7 +77,7 @@ class AttributeValues:
 
     @classmethod
     def of(cls, model: nn.Module) -> AttributeValues:
-        """Read the present numbers and generators of ``model``."""
+        """Read the current numbers and generators of ``model``."""
         states = {name: _state_bytes(generator) for name, generator in generators_by_name(model).items()}
         return cls(numbers_by_attribute(model), states)
 

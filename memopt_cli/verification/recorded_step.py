@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from memopt_cli.errors import StepError
-from memopt_cli.records import FurtherCheck, Plan, Verification
+from memopt_cli.records import TOLERANCE, FurtherCheck, Plan, Verification
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.samples import nothing_sampled
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import why_whole
-from memopt_cli.training.step import Step, is_out_of_memory, synchronize
+from memopt_cli.training.step import Step, failure_named, synchronize
 from memopt_cli.verification.effects import (
-    TOLERANCE,
-    Difference,
+    EffectDifference,
     difference,
     effects,
     gradients_by_parameter,
@@ -45,7 +44,7 @@ def verify(
 ) -> Verification:
     """Compare outputs, gradients, buffers, state and random numbers of ``step`` with and without ``plan``.
 
-    Without chunks they must be equal to the bit, or, if the original itself differs from run to run, within that noise.
+    Without chunks they must be bit-identical, or, if the original itself differs from run to run, within that noise.
     Chunks change the order of sums, and a difference in rounding can flip a spike.  So a plan with chunks is compared
     in float64, to :data:`TOLERANCE`; there the model's own casts to float32 do not round.  In segments that the user
     allowed to be inexact, batch norms have fixed statistics during the comparison: everything else must agree.
@@ -87,9 +86,9 @@ class _Compared:
     """The recorded step, and the tensor that differs most in it under the plan."""
 
     recorded: RecordedStep
-    worst: Difference
+    worst: EffectDifference
     exact: bool
-    """Whether the effects must be equal to the bit."""
+    """Whether the effects must be bit-identical."""
     whole: bool
     """See :attr:`memopt_cli.records.Verification.whole`."""
 
@@ -108,22 +107,24 @@ def _compare(
     start = StartingState(step.model)
     try:
         reference, plain_s = _timed_effects(step, start)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
+    except StepError:
         # The step ran as it was measured.  A model may reject inputs that need a gradient: the speech models of
         # transformers set ``requires_grad`` on a view of theirs.
-        step = replace(step, compares_inputs=False)
+        reference, step = None, replace(step, compares_inputs=False)
+    if reference is None:  # not in the block above, whose error a second one would be shown with
         reference, plain_s = _timed_effects(step, start)
     noise = 0.0
     if not chunked:
         second, second_s = _timed_effects(step, start)  # shows how exactly the original repeats
-        noise, plain_s = _noise(reference, second, step.settings.device), min(plain_s, second_s)
+        noise = _noise(reference, second, step.settings.device)
+        plain_s = min(plain_s, second_s)
         del second  # frees its memory before the step with the plan
     install(step.model)
     try:
         optimized = _effects(step, start)
         whole = any(map(why_whole, step.model.modules()))
+    except StepError as error:
+        raise StepError(f"without the plan the step runs, and with it {error.message}") from error
     finally:
         remove(step.model)
         start.enter()
@@ -161,11 +162,12 @@ def _timed_effects(step: Step, start: StartingState) -> tuple[dict[str, Tensor],
 
 def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
     start.enter()
-    return effects(step)
+    with failure_named(step.model):
+        return effects(step)
 
 
 def _noise(first: dict[str, Tensor], second: dict[str, Tensor], device: str) -> float:
-    """Return twice the difference of two runs of the original, as atomic additions on a GPU may cause; 0 for none.
+    """Return twice the difference of two runs of the original, as atomic additions on a GPU may cause.
 
     Raises :class:`StepError` for a difference on the CPU: nothing can be verified for such a model.
     """

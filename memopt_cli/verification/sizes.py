@@ -56,7 +56,7 @@ def least_sizes(requested: Sizes, observe: Observe, alike: str = "") -> Sizes:
 
 
 def _smallest(requested: Sizes, cuts: Observe) -> Sizes:
-    """Return the least sizes that the model accepts: the least of all, or else of each for itself where accepted."""
+    """Return the smallest sizes that the model accepts: all reduced together, or else one by one."""
     least = {name: min(size, _MIN_SIZE) for name, size in requested.items()}
     if _runs(least, cuts):
         return least

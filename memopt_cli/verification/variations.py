@@ -35,7 +35,7 @@ class Variation:
     vary: Vary
 
 
-class CannotVary(StepError):
+class CannotVaryError(StepError):
     """Raised if a step has nothing to vary in this way, such as no mask."""
 
 
@@ -80,7 +80,7 @@ def _at(resize: Resize, size: int) -> Vary:
         try:
             args, kwargs = resize(size) if step.settings.precision != "fp64" else in_double(resize(size))
         except Exception as error:  # the function of a script may raise anything
-            raise CannotVary(first_line(error)) from error
+            raise CannotVaryError(first_line(error)) from error
         return contextlib.nullcontext(replace(step, args=args, kwargs=kwargs))
 
     return varied
@@ -89,7 +89,7 @@ def _at(resize: Resize, size: int) -> Vary:
 def _masks(step: Step) -> AbstractContextManager[Step]:
     """Flip masks among the inputs in the last half of their last dimension."""
     if not any(map(_is_mask, tensors_of((step.args, step.kwargs)))):
-        raise CannotVary("no input is a mask")
+        raise CannotVaryError("no input is a mask")
     args, kwargs = map_leaves(_flip_half, (step.args, step.kwargs))
     return contextlib.nullcontext(replace(step, args=args, kwargs=kwargs))
 
@@ -132,7 +132,7 @@ def _frozen(step: Step) -> Iterator[Step]:
 def _frozen_late(step: Step) -> Iterator[Step]:
     """Freeze parameters between forward and backward: when the loss is computed."""
     if isinstance(step, OwnStep):
-        raise CannotVary("its function forms the loss")
+        raise CannotVaryError("its function forms the loss")
     with _freezing(step) as freeze:
 
         def loss(output: Any) -> Any:
@@ -148,7 +148,7 @@ def _freezing(step: Step) -> Iterator[Callable[[], None]]:
     parameters = [p for p in step.model.parameters() if p.requires_grad]
     frozen = parameters[: len(parameters) // 2]
     if not frozen:
-        raise CannotVary("it has fewer than two parameters")
+        raise CannotVaryError("it has fewer than two parameters")
 
     def set_trainable(trainable: bool) -> None:
         for parameter in frozen:

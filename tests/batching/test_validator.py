@@ -76,7 +76,7 @@ def test_strict_mode_raises() -> None:
 
 
 def test_slow_sizes_are_noted_but_valid() -> None:
-    note = "performance: the batch size 12 is no multiple of 8; 16 would use the same matrix tiles"
+    note = "performance: the batch size 12 is not a multiple of 8; 16 would use the same matrix tiles"
     assert BatchShapeValidator().validate_batch_shape((12, 4)) == (True, [note])
     assert issues_of((12, 4)) == []
 

@@ -217,7 +217,9 @@ def test_the_summary_page_of_github(
     page = tmp_path / "page.md"
     page.write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
-    assert recorded("check", "net.pt", "--format", "github").out.startswith("::notice title=memopt%3A net.pt::no regr")
+    assert recorded("check", "net.pt", "--format", "github").out.startswith(
+        "::notice title=memopt%3A net.pt,file=memopt-baseline.json,line=1::no regr"
+    )
     save_net(tmp_path / "net.pt", 96)
     done = recorded("check", "net.pt", "--format", "github")
     assert (done.code, done.out.count("::error")) == (1, 1)
@@ -275,3 +277,17 @@ def test_inputs_beside_a_baseline(recorded: Callable[..., Any]) -> None:
     torch.save(torch.ones(2, 64), "x.pt")
     assert recorded("baseline", "net.pt", "--input-data", "x.pt", "--force").code == 0
     assert recorded("check", "net.pt").code == 0
+
+
+def test_the_command_that_is_offered_records_the_step_that_was_checked(recorded: Callable[..., Any]) -> None:
+    step = ("-i", "Bx64", "--dim", "B=16", "--optimizer", "adamw", "--seed", "3")
+    refused = recorded("check", "net.pt", *step)
+    assert refused.code == 5
+    command = refused.err.rpartition("Record the step that is checked here: memopt ")[2].split()
+    assert recorded(*command).code == 0
+    assert recorded("check", "net.pt").code == 0
+    assert recorded("check", "net.pt", *step).code == 0
+
+
+def test_a_missing_baseline_is_recorded_where_it_was_looked_for(memopt: Callable[..., Any]) -> None:
+    assert "memopt baseline MODEL -i SHAPE -o 'my nets.json'" in memopt("compare", "my nets.json", "b.json").err

@@ -237,7 +237,7 @@ def test_a_lifted_model_is_told_like_the_one_that_was_lifted(save: Callable[[nn.
     assert found["tied"] == [["first.weight", "second.weight"]]
     modules = {item["path"]: (item["class_name"], item["segment"]) for item in found["modules"]}
     assert modules.keys() == dict(Net().named_modules()).keys()
-    assert modules["body"] == ("Sequential", True)
+    assert modules["body"] == ("torch.nn.modules.container.Sequential", True)
     assert modules["first"] == ("Linear", False)
 
 

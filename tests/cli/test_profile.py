@@ -193,7 +193,7 @@ def test_one_of_several_processes_is_refused(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(app, "speaks", lambda *_: True)
+    monkeypatch.setattr(app, "await_turn_to_print", lambda *_: True)
     assert main(["profile", "model.pt"]) == 2
     told = capsys.readouterr().err
     assert "memopt profile runs in one process, but this one is rank 1 of 2" in told

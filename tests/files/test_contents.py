@@ -298,6 +298,7 @@ def test_batch_configuration() -> None:
 def test_a_batch_of_dry_runs_is_written_as_one_that_was_not_run(is_limited: bool, batch: int) -> None:
     found = BatchEstimate(batch=37, predicted_peak_bytes=7, budget_bytes=9, is_limited_by_memory=is_limited)
     data = recommended_data(found, 8)
+    assert data["limited_by"].startswith("memory" if is_limited else "the given batch: about 37 is predicted to fit")
     assert (data["batch_size"], data["verified"]) == (batch, not is_limited)
     assert data["estimated_batch_size"] == 37
 

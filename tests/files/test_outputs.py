@@ -17,7 +17,13 @@ from memopt_cli.files.outputs import check_outputs, output_paths, pair_paths
         ("model.pt", "o/x.pt", "o/x.pt o/x.summary.json o/x.plan.yaml"),
         ("model.pt", "x", "x x.summary.json x.plan.yaml"),
         ("sample_models.gpt:build", None, "gpt.memopt.pt gpt.memopt.summary.json gpt.memopt.plan.yaml"),
-        ("gpt:Models.small", None, "gpt.memopt.pt gpt.memopt.summary.json gpt.memopt.plan.yaml"),
+        ("d/gpt.py:build", None, "gpt.memopt.pt gpt.memopt.summary.json gpt.memopt.plan.yaml"),
+        ("d/gpt.py:Net", None, "gpt.Net.memopt.pt gpt.Net.memopt.summary.json gpt.Net.memopt.plan.yaml"),
+        (
+            "gpt:Models.small",
+            None,
+            "gpt.Models.small.memopt.pt gpt.Models.small.memopt.summary.json gpt.Models.small.memopt.plan.yaml",
+        ),
     ],
 )
 def test_output_paths(location: str, output: str | None, names: str) -> None:

@@ -183,7 +183,6 @@ def test_limits(text: str, metric: str, amount: float, relative: bool) -> None:
         "peak:5 %%",
         "peak:50ms",
         "peaks:0",
-        "step:0",
         "step:1MiB",
         "5%",
         "peak:x",
@@ -195,3 +194,8 @@ def test_no_limits(text: str) -> None:
         parse_limit(text)
     assert caught.value.hint
     assert caught.value.message.startswith(f"'{text}': '")
+
+
+@pytest.mark.parametrize("metric", ["peak", "step"])
+def test_a_limit_of_zero_needs_no_unit(metric: str) -> None:
+    assert parse_limit(f"{metric}:0").amount == 0

@@ -240,7 +240,8 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     _, (program, attributes) = loaded.module.__reduce_ex__(2)  # type: ignore[misc]
     lifted = Call(restore_lifted, program, attributes)
     yield "a lifted module whose state is changed", _layer("shares", late=attributes, first=lifted)
-    loaded = TorchScript().load(ModelFile(path="model.ts", data=scripted(nn.Sequential(nn.Linear(1, 1)))), Trust())
+    holder = scripted(Holder())  # not an ``nn.Sequential``, which is one again when it is loaded
+    loaded = TorchScript().load(ModelFile(path="model.ts", data=holder), Trust())
     yield (
         "a lifted module whose child is taken away later",
         _changed_later(loaded.module, "_modules", b"X\x01\x00\x00\x000N", REFUSED, "a child that is not a module"),
@@ -606,6 +607,17 @@ class LoopsWhenLoaded(nn.Module):
         self.training = state
         while True:
             self.training = not self.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Holder(nn.Module):
+    """Holds a child and runs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x

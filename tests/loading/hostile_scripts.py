@@ -181,7 +181,7 @@ def scripts() -> dict[str, tuple[bytes, str]]:
     found["a pickle outside of the folder"] = _beside(records, wide), "two records"
     found["a tensor created and filled"] = (
         zipped({**records, "data.pkl": _filled(wide)}),
-        f"steps of {CLASS}.Plain is no Tensor",
+        f"steps of {CLASS}.Plain is not of type Tensor",
     )
     lines = next(name for name in records if name.endswith(".debug_pkl"))
     found["source lines that are not there"] = zipped({**records, lines: _lines(7)}), "source lines"

@@ -38,7 +38,7 @@ bounds._BUILD_S, bounds._BUILD_BYTES = 1, 300 << 20
 try:
     with bounds.bound_memory(0):
         {}
-except bounds.TooLarge as err:
+except bounds.TooLargeError as err:
     print(err)
 made = bytearray(2**29)
 print("and on")

@@ -10,7 +10,7 @@ from torch import nn
 
 from memopt_cli.errors import FileFormatError
 from memopt_cli.loading import read_file
-from memopt_cli.loading.contents import Contents, contents_of
+from memopt_cli.loading.contents import FileContents, contents_of
 from memopt_cli.loading.description import describe
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.described import tensor_of
@@ -19,7 +19,7 @@ from memopt_cli.records import Inspection
 from tests.loading.archives import archive, saved
 
 
-def contents(value: object, *, zipped: bool = True) -> Contents:
+def contents(value: object, *, zipped: bool = True) -> FileContents:
     data = saved(value, _use_new_zipfile_serialization=zipped)
     return contents_of(read_pickled(ModelFile(path="model.pt", data=data)).pickle.root)
 

@@ -58,7 +58,21 @@ def test_a_script_that_fails_as_it_trains_is_asked_for_a_guard(folder: Path) -> 
     (folder / "user_training.py").write_text(f"{CODE}\nfailing()")
     with pytest.raises(UsageError, match=r"running user_training.py failed: ValueError: no luck") as raised:
         load_model(ModelSource(location="user_training.py:make"))
-    assert raised.value.hint.endswith('code that trains or saves belongs under if __name__ == "__main__":.')
+    assert raised.value.hint.endswith('trains or saves belongs under if __name__ == "__main__":.')
+
+
+@pytest.mark.parametrize("location", ["user_training.py:make", "user_training:make"])
+def test_a_script_sees_no_arguments_of_memopt(location: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["memopt", "profile"])
+    parser = f"{CODE}\nimport argparse\nparser = argparse.ArgumentParser()\n"
+    (folder / "user_training.py").write_text(f"{parser}parser.parse_args()\n")
+    assert isinstance(load_model(ModelSource(location=location)).module, nn.Linear)
+    sys.modules.pop("user_training", None)
+    (folder / "user_training.py").write_text(f"{parser}parser.add_argument('data')\nparser.parse_args()\n")
+    with pytest.raises(MemoptError, match=r"failed: it called sys.exit\(2\)") as raised:
+        load_model(ModelSource(location=location))
+    assert "code that parses arguments" in raised.value.hint
+    assert sys.argv == ["memopt", "profile"]
 
 
 def test_a_factory_in_the_current_folder() -> None:

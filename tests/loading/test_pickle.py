@@ -39,7 +39,7 @@ from memopt_cli.loading import load, load_model
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.nodes import Built, Global
 from memopt_cli.loading.pickles.scan import scan_pickle
-from memopt_cli.loading.trust import Unvouched
+from memopt_cli.loading.trust import UnvouchedError
 from memopt_cli.records import ModelSource, Trust
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, install_segment
 from tests.loading.archives import Call, archive, saved, unzipped
@@ -348,7 +348,7 @@ def test_a_vouched_library_s_constructors_are_not_called(library: str, tmp_path:
 
 
 def test_the_question_is_for_all_names_at_once_and_all_are_needed(foreign: Path) -> None:
-    with pytest.raises(Unvouched) as refusal:
+    with pytest.raises(UnvouchedError) as refusal:
         load_model(source(foreign))
     requests = sorted((request.name, request.package) for request in refusal.value.requests)
     assert requests == [("foreign_models.Net", "foreign_models"), ("foreign_models.Settings", "foreign_models")]
@@ -582,7 +582,7 @@ def test_a_class_in_a_text_is_no_definition(trained: Path, tmp_path: Path, monke
 @pytest.mark.parametrize("trust", [{}, {"globals": ("__main__.Net",)}, {"packages": ("__main__",)}])
 def test_a_class_of_the_training_script_needs_the_script(trust: dict[str, Any], trained: Path) -> None:
     with pytest.raises(
-        Unvouched, match=r"__main__\.Net was defined in the script or session that saved the file"
+        UnvouchedError, match=r"__main__\.Net was defined in the script or session that saved the file"
     ) as error:
         load_model(source(trained / "model.pt", **trust))
     assert "--code-path YOUR_SCRIPT.py" in error.value.hint
@@ -722,6 +722,13 @@ def test_a_code_path_that_does_not_exist(foreign: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\.py") as refusal:
         load(foreign, trust=Trust(code_paths=("nowhere.py",)))
     assert "--code-path" not in str(refusal.value)
+
+
+def test_weights_alone_are_loaded_into_a_model_that_the_script_builds(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(FileFormatError, match="holds 2 tensors but no model") as caught:
+        load(tmp_path / "weights.pt")
+    assert caught.value.hint == "Build the model, and fill it: model.load_state_dict(weights)."
 
 
 def test_paths_that_cannot_be_read(tmp_path: Path) -> None:

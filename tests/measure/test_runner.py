@@ -118,22 +118,22 @@ def _line(form: str) -> str:
 @pytest.mark.parametrize("form", _LINES)
 def test_memory_is_counted_before_it_is_taken(form: str) -> None:
     line = _line(form).encode() + b"\n"
-    most_bytes = wire.memory_of(line.decode().rstrip("\n"))
+    max_bytes = wire.memory_of(line.decode().rstrip("\n"))
     with pytest.raises(ValueError, match="memory"):
-        wire.reply_in(line, most_bytes - 1)
+        wire.reply_in(line, max_bytes - 1)
     tracemalloc.start()
-    found = wire.reply_in(line, most_bytes)
+    found = wire.reply_in(line, max_bytes)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert found == printable_data(json.loads(line))
-    assert peak_bytes <= most_bytes
+    assert peak_bytes <= max_bytes
 
 
 def test_an_answer_is_as_long_as_its_kind_is(doing: Doing) -> None:
     """That of a probe is one line, and no list of millions."""
-    assert ProbeJob.most_bytes < DescribeJob.most_bytes < TraceJob.most_bytes
+    assert ProbeJob.max_bytes < DescribeJob.max_bytes < TraceJob.max_bytes
     line = json.dumps({"kind": "answer", "answer": {**PROBE, "more": [0] * 400_000}}).encode()
-    assert len(line) < ProbeJob.most_bytes < wire.memory_of(line.decode())
+    assert len(line) < ProbeJob.max_bytes < wire.memory_of(line.decode())
     with doing(sending([line + b"\n"])) as session:
         assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == NONSENSE
 
@@ -144,7 +144,7 @@ def test_a_failure_is_believed(doing: Doing) -> None:
 
 
 def test_a_line_without_an_end(doing: Doing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ProbeJob, "most_bytes", 1 << 20)
+    monkeypatch.setattr(ProbeJob, "max_bytes", 1 << 20)
     with doing(sending(repeat(b"x" * 4096))) as session:
         assert session.ask(ProbeJob(plan=ORIGINAL, batch=1)) == NONSENSE
 

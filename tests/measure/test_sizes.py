@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memopt_cli.measure import sizes
-from memopt_cli.measure.sizes import most_saved_bytes
+from memopt_cli.measure.sizes import max_saved_bytes
 from memopt_cli.records import ModelSource, Trust
 
 
@@ -22,8 +22,8 @@ def test_the_file_and_that_of_weights_count(tmp_path: Path) -> None:
     model, weights = tmp_path / "model.pt", tmp_path / "weights.pt"
     model.write_bytes(bytes(10))
     weights.write_bytes(bytes(200))
-    assert most_saved_bytes(ModelSource(location=str(model))) == 40
-    assert most_saved_bytes(ModelSource(location=str(model), weights=str(weights))) == 840
+    assert max_saved_bytes(ModelSource(location=str(model))) == 40
+    assert max_saved_bytes(ModelSource(location=str(model), weights=str(weights))) == 840
 
 
 @pytest.mark.usefixtures("without_margin")
@@ -35,7 +35,7 @@ def test_a_folder_counts_and_for_an_adapter_its_base(tmp_path: Path) -> None:
     settings = json.dumps({"base_model_name_or_path": "../base"})
     (adapter / "adapter_config.json").write_text(settings)
     (adapter / "nested").mkdir()
-    assert most_saved_bytes(ModelSource(location=str(adapter))) == 4 * (1000 + len(settings))
+    assert max_saved_bytes(ModelSource(location=str(adapter))) == 4 * (1000 + len(settings))
 
 
 @pytest.mark.usefixtures("without_margin")
@@ -44,15 +44,15 @@ def test_a_folder_counts_and_for_an_adapter_its_base(tmp_path: Path) -> None:
 )
 def test_settings_of_no_adapter_add_nothing(settings: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(settings)
-    assert most_saved_bytes(ModelSource(location=str(tmp_path))) == 4 * len(settings)
+    assert max_saved_bytes(ModelSource(location=str(tmp_path))) == 4 * len(settings)
 
 
 def test_small_models_have_a_margin(tmp_path: Path) -> None:
     """Masks that a library makes, which the file does not hold."""
-    assert most_saved_bytes(ModelSource(location=str(tmp_path / "model.pt"))) == 1 << 30
+    assert max_saved_bytes(ModelSource(location=str(tmp_path / "model.pt"))) == 1 << 30
 
 
 @pytest.mark.parametrize("trust", [Trust(pickle=True), Trust(sandbox=False)])
 def test_what_is_trusted_is_as_large_as_it_likes(trust: Trust) -> None:
-    assert most_saved_bytes(ModelSource(location="model.pt", trust=trust)) > 1 << 40
-    assert most_saved_bytes(ModelSource(location="package.module:make")) > 1 << 40
+    assert max_saved_bytes(ModelSource(location="model.pt", trust=trust)) > 1 << 40
+    assert max_saved_bytes(ModelSource(location="package.module:make")) > 1 << 40

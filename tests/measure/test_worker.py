@@ -144,7 +144,7 @@ def test_what_is_answered_makes_sense(worker: Callable[..., Worker]) -> None:
     one = worker(optimizer="adamw")
     for job in (*JOBS, TraceJob(fake=False, plan=PACKED), DescribeJob(), SizesJob(plan=PACKED)):
         answer = one.do(job)
-        line = _line({"kind": "answer", "answer": to_data(answer)}, job.most_bytes)
+        line = _line({"kind": "answer", "answer": to_data(answer)}, job.max_bytes)
         assert replies.read(line.encode(), job) == answer, job
 
 
@@ -322,7 +322,7 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
 
 
 @pytest.mark.parametrize(
-    ("original_s", "planned", "most_slowdown", "expected"),
+    ("original_s", "planned", "max_slowdown", "expected"),
     [
         (0.5, [1.2, *[1.35] * 7], 1.33, 5),  # near the limit, the first pair to warm up
         (0.5, [1.2, 1.45, 1.33] * 5, 1.33, 12),  # as often as it may be, where the ratios leave it open
@@ -337,14 +337,14 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
 def test_a_slowdown_near_the_limit_is_timed_more_often(
     original_s: float,
     planned: list[float],
-    most_slowdown: float | None,
+    max_slowdown: float | None,
     expected: int,
     worker: Callable[..., Worker],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = iter([step_s for slowdown in planned for step_s in (original_s, original_s * slowdown)])
     monkeypatch.setattr(timed, "_time_in_turn", lambda *_: next(times))
-    found = worker().do(TimeInTurnsJob(plans=(plan("2"),), turns=3, most_slowdown=most_slowdown))
+    found = worker().do(TimeInTurnsJob(plans=(plan("2"),), turns=3, max_slowdown=max_slowdown))
     (planned_s,) = found.planned_times_s
     assert len(planned_s) == expected
 
@@ -354,7 +354,7 @@ def test_a_plan_far_beyond_the_limit_takes_a_single_turn_beside_others(
 ) -> None:
     times = iter([0.5, 0.6, 5.0, 0.5, 0.6, 0.5, 0.6])
     monkeypatch.setattr(timed, "_time_in_turn", lambda *_: next(times))
-    found = worker().do(TimeInTurnsJob(plans=(plan("2"), plan("0")), turns=3, most_slowdown=1.33))
+    found = worker().do(TimeInTurnsJob(plans=(plan("2"), plan("0")), turns=3, max_slowdown=1.33))
     assert found.original_times_s == (0.5, 0.5, 0.5)
     assert found.planned_times_s == ((0.6, 0.6, 0.6), (5.0,))
 

@@ -100,13 +100,13 @@ def test_projections_add_up() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: online.LIF(3, tau=0.0), "tau=0.0"),
-        (lambda: online.LIF(3, tau="5 ms"), "tau='5 ms'"),
-        (lambda: online.LeakyRateReadout(3, 3, tau=float("nan")), "tau=nan"),
-        (lambda: online.LIF(3, spk_reset="gentle"), "spk_reset='gentle'"),
+        (lambda: online.LIF(3, tau=0.0), "tau is 0.0, not a time constant"),
+        (lambda: online.LIF(3, tau="5 ms"), "tau is '5 ms'"),
+        (lambda: online.LeakyRateReadout(3, 3, tau=float("nan")), "tau is nan"),
+        (lambda: online.LIF(3, spk_reset="gentle"), "unknown spk_reset 'gentle'"),
         (lambda: online.LIF(3, V_th=0.0, V_reset=0.5), "V_th=0.0 is not above V_reset=0.5"),
         (lambda: online.LIF(3, V_th=float("nan")), "V_th=nan is not above V_reset=0.0"),
-        (lambda: online.LIF(3, spk_fun="sigmoid"), "spk_fun='sigmoid'"),
+        (lambda: online.LIF(3, spk_fun="sigmoid"), "spk_fun is 'sigmoid', not a function"),
         (lambda: online.DeltaProj(nn.Identity(), nn.Identity()), "post is an Identity"),
     ],
 )

@@ -83,7 +83,7 @@ def test_starting_anew_takes_the_tag_off() -> None:
 
 def test_no_lanes_and_no_arguments() -> None:
     for size in (0, 2.5, "4"):
-        with pytest.raises(UsageError, match=f"axis_size={size!r}"):
+        with pytest.raises(UsageError, match=f"axis_size is {size!r}, not a batch size"):
             vmap_new_states(axis_size=size)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         vmap_new_states(axis_size=1)(lambda: None)(size=3)  # type: ignore[call-arg]

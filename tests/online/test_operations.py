@@ -72,5 +72,5 @@ def test_what_cannot_be_tagged() -> None:
     for layer in (nn.ReLU(), nn.LSTM(1, 1), Other(1, 1)):
         with pytest.raises(UsageError, match="can carry a trace"):
             traced(layer)
-    with pytest.raises(UsageError, match="kind='some'"):
+    with pytest.raises(UsageError, match="unknown kind 'some'"):
         traced(nn.Linear(1, 1), "some")  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ def test_copies_have_states_of_their_own(twin: object) -> None:
 
 def test_impossible_sizes_are_refused() -> None:
     for batch_size in (0, 2.5, "4", True):
-        with pytest.raises(UsageError, match=f"batch_size={batch_size!r}"):
+        with pytest.raises(UsageError, match=f"batch_size is {batch_size!r}"):
             init_all_states(LIF(3), batch_size)  # type: ignore[arg-type]
     for size in (-1, 3.5, "x", None, True, (3, "a")):
         with pytest.raises(UsageError, match="is not a shape"):
@@ -86,17 +86,17 @@ def test_environment() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dt": 0}, "dt=0"),
-        ({"dt": "1ms"}, "dt="),
-        ({"dt": math.inf}, "dt=inf"),
-        ({"dt": True}, "dt=True"),
-        ({"mode": 1}, "mode=1"),
+        ({"dt": 0}, "dt is 0, not the length of a time step"),
+        ({"dt": "1ms"}, "dt is '1ms'"),
+        ({"dt": math.inf}, "dt is inf"),
+        ({"dt": True}, "dt is True"),
+        ({"mode": 1}, "mode is 1, not Batching"),
     ],
 )
 def test_what_is_no_setting(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message) as raised:
         environ.set(**settings)
     assert str(raised.value.hint).startswith("Give")
-    with pytest.raises(UsageError, match="Set mode or dt"):
+    with pytest.raises(UsageError, match="environ has no setting 'DT'"):
         environ.set(DT=1.0)
     assert (environ.mode, environ.dt) == (None, 1.0)

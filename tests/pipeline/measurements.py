@@ -19,8 +19,8 @@ from tests.zoo.records import counted
 
 def measurements_by(
     measure: Callable[[Plan], Any],
-    confirm: Callable[[LevelRow, float], LevelRow] = lambda row, most_slowdown: row,
-    time_in_turns: Callable[[tuple[Plan, ...], float], Failure | None] = lambda plans, most_slowdown: None,
+    confirm: Callable[[LevelRow, float], LevelRow] = lambda row, max_slowdown: row,
+    time_in_turns: Callable[[tuple[Plan, ...], float], Failure | None] = lambda plans, max_slowdown: None,
 ) -> Any:
     """Stands in for measurements of plans."""
 
@@ -61,17 +61,17 @@ class FakePlanner:
         self.levels.add(level)
         return next((plan for plan in self.plans if plan.peak_bytes <= budget), None)
 
-    def least(self, level: int, most_slowdown: float = math.inf) -> PricedPlan:
+    def least(self, level: int, max_slowdown: float = math.inf) -> PricedPlan:
         self.levels.add(level)
         return self.plans[-1]
 
-    def best(self, level: int, most_slowdown: float) -> PricedPlan:
+    def best(self, level: int, max_slowdown: float) -> PricedPlan:
         self.levels.add(level)
-        return next(p for p in reversed(self.plans) if p.slowdown <= most_slowdown + 1e-9)
+        return next(p for p in reversed(self.plans) if p.slowdown <= max_slowdown + 1e-9)
 
-    def frontier(self, level: int, most_slowdown: float) -> list[PricedPlan]:
+    def frontier(self, level: int, max_slowdown: float) -> list[PricedPlan]:
         self.levels.add(level)
-        return [plan for plan in self.plans if plan.slowdown <= most_slowdown]
+        return [plan for plan in self.plans if plan.slowdown <= max_slowdown]
 
 
 class FakeDryRuns:
@@ -83,7 +83,7 @@ class FakeDryRuns:
     def __len__(self) -> int:
         return 0
 
-    def smallest(self, level: int, most_slowdown: float = math.inf) -> PricedPlan:
+    def smallest(self, level: int, max_slowdown: float = math.inf) -> PricedPlan:
         return next(p for p in reversed(self._planner.plans) if level or p.plan.is_empty)
 
     def up_to(self, level: int) -> list[PricedPlan]:
@@ -103,7 +103,7 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
     first = counted(1000)
     return StartedSearch(
         traced=SimpleNamespace(has_dry_runs=True, trace=SimpleNamespace(ops=(), batch=1)),  # type: ignore[arg-type]
-        first=first,
+        original_dry_run=first,
         original=row.predicted(first),
         probes=SearchProbes(nobody, limit_s=None),
         planner=planner,
@@ -113,6 +113,6 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
             model_format="",
             device="cpu",
         ),
-        notes=0,
-        details=0,
+        notes_before=0,
+        details_before=0,
     )

@@ -552,7 +552,8 @@ def test_a_step_that_fails_says_in_which_one_and_why() -> None:
             return torch.tanh(self.layer(x))
 
     late = verified(Rested, Tired)
-    assert (late.differs_in_step, late.failed, late.cause) == (2, "RuntimeError: enough", None)
+    assert (late.differs_in_step, late.cause) == (2, None)
+    assert late.failed.startswith("forward of Tired raised RuntimeError: enough (")
 
 
 class Varied(Parts, first=lambda: nn.Linear(6, 6), second=lambda: nn.Linear(6, 6), variant=GIVEN):
@@ -925,7 +926,7 @@ def test_a_reference_that_does_not_repeat_is_refused() -> None:
 
 
 def test_a_reference_that_fails_is_refused() -> None:
-    with pytest.raises(StepError, match="the reference's step fails"):
+    with pytest.raises(StepError, match=r"the reference's step fails: module .* rejected its input"):
         verified(lambda: Net(nn.Linear(7, 7)), lambda: Net(nn.Linear(7, 7)))
 
 

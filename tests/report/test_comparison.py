@@ -231,8 +231,42 @@ def test_github_annotations_are_one_line_each() -> None:
     assert "%0Ameasured elsewhere than before: torch 2.6 → 2.13" in notice
 
 
+def write_net(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "net.py").write_text("import torch\n\n\nclass Net(torch.nn.Module):\n    pass\n")
+
+
+@pytest.mark.parametrize(
+    ("model", "place"),
+    [
+        ("nets/net.py:Net", "file=nets/net.py,line=4"),
+        ("nets.net:Net", "file=nets/net.py,line=4"),
+        ("nets/net.py:made_elsewhere", "file=nets/net.py,line=1"),
+        ("net_a.pt", "file=memopt-baseline.json,line=1"),
+    ],
+)
+def test_a_regression_is_shown_beside_the_model(
+    model: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_net(tmp_path / "nets")
+    (tmp_path / "memopt-baseline.json").touch()
+    found = a_comparison("peak:0")
+    found = replace(found, after=replace(found.after, model=model))
+    assert f",{place}::regression" in shown(GithubReport(None, "memopt-baseline.json"), found)
+
+
+def test_a_syntax_error_is_shown_in_the_file_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_net(tmp_path / "nets")
+    stream = io.StringIO()
+    GithubReport(None).refused(MemoptError("SyntaxError: invalid syntax (net.py, line 5)"), "nets/net.py:Net", stream)
+    assert ",file=nets/net.py,line=5::" in stream.getvalue()
+
+
 def test_an_error_in_the_models_code_is_shown_beside_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    write_net(tmp_path / "nets")
     stream = io.StringIO()
     error = MemoptError(f"forward of Net raised ValueError: oops ({tmp_path}/nets/net.py, line 8)")
     GithubReport(None).refused(error, "nets/net.py:build", stream)
@@ -366,11 +400,12 @@ def test_junit_has_a_case_for_each_limit() -> None:
     (failure,) = failed
     assert (failure.get("message") or "").startswith("regression: tensor peak")
     assert "plan: 4 segments dropped" in (failure.text or "")
+    assert suite.findtext("system-out") == ""  # the failure says it
 
 
 @pytest.mark.parametrize("name", ["a<b>&\"'", "::error::x", "##vso[x] ##[x]", ODD, "ünï\U0001f600"])
 def test_junit_holds_any_name(name: str) -> None:
-    found = a_comparison("peak:0", renames=(Rename(before=name, after="b", modules=1),))
+    found = a_comparison("buffers:0", renames=(Rename(before=name, after="b", modules=1),))
     suite = junit(replace(found, after=replace(found.after, model=name)))
     clean = printable(name)
     assert f"renamed: {clean} → b" in (suite.findtext("system-out") or "")

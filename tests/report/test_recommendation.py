@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from memopt_cli.files.contents import recommended_data
 from memopt_cli.records import (
     Accumulation,
     BatchAdvice,
@@ -74,7 +75,8 @@ def test_the_whole_report() -> None:
         "       20  52.0 MiB  100.0 ms        200",
         "       40  99.0 MiB  250.0 ms        160",
         "",
-        "# fastest of those run: batch 20, 200 samples/s; batch 40: 160",
+        "# for batch 40; the objective 'throughput' prints them for the fastest of those run: batch 20, 200 samples/s; "
+        "batch 40: 160",
         "# Lightning",
         "loader = DataLoader(dataset, batch_size=40, shuffle=True)",
         "trainer = Trainer(accumulate_grad_batches=1)",
@@ -102,10 +104,16 @@ def test_the_answer(change: dict[str, object], line: str) -> None:
     assert line in shown(replace(FOUND, **change))  # type: ignore[arg-type]
 
 
+def test_a_batch_limited_by_a_failure_is_not_called_the_largest_that_fits() -> None:
+    outcome = replace(ADVICE, limited_by="a run at batch 90: killed by SIGSEGV")
+    lines = shown(replace(FOUND, rows=(BatchRow(planned=False, dims={}, outcome=outcome),)))
+    assert lines[0] == "batch 40 fits, the largest of those run; limited by a run at batch 90: killed by SIGSEGV"
+
+
 def test_what_trains_fastest_is_pasted_without_a_word_on_the_largest() -> None:
     lines = shown(replace(FOUND, objective="throughput", batch=20))
     assert "loader = DataLoader(dataset, batch_size=20, shuffle=True)" in lines
-    assert not any(line.startswith("# fastest") for line in lines)
+    assert not any(line.startswith("# for batch") for line in lines)
     largest = replace(ADVICE, fastest_batch=40)
     lines = shown(replace(FOUND, rows=(BatchRow(planned=False, dims={}, outcome=largest),)))
     assert not any("fastest of those run" in line for line in lines)
@@ -115,6 +123,8 @@ def test_accumulation_as_code_runs() -> None:
     lines = shown(replace(FOUND, accumulation=Accumulation(global_batch=512, batch=32, steps=16)))
     start = lines.index("# PyTorch")
     compile("\n".join(lines[start : lines.index("", start)]), "pasted", "exec")
+    assert lines[start + 1] == "loader = DataLoader(dataset, batch_size=32, shuffle=True, drop_last=True)"
+    assert lines.index("optimizer.zero_grad()  # before each epoch: passes may be left over from the last one") > start
     assert "    (loss_function(model(inputs), targets) / 16).backward()" in lines
     assert "    if number % 16 == 0:" in lines
 
@@ -155,6 +165,18 @@ def test_plans_sizes_and_what_was_not_run() -> None:
         "without 256 ~9 ~3.0 MiB – – – an estimate: it was not run",
         "with 512 none – – – – batch 8: it took 9.0 GiB",
     ]
+
+
+def test_a_run_that_does_not_fit_is_marked_and_a_falling_peak_has_no_slope() -> None:
+    over = BatchProbe(batch=48, allocated_peak_bytes=120 * MIB, step_s=0.3)
+    late = BatchProbe(batch=44, allocated_peak_bytes=100 * MIB, step_s=90.0)
+    outcome = replace(ADVICE, probes=(*ADVICE.probes, late, over), slope_bytes=-16.2 * MIB)
+    lines = [" ".join(line.split()) for line in shown(replace(FOUND, rows=(replace(FOUND.rows[0], outcome=outcome),)))]
+    assert "48 120.0 MiB 300.0 ms 160 over the limit" in lines
+    assert "44 100.0 MiB 1 min 30 s 0.49 the step takes too long" in lines
+    assert "40 99.0 MiB 250.0 ms 160" in lines
+    assert "40 99.0 MiB 20 200 not linear --memory 100MiB" in lines
+    assert "peak_fit" not in recommended_data(outcome, 40)
 
 
 def test_ways_to_batch_sequences() -> None:
@@ -213,7 +235,7 @@ def test_copies() -> None:
         "copies  batch of each       peak      step  samples/s  of each  route",
         "     1             20   10.0 MiB  100.0 ms        200      200  the model itself",
         "     4             20   40.0 MiB  160.0 ms        500      125  fused",
-        "    16             20  160.0 MiB  320.0 ms      1,000       62  vmap",
+        "    16             20  160.0 MiB  320.0 ms      1,000       62  vmap, over the limit",
         "",
         "        largest            fastest",
         "copies    batch      peak    batch  samples/s  per sample  limited by",

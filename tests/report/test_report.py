@@ -157,11 +157,11 @@ use it: model = memopt_cli.load('model.memopt.pt')
 LONG = """\
 617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), same bits in 83 tensors
 
-                                             allocated                  of     tensor  activation
-level  plan                                       peak  predicted  level 0       peak        peak    step  ratio
-0      no segments                           617.9 MiB          –    100 %  616.9 MiB   517.9 MiB  1.09 s  1.00×
-1      1 segment (1 packed)                          –  310.0 MiB        –          –           –       –      –
-3 *    1 recomputed, 2 in chunks (2 packed)  294.6 MiB  310.0 MiB     48 %  293.6 MiB   194.6 MiB  1.49 s  1.37×
+                                                                                       tensor  activation    step
+level  plan                                       measured   step  predicted  step       peak        peak    time
+0      no segments                               617.9 MiB  1.00×                   616.9 MiB   517.9 MiB  1.09 s
+1      1 segment (1 packed)                  out of memory         310.0 MiB
+3 *    1 recomputed, 2 in chunks (2 packed)      294.6 MiB  1.37×  310.0 MiB        293.6 MiB   194.6 MiB  1.49 s
 
 * level 3 is applied; 4 was asked for
 level 1: out of memory (limit 400 MiB)
@@ -213,11 +213,18 @@ def a_point(outcome: Measurement, summary: MemOptSummary) -> ParetoPoint:
     )
 
 
+def test_the_figure_of_one_step_promises_nothing_of_later_ones(summary: MemOptSummary) -> None:
+    assert summary.verification is not None
+    for exact in (True, False):
+        summary.verification = replace(summary.verification, exact=exact)
+        assert ("over many steps rounding adds up" in shown(TextReport(), result(summary))) is not exact
+
+
 def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(summary: MemOptSummary) -> None:
     assert summary.verification is not None
     said = (
         "as measured, a tensor differs by 3.4% of its norm: rounding in chunks tips choices, such as a spike or a "
-        "ReLU's sign; "
+        "ReLU's sign, and two training runs drift apart; "
     )
     for passed, count in ((True, 1), (False, 0)):
         summary.verification = replace(summary.verification, exact=False, passed=passed, rounding=0.034)
@@ -305,7 +312,12 @@ def test_another_search_is_told_how_to_replace_the_files_that_were_written(
             "batch: 37 is the largest that fits (measured), 7.9 GiB of 8.0 GiB; "
             "dry runs predict that no larger one does",
         ),
-        (False, False, "batch: memory does not limit it, as dry runs predict"),
+        (
+            False,
+            False,
+            "batch: as given; about 37 is predicted to fit, but its step would take about 2 min 0 s; "
+            "--recommend-batch finds the largest in time",
+        ),
     ],
 )
 def test_a_batch_of_dry_runs_is_called_predicted_unless_it_was_measured(
@@ -316,9 +328,15 @@ def test_a_batch_of_dry_runs_is_called_predicted_unless_it_was_measured(
         predicted_peak_bytes=int(7.9 * 2**30),
         budget_bytes=8 * 2**30,
         is_limited_by_memory=is_limited,
+        because="" if is_limited else "its step would take about 2 min 0 s",
         is_measured=is_measured,
     )
     assert said in shown(TextReport(), result(summary)).splitlines()
+    summary.advice = replace(summary.advice, without_optimizer=True)
+    bare = re.search(
+        r"fit.* without an optimizer's state \(--optimizer adamw counts it\)", shown(TextReport(), result(summary))
+    )
+    assert bare, "without a word of it, 37 seems to train"
     assert from_data(MemOptSummary, json.loads(json.dumps(to_data(summary)))) == summary
 
 
@@ -372,9 +390,12 @@ def test_nothing_measured(summary: MemOptSummary) -> None:
 @pytest.mark.parametrize(
     ("changes", "size"),
     [
-        ({"measured": replace(MEASURED, equal=70, worst_difference=2.4e-7)}, " (about 2e-07 of the norm)"),
-        ({"measured": MEASURED, "worst_difference": 3e-16}, " (about 3e-16 of the largest value in float64)"),
-        ({"rounding": 0.02, "worst_difference": 3e-16}, " (about 2e-02 of the norm)"),
+        ({"measured": replace(MEASURED, equal=70, worst_difference=2.4e-7)}, " (in one step, about 2e-07 of the norm)"),
+        (
+            {"measured": MEASURED, "worst_difference": 3e-16},
+            " (in one step, about 3e-16 of the largest value in float64)",
+        ),
+        ({"rounding": 0.02, "worst_difference": 3e-16}, " (in one step, about 2e-02 of the norm)"),
         ({}, ""),
     ],
 )
@@ -419,7 +440,7 @@ def test_the_headline_says_how_far_apart_rounding_leaves_tensors(
                 ),
             ),
             "measured steps: 82 tensors equal within rounding (70 bit for bit, the others to 9e-03 of their norm, "
-            "2e-02 allowed: at most ten times what rounding the parameters changes), at batch 4, T=16",
+            "2e-02 allowed, at most ten times the change from rounding the parameters), at batch 4, T=16",
         ),
         (
             replace(VERIFIED, inexact=("blocks.0", "blocks.1")),
@@ -500,7 +521,7 @@ def test_ratios_are_to_what_the_original_took_beside_the_plan(
         )
         for seconds in beside
     ]
-    line = "each ratio is to the original's step as it was timed beside the plan: 300.0 ms to 600.0 ms"
+    line = "each ratio is to the original's step as it was timed in turns with the plan: 300.0 ms to 600.0 ms"
     assert (line in shown(DETAILED, result(summary)).splitlines()) == said
 
 
@@ -537,7 +558,7 @@ def test_rows_of_the_frontier_with_the_same_words_say_where_their_plans_differ()
         "the original",
         "1 in chunks: conv_fc.0-3 in 20 chunks",
         "1 in chunks: conv_fc.0-3 in 4 chunks",
-        "saved packed",
+        "saved tensors packed",
     ]
     other, last = chunked("head", 2), chunked("tail", 2)
     pairs = [(first, other), (first, last), (second, other)]
@@ -613,7 +634,7 @@ def test_a_level_that_was_not_measured_shows_what_is_predicted(summary: MemOptSu
     summary.levels.insert(2, predicted)
     lines = shown(DETAILED, result(summary)).splitlines()
     (line,) = (line for line in lines if line.startswith("2 "))
-    assert line.split() == "2 no segments – 310.0 MiB ~50 % – – – ~1.25×".split()
+    assert line.split() == "2 no segments 310.0 MiB 1.25×".split()
     assert "~ predicted by a dry run; memopt optimize --measure-levels measures every level" in lines
 
 
@@ -775,7 +796,7 @@ def test_a_frontier_in_memory_says_how_to_apply_a_pick(summary: MemOptSummary) -
     point = ParetoPoint(plan=Plan(), outcome=measured(617.9, 1.09))
     found = replace(result(replace(summary, frontier=[point], verification=None), files=()), in_memory=True)
     last = shown(TextReport(), found).splitlines()[-1]
-    use = "memopt_cli.apply_plan(model, plan) takes the result's .summary.frontier[N - 1].plan"
+    use = "for plan N: memopt_cli.apply_plan(model, result.summary.frontier[N - 1].plan)"
     assert last == f"nothing is applied; {use}"
 
 

@@ -358,7 +358,7 @@ def test_a_parameter_twice_in_a_group_is_refused() -> None:
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"is no torch\.optim\.Optimizer"):
+    with pytest.raises(ValueError, match=r"is not a torch\.optim\.Optimizer"):
         install_in_backward(3, a_model())  # type: ignore[arg-type]
 
 

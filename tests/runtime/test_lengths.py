@@ -427,10 +427,10 @@ def test_a_plan_file_keeps_it(tmp_path: Path) -> None:
         ({"by": BY, "ranges": PLAN.ranges[::-1]}, "must ascend from 1, not 16, 8, 4"),
         ({"by": BY, "ranges": (PlanRange(up_to=0),)}, "must ascend from 1, not 0"),
         ({"by": BY, "ranges": tuple(PlanRange(up_to=n) for n in range(1, 102))}, "has 101 ranges"),
-        ({"by": BY, "ranges": PLAN.ranges, "packed": True}, "and beside them segments, packed or place"),
+        ({"by": BY, "ranges": PLAN.ranges, "packed": True}, "and in addition segments, packed or place"),
         (
             {"by": BY, "ranges": PLAN.ranges, "segments": segments("blocks.0")},
-            "and beside them segments, packed or place",
+            "and in addition segments, packed or place",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED
 from memopt_cli.runtime import GCContainer, SegmentConfig, install_segment, remove_segment
 from memopt_cli.runtime.lifted import module as lifted
 from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, dtype_code, format_text
-from memopt_cli.runtime.lifted.program import BadProgram
+from memopt_cli.runtime.lifted.program import BadProgramError
 from memopt_cli.runtime.lifted.source import generate
 
 Nodes = tuple[tuple[Any, ...], ...]
@@ -182,7 +182,7 @@ BAD_PROGRAMS = {
 @pytest.mark.parametrize("bad", BAD_PROGRAMS.values(), ids=BAD_PROGRAMS)
 def test_a_bad_program_is_refused_before_code_is_made(bad: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifted, "generate", lambda _: pytest.fail("code was generated"))
-    with pytest.raises(BadProgram):
+    with pytest.raises(BadProgramError):
         lifted.restore_lifted(bad, state_of(nn.Module()))
 
 
@@ -221,7 +221,7 @@ def test_a_state_that_is_not_data_is_refused(spoil: Callable[[dict[str, Any]], A
     reads = program((("get", ("helper",), (), (1,), ()),), 1)
     assert lifted.restore_lifted(reads, state)(0) is None
     spoil(state)
-    with pytest.raises(BadProgram):
+    with pytest.raises(BadProgramError):
         lifted.restore_lifted(reads, state)
 
 
@@ -230,7 +230,7 @@ def test_a_program_calls_only_modules_that_are_there() -> None:
         calls = program((("call", (path, "from_file"), (("f",),), (1,), ()),), 1)
         state = state_of(nn.Module(), storage=torch.zeros(1))
         state["_modules"]["child"] = lifted.make_module(RELU, ())
-        with pytest.raises(BadProgram, match="there is no module"):
+        with pytest.raises(BadProgramError, match="there is no module"):
             lifted.restore_lifted(calls, state)
 
 
@@ -243,7 +243,7 @@ def test_of_a_module_that_is_not_lifted_a_program_uses_only_forward() -> None:
     assert lifted.restore_lifted(calls["forward"], state)(torch.ones(1, 2)).shape == (1, 2)
     reads = program((("get", ("child", "in_features"), (), (1,), ()),), 1)
     for bad in (calls["reset_parameters"], reads):
-        with pytest.raises(BadProgram, match="child is not lifted"):
+        with pytest.raises(BadProgramError, match="child is not lifted"):
             lifted.restore_lifted(bad, state)
 
 
@@ -262,7 +262,7 @@ def test_of_a_module_that_is_not_lifted_a_program_uses_only_forward() -> None:
 def test_generated_code_names_no_built_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Whatever the generator might be brought to write: it is found before any of it runs."""
     monkeypatch.setattr(lifted, "generate", lambda program: (text, {}))
-    with pytest.raises(BadProgram, match="which no program may"):
+    with pytest.raises(BadProgramError, match="which no program may"):
         lifted.lifted_class(program((), (f"never seen before {text}",)))
 
 
@@ -304,7 +304,7 @@ def test_constants_follow_the_module_and_keep_their_dtype() -> None:
     module = lifted.make_module(program((("tensor", 0, (), (1,), ()),), 1), (torch.arange(3),))
     assert module.double()(None).dtype == torch.int64
     assert module.to("meta")(None).device.type == "meta"
-    with pytest.raises(BadProgram, match="constant tensor"):
+    with pytest.raises(BadProgramError, match="constant tensor"):
         lifted.restore_lifted(module._program, state_of(nn.Module()))
 
 

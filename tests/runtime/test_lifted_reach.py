@@ -13,7 +13,7 @@ from memopt_cli.runtime.lifted import module as lifted
 from memopt_cli.runtime.lifted.allowed import is_allowed
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.lifted.operators import ScriptError, checked_data
-from memopt_cli.runtime.lifted.program import BadProgram
+from memopt_cli.runtime.lifted.program import BadProgramError
 from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.script import ScriptLeaf
 from tests.runtime.test_lifted import RELU, operator, program, state_of
@@ -96,7 +96,7 @@ def leaf() -> ScriptLeaf:
 @pytest.mark.parametrize("nodes", REACHING.values(), ids=REACHING)
 def test_what_is_no_data_is_out_of_reach(nodes: list[Any]) -> None:
     inner = restored(WITH_METHOD, library=Library())
-    with pytest.raises(BadProgram):
+    with pytest.raises(BadProgramError):
         restored(program_of(method("forward", nodes)), library=Library(), inner=inner, leaf=leaf())
 
 
@@ -148,20 +148,20 @@ def test_data_may_hold_itself() -> None:
 
 def test_an_attribute_in_the_place_of_a_method_is_refused() -> None:
     for name in ("forward", "_home", "_program", "state_dict"):
-        with pytest.raises(BadProgram, match="hides another"):
+        with pytest.raises(BadProgramError, match="hides another"):
             lifted.restore_lifted(RELU, state_of(nn.Module(), **{name: torch.relu}))
 
 
 def test_an_attribute_in_the_place_of_a_child_is_refused() -> None:
     library = Library()
     vars(library)["linear"] = restored(WITH_METHOD)
-    with pytest.raises(BadProgram, match="there is no module"):
+    with pytest.raises(BadProgramError, match="there is no module"):
         restored(program_of(method("forward", [call(("library", "linear"), "forward")])), library=library)
 
 
 @pytest.mark.parametrize("state", [{"_constants": [print]}, {"_constants": (print,)}, {"_device": "cpu"}])
 def test_constants_are_tensors(state: dict[str, Any]) -> None:
-    with pytest.raises(BadProgram):
+    with pytest.raises(BadProgramError):
         lifted.restore_lifted(RELU, state_of(nn.Module(), **state))
 
 
@@ -183,7 +183,7 @@ CLASHES = {
 
 @pytest.mark.parametrize("clash", CLASHES.values(), ids=CLASHES)
 def test_what_is_called_has_a_name_of_its_own(clash: Any) -> None:
-    with pytest.raises(BadProgram, match="is the name of two things"):
+    with pytest.raises(BadProgramError, match="a name that is already in use"):
         lifted.lifted_class(clash)
 
 
@@ -224,7 +224,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("bad", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_program_is_refused(bad: Any) -> None:
-    with pytest.raises(BadProgram):
+    with pytest.raises(BadProgramError):
         lifted.lifted_class((bad[0], bad[1], tuple((*m[:3], (m[3][0], tuple(m[3][1]), m[3][2])) for m in bad[2]), ()))
 
 
@@ -235,7 +235,7 @@ def test_methods_and_functions_do_not_call_each_other_without_end() -> None:
     own = program_of(method("forward", [call((), "again")], 2), method("again", [call((), "forward")], 2))
     function = ("function", "again", (0,), (1,), ())
     for endless in (own, program_of(method("forward", [function]), functions=[method("again", [function], 1)])):
-        with pytest.raises(BadProgram, match="without end"):
+        with pytest.raises(BadProgramError, match="without end"):
             lifted.lifted_class(endless)
 
 

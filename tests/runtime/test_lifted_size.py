@@ -13,7 +13,7 @@ import torch
 
 from memopt_cli.runtime.lifted import module as lifted
 from memopt_cli.runtime.lifted import program as stored
-from memopt_cli.runtime.lifted.program import BadProgram
+from memopt_cli.runtime.lifted.program import BadProgramError
 
 Block = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
 
@@ -151,7 +151,7 @@ def test_blocks_nest_only_as_deep_as_python_compiles(kind: str, deepest: int) ->
     x = torch.ones(())
     assert lifted.make_module(nested(deepest, kind), ())(x) is x
     for depth in (deepest + 1, 95):
-        with pytest.raises(BadProgram, match="nested too deeply"):
+        with pytest.raises(BadProgramError, match="nested too deeply"):
             lifted.lifted_class(nested(depth, kind))
 
 
@@ -177,7 +177,7 @@ def test_what_one_tuple_holds_counts_wherever_it_stands() -> None:
     bomb: tuple[Any, ...] = ("x" * 100,)
     for _ in range(60):
         bomb = (bomb, bomb)
-    with pytest.raises(BadProgram, match="too large"):
+    with pytest.raises(BadProgramError, match="too large"):
         lifted.lifted_class((1, "Model", (bomb,), ()))
 
 
@@ -185,5 +185,5 @@ def test_tuples_nest_to_an_end() -> None:
     deep: tuple[Any, ...] = ()
     for _ in range(5000):
         deep = (deep,)
-    with pytest.raises(BadProgram, match="nested too deeply"):
+    with pytest.raises(BadProgramError, match="nested too deeply"):
         lifted.lifted_class((1, "Model", (deep,), ()))

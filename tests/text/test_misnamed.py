@@ -61,6 +61,18 @@ def test_weights_beside_their_configuration_are_named_by_the_folder(tmp_path: Pa
     assert "build.py:build" in build_hint("model.safetensors")
 
 
+def test_a_class_that_needs_no_arguments_builds_the_model(tmp_path: Path) -> None:
+    source = tmp_path / "train.py"
+    source.write_text(
+        "class Block(nn.Module): ...\n"
+        "class Net(nn.Module):\n    def __init__(self, width=8, *, deep=False): ...\n"
+        "class Wide(nn.Module):\n    def __init__(self, width): ...\n"
+        "class Deep(nn.Module):\n    def __init__(self, *, depth): ...\n"
+        "class Data(Dataset): ...\n"
+    )
+    assert builder_in(build_hint("sd.pt", [str(source)]), "sd.pt") == f"{source}:Net"
+
+
 def test_a_builder_is_named_as_a_shell_reads_it_and_found_again_in_its_hint(tmp_path: Path) -> None:
     source = tmp_path / "it's mine: a b.py"
     source.write_text("raise RuntimeError\ndef make_model(): ...\n")

@@ -22,7 +22,7 @@ from memopt_cli.search.plan.block_tree import block_tree
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.levels import allowed_at, level_of
 from memopt_cli.search.plan.proposals import Proposals
-from memopt_cli.search.plan.schedules import Limits
+from memopt_cli.search.plan.schedules import SegmentLimits
 from memopt_cli.trace import FakeStep, count, record
 from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.own_step import OwnStep
@@ -393,7 +393,7 @@ def test_no_segments_nest_at_level_1_although_each_call_chooses_its_own() -> Non
     step = OwnStep(model=models_of(own), args=(torch.ones(256, 8),), kwargs={}, settings=StepSettings())
     trace = record(step, 256, contents=True)
     proposals = Proposals(trace, lambda: None)
-    proposals.allow(allowed_at(1, SearchOptions(level=1), trace.modules, Limits()))
+    proposals.allow(allowed_at(1, SearchOptions(level=1), trace.modules, SegmentLimits()))
     peak = proposals.model.peak_bytes
     plans = [proposals.solvers.fastest(False, peak * share // 100) for share in range(32, 100, 4)]
     found = [plan for plan in plans if plan is not None]

@@ -139,7 +139,11 @@ class TakingNothingByName(nn.Linear):
             "atention_mask",
             ["forward names no argument atention_mask, so it goes into **rest; did you mean attention_mask?"],
         ),
-        (TakingAnything, "labels", ["forward names no argument labels, so it goes into **rest."]),
+        (
+            TakingAnything,
+            "labels",
+            ["forward names no argument labels, so it goes into **rest; it names input, attention_mask."],
+        ),
         (TakingNothingByName, "atention_mask", []),
     ],
 )

@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.records import StepSettings
+from memopt_cli.records import TOLERANCE, StepSettings
 from memopt_cli.training import step as step_module
 from memopt_cli.training.step import Step, seed_torch
 from memopt_cli.verification.effects import (
-    TOLERANCE,
-    Difference,
+    EffectDifference,
     bit_equal,
     difference,
     effects,
@@ -144,7 +143,7 @@ def test_bits_count_and_not_values_alone() -> None:
     zero, minus = {"output[0]": torch.tensor([1.0, 0.0])}, {"output[0]": torch.tensor([1.0, -0.0])}
     assert not bit_equal(zero, minus)
     assert bit_equal(minus, minus)
-    assert difference(zero, minus) == Difference("output[0]", 0.0, 1)
+    assert difference(zero, minus) == EffectDifference("output[0]", 0.0, 1)
     nan = {"output[0]": torch.tensor([float("nan"), 2.0])}
     assert bit_equal(nan, {"output[0]": nan["output[0]"].clone()})
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import PlanError, StepError
-from memopt_cli.records import Plan, SegmentPlan, StepSettings, Verification
+from memopt_cli.records import TOLERANCE, Plan, SegmentPlan, StepSettings, Verification
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
-from memopt_cli.verification.effects import TOLERANCE
 from memopt_cli.verification.recorded_step import _noise, verify
 from tests.zoo.models import Parts
 
@@ -186,7 +185,7 @@ def test_a_step_that_fails_in_float64_leaves_the_model_as_it_was() -> None:
 
         model.head.register_forward_pre_hook(refuse)
 
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(StepError, match=r"plan the step runs, and with it module 'head' .* ValueError: no"):
         check(CHUNKED, fails, model)
     after = model.state_dict()
     assert all(torch.equal(after[name], t) and after[name].dtype == t.dtype for name, t in before.items())

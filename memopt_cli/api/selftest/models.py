@@ -78,7 +78,7 @@ class SpikingLayer(nn.Module):
 
 @functools.cache
 def _side_of(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream beside the current one for all calls: cuBLAS keeps workspace for each that it ran on."""
+    """Return one further stream for all calls: cuBLAS keeps workspace for each that it ran on."""
     return torch.cuda.Stream(device)
 
 

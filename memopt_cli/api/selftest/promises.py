@@ -44,7 +44,7 @@ from memopt_cli.version import __version__
 
 _MODELS = "memopt_cli.api.selftest.models"
 _CLOSE = 0.02
-"""Share of the measured peak by which a predicted one may be off; at least the workspace that dry runs leave out."""
+"""A predicted peak may be off by this share of the measured one, or by the workspace that dry runs leave out."""
 _WITHIN = f"within {_CLOSE:.0%} or {MIN_BYTES >> 10} KiB"
 _SEARCH_S = 15.0
 _MAX_SLOWDOWN = 50.0
@@ -91,7 +91,7 @@ class _Case:
 
 _ATTENTION = _Case(name="attention")
 _PLANNED = (
-    # At 32x32, one image alone runs in another kernel of PyTorch's on the CPU, with a workspace of its own.
+    # At 32x32, one image alone runs in another PyTorch kernel on the CPU, with a workspace of its own.
     _Case(name="convolutions, batch norm", model="convolutional", inputs="Bx3x48x48", dims={"B": 8}, level=3),
     _ATTENTION,
     _Case(name="attention, outputs kept", level=4),
@@ -121,8 +121,11 @@ def selftest(device: str, *, progress: Progress) -> SelftestReport:
     What fails is a row that does not hold.  Ctrl-C ends it with the rows so far, if there are any.  Raises
     :class:`UsageError` for a device that is not there.
     """
-    started, device, interrupted = time.monotonic(), resolve_device(device), False
-    conditions, rows = conditions_of(StepSettings(device=device)), list[SelftestRow]()
+    started = time.monotonic()
+    device = resolve_device(device)
+    interrupted = False
+    conditions = conditions_of(StepSettings(device=device))
+    rows = list[SelftestRow]()
     try:
         for case, test in _tests(device):
             rows.extend(_try_case(case, test, device, progress))
@@ -181,9 +184,10 @@ def _test_optimize(case: _Case, device: str) -> Iterator[SelftestRow]:
         search_limit_s=_SEARCH_S,
     )
     summary = optimize(request, progress=Progress(), ask=None).summary
-    found = summary.verification
-    seen = "not compared" if found is None else "equal" if found.passed else found.difference
-    yield case.row("the plan computes the same", seen, holds=found is not None and found.passed)
+    verification = summary.verification
+    has_passed = verification is not None and verification.passed
+    seen = "not compared" if verification is None else verification.difference
+    yield case.row("the plan computes the same", "equal" if has_passed else seen, holds=has_passed)
     rows = {row.level: row for row in summary.levels}
     original, planned = rows[0], rows[summary.applied_level]
     for what, row in (("original", original), ("plan", planned)):
@@ -241,7 +245,7 @@ def _test_repetition(case: _Case, device: str) -> Iterator[SelftestRow]:
     prepared = _prepare(case, device)
     runs = (_measure(prepared) for _ in range(2))
     first, second = (run.tensor_peak_bytes if isinstance(run, Measurement) else describe(run) for run in runs)
-    seen = f"{first} and {second}" + " bytes" * isinstance(first, int)
+    seen = f"{first} and {second} bytes" if isinstance(first, int) else f"{first} and {second}"
     yield case.row("the tensor peak repeats to the byte", seen, holds=isinstance(first, int) and first == second)
 
 

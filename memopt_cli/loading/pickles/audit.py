@@ -18,13 +18,22 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from memopt_cli.loading.pickles.kinds.interface import Denied, Kind, Missing, Recipe, Role, Use, plain_entries
+from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, ObjectKind, Recipe, Role, Use, plain_entries
 from memopt_cli.loading.pickles.kinds.modules import REGISTERS
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS
 from memopt_cli.loading.pickles.making import HASHING
-from memopt_cli.loading.pickles.nodes import DICT, GETATTR, Built, Global, Tuple, Walk, depth_of, held_in, reachable
+from memopt_cli.loading.pickles.nodes import (
+    DICTS,
+    GETATTR,
+    Built,
+    Global,
+    Tuple,
+    Walk,
+    depth_of,
+    held_in,
+    reachable,
+)
 
-_DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _MAX_MODULES: Final = 100
 _MAX_CONTAINERS: Final = 200
 """Maximum depth of nested modules, and of nested plain containers: Python walks them by recursion."""
@@ -45,12 +54,12 @@ def uses_in(root: Any) -> list[Use]:
     ]
 
 
-def assign_kinds(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple[Use, Kind]], list[Use]]:
+def assign_kinds(uses: Sequence[Use], kinds: Sequence[ObjectKind]) -> tuple[list[tuple[Use, ObjectKind]], list[Use]]:
     """Pair each of ``uses`` with the first of ``kinds`` that claims it by its name, and list the unclaimed uses."""
     claims, unclaimed = [], []
-    cache: dict[object, Kind | None] = {}
+    cache: dict[object, ObjectKind | None] = {}
     for use in uses:
-        # The key has everything that ``Kind.claims`` looks at: of the call ``list[int]``, also its argument ``list``.
+        # The key has everything that ``ObjectKind.claims`` looks at; for ``list[int]``, this includes ``list``.
         arguments = use.node.argument_items() if use.node and use.how == "called" else ()
         first = arguments[0] if arguments and isinstance(arguments[0], Global) else None
         key = use.name, use.how, first, len(arguments)
@@ -67,7 +76,7 @@ def assign_kinds(uses: Sequence[Use], kinds: Sequence[Kind]) -> tuple[list[tuple
 class Audit:
     """The objects that a root reaches and their recipes; the :class:`~.kinds.interface.Graph` that kinds ask."""
 
-    def __init__(self, root: Any, claims: Sequence[tuple[Use, Kind]], trusts: Callable[[type], bool]) -> None:
+    def __init__(self, root: Any, claims: Sequence[tuple[Use, ObjectKind]], trusts: Callable[[type], bool]) -> None:
         """Import the names in ``claims``, the uses from :func:`assign_kinds`, and collect their recipes."""
         self.trusts = trusts
         self.recipes: dict[Built | Global, Recipe] = {}
@@ -123,7 +132,7 @@ class Audit:
         yield from self._misplaced_classes()
 
     def exhausting(self) -> str:
-        """Return the reason why a walk of the objects would never end or go too deep, or an empty string."""
+        """Return the reason why a walk of the objects would never end or go too deep; empty if it would not."""
         if depth_of(self._root) > _DEEPEST:
             return f"its objects are nested deeper than {_DEEPEST}"
         modules = Walk(self._children_of_module, _MAX_MODULES, _MAX_ITEMS)
@@ -170,7 +179,7 @@ class Audit:
         """Yield the dicts that become the attributes of ``node``, and the registers of a module in them."""
         for attributes in _states_of(node):
             inner = attributes.items if isinstance(attributes, Tuple) else (attributes,)
-            yield from (part for part in inner if isinstance(part, Built) and part.name in _DICTS)
+            yield from (part for part in inner if isinstance(part, Built) and part.name in DICTS)
             if self.role_of(node) == "module":
                 entries = plain_entries(attributes) or ()
                 yield from (part for name, part in entries if name in REGISTERS and isinstance(part, Built))

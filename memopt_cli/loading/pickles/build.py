@@ -9,22 +9,22 @@ from typing import Any
 from torch import nn
 
 from memopt_cli.errors import MemoptError, first_line, type_in_words
-from memopt_cli.loading.pickles.kinds.interface import Broken, Recipe
+from memopt_cli.loading.pickles.kinds.interface import BrokenError, Recipe
 from memopt_cli.loading.pickles.kinds.modules import check_apart, check_made
 from memopt_cli.loading.pickles.kinds.own import check_segment
-from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Step, Tuple, reachable
+from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Tuple, UnpicklingStep, reachable
 from memopt_cli.loading.watch import suspend_watch
 from memopt_cli.runtime.lifted.module import LiftedModule, check_lifted
-from memopt_cli.runtime.lifted.program import BadProgram
-from memopt_cli.runtime.script_code import UnsafeScript
+from memopt_cli.runtime.lifted.program import BadProgramError
+from memopt_cli.runtime.script_code import UnsafeScriptError
 from memopt_cli.training.step import is_out_of_memory
 
 
 def build(pickle: Pickle, root: Any, recipes: Mapping[Built | Global, Recipe]) -> Any:
     """Make the object for the stand-in ``root``, and all objects that it reaches.
 
-    Raises :class:`Broken` if the parts of an object do not fit together, and
-    :class:`~memopt_cli.runtime.lifted.program.BadProgram` for a lifted module that does not suit its program.
+    Raises :class:`BrokenError` if the parts of an object do not fit together, and
+    :class:`~memopt_cli.runtime.lifted.program.BadProgramError` for a lifted module that does not suit its program.
     """
     builder = _Builder(recipes, {id(value) for value in reachable(root)})
     for step in pickle.steps:
@@ -46,7 +46,7 @@ class _Builder:
         self._wanted = wanted
         self._made: dict[int, Any] = {}
 
-    def take(self, step: Step) -> None:
+    def take(self, step: UnpicklingStep) -> None:
         """Take ``step``, if its object is wanted."""
         node = step.node
         if id(node) not in self._wanted:
@@ -58,24 +58,25 @@ class _Builder:
             recipe = self._recipes[node]
             with suspend_watch() if recipe.is_vouched else contextlib.nullcontext():
                 self._act(step, node, recipe)
-        except (Broken, MemoptError, BadProgram, UnsafeScript):
+        except (BrokenError, MemoptError, BadProgramError, UnsafeScriptError):
             raise
         except Exception as err:  # a class takes its state by its own code, which may raise anything
             if is_out_of_memory(err):
                 raise
-            raise Broken(f"{node.callee} cannot be made ({first_line(err)})") from err
+            raise BrokenError(f"{node.callee} cannot be made ({first_line(err)})") from err
 
-    def _act(self, step: Step, node: Built, recipe: Recipe) -> None:
+    def _act(self, step: UnpicklingStep, node: Built, recipe: Recipe) -> None:
         if step.action == "make":
             keywords = {} if node.keywords is None else self.value(node.keywords)
             arguments = (node.arguments,) if node.how == "stored" else node.argument_items()
             self._made[id(node)] = built = recipe.make(*map(self.value, arguments), **keywords)
             if recipe.role == "data" and callable(built):
-                raise Broken(f"{type_in_words(built)} can be called")
+                raise BrokenError(f"{type_in_words(built)} can be called")
             if isinstance(built, nn.Module):
                 self.modules.append(built)
             return
-        target, values = self._made[id(node)], [self.value(value) for value in step.values]
+        target = self._made[id(node)]
+        values = [self.value(value) for value in step.values]
         if step.action == "extend":
             assert recipe.extend is not None, "the audit refuses items of an object that takes none"
             recipe.extend(target, values)
@@ -88,11 +89,11 @@ class _Builder:
             recipe.fill(target, self.value(node.state))
 
     def value(self, value: Any) -> Any:
-        """Return the object that ``value`` stands for, or ``value`` if it is no stand-in."""
+        """Return the object that ``value`` stands for, or ``value`` if it is not a stand-in."""
         if isinstance(value, Global):
             return self._recipes[value].make()
         if isinstance(value, Built | Tuple):
             if id(value) not in self._made:
-                raise Broken("it uses an object before making the object")
+                raise BrokenError("it uses an object before making the object")
             return self._made[id(value)]
         return value

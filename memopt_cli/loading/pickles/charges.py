@@ -20,15 +20,21 @@ from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, held_in
 
 EXHAUSTING: Final = "reading it would take far more work than a model of its size needs"
-_MIN_WORK, _MAX_WORK = 500_000, 8_000_000
-"""Units of work that even the smallest file may cause, and maximum for any file.  For scale: a module of a model takes
-about 150 units, and a few hundred bytes in the file."""
-_DENSE, _BYTES_PER_WORK, _BYTES_PER_MORE = 8 << 20, 8, 64
-"""Size in bytes of the part of a file that may be all opcodes, and bytes of that part for each further unit of work.
-The rest of a large file is mostly weights: bytes of the whole file for each further unit."""
-_COPIES, _MIN_TAKEN = 4, 1 << 20
-"""Bytes that calls may take as arguments: four for each byte of the file, since a pickle's memo lets it use a value
-several times, and 1 MiB in any file."""
+_MIN_WORK = 500_000
+"""Units of work that even the smallest file may cause.  For scale: a module of a model takes about 150 units, and a few
+hundred bytes in the file."""
+_MAX_WORK = 8_000_000
+"""Maximum units of work that any file may cause."""
+_DENSE = 8 << 20
+"""Size in bytes of the part of a file that may be all opcodes; the rest of a large file is mostly weights."""
+_BYTES_PER_WORK = 8
+"""Bytes of that part that allow a further unit of work."""
+_BYTES_PER_MORE = 64
+"""Bytes of the whole file that allow a further unit of work."""
+_COPIES = 4
+"""Bytes that calls may take as arguments for each byte of the file: a memo lets them use a value several times."""
+_MIN_TAKEN = 1 << 20
+"""Bytes that calls may take as arguments in any file."""
 
 
 @dataclass(slots=True)
@@ -45,18 +51,18 @@ class PickleScan:
     """Units of work so far."""
     taken: int = 0
     """Bytes and characters among the arguments of calls."""
-    most_work: int = field(init=False)
+    max_work: int = field(init=False)
     """Units of work that the file may cause."""
 
     def __post_init__(self) -> None:
-        self.most_work = min(
+        self.max_work = min(
             _MIN_WORK + min(self.size, _DENSE) // _BYTES_PER_WORK + self.size // _BYTES_PER_MORE, _MAX_WORK
         )
 
     def spend(self, work: int) -> None:
         """Charge ``work`` units.  Raises :class:`ValueError` if the sum exceeds the needs of a model of this size."""
         self.work += work
-        if self.work > self.most_work:
+        if self.work > self.max_work:
             raise ValueError(EXHAUSTING)
 
     def take(self, size: int) -> None:

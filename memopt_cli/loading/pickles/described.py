@@ -36,9 +36,11 @@ LARGEST = 2**63 - 1
 """Maximum number of items or bytes of a tensor: the largest integer that PyTorch can hold."""
 _MAX_SIZES = 64
 """Maximum number of dimensions of a tensor: few operators of PyTorch take more."""
-_EXPANSION, _ALLOWANCE = 64, 64 << 20
-"""Maximum bytes of a tensor for each byte of its storage, and bytes that are allowed in addition.  A tensor from
-``expand`` is larger than its storage: ``torch.ones(1).expand(10**12)`` has 4 bytes in the file, a copy of it 4 TB."""
+_EXPANSION = 64
+"""Maximum bytes of a tensor for each byte of its storage.  A tensor from ``expand`` is larger than its storage:
+``torch.ones(1).expand(10**12)`` has 4 bytes in the file, a copy of it 4 TB."""
+_ALLOWANCE = 64 << 20
+"""Bytes that any tensor may have in addition."""
 STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 _MAX_WRAPPERS = 8
 """Maximum number of calls around the call that makes a tensor, for example for a parameter and a subclass."""
@@ -161,7 +163,7 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
     """Raise :class:`ValueError` unless storages are as large as their records, and hold all of their tensors.
 
     ``made``: the stand-ins of a pickle; ``sizes``: key of a record in the zip archive -> its bytes; ``None`` for a file
-    that is no archive, which has ``total_bytes`` for all storages.
+    that is not an archive, which has ``total_bytes`` for all storages.
     """
     storages = {}
     for value in made:

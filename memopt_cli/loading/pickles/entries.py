@@ -20,11 +20,15 @@ from memopt_cli.loading.pickles.nodes import Built, Tuple, entries_of
 from memopt_cli.text.documents import abridge, quoted_flag
 from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 
-_SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
-_MAX_LOOKED_AT, _DEEPEST = 100_000, 20
-"""Maximum number of values that are searched for a model, and maximum depth of nested containers."""
-_SHOWN, _LONGEST_NAME = 8, 200
-"""Maximum number of names in a message, and of characters in a name."""
+SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
+_MAX_LOOKED_AT = 100_000
+"""Maximum number of values that are searched for a model."""
+_DEEPEST = 20
+"""Maximum depth of nested containers."""
+_SHOWN = 8
+"""Maximum number of names in a message."""
+_LONGEST_NAME = 200
+"""Maximum number of characters in a name."""
 
 Path = tuple[str, ...]
 Notes = tuple[str, ...]
@@ -35,7 +39,7 @@ def is_module(value: Any) -> bool:
     """Return whether ``value`` is the stand-in of a module: its state has ``_modules``, or memopt itself made it."""
     if not isinstance(value, Built):
         return False
-    if value.callee in (*RESTORE_SEGMENTS, RESTORE_LIFTED) or str(value.name) == _SCRIPT_LEAF:
+    if value.callee in (*RESTORE_SEGMENTS, RESTORE_LIFTED) or str(value.name) == SCRIPT_LEAF:
         return True
     return any(name == "_modules" for name, _ in plain_entries(value.state) or ())
 
@@ -91,7 +95,7 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
     """Return the path of the entry ``key``, keys joined by dots, in ``root``, and the entry.
 
     ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
-    Raises :class:`FileFormatError`.
+    Raises :class:`FileFormatError` if there is no such entry.
     """
     value, rest, entries_in = root, key, entries or container_entries
     where: list[str] = []

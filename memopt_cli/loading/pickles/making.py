@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from memopt_cli.loading.pickles.charges import PickleScan, amount_of, hash_cost, hash_of, size_of
 from memopt_cli.loading.pickles.names import called_name, within_class
-from memopt_cli.loading.pickles.nodes import DICT, Built, Global, Step, Tuple
+from memopt_cli.loading.pickles.nodes import DICTS, Built, Global, Tuple, UnpicklingStep
 
 TENSOR_SUBCLASS_REBUILD: Final = Global("torch._tensor", "_rebuild_from_type_v2")
 """The function that rebuilds a tensor subclass; it calls its first argument."""
@@ -41,7 +41,6 @@ _COPIED: Final = (Global("torch._utils", "_rebuild_sparse_tensor"), Global("torc
 """Functions that copy tensors among their arguments: indices, and the scales of channels."""
 _COPIED_STATES: Final = (Global("torch", "ScriptObject"), Global("memopt_cli.runtime.script", "ScriptLeaf"))
 """Classes that copy the tensors of their state: packed weights, and a TorchScript archive, which is read again."""
-_DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 _CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
 """Functions by which the protocols before 2 create an empty object."""
 
@@ -50,7 +49,7 @@ class Maker:
     """A maker of stand-ins, which raises :class:`ValueError` if they take more than a model of the file's size does."""
 
     def __init__(self, scan: PickleScan) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[UnpicklingStep] = []
         self._scan = scan
         self._hashes: Counter[tuple[int, int]] = Counter()
         """Identity of a container, and a hash -> the number of keys with this hash in the container."""
@@ -60,7 +59,7 @@ class Maker:
 
     def make(self, node: Built) -> Built:
         """Record the step that makes ``node``, and return ``node``."""
-        self.steps.append(Step("make", node))
+        self.steps.append(UnpicklingStep("make", node))
         return node
 
     def make_tuple(self, items: list[Any]) -> Tuple:
@@ -72,7 +71,7 @@ class Maker:
         node = Tuple(tuple(items), depth, weight)
         # A tuple may hold another tuple twice, which may do the same, and so on: hashing the outermost visits them all.
         self._scan.spend(node.weight if inner else 0)
-        self.steps.append(Step("make", node))
+        self.steps.append(UnpicklingStep("make", node))
         return node
 
     def create(self, kind: Any, arguments: Any, keywords: Any = None) -> Built:
@@ -122,7 +121,7 @@ class Maker:
     def extend(self, node: Built, items: list[Any]) -> None:
         self._check_open(node)
         node.items.extend(items)
-        self.steps.append(Step("extend", node, tuple(items)))
+        self.steps.append(UnpicklingStep("extend", node, tuple(items)))
 
     def add(self, node: Built, items: list[Any]) -> None:
         """Add ``items`` to the set ``node``."""
@@ -135,7 +134,7 @@ class Maker:
         keys, values = items[::2], items[1::2]
         self.charge_keys(node, keys)
         node.entries.extend(zip(keys, values, strict=True))
-        self.steps.append(Step("set", node, tuple(items)))
+        self.steps.append(UnpicklingStep("set", node, tuple(items)))
 
     def fill(self, node: Built, state: Any) -> None:
         """Give ``node`` its state, once."""
@@ -144,13 +143,13 @@ class Maker:
             raise ValueError("it sets the state of an object twice")
         node.state, node.has_state = state, True
         parts = state.items if isinstance(state, Tuple) else (state,)
-        self._states.update(id(part) for part in parts if isinstance(part, Built) and part.name in _DICTS)
+        self._states.update(id(part) for part in parts if isinstance(part, Built) and part.name in DICTS)
         self._scan.spend(sum(amount_of(part) for part in parts if isinstance(part, Built | Tuple)))
         self._scan.take(sum(map(size_of, parts)))
         if node.callee in _COPIED_STATES:
             self._scan.take_copies(state)
         node.weight += sum(hash_cost(value) for part in parts if isinstance(part, Built) for _, value in part.entries)
-        self.steps.append(Step("fill", node))
+        self.steps.append(UnpicklingStep("fill", node))
 
     def _check_open(self, node: Built) -> None:
         if id(node) in self._states:

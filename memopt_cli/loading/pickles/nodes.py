@@ -39,6 +39,7 @@ PERSISTENT: Final = Global("?", "persistent")
 """A stand-in for the function that finds an object outside of the pickle, by its identity."""
 GETATTR: Final = Global("builtins", "getattr")
 DICT: Final = Global("builtins", "dict")
+DICTS: Final = (DICT, Global("collections", "OrderedDict"))
 LIST: Final = Global("builtins", "list")
 SET: Final = Global("builtins", "set")
 FROZENSET: Final = Global("builtins", "frozenset")
@@ -102,7 +103,7 @@ _MADE: Final = (Built, Tuple)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class UnpicklingStep:
     """One step of unpickling: make an object, extend it, set entries in it or give it its state."""
 
     action: Literal["make", "extend", "set", "fill"]
@@ -117,13 +118,13 @@ class Pickle:
 
     root: Any
     """The pickled value: a number, string, bytes, ``None``, :class:`Global`, :class:`Tuple` or :class:`Built`."""
-    steps: tuple[Step, ...]
+    steps: tuple[UnpicklingStep, ...]
     """The steps of unpickling in the order of the opcodes."""
 
     def with_dict(self, entries: Iterable[tuple[str, Any]]) -> tuple[Built, Pickle]:
         """Return a dict of ``entries``, stand-ins of this pickle, and a pickle that makes it last."""
         made = Built("plain", DICT, entries=list(entries))
-        steps = Step("make", made), Step("set", made, tuple(chain.from_iterable(made.entries)))
+        steps = UnpicklingStep("make", made), UnpicklingStep("set", made, tuple(chain.from_iterable(made.entries)))
         return made, Pickle(self.root, (*self.steps, *steps))
 
 
@@ -157,7 +158,9 @@ def reachable(root: Any) -> Iterator[Any]:
 
 def depth_of(root: Any) -> int:
     """Return the depth of recursion of ``copy.deepcopy`` or ``pickle``, which enters each object once."""
-    pending, seen, deepest = [(root, 1)] if isinstance(root, _MADE) else [], set[int](), 0
+    pending = [(root, 1)] if isinstance(root, _MADE) else []
+    seen = set[int]()
+    deepest = 0
     while pending:
         value, depth = pending.pop()
         if id(value) not in seen:

@@ -19,7 +19,7 @@ CLASSES: Final = (
 
 
 def is_packed(name: str, state: Any) -> bool:
-    """Return whether ``state`` is a state of the class ``name`` in its present form, which PyTorch checks.
+    """Return whether ``state`` is a state of the class ``name`` in its current form, which PyTorch checks.
 
     PyTorch also reads the forms of older versions, but takes their parts unchecked.
     """

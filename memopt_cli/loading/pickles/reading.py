@@ -14,10 +14,10 @@ from memopt_cli.loading.archive import FILE_LIMIT, Archive, SizeLimit
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import storage_of
-from memopt_cli.loading.pickles.kinds.interface import Broken
+from memopt_cli.loading.pickles.kinds.interface import BrokenError
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Tuple
 from memopt_cli.loading.pickles.scan import scan_pickle
-from memopt_cli.loading.pickles.storages import Storages, archived_storages, legacy_storages
+from memopt_cli.loading.pickles.storages import FileStorages, archived_storages, legacy_storages
 from memopt_cli.text.misnamed import file_refusal
 
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
@@ -37,7 +37,7 @@ class PickledFile:
     form: Form
     pickle: Pickle
     scan: PickleScan
-    storages: Storages
+    storages: FileStorages
 
 
 def read_pickled(file: ModelFile, limit: SizeLimit = FILE_LIMIT) -> PickledFile:
@@ -70,16 +70,17 @@ def read_pickled(file: ModelFile, limit: SizeLimit = FILE_LIMIT) -> PickledFile:
 
 
 def read_stream(data: bytes, scan: PickleScan) -> PickledFile:
-    """Follow the pickle in ``data``, which is no archive.  Raises :class:`ValueError`."""
+    """Follow the pickle in ``data``, which is not an archive.  Raises :class:`ValueError` if it is damaged."""
     stream = io.BytesIO(data)
     pickle = scan_pickle(stream, scan)
     if pickle.root != _MAGIC:
         if stream.read(1):
             raise ValueError("data follows its pickle")
-        return PickledFile(form="plain", pickle=pickle, scan=scan, storages=Storages(lambda key: None))
+        return PickledFile(form="plain", pickle=pickle, scan=scan, storages=FileStorages(lambda key: None))
     for _ in ("version", "machine"):
         scan_pickle(stream, scan)
-    pickle, keys = scan_pickle(stream, scan), scan_pickle(stream, scan).root
+    pickle = scan_pickle(stream, scan)
+    keys = scan_pickle(stream, scan).root
     if not isinstance(keys, Built) or not all(isinstance(key, str) for key in keys.items):
         raise ValueError("its storages have no names")
     stored = [storage_of(step.node) for step in pickle.steps if step.action == "make"]
@@ -88,17 +89,17 @@ def read_stream(data: bytes, scan: PickleScan) -> PickledFile:
     return PickledFile(form="legacy", pickle=pickle, scan=scan, storages=storages)
 
 
-def nested_storage(data: bytes, scan: PickleScan) -> tuple[Any, Storages]:
+def nested_storage(data: bytes, scan: PickleScan) -> tuple[Any, FileStorages]:
     """Return the identity of the storage in ``data``, a legacy file inside a pickle, and the storages of that file.
 
-    The work is charged to ``scan``.  Raises :class:`Broken` if ``data`` holds anything else.
+    The work is charged to ``scan``.  Raises :class:`BrokenError` if ``data`` holds anything else.
     """
     try:
         inner = read_stream(data, scan)
     except ValueError as err:
-        raise Broken(f"a storage is damaged ({err})") from err
+        raise BrokenError(f"a storage is damaged ({err})") from err
     root = inner.pickle.root
     if not isinstance(root, Built) or root.how != "stored" or not isinstance(root.arguments, Tuple):
-        raise Broken("a storage is built from unexpected arguments")
+        raise BrokenError("a storage is built from unexpected arguments")
     identity = tuple(part.name if isinstance(part, Global) else part for part in root.arguments.items)
     return identity, inner.storages

@@ -22,7 +22,7 @@ from memopt_cli.loading.pickles.opcodes import Machine
 def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
     """Follow the pickle at the position of ``stream`` to its end, and add the names that it uses to ``scan``.
 
-    Raises :class:`ValueError` if the bytes are no complete pickle, or unpickling them would take forever.
+    Raises :class:`ValueError` if the bytes are not a complete pickle, or unpickling them would take too long.
     """
     machine = Machine(scan)
     try:
@@ -30,7 +30,7 @@ def scan_pickle(stream: IO[bytes], scan: PickleScan) -> Pickle:
             machine.run(stream)
         return Pickle(root=machine.result, steps=tuple(machine.maker.steps))
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
-        raise ValueError("its bytes are no pickle, or a damaged one") from err
+        raise ValueError("its bytes are not a valid pickle") from err
 
 
 @contextlib.contextmanager

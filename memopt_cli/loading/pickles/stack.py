@@ -7,8 +7,10 @@ from typing import Any
 from memopt_cli.loading.pickles.charges import EXHAUSTING, PickleScan
 from memopt_cli.loading.pickles.nodes import Built
 
-_DEEPEST_MARK, _LARGEST_STACK = 10_000, 100_000
-"""Maximum number of open marks, and of values above the last mark; picklers stay far below."""
+_DEEPEST_MARK = 10_000
+"""Maximum number of open marks; picklers stay far below."""
+_LARGEST_STACK = 100_000
+"""Maximum number of values above the last mark; picklers stay far below."""
 
 
 class Stack:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from memopt_cli.loading.archive import Archive
-from memopt_cli.loading.pickles.kinds.interface import Broken
+from memopt_cli.loading.pickles.kinds.interface import BrokenError
 
 _LENGTH = 8
 """Bytes of the number that precedes each storage of a legacy file, its number of items."""
 
 
-class Storages:
+class FileStorages:
     """The storages of one file; each is made once, since several tensors may share it."""
 
     def __init__(self, find: Callable[[str], memoryview | None]) -> None:
@@ -23,38 +23,38 @@ class Storages:
         self._made: dict[str, torch.UntypedStorage] = {}
 
     def get(self, key: str, nbytes: int) -> torch.UntypedStorage:
-        """Return the storage ``key``.  Raises :class:`Broken` if the file does not have it, or not ``nbytes`` of it."""
+        """Return the storage ``key``.  Raises :class:`BrokenError` if the file does not have its ``nbytes``."""
         if key not in self._made:
             data = self._find(key)
             if data is None:
-                raise Broken(f"its storage {key} is missing")
+                raise BrokenError(f"its storage {key} is missing")
             self._made[key] = storage = torch.UntypedStorage(data.nbytes)
             if data.nbytes:
                 memoryview((ctypes.c_char * data.nbytes).from_address(storage.data_ptr())).cast("B")[:] = data
         if self._made[key].nbytes() != nbytes:
-            raise Broken(f"its storage {key!r} does not have the size that the pickle says")
+            raise BrokenError(f"its storage {key!r} does not have the size that the pickle says")
         return self._made[key]
 
 
-def archived_storages(archive: Archive) -> Storages:
+def archived_storages(archive: Archive) -> FileStorages:
     """Return the storages of a zip archive: its records ``data/0``, ``data/1`` and so on."""
-    return Storages(lambda key: archive.view(f"data/{key}") if f"data/{key}" in archive.sizes else None)
+    return FileStorages(lambda key: archive.view(f"data/{key}") if f"data/{key}" in archive.sizes else None)
 
 
-def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, int]) -> Storages:
+def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, int]) -> FileStorages:
     """Return the storages in ``data``, the part of a legacy file behind its pickles.
 
     The storages follow each other in the order of ``keys``.  Each gives its number of items, but the bytes depend on
     the dtype, which only the pickle knows: ``sizes`` maps keys to bytes.
-    Raises :class:`Broken` if ``data`` is too short, or the pickle does not name a storage.
+    Raises :class:`BrokenError` if ``data`` is too short, or the pickle does not name a storage.
     """
     storages: dict[str, memoryview] = {}
     start = 0
     for key in keys:
         if key not in sizes:
-            raise Broken(f"its pickle does not name the storage {key}")
+            raise BrokenError(f"its pickle does not name the storage {key}")
         start, end = start + _LENGTH, start + _LENGTH + sizes[key]
         if end > data.nbytes:
-            raise Broken("its storages are cut off")
+            raise BrokenError("its storages are cut off")
         storages[key], start = data[start:end], end
-    return Storages(storages.get)
+    return FileStorages(storages.get)

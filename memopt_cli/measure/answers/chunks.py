@@ -22,7 +22,7 @@ _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_fe
 
 def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkRule | Refused:
     """Try whether the module of ``job`` can run in chunks, on its inputs in a small step."""
-    return bench.fact(Trials).rule(job.path, allow_inexact=job.allow_inexact)
+    return bench.fact(ChunkTrials).rule(job.path, allow_inexact=job.allow_inexact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class _Kind:
     """Sizes of the input along each axis, as far as trials in chunks can tell them apart."""
 
 
-class Trials:
+class ChunkTrials:
     """The results of trials.
 
     Where modules differ only in their widths, as the layers of many networks do, only the cheapest is tried.

@@ -68,9 +68,10 @@ def _allocated_bytes(bench: Bench, sequence: OnlineSequence, steps: range) -> in
 
 
 def _inputs_at(bench: Bench, symbol: str, number: int) -> tuple[Any, ...]:
-    """Return the inputs of time step ``number``, ``[B, ...]``, made when they are needed, as a data loader does."""
+    """Return the inputs of time step ``number``, ``[B, ...]``, made when they are needed, like a data loader's."""
     spec = replace(bench.subject.spec, dims={**bench.subject.spec.dims, symbol: 1})
-    seed, dtype = bench.settings.seed + number, input_dtype(bench.settings)
+    seed = bench.settings.seed + number
+    dtype = input_dtype(bench.settings)
     args, kwargs = make_inputs(spec, seed=seed, device=bench.settings.device, dtype=dtype)
     if kwargs or any(t.shape[:1] != (1,) for t in args):
         raise StepError(

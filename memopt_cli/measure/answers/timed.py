@@ -56,12 +56,15 @@ _MAX_STEPS = 20
 """Timing of short steps stops after this many seconds in total, or this many steps."""
 _HOPELESS_FACTOR = 3
 """Factor: a plan that exceeds the allowed slowdown so many times in the first turn is not timed again."""
-_NEAR_SHARE, _NEAR_TURNS = 0.05, 5
-"""A plan whose slowdown is within 5 % of the limit is timed in at least five turns.  On a busy machine, three turns
-gave 1.35, and other turns 1.14 and 1.13, where 1.33 was allowed."""
-_MAX_TURNS, _MAX_LONG_TURNS = 12, 3
-"""Maximum number of turns of short steps, and of long steps, while the error leaves open whether a plan keeps the
-limit."""
+_NEAR_SHARE = 0.05
+"""A slowdown is near the limit if it differs from it by at most this share."""
+_NEAR_TURNS = 5
+"""Minimum number of turns of a plan near the limit.  On a busy machine, three turns gave 1.35, and other turns 1.14 and
+1.13, where 1.33 was allowed."""
+_MAX_TURNS = 12
+"""Maximum number of turns of short steps, while the error leaves open whether a plan keeps the limit."""
+_MAX_LONG_TURNS = 3
+"""Maximum number of turns of long steps in that case."""
 _LONG_STEP_S = 1.0
 """Minimum seconds of a long step, which is timed once, after a warm-up.  A measurement ignores the time of the step in
 which memory is recorded, since recording slows plans down by 20 to 45 %; a probe takes it for a long step."""
@@ -179,7 +182,9 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
     """Time a step of the original and one under each plan of ``job``, in turns; more turns near the limit."""
-    step, since, limit = bench.warmed_up(bench.step()), _clocks(), job.most_slowdown
+    step = bench.warmed_up(bench.step())
+    since = _clocks()
+    limit = job.max_slowdown
     original: list[float] = []
     planned: list[list[float]] = [[] for _ in job.plans]
 
@@ -202,13 +207,13 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
     return TimedInTurns(original_times_s=tuple(original), planned_times_s=tuple(map(tuple, planned)), waited=waited)
 
 
-def _is_near(pairs: Sequence[tuple[float, float]], most: int, most_slowdown: float | None) -> bool:
+def _is_near(pairs: Sequence[tuple[float, float]], most: int, max_slowdown: float | None) -> bool:
     """Return whether the plan may be on the other side of the limit, so that more turns should be taken."""
-    if most_slowdown is None or len(pairs) >= most:
+    if max_slowdown is None or len(pairs) >= most:
         return False
     slowdown, error = slowdown_in(pairs)
-    least = _NEAR_SHARE * most_slowdown if len(pairs) < _NEAR_TURNS else 0.0
-    return abs(slowdown - most_slowdown) < max(least, error)
+    least = _NEAR_SHARE * max_slowdown if len(pairs) < _NEAR_TURNS else 0.0
+    return abs(slowdown - max_slowdown) < max(least, error)
 
 
 def _clocks() -> tuple[float, float]:
@@ -378,7 +383,7 @@ class _Timed:
 
 
 def _time_step(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
-    """Time ``step``; with ``phases``, also its update alone, for which it waits for the device before and after."""
+    """Time ``step`` and, with ``phases``, its update, for which it waits for the device before and after."""
     bench.begin(step)
     timed = _Timed(bench.settings.device)
     with timed.running():

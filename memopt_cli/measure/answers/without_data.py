@@ -100,7 +100,7 @@ def count_step_bytes(
 def may_need_data(error: Exception) -> bool:
     """Return whether ``error`` may come from tensors without data, on which a model or a loss may raise anything.
 
-    An error of memopt's own does not, nor does a lack of memory.
+    memopt's own errors do not, nor does a lack of memory.
     """
     is_known = isinstance(error, MemoptError) and not isinstance(error, LossError)
     return not is_known and not is_out_of_memory(error)

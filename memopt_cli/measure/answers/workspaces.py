@@ -48,14 +48,14 @@ def workspaces_seen(meter: trace.Meter | None, allocated: Allocated) -> Workspac
 
 
 def _with_growth(bench: Bench) -> Workspaces:
-    """Return the workspaces of the full step, and how they grow from the small step to it, as chunks need."""
+    """Return the workspaces of the full step, with their growth from the small step, which chunks need."""
     workspaces = bench.fact(full_workspaces)
     assert workspaces is not None
     return workspaces.pair_with(_of_small_step(bench))
 
 
 def _of_small_step(bench: Bench) -> Workspaces:
-    """Return the workspaces of the small step, or empty if there is none."""
+    """Return the workspaces of the small step; empty if there is none."""
     small = bench.fact(small_step)
     return small.workspaces if small else Workspaces()
 

@@ -19,7 +19,7 @@ from memopt_cli.runtime.private_torch import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class GraphCall:
     """One call of a traced graph."""
 
     name: str
@@ -35,7 +35,7 @@ class Call:
         return map_models(lambda a, k: self.function(*a, **k), axes, args, kwargs)
 
 
-def operation_of(call: Call) -> Callable[..., Any]:
+def operation_of(call: GraphCall) -> Callable[..., Any]:
     """Return the function that runs in place of ``call``."""
     kernel = _KERNELS.get(call.name)
     # Kernels take no tensor that the models share.
@@ -44,8 +44,8 @@ def operation_of(call: Call) -> Callable[..., Any]:
     return partial(_part_of, call) if call.name in ("getitem", "getattr") else call.mapped
 
 
-def _part_of(call: Call, whole: Any, part: Any) -> Any:
-    # ``whole`` may be no tensor, but a tuple of outputs or a shape, which ``vmap`` cannot map over.
+def _part_of(call: GraphCall, whole: Any, part: Any) -> Any:
+    # ``whole`` may not be a tensor but a tuple of outputs or a shape, which ``vmap`` cannot map over.
     return call.mapped(whole, part) if isinstance(whole, Tensor) else call.function(whole, part)
 
 

@@ -39,7 +39,7 @@ def kernel_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def run_custom(module: AbstractBatchModule, *inputs: Any) -> Any:
-    """Run ``module``, a batch module of the user's, on ``inputs`` merged to (image·model, …), the model fastest."""
+    """Run ``module``, the user's batch module, on ``inputs`` merged to (image·model, …), the model fastest."""
     merged = (x.transpose(0, 1).flatten(0, 1) if isinstance(x, Tensor) else x for x in inputs)
     output = module(*merged)
     if isinstance(output, tuple):

@@ -92,7 +92,7 @@ def _recurrent(module: Any, x: Tensor, hx: Any = None) -> Any:
 
 
 def _run_layer(module: Any, layer: int, direction: int, x: Tensor, state: State) -> tuple[Tensor, State]:
-    suffix = f"_l{layer}{'_reverse' * direction}"
+    suffix = f"_l{layer}_reverse" if direction else f"_l{layer}"
     w_ih, w_hh = getattr(module, f"weight_ih{suffix}"), getattr(module, f"weight_hh{suffix}")
     b_ih, b_hh, w_hr = (getattr(module, f"{name}{suffix}", None) for name in ("bias_ih", "bias_hh", "weight_hr"))
     advance = _step_of(module)(w_hh, b_hh, w_hr)
@@ -128,7 +128,9 @@ def _cell(module: Any, x: Tensor, hx: Any = None) -> Any:
         return _map_state(lambda t: t.squeeze(1), _cell(module, x.unsqueeze(1), state))
     zero = x.new_zeros(*x.shape[:2], module.hidden_size)
     is_lstm = isinstance(module, nn.LSTMCell)
-    start: Any = hx if hx is not None else ((zero, zero) if is_lstm else zero)
+    start: Any = hx
+    if hx is None:
+        start = (zero, zero) if is_lstm else zero
     projected = linear(x, module.weight_ih, _input_bias(module, module.bias_ih, module.bias_hh))
     states = tuple(t.to(projected.dtype) for t in (start if is_lstm else (start,)))
     after = _step_of(module)(module.weight_hh, module.bias_hh)(projected, states)

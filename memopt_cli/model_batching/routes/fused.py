@@ -24,10 +24,10 @@ from torch import Tensor, fx, nn
 
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.attention import TRACEABLE
-from memopt_cli.model_batching.kernels.functions import Call, operation_of, shape_query
+from memopt_cli.model_batching.kernels.functions import GraphCall, operation_of, shape_query
 from memopt_cli.model_batching.kernels.modules import KERNELS, kernel_of, mapped, run_custom
 from memopt_cli.model_batching.mapping import refuse_segments
-from memopt_cli.model_batching.routes.interface import Refused, Route
+from memopt_cli.model_batching.routes.interface import Route, RouteRefusedError
 from memopt_cli.model_batching.stacked import slots_of
 from memopt_cli.runtime import (
     ConfigsByLength,
@@ -49,7 +49,7 @@ class FusedRoute(Route):
     def __init__(self, tree: nn.Module, models: int) -> None:
         for path, module in named_parts(tree):
             if has_hooks(module):
-                raise Refused(f"module '{path or '(root)'}' has hooks, which a graph would not run")
+                raise RouteRefusedError(f"module '{path or '(root)'}' has hooks, which a graph would not run")
         self._module = FusedModule(tree, models)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,7 +86,7 @@ def _key(skeleton: Any) -> Any:
     try:
         hash(key := (structure, *((type(leaf), leaf) for leaf in leaves)))
     except TypeError as error:
-        raise Refused(f"an argument that is not a tensor cannot be part of a graph: {error}") from error
+        raise RouteRefusedError(f"an argument that is not a tensor cannot be part of a graph: {error}") from error
     return key
 
 
@@ -131,7 +131,8 @@ class _Tracer(fx.Tracer):
         if self.is_leaf_module(m, path):
             return self.create_proxy("call_module", path, args, kwargs)
         substitute = TRACEABLE.get(type(m))
-        last_node, stack = _last_node(self.graph), self.module_stack.copy()
+        last_node = _last_node(self.graph)
+        stack = self.module_stack.copy()
         try:
             return substitute(m, *args, **kwargs) if substitute else super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -161,14 +162,16 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
         try:
             graph = _Tracer().trace(entry)
         except Exception as error:
-            raise Refused(f"{type(source).__name__} cannot be traced: {error}") from error
+            raise RouteRefusedError(f"{type(source).__name__} cannot be traced: {error}") from error
         if not bit_equal(generators, generator_state()):
-            raise Refused(
+            raise RouteRefusedError(
                 f"{type(source).__name__} draws random numbers in its own code, which a graph would not repeat"
             )
     changed = [path for path, attributes in _attributes(entry.model).items() if attributes != before.get(path)]
     if changed:
-        raise Refused(f"module '{changed[0] or '(root)'}' keeps state in attributes, which a graph would not update")
+        raise RouteRefusedError(
+            f"module '{changed[0] or '(root)'}' keeps state in attributes, which a graph would not update"
+        )
     return graph, entry
 
 
@@ -242,11 +245,11 @@ class _GraphFusion:
         return self._call(node, str(node.target), functools.partial(_call_method, str(node.target)))
 
     def _call(self, node: fx.Node, name: str, function: Callable[..., Any]) -> tuple[bool, fx.Node]:
-        call = Call(name, function, self._flags(node.args), self._flags(node.kwargs))
+        call = GraphCall(name, function, self._flags(node.args), self._flags(node.kwargs))
         args, kwargs = self._map_nodes(node.args), self._map_nodes(node.kwargs)
         if True not in tree_leaves((call.args, call.kwargs)):
             if name in _RANDOM_FUNCTIONS:
-                raise Refused(
+                raise RouteRefusedError(
                     f"{name} draws numbers whose shape depends on no input, so that they would be equal in all models"
                 )
             return False, self._emit(node, function, args, kwargs)
@@ -259,7 +262,9 @@ class _GraphFusion:
     def _module_operation(self, module: nn.Module, path: str) -> Callable[..., Any]:
         config = settings_of(module)
         if isinstance(config, ConfigsByLength):
-            raise Refused(f"module '{path or '(root)'}' has a plan by length, which depends on the model's input")
+            raise RouteRefusedError(
+                f"module '{path or '(root)'}' has a plan by length, which depends on the model's input"
+            )
         if config is not None and not config.through_loss:
             return _fused_segment(module, self._models)
         if isinstance(module, AbstractBatchModule):

@@ -7,12 +7,12 @@ from typing import Any, Literal, Protocol
 RouteName = Literal["fused", "vmap", "loop"]
 
 
-class Refused(Exception):
+class RouteRefusedError(Exception):
     """The refusal of a route to run a model; the message says why and names the module or function."""
 
 
 class Route(Protocol):
-    """A runner of one stacked model, whose present tensors it reads at every call."""
+    """A runner of one stacked model, whose current tensors it reads at every call."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the outputs of all models for ``args`` and ``kwargs``; all tensors are (models, …)."""

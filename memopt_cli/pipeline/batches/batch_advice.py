@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from memopt_cli.errors import UsageError
@@ -15,6 +16,7 @@ from memopt_cli.pipeline.batches.batch_probes import (
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
+    LONGEST_STEP_S,
     BatchAdvice,
     BatchEstimate,
     BatchProbe,
@@ -25,18 +27,19 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.batch_size.memory_limit import limits_of_device
 from memopt_cli.search.batch_size.search import BatchSearch
+from memopt_cli.text.units import format_seconds
 
 NO_BATCH = "Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop."
 """Words to say when Ctrl-C ends the search for the batch, and the plan stays."""
 
 _MAX_BATCH_FACTOR = 1000
-"""Multiple of the described batch beyond which the advice does not count memory as the limit.
+"""The advice does not count memory as the limit beyond this many times the described batch.
 
 Example: 360,000 sequences of a small recurrent network would fit, and 128 are trained."""
 _MIN_RUNS = 2
 """Lowest number of batch sizes that are run for the advice, as far as they can be run."""
 _AIMED_TIME_SHARE = 0.7
-"""Share of the longest step that the predicted time of a run may take.
+"""A run may be predicted to take at most this share of the longest step.
 
 The prediction comes from a warm measurement, but the run is cold and records its memory: it took 1.2 to 1.5 times as
 long in a ResNet and a spiking VGG.  A step that is too long costs another run.
@@ -69,8 +72,9 @@ def advise(
     if isinstance(advice, str):
         notes.append(f"No batch recommendation: {advice.removesuffix('.')}.")
         return None
-    details.extend(optimizer_state_notes(prepared))
-    return advice
+    left_out = optimizer_state_notes(prepared)
+    details.extend(left_out)
+    return replace(advice, without_optimizer=bool(left_out))
 
 
 def _find_advice(
@@ -109,13 +113,25 @@ def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
     batch = search.model.largest_within(budget_bytes)
     if not batch:
         return f"not even a batch of {search.model.smallest_batch} fits in {search.runs.limits.text}"
+    because = _too_large(batch, first_run)
     return BatchEstimate(
         batch=batch,
         predicted_peak_bytes=round(search.model.peak_bytes(batch)),
         budget_bytes=budget_bytes,
-        is_limited_by_memory=batch <= _MAX_BATCH_FACTOR * first_run.batch,
+        is_limited_by_memory=not because,
+        because=because,
         is_measured=any(run.batch == batch for run in search.runs.fitting),
     )
+
+
+def _too_large(batch: int, described: BatchProbe) -> str:
+    """Return why ``batch`` is larger than anybody trains with, in words; empty if it is not."""
+    if batch > _MAX_BATCH_FACTOR * described.batch:
+        return f"it is more than {_MAX_BATCH_FACTOR} times the given batch"
+    step_s = described.step_s * batch / described.batch
+    if step_s > LONGEST_STEP_S and batch > described.batch:
+        return f"its step would take about {format_seconds(step_s)}"
+    return ""
 
 
 def _advise_by_runs(search: BatchSearch) -> BatchAdvice | str:
@@ -153,7 +169,8 @@ def begin_advice(
     device, longest_s = prepared.subject.settings.device, request.longest_step_s
     if longest_s is None:
         least_s = _MIN_S if device == "cpu" else _MIN_GPU_S
-        longest_s = round(max(min(max(_LONGEST_STEPS * measurement.step_s, least_s), _MAX_S), measurement.step_s), 1)
+        longest_s = max(min(max(_LONGEST_STEPS * measurement.step_s, least_s), _MAX_S), measurement.step_s)
+        longest_s = math.ceil(10 * longest_s) / 10  # no less than the described step
     probes = BatchProbes(session=session, plan=plan, progress=prepared.progress)
     limits = limits_of_device(device, longest_s, aim=_AIMED_TIME_SHARE, budget=request.goal.budget)
     search = probes.search(prepared.batch, limits)

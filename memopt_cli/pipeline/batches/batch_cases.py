@@ -17,7 +17,7 @@ from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_copies
 
 _LOOP_TIME_SHARE = 0.02
-"""Share of ``--longest-step`` that steps may take if the model loops over its batch.
+"""If the model loops over its batch, steps may take at most this share of ``--longest-step``.
 
 A larger batch is hardly faster then, and takes long to run: a GRU cell over 850 rows trained 170 samples a second, over
 7,076 rows 115, and six runs took ten minutes."""
@@ -81,7 +81,7 @@ class CaseSearch:
     prepared: Prepared
     notes: list[str]
     limits: Limits
-    most_runs: int
+    max_runs: int
     """Maximum number of runs to find the batches that fit, in all cases together."""
     replicas: Sequence[int] = ()
     """Numbers of copies to choose from; empty: a single model is trained."""
@@ -109,7 +109,7 @@ class CaseSearch:
                 run=self.run,
             )
             batch, multiple = self.prepared.batch, self.limits.multiple_of
-            run_count = max(-(-(self.most_runs - self.runs) // cases_left), 0 if self.runs else min(2, self.most_runs))
+            run_count = max(-(-(self.max_runs - self.runs) // cases_left), 0 if self.runs else min(2, self.max_runs))
             limits = replace(self.limits, probes=run_count)
             case.search = case.probes.search(max(multiple, batch // multiple * multiple), limits, ratio)
             self.searched.append(case)
@@ -136,8 +136,9 @@ class CaseSearch:
         if not (warning := loop_warning(case.probes)):
             return
         if runs.limits.probes:
-            runs.limits = replace(runs.limits, longest_step_s=_LOOP_TIME_SHARE * runs.limits.longest_step_s)
-            warning += f" Its steps are kept to {runs.limits.longest_step_s:g} s, a fiftieth of `--longest-step`."
+            longest_s, name = _LOOP_TIME_SHARE * runs.limits.longest_step_s, "a fiftieth of `--longest-step`"
+            runs.limits = replace(runs.limits, longest_step_s=longest_s, time_name=name)
+            warning += f" Its steps are kept to {longest_s:g} s, {name}."
         if warning not in self.notes:
             self.notes.append(warning)
 
@@ -164,8 +165,8 @@ class CaseSearch:
         if other_failures and not case.search.runs.measured:
             raise_failure(other_failures[0])
         if case.search.model.predict is None and not case.search.runs:
-            limit, hint = f"{self.most_runs} runs are the limit", "Give a range of fewer sizes to `--dim`."
-            if not self.most_runs:
+            limit, hint = f"{self.max_runs} runs are the limit", "Give a range of fewer sizes to `--dim`."
+            if not self.max_runs:
                 limit, hint = "nothing is to be run", "Run it on that device, without `--for` or `--fake`."
             raise StepError(
                 f"the step cannot run on tensors without data, so nothing is known{case.text} without a run, and "
@@ -182,7 +183,7 @@ class CaseSearch:
     @property
     def left(self) -> int:
         """Number of runs that may still be made."""
-        return self.most_runs - self.runs
+        return self.max_runs - self.runs
 
     def run_more(self, case: Case, run: Callable[[BatchSearch], None]) -> None:
         """Continue the finished search of ``case`` by ``run``, within the runs that are left."""

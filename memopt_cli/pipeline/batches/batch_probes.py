@@ -33,7 +33,7 @@ def check_varied(prepared: Prepared) -> None:
 
 
 def fixed_batch_reason(search: BatchSearch, prepared: Prepared) -> str:
-    """Return why dimension 0 of the inputs seems to be no batch, in words; empty if the batch can be varied.
+    """Return why dimension 0 of the inputs seems not to be the batch; empty if the batch can be varied.
 
     Example: a model holds the edges of one graph as indices, and its inputs have one row for each node.  With more rows
     it runs, pointlessly; with fewer it fails, as edges point at missing rows.  So the model is tried on fewer rows.
@@ -46,7 +46,7 @@ def fixed_batch_reason(search: BatchSearch, prepared: Prepared) -> str:
     if not refusal:
         return ""
     return (
-        f"'{name}' of the model seems to point at rows of the inputs, so that dimension 0 is no batch: with "
+        f"'{name}' of the model seems to point at rows of the inputs, so dimension 0 is not the batch: with "
         f"{largest_indices[name]} of the {search.batch} described, {refusal}"
     )
 
@@ -89,9 +89,13 @@ def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...
     if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:
         return ()
     adamw = adamw or format_bytes(2 * facts.trainable_bytes)
-    return (
-        f"No optimizer is counted; AdamW's state would add {adamw}. Name yours with `--optimizer`, which may be none.",
-    )
+    return (f"No optimizer is counted; AdamW's state would add {adamw}. Name yours, or none, with `--optimizer`.",)
+
+
+def limit_text(limits: Limits, prepared: Prepared) -> str:
+    """Return the budget of ``limits`` in words, which end with what it leaves out."""
+    is_without = bool(optimizer_state_notes(prepared))
+    return limits.text + ", without an optimizer's state, which `--optimizer adamw` counts" * is_without
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,7 +120,7 @@ class BatchProbes:
     inferred: dict[int, float] = field(default_factory=dict)
     """Batch -> peak in bytes read off a line through dry runs at other batches, without a dry run of its own."""
     place: str = ""
-    """Words that progress shows beside a batch, such as "rank 0 of 8"."""
+    """Words that progress shows with a batch, such as "rank 0 of 8"."""
     _counted: dict[int, Counted | Failure] = field(default_factory=dict)
 
     def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:

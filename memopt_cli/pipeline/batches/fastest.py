@@ -23,7 +23,7 @@ from memopt_cli.files.contents import fastest_data
 from memopt_cli.files.outputs import pair_paths
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, optimizer_state_notes
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, limit_text, optimizer_state_notes
 from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, rank_pairs
 from memopt_cli.pipeline.batches.pricing import Pricing
 from memopt_cli.pipeline.batches.recommendation import accumulation_notes, batch_file, call_of, check_inputs
@@ -120,7 +120,7 @@ class _FastestSearch:
     notes: list[str]
     interrupted: bool = False
     untried: str = ""
-    """Reason why no plan was tried, or empty."""
+    """Reason why no plan was tried; empty if one was."""
     call: ModelCall = ModelCall()
     probes: SearchProbes = field(init=False)
     trials: Trials = field(init=False)
@@ -215,7 +215,7 @@ class _FastestSearch:
             prepared=self.prepared,
             notes=self.notes,
             limits=self.limits,
-            most_runs=_MAX_ORIGINAL_RUNS,
+            max_runs=_MAX_ORIGINAL_RUNS,
             run=self._run_original,
         )
         try:
@@ -230,7 +230,7 @@ class _FastestSearch:
             )
             # Rounding to a part of the global batch may give a new batch: allow a run for it.
             if best not in case.search.runs:
-                search.most_runs = max(search.most_runs, search.runs + 1)
+                search.max_runs = max(search.max_runs, search.runs + 1)
             search.run_more(case, lambda batch_search: batch_search.also_run([best]))
             search.run_more(case, lambda batch_search: batch_search.seek_faster(smaller, max_runs=search.left))
         return case
@@ -272,7 +272,7 @@ class _FastestSearch:
         return FastestTraining(
             header=file_header(self.prepared.at(pairs[chosen].batch)),
             budget_bytes=self.limits.budget_bytes,
-            limit=self.limits.text,
+            limit=limit_text(self.limits, self.prepared),
             runs=tuple(pairs),
             chosen=chosen,
             original=best_original(pairs),

@@ -12,7 +12,7 @@ from memopt_cli.search.batch_size.accumulation import accumulate, make_accumulat
 from memopt_cli.search.batch_size.runs import Limits
 
 _TIE_SHARE = 0.01
-"""Share by which two rates may differ and still count as equal; then the simpler plan wins."""
+"""Two rates that differ by at most this share count as equal, and the simpler plan wins."""
 
 _MAX_FINALISTS = 3
 """Maximum number of pairs that are run again at the end."""

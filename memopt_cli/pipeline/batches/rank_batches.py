@@ -10,7 +10,13 @@ from memopt_cli.errors import NothingFitsError
 from memopt_cli.files.contents import read_plan
 from memopt_cli.inputs.spec_text import ranks_asked
 from memopt_cli.measure.jobs import ORIGINAL
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, loop_warning, optimizer_state_notes
+from memopt_cli.pipeline.batches.batch_probes import (
+    BatchProbes,
+    check_varied,
+    limit_text,
+    loop_warning,
+    optimizer_state_notes,
+)
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
@@ -71,7 +77,7 @@ def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Pl
     job.check()
     return RanksRecommendation(
         header=file_header(prepared),
-        limit=limits.text,
+        limit=limit_text(limits, prepared),
         rows=tuple(job.rows),
         fewest_ranks=job.fitting[0].layout.ranks,
         notes=(*job.notes, *prepared.messages),

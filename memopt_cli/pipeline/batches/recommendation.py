@@ -17,7 +17,7 @@ from memopt_cli.files.outputs import check_outputs, output_paths
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL, CallJob, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
-from memopt_cli.pipeline.batches.batch_probes import check_varied, optimizer_state_notes
+from memopt_cli.pipeline.batches.batch_probes import check_varied, limit_text, optimizer_state_notes
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.sessions import Sessions
@@ -121,7 +121,7 @@ def recommend_prepared(
         prepared=prepared,
         notes=notes,
         limits=limits,
-        most_runs=limits.probes - RUNS * bool(lengths),
+        max_runs=limits.probes - RUNS * bool(lengths),
         replicas=request.replicas.sizes() if request.replicas is not None else (),
     )
     job = _BatchSearch(request=request, prepared=prepared, longest=longest, search=search)
@@ -203,7 +203,7 @@ class _BatchSearch:
         return BatchRecommendation(
             header=file_header(self.prepared),
             objective=self.request.aim,
-            limit=self.search.limits.text,
+            limit=limit_text(self.search.limits, self.prepared),
             rows=tuple(case.row() for case in cases),
             chosen=cases.index(main),
             batch=self._chosen_batch(main),
@@ -280,7 +280,8 @@ class _BatchSearch:
 
     def _accumulation(self, main: Case) -> Accumulation | None:
         """Return the number of passes in a step of the optimizer; ``None`` for one pass and no global batch."""
-        batch, global_batch = self._chosen_batch(main), self.request.global_batch
+        batch = self._chosen_batch(main)
+        global_batch = self.request.global_batch
         if global_batch is None:
             return make_accumulation(batch, self.request.settings.micro_batches)
         return accumulate(global_batch, batch, self.request.multiple_of)

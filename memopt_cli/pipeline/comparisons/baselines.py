@@ -202,7 +202,9 @@ def _plan_change(before: Plan, after: Plan, moves: Paths) -> PlanChange:
 
 
 def _change_of(before: bool, after: bool) -> Literal["same", "dropped", "added"]:
-    return "same" if before == after else "added" if after else "dropped"
+    if before == after:
+        return "same"
+    return "added" if after else "dropped"
 
 
 def _peak_moved(before: PeakPlace | None, after: PeakPlace | None, moves: Paths) -> bool:
@@ -218,7 +220,7 @@ def find_renames(
 
     Example: ``features.0.conv`` is gone and ``backbone.0.conv`` is new, with the same class, parameters, buffers and
     output bytes.  Without the last names that both share, the pair votes for the rename ``features`` -> ``backbone``.
-    The renames with most votes are applied first, also to modules that have changed in size.
+    The renames with most votes are applied first, even to modules that have changed in size.
     """
     old, new = ({m.path: m for m in modules} for modules in (before, after))
     missing = {path: module for path, module in old.items() if path not in new}

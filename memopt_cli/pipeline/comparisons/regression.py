@@ -24,7 +24,7 @@ from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.step_peaks import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.pipeline.prediction import predicted_ranks
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
-from memopt_cli.pipeline.terms import differences
+from memopt_cli.pipeline.terms import command_line, differences, step_flags
 from memopt_cli.records import (
     RECORDED,
     Baseline,
@@ -46,13 +46,13 @@ from memopt_cli.records import (
     StepTrace,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.text.documents import kept_below, quoted_flag, quoted_path
+from memopt_cli.text.documents import kept_below, quoted_flag
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.text.writing import content, write_all
 
 
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
-    """Measure a training step and write what it needs.  Raises :class:`MemoptError`."""
+    """Measure a training step and write what it needs."""
     check_outputs([Path(request.output)], request.source.location, force=request.force)
     opening = opening_of(request, request.settings, layout=request.layout)
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)
@@ -89,12 +89,13 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
 def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, StepSettings]:
     """Return the baseline of ``request``, the request completed from it, and the settings of the step.
 
-    Raises :class:`BaselineError` and :class:`UnsafeFileError`.
+    Raises :class:`BaselineError` if the file is not a baseline, and :class:`UnsafeFileError` if it names code.
     """
     before = read_measured(request.baseline_path)
     if before.conditions is None:
         raise BaselineError(
-            f"{request.baseline_path} is a summary of memopt optimize, not a baseline", hint=_record_anew(request)
+            f"{request.baseline_path} is a summary of memopt optimize, not a baseline",
+            hint="Record one with `memopt baseline MODEL -i SHAPE -o FILE`, and name it with `--baseline FILE`.",
         )
     _refuse_named_code(request, before, before.conditions)
     settings = _settings(request, before.conditions.settings)
@@ -107,7 +108,8 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) 
     """Check a model that is ready, as :func:`check` does."""
     _require_same_model(request, before, prepared)
     step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
-    header, planned_memory = file_header(prepared), replace(before.memory, plan=step.plan)
+    header = file_header(prepared)
+    planned_memory = replace(before.memory, plan=step.plan)
     after = replace(before, header=replace(header, model=request.source.location), memory=planned_memory)
     with prepared.session(prepared.dry_data) as session:
         after = replace(after, conditions=replace(require_answer(session.ask(ConditionsJob())), layout=request.layout))
@@ -142,8 +144,7 @@ def _refuse_named_code(request: CheckRequest, before: Baseline, conditions: Cond
         missing["--input-script"] = spec.script
     layout = conditions.layout
     if layout is not None and request.layout is None and not is_built_in(layout.parallel):
-        mesh = ",".join(f"{name}={length}" for name, length in layout.mesh.items())
-        missing |= {"--parallel": layout.parallel, "--ranks": str(layout.ranks), "--mesh": mesh}
+        missing |= _layout_flags(layout)
     if missing:
         raise _unsafe_error(request, "code", missing)
     if spec.data_file and not has_typed_inputs and not kept_below(spec.data_file, Path(request.baseline_path).parent):
@@ -181,8 +182,8 @@ def _same_device(device: str) -> str:
     if kind == "cuda" and resolve_device("auto") == "cpu":
         raise BaselineError(
             f"the baseline was recorded on {device}, and PyTorch sees no CUDA device here",
-            hint="Check on a machine with a GPU, or keep a second baseline for the CPU: "
-            "`memopt baseline --device cpu`.",
+            hint="Check on a machine with a GPU, or keep a second baseline for the CPU: record it with `--device cpu` "
+            "and `-o FILE`.",
         )
     return kind
 
@@ -205,8 +206,8 @@ def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepa
         raise BaselineError(
             f"{request.baseline_path} is not comparable: it is of another model, {root} of {before.header.model}; "
             f"{location} holds {class_name}",
-            hint="Keep one baseline for each model, and name it with `--baseline FILE`: "
-            f"`memopt baseline {quoted_path(location)} … -o FILE`",
+            hint=f"If {root} has another name now, record its baseline again. Otherwise keep one for each model: "
+            "`-o FILE` of `memopt baseline` writes it there, and `--baseline FILE` checks it.",
         )
 
 
@@ -223,15 +224,31 @@ def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline
         texts = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
         raise BaselineError(
             f"{request.baseline_path} is not comparable: {texts}",
-            hint="Check the step that was recorded, or record the step that you want to "
-            f"check.\n{_record_anew(request)}",
+            hint="Check the step that was recorded, or record the step that you want to check.\n"
+            + _record_anew(request, after),
         )
 
 
-def _record_anew(request: CheckRequest) -> str:
-    output = f"-o {quoted_path(request.baseline_path)} --force"
-    location = quoted_path(request.source.location)
-    return f"Record one of the step that is checked here: `memopt baseline {location} … {output}`"
+def _record_anew(request: CheckRequest, after: Baseline) -> str:
+    """Return the hint with the command that records the step of ``after``, which was to be checked."""
+    source, plan, conditions = request.source, request.plan_path, after.conditions
+    flags = [
+        quoted_flag("--weights", source.weights) if source.weights else "",
+        source.typed_trust.flags,
+        *(step_flags(after.header.spec, conditions.settings) if conditions else []),
+        *(quoted_flag(*flag) for flag in _layout_flags(request.layout).items()),
+        quoted_flag("--plan", plan) if plan else "",
+        quoted_flag("-o", request.baseline_path),
+        "--force",
+    ]
+    return f"Record the step that is checked here: `{command_line('baseline', source.location, flags)}`"
+
+
+def _layout_flags(layout: RankLayout | None) -> dict[str, str]:
+    if layout is None:
+        return {}
+    mesh = ",".join(f"{name}={length}" for name, length in layout.mesh.items())
+    return {"--parallel": layout.parallel, "--ranks": str(layout.ranks), "--mesh": mesh}
 
 
 def _plan(path: str | None, prepared: Prepared) -> Plan:

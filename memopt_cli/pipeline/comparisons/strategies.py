@@ -58,7 +58,7 @@ Probe = Callable[[int], BatchProbe | Failure]
 def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> StrategyComparison:
     """Measure each strategy at a few lengths of the range, as far as they fit, and estimate the others by a line.
 
-    The curve of a strategy that cannot be run says why.  Raises :class:`MemoptError`.
+    The curve of a strategy that cannot be run says why.
     """
     started = time.monotonic()
     plan: Plan | StepFailed | None = read_plan(request.plan_path)[1] if request.plan_path is not None else None
@@ -192,7 +192,8 @@ class _StrategySearch:
         After a single run, the peak is assumed to grow in proportion.  That exaggerates, and the second run is needed
         for a line, so it may exceed the user's limit, but not the memory of this machine.
         """
-        line, limit_bytes = _line(measured_runs), min(self.limits.budget_bytes, self.limits.runnable_bytes)
+        line = _line(measured_runs)
+        limit_bytes = min(self.limits.budget_bytes, self.limits.runnable_bytes)
         if line is None:
             (first_steps, run), limit_bytes = *measured_runs.items(), self.limits.runnable_bytes
             line = 0.0, run.allocated_peak_bytes / first_steps

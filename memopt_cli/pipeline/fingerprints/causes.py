@@ -318,7 +318,7 @@ def _by_choice(pair: Pair) -> Cause | None:
 
 
 _TIE_DISTANCE = 1e-5
-"""Relative distance up to which values count as tied, where float32 was compared to the bit."""
+"""Values at most this far apart, relatively, count as tied, where float32 was compared bit for bit."""
 
 
 def _choices(pair: Pair) -> Iterator[tuple[ChoicePrint, ChoicePrint]]:

@@ -27,7 +27,7 @@ Rounding that changes a tensor by this much is not used at all: it has tipped a 
 as where a threshold or a length is a parameter.
 """
 ROUNDING_SHARE = 1e-3
-"""Share of the largest gradient's elements below which the elements of a gradient may be nothing but rounding."""
+"""Elements of a gradient below this share of the largest gradient's elements may be nothing but rounding."""
 
 
 def compare_fingerprints(
@@ -42,9 +42,9 @@ def compare_fingerprints(
 ) -> tuple[FingerprintCheck, bool]:
     """Compare the fingerprints of two steps; return the check, and whether they agree.
 
-    ``exact``: whether they must agree to the bit.  Otherwise floating tensors must agree in half of the digits of their
+    ``exact``: whether they must be bit-identical.  Otherwise floating tensors must agree in half of the digits of their
     dtype, or of a dtype with ``epsilon`` if that has fewer.  ``rounded``: the fingerprint of the original with rounded
-    parameters; where it differs by more, the plan may as well.
+    parameters.  A tensor that rounding changes may differ by ten times that change, if that is more.
     """
     original_tensors, planned_tensors, rounded_tensors = (
         {tensor.name: tensor for tensor in side.tensors} if side is not None else {}

@@ -32,8 +32,8 @@ def prepared_factory(
     """Prepare the model that ``model`` builds, whose parameters are never allocated, to be predicted.
 
     ``functions``: the functions that the step calls, and the function that spreads the model.  A function that a
-    subprocess could not import is run in this process, and a note says why.  Raises :class:`MemoptError`, also for a
-    plan that does not suit the model.
+    subprocess could not import is run in this process, and a note says why.  Raises :class:`MemoptError` if
+    ``plan`` does not suit the model.
     """
     obstacle = next(filter(None, (function.obstacle for function in (model, *functions))), "")
     if model.obstacle and model.function is not None:

@@ -44,7 +44,7 @@ def _replace(model: nn.Module, plan: Plan) -> None:
 
 
 def _import_agreement(group: object) -> tuple[Any, Any]:
-    """Check ``group``, and import the functions that handle it.  Raises :class:`OptionError` if it is no group."""
+    """Check ``group``, and import the functions that handle it.  Raises :class:`OptionError` if it is not a group."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():

@@ -70,14 +70,14 @@ def prepared_model(
     Model and inputs go to subprocesses through files in a folder that is removed afterwards.  A model that a
     subprocess could not read is profiled in this process, and a note says why; so is one with ``functions``, which the
     settings name, that a subprocess could not import.
-    Raises :class:`OptionError` for inputs that are no tensors or plain containers, and :class:`StepError` for a model
+    Raises :class:`OptionError` for inputs that are not tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
     with refuse_recursion(), also_prepared_model(unwrap(model), inputs, settings, functions) as prepared:
-        yield replace(prepared, notes=(*prepared.notes, *wrapper_notes(model)))
+        yield replace(prepared, notes=(*prepared.notes, *notes_on_wrapping(model)))
 
 
-def wrapper_notes(model: nn.Module) -> list[str]:
+def notes_on_wrapping(model: nn.Module) -> list[str]:
     """Return notes on a wrapper around ``model`` that is left out, and on parts of it that are compiled."""
     name, wrapped = type(model).__name__, unwrap(model)
     left_out = [f"The step is measured without {name}, and the memory of {name} is not counted."]
@@ -144,7 +144,7 @@ class _Called(Exception):
 def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) -> Arguments:
     """Return the arguments of the first call of the model in ``example_forward``, which runs on a copy up to there.
 
-    Raises :class:`OptionError` if it does not call the model, or if positional arguments have no names beside others
+    Raises :class:`OptionError` if it does not call the model, or if positional arguments have no names next to others
     that are given by name.
     """
     model_copy = detached_copy(model)

@@ -1,4 +1,4 @@
-"""Prepare a step of the user's own for the Python API, from the function that makes it.
+"""Prepare the user's own step for the Python API, from the function that makes it.
 
 Profiling subprocesses import the function by name; if they cannot, it is called in this process.
 """
@@ -27,7 +27,7 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
 
     A new step is made, so that the user's own is not changed.  A function that a subprocess could not import is called
     in this process, and a note says why.
-    Raises :class:`OptionError` for inputs that are no tensors or plain containers, and what :func:`make_step` raises.
+    Raises :class:`OptionError` for inputs that are not tensors or plain containers, and what :func:`make_step` raises.
     """
     name = getattr(make, "__qualname__", type(make).__name__)
     obstacle = _why_not_importable(make, name)

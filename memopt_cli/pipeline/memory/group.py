@@ -38,7 +38,8 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
     Raises :class:`MemoptError`, on all ranks if one fails before it waits for others, and :class:`RankLostError` if
     another rank is gone.
     """
-    started, targets = time.monotonic(), [Path(request.output)] if request.output and request.rank == 0 else []
+    started = time.monotonic()
+    targets = [Path(request.output)] if request.output and request.rank == 0 else []
     check_outputs(targets, request.source.location, force=request.force)
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
     plan.require_eager("ranks are measured without a compiler")
@@ -73,12 +74,12 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
 def _device(request: MeasureRequest) -> str:
     """Return the device of this rank, for CUDA by its local rank.
 
-    Raises :class:`UsageError` for a model that is no function, and for a device that all ranks would share or that does
-    not exist.
+    Raises :class:`UsageError` for a model that is not a function, and for a device that does not exist or that all
+    ranks would share.
     """
     if not is_factory(request.source.location):
         raise UsageError(
-            f"{request.source.location} is not a function, but every rank must build the model that it spreads",
+            f"{request.source.location} is not a function that builds the model, and every rank must build its own",
             hint="Name what builds the model: package.module:callable, or file.py:function.",
         )
     if ":" in request.settings.device:

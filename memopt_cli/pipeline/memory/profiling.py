@@ -41,7 +41,7 @@ from memopt_cli.search.estimation import add_seconds, estimate
 from memopt_cli.text.units import format_apart
 
 _TRUSTED_ERROR = 0.01
-"""Largest relative error of the tensor peak of a dry run, by the measured one, up to which dry runs are trusted."""
+"""Dry runs are trusted if the tensor peak of one differs from the measured one by at most this share."""
 
 
 def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> StepProfile:

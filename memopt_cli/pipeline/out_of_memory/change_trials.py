@@ -18,6 +18,7 @@ from memopt_cli.pipeline.plans.optimization import find
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.terms import command_line
 from memopt_cli.records import (
+    LONGEST_STEP_S,
     STEP,
     BatchAdvice,
     BatchRequest,
@@ -36,30 +37,31 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.documents import quoted_path
-from memopt_cli.text.units import exact_bytes, format_bytes
+from memopt_cli.text.units import exact_bytes, format_bytes, format_count
 
 _LEVEL: Final = 4
 """Level of the search for a plan: the highest, as the step must fit by any means."""
 _SEARCH_S: Final = 30.0
 """Time limit of the search for a plan, in seconds."""
-LONGEST_STEP_S: Final = 60.0
-"""Longest step that the search for micro-batches runs, in seconds."""
 
 
 def plan_in_words(plan: Plan) -> str:
     """Return ``plan`` in words, such as ``a plan of 3 segments, the optimizer in backward``."""
     in_backward, plan = plan.in_backward, plan.longest
-    count = len(plan.segments)
-    parts = (
-        f"a plan of {count} segment{'s' * (count != 1)}" * (count > 0),
-        "a plan that packs saved tensors" * (plan.packed and not count),
-        "the optimizer in backward" * in_backward,
-    )
-    return ", ".join(filter(None, parts)) or "the step as it is"
+    parts = []
+    if plan.segments:
+        parts.append(f"a plan of {format_count(len(plan.segments), 'segment')}")
+    elif plan.packed:
+        parts.append("a plan that packs saved tensors")
+    if in_backward:
+        parts.append("the optimizer in backward")
+    return ", ".join(parts) or "the step as it is"
 
 
 def _change_of(plan: Plan) -> Literal["plan", "offload", "optimizer in backward"]:
-    return "offload" if plan.sends else "optimizer in backward" if plan.in_backward else "plan"
+    if plan.sends:
+        return "offload"
+    return "optimizer in backward" if plan.in_backward else "plan"
 
 
 class ChangeTrials:
@@ -87,10 +89,10 @@ class ChangeTrials:
                 and self._request.settings.may_update_in_backward
                 and stays_bytes - gradient_bytes < self._limit_bytes
             )
-            self.refused.append(
-                f"memopt cannot make it fit: parameters, gradients, optimizer state and buffers take {stays}."
-                + " `--optimizer-in-backward` frees each gradient as soon as it is used." * may_free_gradients
-            )
+            text = f"memopt cannot make it fit: parameters, gradients, optimizer state and buffers take {stays}."
+            if may_free_gradients:
+                text += " `--optimizer-in-backward` frees each gradient as soon as it is used."
+            self.refused.append(text)
             return ()
         suggestions = [
             *self._attempt("A plan", self._try_plan),
@@ -161,7 +163,7 @@ class ChangeTrials:
         measurement = row.outcome
         assert isinstance(measurement, Measurement), "it is within the budget"
         is_rounded = findings.verification is not None and not findings.verification.is_bit_exact
-        text = plan_in_words(findings.plan) + ", equal within rounding" * is_rounded
+        text = plan_in_words(findings.plan) + (", equal within rounding" if is_rounded else "")
         if sends:
             text += f", sending {format_bytes(measurement.elsewhere_bytes)} to the {place}"
             text += f" at {row.predicted_slowdown:.2f} times the step (predicted)" if row.predicted_slowdown else ""
@@ -180,7 +182,7 @@ class ChangeTrials:
         plan = unrun.priced.plan
         return Suggestion(
             change=_change_of(plan),
-            text=plan_in_words(plan) + f", sending tensors to the {place}" * bool(place),
+            text=plan_in_words(plan) + (f", sending tensors to the {place}" if place else ""),
             command=self._plan_command(plan, place),
             plan=plan,
             predicted_bytes=unrun.priced.peak_bytes,
@@ -192,7 +194,10 @@ class ChangeTrials:
     def _plan_command(self, plan: Plan, place: str) -> str:
         """Return the command that finds ``plan``, which may send tensors to ``place``."""
         flags = [f"--level {_LEVEL} --budget {exact_bytes(self._limit_bytes)}"]
-        flags += ["--optimizer-in-backward"] * plan.in_backward + [f"--offload {place}"] * plan.sends
+        if plan.in_backward:
+            flags.append("--optimizer-in-backward")
+        if plan.sends:
+            flags.append(f"--offload {place}")
         return self._command("optimize", *flags)
 
     def _search(
@@ -260,10 +265,10 @@ class ChangeTrials:
             return
         self.notes += norm_notes(accumulation, self._prepared.facts)
         steps = -(-self._prepared.batch // run.batch)
-        differs = ", other batch statistics" * bool(self._prepared.facts.batch_norms)
+        differs = ", other batch statistics" if self._prepared.facts.batch_norms else ""
         yield Suggestion(
             change="micro-batches",
-            text=f"{prefix * row.planned}{steps} micro-batches of {run.batch}{differs}",
+            text=f"{prefix if row.planned else ''}{steps} micro-batches of {run.batch}{differs}",
             command=self._recommend_command(planned=row.planned),
             plan=plan if row.planned else ORIGINAL,
             batch=run.batch,
@@ -326,7 +331,7 @@ class ChangeTrials:
         return self._with(replace(self._prepared.subject.settings, micro_batches=2))
 
     def _require_one_pass(self) -> None:
-        """Refuse a step that is not one pass over several samples.  Raises :class:`UsageError`."""
+        """Raise :class:`UsageError` if the step is not one pass over several samples."""
         self._require_step_of_ours()
         if self._prepared.batch == 1:
             raise UsageError("the batch has one sample, which cannot be split")
@@ -334,7 +339,7 @@ class ChangeTrials:
             raise UsageError("the step accumulates already")
 
     def _require_step_of_ours(self) -> None:
-        """Refuse a step of the user's own, whose code fixes batch and precision.  Raises :class:`UsageError`."""
+        """Raise :class:`UsageError` if the step is the user's own, whose code fixes batch and precision."""
         if self._prepared.facts.format == STEP:
             raise UsageError("the batch and the precision of a custom step are fixed in its code")
 

@@ -20,11 +20,12 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.memory.step_peaks import allocated_peak, first_beyond, is_alive, live_bytes
-from memopt_cli.pipeline.out_of_memory.change_trials import LONGEST_STEP_S, ChangeTrials
+from memopt_cli.pipeline.out_of_memory.change_trials import ChangeTrials
 from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes
 from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
 from memopt_cli.records import (
+    LONGEST_STEP_S,
     STEP,
     ExplainRequest,
     Explanation,
@@ -43,7 +44,7 @@ from memopt_cli.text.documents import end_of, read_end
 from memopt_cli.text.units import format_bytes
 
 _DEFAULT_MEMORY_SHARE: Final = 0.9
-"""Share of the device's free memory that counts as the limit, where neither the user nor an error gives one."""
+"""If neither the user nor an error gives a limit, it is this share of the device's free memory."""
 _MAX_LOG_BYTES: Final = 16 << 20
 """Maximum number of bytes read from the end of a log, where the last failure is."""
 _ERROR_LIMIT: Final = "bytes held by tensors plus free bytes, according to the error"
@@ -58,21 +59,18 @@ _COUNTED_ON_CPU_NOTE: Final = "The error is from a GPU; the step was counted on 
 _MAX_HOLDERS: Final = 200
 """Maximum number of modules, or of lines of code, that are listed as holders of memory."""
 _RECORDING_SHARE: Final = 0.8
-"""Share of this machine's memory up to which a step, by its predicted peak, is run to record it."""
+"""A step is run, to record it, if its predicted peak is below this share of this machine's memory."""
 _MAX_RECORDING_S: Final = 20.0
 """Time limit, in seconds, of a step that is run for its kernel workspaces alone: they hardly change the answer."""
 
 
 def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = None) -> Explanation:
-    """Read the error or snapshot, if given, find the instant at which memory runs out, and try changes that fit.
-
-    Raises :class:`MemoptError`.
-    """
+    """Read the error or snapshot, if given, find the instant at which memory runs out, and try changes that fit."""
     started = time.monotonic()
     error = _read_error(request.log_path) if request.log_path is not None else None
     snapshot = _read_snapshot(request) if request.snapshot_path is not None else None
     event = error.event if error else ""
-    asked_bytes = error.asked_bytes if error else snapshot.asked_bytes if snapshot else 0
+    asked_bytes = next((source.asked_bytes for source in (error, snapshot) if source), 0)
     if request.source is not None:
         opening = Opening(
             source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s

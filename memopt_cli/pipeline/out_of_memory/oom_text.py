@@ -39,7 +39,7 @@ _TOTAL: Final = (re.compile(rf"total capaci?ty of {_AMOUNT}"), re.compile(rf"{_A
 _ALLOWED: Final = (re.compile(rf"{_AMOUNT} allowed"),)
 _PROCESS: Final = re.compile(rf"Process \d+ has {_AMOUNT} memory in use")
 _MIN_OTHERS_SHARE: Final = 0.1
-"""Share of a card from which on other processes that hold it are named: a desktop holds less."""
+"""Other processes are named if together they hold at least this share of the card: a desktop holds less."""
 _FREE: Final = (re.compile(rf"of which {_AMOUNT} is free"), re.compile(rf"{_AMOUNT} free"))
 _ALLOCATED: Final = (
     re.compile(rf"{_AMOUNT} is allocated by PyTorch"),
@@ -62,7 +62,7 @@ _PROCESS_LIMITS: Final = tuple(
 _MAX_LINE_CHARACTERS: Final = 1000
 """Maximum number of characters that belong to the message before, and from, "tried to allocate"."""
 _MAX_BYTES: Final = 2**63
-"""Limit from which on a number of bytes is taken for garbage and read as 0."""
+"""A number of bytes of at least this is taken for garbage and read as 0."""
 _FRAME: Final = re.compile(r'File "(?P<file>[^"\n]+)", line (?P<line>\d+)')
 _MAX_FRAME_LINES: Final = 8
 """Maximum number of lines that a frame of a traceback takes, with its code and carets."""
@@ -124,7 +124,8 @@ def _others(message: str, own_bytes: int) -> str:
 
     Where the message does not say which process is its own, that is the smallest that holds ``own_bytes``.
     """
-    held, card_bytes = [_bytes(match) for match in _PROCESS.finditer(message)], _first(_TOTAL, message)
+    held = [_bytes(match) for match in _PROCESS.finditer(message)]
+    card_bytes = _first(_TOTAL, message)
     if "this process has" not in message and held:
         held.remove(min(held, key=lambda nbytes: (nbytes < own_bytes, nbytes)))
     if not held or sum(held) < _MIN_OTHERS_SHARE * card_bytes:

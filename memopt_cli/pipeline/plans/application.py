@@ -31,7 +31,7 @@ from memopt_cli.text.writing import check_targets, write_all
 def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) -> ApplyResult:
     """Put the plan of ``request`` onto its model, verify and confirm it if asked to, and write the optimized model.
 
-    A step of the user's own is only tried: there is no model to write.
+    The user's own step is only tried: there is no model to write.
 
     Raises :class:`MemoptError`, among them :class:`VerificationError` if the plan changes what the model computes.
     """

@@ -15,13 +15,13 @@ from memopt_cli.text.paths import gather_paths
 from memopt_cli.text.units import format_apart, format_bytes
 
 _REASON_SHARE: Final = 0.1
-"""Share of a peak from which on activations and kernel workspaces are named as reasons for the peak."""
+"""Activations and kernel workspaces are named as reasons if they are at least this share of the peak."""
 _NAMED_SHARE: Final = 0.8
-"""Share of the activations at a peak that a message accounts for by the names of modules."""
+"""A message names modules until they account for this share of the activations at a peak."""
 _MAX_HOLDERS: Final = 8
 """Number of modules, or groups of similar modules, beyond which a message names the modules that contain them."""
 _WEIGHTS_SHARE: Final = 0.5
-"""Share of a peak above which a message says that parameters and gradients are most of the peak."""
+"""Above this share of a peak, a message says that parameters and gradients are most of the peak."""
 
 
 class NotRunHereError(NothingFitsError):
@@ -88,8 +88,9 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
         holders = _largest_holders(smallest, _NAMED_SHARE * rest_bytes)
         names = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in holders)
         others = rest_bytes - sum(nbytes for _, nbytes in holders)
-        more = f", and {format_bytes(others)} of others" * (others > 0)
-        yield f"The rest are activations and tensors that backward makes: {names}{more}."
+        if others > 0:
+            names += f", and {format_bytes(others)} of others"
+        yield f"The rest are activations and tensors that backward makes: {names}."
     weights_bytes = smallest.breakdown.parameters_bytes + smallest.breakdown.gradients_bytes
     if weights_bytes > _WEIGHTS_SHARE * smallest.allocated_peak_bytes:
         advice = (
@@ -129,12 +130,12 @@ def _largest_holders(smallest: Counted, named_bytes: float) -> list[tuple[str, i
         depth -= 1
 
 
-def require_fast(priced: PricedPlan, most_slowdown: float, verb: str = "makes") -> None:
+def require_fast(priced: PricedPlan, max_slowdown: float, verb: str = "makes") -> None:
     """Raise :class:`NothingFitsError` if ``priced``, the fastest plan that fits, slows the step down too much.
 
     ``verb``: the verb of the message, ``is estimated to make`` where the step was not measured.
     """
-    if priced.slowdown > most_slowdown:
+    if priced.slowdown > max_slowdown:
         raise NothingFitsError(
             f"the fastest plan found that fits, of {format_bytes(priced.peak_bytes)}, {verb} the step "
             f"{priced.slowdown:.2f} times as long",

@@ -5,11 +5,14 @@ fastest plan that fits at its largest length, measured and verified by
 :func:`~memopt_cli.pipeline.plans.optimization.find_here`, or by estimates alone for a device that is not here
 (``--for``).
 
-The largest length of a range stands for the shorter ones.  A segment recomputes its modules' own code, whichever path
-that takes at a length, so a plan that is right at one length is right at another; and shorter inputs need less memory.
-The model without a plan is run at both ends of the whole range.  A path that cannot be repeated, taken at short lengths
-alone, is not found; a dry run of the plan there does not show it either.  In training, backward ends with an error if
-the tensors that the module saves differ in number or shape.
+A plan is searched and verified at the largest length of its range.  A segment recomputes its modules' own code,
+whichever path that takes at a length, so a plan that is right at one length is right at another.  A path that cannot be
+repeated, taken at short lengths alone, is not found; a dry run of the plan there does not show it either.  In training,
+backward ends with an error if the tensors that the module saves differ in number or shape.
+
+Shorter inputs have smaller tensors, but on the CPU a convolution chooses its kernel by shape, and the workspace of one
+kernel may be larger than that of another for longer inputs.  So each plan is also run at a few of its shorter lengths;
+where it exceeds the budget, another range ends.
 
 The search starts with the longest inputs, which must fit.  It then finds the largest length at which the original fits
 without a plan, and cuts the lengths between the two where shorter inputs may train faster with a plan of their own.
@@ -38,6 +41,7 @@ from memopt_cli.records import (
     DimRange,
     InputDimension,
     InputSpec,
+    LengthRun,
     LevelRow,
     Measurement,
     OptimizeRequest,
@@ -57,6 +61,8 @@ _EVEN_LENGTHS = 64
 """Approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
 _MAX_ORIGINAL_RUNS = 3
 """Maximum number of lengths at which the original is run to see whether it fits."""
+_RUNS_INSIDE = 4
+"""Maximum number of lengths below the largest at which the plan of a range is run."""
 
 
 def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
@@ -141,7 +147,12 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
         original = ranges[-1].original.outcome
         exceeds = isinstance(original, Measurement) and original.allocated_peak_bytes > findings.budget_bytes
         who = "With its own checkpoints, the model" if exceeds else "The original"
-        findings.notes.append(f"{who} fits at every {varied.symbol} up to {varied.high}: no ranges are needed.")
+        over = [run for length_range in ranges for run in _over_budget(length_range, findings.budget_bytes)]
+        findings.notes += [
+            f"At {varied.symbol}={run.length} it takes {format_bytes(run.allocated_peak_bytes)}, above the budget, "
+            "and no plan was found that fits there."
+            for run in over
+        ] or [f"{who} fits at every {varied.symbol} that was run: no ranges are needed."]
     elif len(ranges) == 1 and not search.interrupted:
         findings.notes.append(f"One plan serves every {varied.symbol}: no faster one was found for shorter inputs.")
     rows = list(search.rows(ranges)) if plan.ranges else []
@@ -163,6 +174,8 @@ class _Range:
     """Row whose plan is applied; the original's where that fits."""
     verification: Verification | None = None
     """Verification of the plan.  ``None``: the original is applied."""
+    inside: list[LengthRun] = field(default_factory=list)
+    """Runs at shorter lengths of the range."""
 
     @property
     def plan(self) -> Plan:
@@ -192,6 +205,11 @@ class _Range:
 def _range_of(up_to: int, findings: Findings) -> _Range:
     applied_row = next(row for row in findings.rows[::-1] if row.level == findings.applied_level)
     return _Range(up_to=up_to, original=findings.rows[0], applied=applied_row, verification=findings.verification)
+
+
+def _over_budget(length_range: _Range, budget_bytes: int) -> list[LengthRun]:
+    """Return the runs inside ``length_range`` that took more than ``budget_bytes``."""
+    return [run for run in length_range.inside if run.allocated_peak_bytes > budget_bytes]
 
 
 def _is_verified(findings: Findings) -> bool:
@@ -260,41 +278,95 @@ class _ByLength:
 
         Ctrl-C and SIGTERM end the search and keep the ranges found so far: their plans are measured and verified.
         """
-        ranges_without_plan: list[_Range] = []
         ranges = [longest]
         try:
-            if self.interrupted or max(longest.slowdowns) <= 1:
-                return ranges
-            ranges_without_plan.extend(self._range_without_plan(longest, budget_bytes))
-            shortest_bound = ranges_without_plan[0].up_to if ranges_without_plan else 0
-            inner_lengths = inner_bounds(
-                self.work, plain=shortest_bound, longest=longest.up_to, slowdown=max(longest.slowdowns)
-            )
-            is_fake = _is_dry_run(longest.original)
-            for length in reversed(self._lower_to_running(inner_lengths, shortest_bound, is_fake=is_fake)):
-                ranges[:0] = self._find_faster(ranges[0], length)
-                if self.interrupted:
-                    break
+            if not self.interrupted and max(longest.slowdowns) > 1:
+                self._add_shorter(ranges, budget_bytes)
+            if self.request.runs and not self.interrupted:
+                self._run_inside(ranges, budget_bytes)
         except KeyboardInterrupt:
             if not self.request.interruptible:
                 raise
             self.interrupted = True
             self.prepared.progress.interrupted("The search is interrupted: the ranges that it has found are kept.")
-        return [*ranges_without_plan, *ranges]
+        return ranges
 
-    def _find_faster(self, longer: _Range, length: int) -> Iterator[_Range]:
-        """Yield a range that ends at ``length``, if its plan is faster than the ``longer`` range's plan."""
+    def _add_shorter(self, ranges: list[_Range], budget_bytes: int) -> None:
+        """Insert ranges that train shorter inputs faster before the one range in ``ranges``."""
+        longest = ranges[0]
+        ranges[:0] = self._range_without_plan(longest, budget_bytes)
+        first = len(ranges) - 1
+        shortest_bound = ranges[0].up_to if first else 0
+        inner_lengths = inner_bounds(
+            self.work, plain=shortest_bound, longest=longest.up_to, slowdown=max(longest.slowdowns)
+        )
+        is_fake = _is_dry_run(longest.original)
+        for length in reversed(self._lower_to_running(inner_lengths, shortest_bound, is_fake=is_fake)):
+            longer, shorter = ranges[first], self._range_up_to(length)
+            if shorter is not None and shorter.plan != longer.plan and shorter.may_be_faster(longer):
+                ranges.insert(first, shorter)
+            if self.interrupted:
+                break
+
+    def _run_inside(self, ranges: list[_Range], budget_bytes: int) -> None:
+        """Run the plan of each of ``ranges`` at a few shorter lengths; where one exceeds the budget, end a range there.
+
+        The new range has a plan that fits at its largest length, and is run at shorter lengths itself.
+        """
+        index, is_fake = len(ranges) - 1, _is_dry_run(ranges[-1].original)
+        while index >= 0 and not self.interrupted:
+            above = ranges[index - 1].up_to if index else self.varied.low - 1
+            lengths = self._lengths_inside(above, ranges[index].up_to, is_fake=is_fake)
+            if not any(self._ends_range(ranges, index, length, budget_bytes) for length in reversed(lengths)):
+                index -= 1
+
+    def _lengths_inside(self, above: int, up_to: int, *, is_fake: bool) -> list[int]:
+        """Return a few lengths between ``above`` and ``up_to`` at which the model runs, about evenly spaced.
+
+        With ``--lengths``, they are lengths that occur.
+        """
+        occurring = range(above + 1, up_to) if self.request.lengths is None else sorted(self.counts)
+        lengths = [length for length in occurring if above < length < up_to]
+        count = min(_RUNS_INSIDE, len(lengths))
+        with self._sessions() as sessions:
+            peak = functools.partial(self._peak, SearchProbes(sessions, limit_s=None), is_fake)
+            runs = [
+                next(self._runs_near(peak, above, lengths[number * len(lengths) // count]), None)
+                for number in range(count)
+            ]
+        return sorted({run[0] for run in runs if run is not None})
+
+    def _ends_range(self, ranges: list[_Range], index: int, length: int, budget_bytes: int) -> bool:
+        """Run the plan of ``ranges[index]`` at ``length``; return whether a range that ends there was inserted."""
+        longer, symbol = ranges[index], self.varied.symbol
+        measurement = self._measure(MeasureJob(plan=longer.plan, steps=1, warm_up=False), length)
+        if measurement is None:
+            self.notes.append(f"At {symbol}={length}, the plan up to {symbol}={longer.up_to} could not be run.")
+            return False
+        peak_bytes = measurement.allocated_peak_bytes
+        shorter = self._range_up_to(length) if peak_bytes > budget_bytes else None
+        if shorter is None or shorter.plan == longer.plan:
+            longer.inside.append(LengthRun(length=length, allocated_peak_bytes=peak_bytes))
+            return False
+        self.notes.append(
+            f"A range ends at {symbol}={length}: the plan up to {symbol}={longer.up_to} takes "
+            f"{format_bytes(peak_bytes)} there."
+        )
+        ranges.insert(index, shorter)
+        return True
+
+    def _range_up_to(self, length: int) -> _Range | None:
+        """Find a plan for the range that ends at ``length``.  ``None``: none was found, as a note says."""
         try:
             findings = self.find(length)
         except MemoptError as err:
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
-            return
-        shorter = _range_of(length, findings)
+            return None
         if not _is_verified(findings):
             difference = findings.verification.difference if findings.verification else "it is not verified"
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: with its plan {difference}.")
-        elif shorter.plan != longer.plan and shorter.may_be_faster(longer):
-            yield shorter
+            return None
+        return _range_of(length, findings)
 
     def _range_without_plan(self, longest: _Range, budget_bytes: int) -> Iterator[_Range]:
         """Yield the range in which the original fits without a plan, if there is one.
@@ -317,7 +389,8 @@ class _ByLength:
                 if largest is None:
                     return
                 length_that_fits, counted_bytes = largest
-                measurement = self._measure_original(length_that_fits)
+                warm_up = self.request.search.options.warmup_in_profile_workers
+                measurement = self._measure(MeasureJob(plan=ORIGINAL, warm_up=warm_up), length_that_fits)
                 if measurement is not None and measurement.allocated_peak_bytes <= budget_bytes:
                     yield self._range_of_original(
                         longest.original, length_that_fits, measurement, measurement.allocated_peak_bytes
@@ -353,17 +426,21 @@ class _ByLength:
 
         ``None``: it runs at none of those tried, as a note says.
         """
-        tried = [n for n in _lengths_to_try(self.varied, length) if n > above]
-        runs = ((n, nbytes) for n in tried if (nbytes := peak(n)) is not None)
-        run = next(runs, None)
+        run = next(self._runs_near(peak, above, length), None)
         if run is None:
-            symbol = self.varied.symbol
+            symbol, tried = self.varied.symbol, [n for n in _lengths_to_try(self.varied, length) if n > above]
             self.notes.append(
                 f"The model does not run at {symbol}={length}, nor at the shorter lengths that were tried "
                 f"({', '.join(map(str, tried[1:])) or 'none'}). Others were not tried; `--lengths` names those that "
                 "occur."
             )
         return run
+
+    def _runs_near(self, peak: Callable[[int], float | None], above: int, length: int) -> Iterator[tuple[int, float]]:
+        """Yield ``length`` and shorter lengths, longer than ``above``, at which the model runs, each with its peak."""
+        for tried in _lengths_to_try(self.varied, length):
+            if tried > above and (nbytes := peak(tried)) is not None:
+                yield tried, nbytes
 
     def _range_of_original(
         self, original: LevelRow, length: int, measurement: Measurement | None, peak_bytes: int
@@ -381,9 +458,9 @@ class _ByLength:
         )
         return _Range(up_to=length, original=row, applied=row)
 
-    def _measure_original(self, length: int) -> Measurement | None:
-        self.prepared.progress.update(0, None, f"the original at {self.varied.symbol}={length}")
-        job = MeasureJob(plan=ORIGINAL, warm_up=self.request.search.options.warmup_in_profile_workers)
+    def _measure(self, job: MeasureJob, length: int) -> Measurement | None:
+        of_what = "the original" if job.plan.is_empty else "the plan"
+        self.prepared.progress.update(0, None, f"{of_what} at {self.varied.symbol}={length}")
         answer = self.at(length).ask(job)
         return answer.measurement if isinstance(answer, Measured) else None
 
@@ -418,6 +495,7 @@ class _ByLength:
                 predicted_allocated_peak_bytes=length_range.applied.predicted_allocated_peak_bytes,
                 predicted_slowdown=length_range.applied.predicted_slowdown,
                 verification=length_range.verification,
+                inside=tuple(length_range.inside),
             )
             low = length_range.up_to + 1
 
@@ -447,9 +525,9 @@ def _lengths_to_try(varied: DimRange, length: int) -> Iterator[int]:
 
 
 def _largest_within(
-    lengths: Sequence[int], run_near: Callable[[int], tuple[int, float] | None], most_bytes: float
+    lengths: Sequence[int], run_near: Callable[[int], tuple[int, float] | None], max_bytes: float
 ) -> tuple[int, float] | None:
-    """Return the largest length whose peak is at most ``most_bytes``, and its peak; ``None``: none is.
+    """Return the largest length whose peak is at most ``max_bytes``, and its peak; ``None``: none is.
 
     It is one of the ascending ``lengths``, or what ``run_near`` returns for it with its peak: a length at which the
     model runs.
@@ -458,7 +536,7 @@ def _largest_within(
     while fitting < end:
         middle = (fitting + end) // 2
         run = run_near(lengths[middle])
-        if run is not None and run[1] <= most_bytes:
+        if run is not None and run[1] <= max_bytes:
             largest, fitting = max(largest or run, run), middle + 1
         else:
             end = middle

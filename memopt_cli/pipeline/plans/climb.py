@@ -23,9 +23,9 @@ from memopt_cli.search.plan.policy import skipped_step
 from memopt_cli.search.plan.search_spaces import WORTH_LOWERING
 
 _MISPREDICTED_RATIO = 1.05
-"""Ratio of a measured peak to its prediction from which on the predictions of other levels are checked as well."""
+"""If a measured peak exceeds its prediction by this factor, the other levels' predictions are checked too."""
 _DOUBTFUL_SHARE = 1.3
-"""Share of the allowed extra time that a plan may be predicted to take where no other plan was found.
+"""If no other plan was found, a plan may be predicted to take this multiple of the allowed extra time.
 
 Predictions err by up to a quarter either way, and only a measurement tells whether the plan keeps the limit."""
 _NEXT_SHARES = (0.8, 0.5, 0.5)
@@ -69,12 +69,12 @@ class Climb:
     def may_go_lower(self) -> bool:
         """Return whether a longer search might find a plan that peaks clearly lower and stays within the time limit."""
         self.search.probes.prolong()
-        most_slowdown = min(1 + PREDICTED_SHARE * (self._limit - 1), self._max_predicted_slowdown)
+        max_slowdown = min(1 + PREDICTED_SHARE * (self._limit - 1), self._max_predicted_slowdown)
         plan = self.applied.plan if self.applied is not None else ORIGINAL
-        return self.search.planner.may_go_lower(plan, self.search.options.level, most_slowdown)
+        return self.search.planner.may_go_lower(plan, self.search.options.level, max_slowdown)
 
     def _take_lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
-        """Return ``rows[highest]``, with the plan of a lower level if that one is measured to peak no higher.
+        """Return ``rows[highest]``, or the row of a lower level whose measured peak is no higher.
 
         The plan that a lower level has found is tried while the measured peak misses its prediction, or if it is
         predicted to peak lower: a faster plan may have taken the place of one that was timed on a busy machine.  A plan
@@ -105,10 +105,10 @@ class Climb:
         """
         if self.applied is not None and self.applied.plan.is_empty and not row.plan.is_empty:
             return self._with_original(row)
-        most_slowdown = min(self._max_predicted_slowdown, self._limit)
-        if (row.predicted_slowdown or 1.0) <= most_slowdown:
+        max_slowdown = min(self._max_predicted_slowdown, self._limit)
+        if (row.predicted_slowdown or 1.0) <= max_slowdown:
             return row
-        priced = self.search.planner.dry_runs.smallest(row.level, most_slowdown)
+        priced = self.search.planner.dry_runs.smallest(row.level, max_slowdown)
         return replace(self.search.row(row.level, priced, row.dry_runs, time.monotonic()), search_s=row.search_s)
 
     def _with_originals(self, rows: list[LevelRow]) -> list[LevelRow]:
@@ -144,7 +144,8 @@ class Climb:
         planner, options, plan_below = self.search.planner, self.search.options, ORIGINAL
         for level in range(1, options.level + 1):
             self._search_begins(f"level {level} of {options.level}: searching")
-            started, dry_runs_before = time.monotonic(), len(planner.dry_runs)
+            started = time.monotonic()
+            dry_runs_before = len(planner.dry_runs)
             search = planner.best if level == options.level else planner.least
             for share in (PREDICTED_SHARE, 1.0, _DOUBTFUL_SHARE):
                 priced = search(level, 1 + share * (self._limit - 1))
@@ -181,7 +182,7 @@ class Climb:
         priced = self.search.planner.dry_runs.get(row.plan)
         if priced is None or not isinstance(self._original, Measurement):
             return None
-        original_bytes = self.search.first.allocated_peak_bytes
+        original_bytes = self.search.original_dry_run.allocated_peak_bytes
         return drop_by_prediction(row.plan, priced.peak_bytes, original_bytes, row.predicted_slowdown or 1.0)
 
     def _why_dropped(self, row: LevelRow) -> Dropped | None:
@@ -213,19 +214,20 @@ class Climb:
                 break
             predicted = row.predicted_slowdown or self._limit
             # The plan took more than predicted: ask for one whose prediction leaves room for the same error.
-            most_predicted = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.upper - 1))
-            started, dry_runs_before = time.monotonic(), len(planner.dry_runs)
+            max_predicted = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.upper - 1))
+            started = time.monotonic()
+            dry_runs_before = len(planner.dry_runs)
             self.search.probes.prolong()
             self._search_begins(f"level {row.level}: searching for a faster plan")
-            priced = planner.best(row.level, most_predicted)
+            priced = planner.best(row.level, max_predicted)
             if priced.plan.is_empty:  # the search found no plan that fast in its time: take any that is faster
-                most_predicted = math.nextafter(predicted, 0)
-                priced = planner.best(row.level, most_predicted)
-            self._max_predicted_slowdown = most_predicted
+                max_predicted = math.nextafter(predicted, 0)
+                priced = planner.best(row.level, max_predicted)
+            self._max_predicted_slowdown = max_predicted
             if priced.slowdown >= predicted:
                 break
-            dry_runs_before = row.dry_runs + len(planner.dry_runs) - dry_runs_before
-            faster = self.search.row(row.level, priced, dry_runs_before, started)
+            dry_runs = row.dry_runs + len(planner.dry_runs) - dry_runs_before
+            faster = self.search.row(row.level, priced, dry_runs, started)
             row = replace(faster, search_s=row.search_s + faster.search_s)
         self._max_predicted_slowdown = 1.0
         return self._with_original(row)

@@ -52,17 +52,19 @@ _MAX_COMPILED: Final = 6
 _MAX_LEVEL: Final = 2
 """Highest level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
 _MARGIN_DIVISOR: Final = 50
-"""Divisor of the budget: where segments did not fit, the next target is lowered by the excess and a fiftieth of it."""
+"""If segments did not fit, the next target is lowered by the excess and the budget divided by this."""
 _MAX_SHOWN: Final = 4
 """Number of plans of the eager frontier, the original included, whose segments ``--frontier`` compiles."""
 _MEMORY_BUDGETS: Final = (0.5, 0.2, 0.8)
 """Values of PyTorch's ``activation_memory_budget`` to try: the first, then the tighter second or the looser third."""
 _RIVAL_RATIO: Final = 1.1
-"""Ratio to the fastest step time up to which other steps are timed again, since a busy machine may decide the order."""
-_MAX_RIVALS, _TURNS = 3, 3
-"""Maximum number of steps that are timed again, and the number of times that each of them is."""
+"""Steps within this factor of the fastest are timed again, since a busy machine may decide the order."""
+_MAX_RIVALS = 3
+"""Maximum number of steps that are timed again."""
+_TURNS = 3
+"""Number of times that each of these steps is timed again."""
 _TIE_RATIO: Final = 1.02
-"""Ratio to the lowest peak up to which a peak counts as equally low, so that the faster step is chosen."""
+"""Peaks within this factor of the lowest count as equally low, so that the fastest step is chosen."""
 _MAX_GROWTH: Final = 4.0
 """Upper limit on the factor by which the next predicted extra time grows, for segments that take hardly any time."""
 _FAILED_VERIFICATION: Final = "verification failed"
@@ -73,11 +75,11 @@ _FAILED_VERIFICATION: Final = "verification failed"
 class CompiledSearch(ABC):
     """The candidates for one backend, measured and verified one after another."""
 
-    _beside: ClassVar[str]
+    _compared_to: ClassVar[str]
     """Words of messages for the step of :attr:`_yardstick`, such as "as the original's"."""
 
     backend: str
-    most_slowdown: float
+    max_slowdown: float
     """Longest step time, divided by the step time of :attr:`_yardstick`; infinite for no limit."""
     search: StartedSearch
     measurements: PlanMeasurements
@@ -160,7 +162,7 @@ class CompiledSearch(ABC):
         while verified_rows := self._verified_rows():
             best = self._best(verified_rows)
             rivals = [row.plan for row in self._rivals(best)]
-            if self._slowdown(best.outcome) > self.most_slowdown / _RIVAL_RATIO and self._yardstick not in rivals:
+            if self._slowdown(best.outcome) > self.max_slowdown / _RIVAL_RATIO and self._yardstick not in rivals:
                 rivals.append(self._yardstick)
             if best.plan in timed or len(rivals) < 2:
                 return best
@@ -230,7 +232,7 @@ class CompiledSearch(ABC):
             yield plan
 
     def _shows_no_use(self, row: CompiledRow) -> bool:
-        """Return whether ``row`` shows memory budgets to be useless: its budget changes the results, or not the peak.
+        """Return whether ``row`` shows that budgets are useless: with one, the results change or the peak does not.
 
         With dropout, recomputing under a budget may change the results.
         """
@@ -298,9 +300,10 @@ class CompiledSearch(ABC):
     def _excess_reason(self, outcome: Measurement | Failure) -> str:
         """Return why ``outcome`` is beyond the limits on memory or time; empty if it is within them."""
         slowdown = self._slowdown(outcome)
-        if slowdown <= self.most_slowdown:
+        if slowdown <= self.max_slowdown:
             return ""
-        return f"its step takes {slowdown:.2f} times as long {self._beside}, and {self.most_slowdown:g} is allowed"
+        allowed = f"at most {self.max_slowdown:g} is allowed"
+        return f"its step takes {slowdown:.2f} times as long {self._compared_to}; {allowed}"
 
     def _slowdown(self, outcome: Measurement | Failure) -> float:
         """Return the step time of ``outcome``, divided by the yardstick's step time; 0 where either does not run."""
@@ -308,7 +311,7 @@ class CompiledSearch(ABC):
         return outcome.slowdown(yardstick) if isinstance(outcome, Measurement) and yardstick is not None else 0.0
 
     def _verification_fault(self, plan: Plan, prepared: Prepared, reference: Prepared) -> str:
-        """Verify ``plan`` and return why it fails; if it passes, keep its verification and return an empty text.
+        """Verify ``plan`` and return why it fails; if it passes, keep its verification and return "".
 
         Its segments are verified without a compiler, then its compiled steps are compared with the ``reference``'s.
         """
@@ -334,7 +337,7 @@ class FastestCompiled(CompiledSearch):
     Step times are compared with the step time of the original.
     """
 
-    _beside: ClassVar[str] = "as the original's"
+    _compared_to: ClassVar[str] = "as the original's"
 
     @property
     def _yardstick(self) -> Plan:
@@ -398,7 +401,7 @@ class FastestCompiled(CompiledSearch):
 class SmallestCompiled(CompiledSearch):
     """The search for the lowest peak.  Step times are compared with the model as compiled without a plan."""
 
-    _beside: ClassVar[str] = "as compiled without a plan"
+    _compared_to: ClassVar[str] = "as compiled without a plan"
 
     @property
     def _yardstick(self) -> Plan:
@@ -412,21 +415,22 @@ class SmallestCompiled(CompiledSearch):
         return min(smallest, key=lambda pair: pair[1].step_s)[0]
 
     def _rivals(self, best: CompiledRow) -> list[CompiledRow]:
-        is_limited = math.isfinite(self.most_slowdown) and self._outcome(self._yardstick) is not None
+        is_limited = math.isfinite(self.max_slowdown) and self._outcome(self._yardstick) is not None
         return [row for row in self._rows if row == best or (is_limited and row.plan == self._yardstick)]
 
     def _regions(self) -> Iterator[Plan]:
-        most_predicted = self.most_slowdown
+        max_predicted = self.max_slowdown
         while True:
             self._show_search()
             self.search.probes.prolong()
-            priced = self.search.planner.best(self._level, most_predicted)
+            priced = self.search.planner.best(self._level, max_predicted)
             plan = _as_regions(priced.plan, CompilePlan(backend=self.backend))
             yield plan
-            measurement, allowed = self._outcome(plan), self.most_slowdown - 1
+            measurement = self._outcome(plan)
+            allowed = self.max_slowdown - 1
             extra = self._slowdown(measurement) - 1 if measurement is not None else 2 * allowed
             growth = allowed / extra if extra > allowed / _MAX_GROWTH else _MAX_GROWTH
-            most_predicted = 1 + ((most_predicted if growth > 1 else min(priced.slowdown, most_predicted)) - 1) * growth
+            max_predicted = 1 + ((max_predicted if growth > 1 else min(priced.slowdown, max_predicted)) - 1) * growth
 
     def _may_loosen(self, last_measurement: Measurement | None) -> bool:
         return last_measurement is None or bool(self._excess_reason(last_measurement))
@@ -445,7 +449,7 @@ class SmallestCompiled(CompiledSearch):
 class SpreadCompiled(SmallestCompiled):
     """The search for steps to choose from on the frontier.  Step times are compared with the original's."""
 
-    _beside: ClassVar[str] = FastestCompiled._beside
+    _compared_to: ClassVar[str] = FastestCompiled._compared_to
 
     @property
     def _yardstick(self) -> Plan:
@@ -453,7 +457,7 @@ class SpreadCompiled(SmallestCompiled):
 
     def _regions(self) -> Iterator[Plan]:
         self._show_search()
-        priced_plans = spread(self.search.planner.frontier(self._level, self.most_slowdown), _MAX_SHOWN)
+        priced_plans = spread(self.search.planner.frontier(self._level, self.max_slowdown), _MAX_SHOWN)
         for priced in reversed(priced_plans[1:]):
             yield _as_regions(priced.plan, CompilePlan(backend=self.backend))
 

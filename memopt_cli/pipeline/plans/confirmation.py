@@ -47,7 +47,7 @@ def differing_settings(subject: Subject, predicted: PredictedStep | None, header
 def confirm(
     prepared: Prepared, plan: Plan, predicted: PredictedStep | None, differing: tuple[str, ...]
 ) -> Confirmation:
-    """Measure the step under ``plan`` here, beside what was ``predicted``.  Raises :class:`MemoptError` if it fails."""
+    """Measure the step under ``plan`` here, to show it with ``predicted``.  Raises :class:`MemoptError` if it fails."""
     prepared.progress.stage("measuring a step with the plan")
     answer = prepared.ask(MeasureJob(plan=plan))
     measured = require_answer(answer, "the step could not be run with the plan: ")

@@ -55,12 +55,14 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     searched = replace(prepared, subject=replace(prepared.subject, card=card, layout=layout))
     findings = Findings.begin(request, prepared)
     options, notes, rows = findings.resolved.options, findings.notes, findings.rows
-    device_in_words = card.name if layout is None and card else f"one rank of {layout.ranks}" if layout else ""
+    device_in_words = card.name if card else ""
+    if layout is not None:
+        device_in_words = f"one rank of {layout.ranks}"
     with Sessions(searched, searched.dry_data, notes) as sessions:
         prepared.progress.stage(f"recording a step for {device_in_words}")
         original = LevelRow(level=0, plan=ORIGINAL, outcome=None, predicted_slowdown=1.0, dry_runs=0, search_s=0.0)
         search = start_search(request, findings, sessions, original)
-        traced, original_count = search.traced, search.first
+        traced, original_count = search.traced, search.original_dry_run
         rows.append(search.original)
         if request.goal.budget is not None:
             findings.budget_bytes = budget_bytes(request.goal.budget, original_count.allocated_peak_bytes)
@@ -145,7 +147,10 @@ def _predict_ranks(
 
 def _search_plan(request: OptimizeRequest, search: StartedSearch) -> LevelRow:
     """Return the row of the fastest plan within the budget, or of the level's best plan that is worth its time."""
-    started, planner, findings, options = time.monotonic(), search.planner, search.findings, search.options
+    started = time.monotonic()
+    planner = search.planner
+    findings = search.findings
+    options = search.options
     original = planner.dry_runs.smallest(0)
     if findings.budget_bytes is not None:
         priced = planner.within(options.level, findings.budget_bytes)

@@ -11,7 +11,7 @@ from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.text.units import format_bytes, format_count
 
 _MIN_STEP_SHARE: Final = 0.02
-"""Share by which each plan on the frontier must peak lower than the plan shown before it."""
+"""Each plan on the frontier must peak lower than the plan shown before it by at least this share."""
 
 
 def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], str]:
@@ -70,8 +70,8 @@ def clearly_smaller(priced_plans: Sequence[PricedPlan]) -> list[PricedPlan]:
     return chosen
 
 
-def spread(priced_plans: Sequence[PricedPlan], most_plans: int) -> list[PricedPlan]:
-    """Return at most ``most_plans`` plans, evenly spread over ``priced_plans``, with the first and the last."""
-    if len(priced_plans) <= most_plans:
+def spread(priced_plans: Sequence[PricedPlan], max_plans: int) -> list[PricedPlan]:
+    """Return at most ``max_plans`` plans, evenly spread over ``priced_plans``, with the first and the last."""
+    if len(priced_plans) <= max_plans:
         return list(priced_plans)
-    return [priced_plans[round(i * (len(priced_plans) - 1) / (most_plans - 1))] for i in range(most_plans)]
+    return [priced_plans[round(i * (len(priced_plans) - 1) / (max_plans - 1))] for i in range(max_plans)]

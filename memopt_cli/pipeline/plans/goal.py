@@ -35,13 +35,13 @@ from memopt_cli.search.plan.planner import Planner, nondominated_plans
 from memopt_cli.text.units import format_bytes
 
 _MAX_MEASURED = 6
-"""Maximum number of plans that are measured for a budget, or beside the original for a frontier."""
+"""Maximum number of plans that are measured for a budget, or in addition to the original for a frontier."""
 _OOM_DIVISOR = 4
-"""Divisor of the target: after a plan runs out of memory, the next may take a quarter less.
+"""After a plan runs out of memory, the next target is lowered by the target divided by this.
 
 The error does not say how much memory was missing."""
 _DOUBT_SHARE = 0.02
-"""Share of the budget by which a predicted peak may exceed it and the plan is still measured, as the last resort."""
+"""A plan whose predicted peak exceeds the budget by at most this share is measured as the last resort."""
 FRONTIER_SLOWDOWN = 10.0
 """Highest slowdown of a plan on the frontier without ``--max-slowdown``.
 
@@ -49,7 +49,7 @@ Nobody trains with a slower one, and measuring it would take ten times as long a
 _MAX_IN_BACKWARD = 8
 """Maximum number of fast plans that are dry-run with the optimizer in backward for one target."""
 _RETRY_SLOWDOWN = 2.0
-"""Ratio of a measured step time to its prediction from which on smaller plans are measured: they may be faster."""
+"""If a step takes this many times its prediction, smaller plans are measured too: they may be faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class GoalSearch:
     measurements: PlanMeasurements
     in_backward: InBackwardPlans
     """Plans of the search with the optimizer in backward."""
-    most_slowdown: float | None = None
+    max_slowdown: float | None = None
     """Highest slowdown of a plan by its prediction, and on the frontier by its measurement too.
 
     ``None``: no limit within a budget, :data:`FRONTIER_SLOWDOWN` on the frontier.
@@ -77,12 +77,12 @@ class GoalSearch:
     @property
     def _max_slowdown(self) -> float:
         """Highest slowdown within a budget."""
-        return math.inf if self.most_slowdown is None else self.most_slowdown
+        return math.inf if self.max_slowdown is None else self.max_slowdown
 
     @property
-    def most_shown(self) -> float:
+    def max_shown_slowdown(self) -> float:
         """Highest slowdown on the frontier."""
-        return FRONTIER_SLOWDOWN if self.most_slowdown is None else self.most_slowdown
+        return FRONTIER_SLOWDOWN if self.max_slowdown is None else self.max_slowdown
 
     def within(self, budget_bytes: int) -> LevelRow:
         """Return the row of the fastest plan found whose measured peak is at most ``budget_bytes``.
@@ -175,11 +175,11 @@ class GoalSearch:
         fits once gradients of 8 MiB are freed early.
         """
         smallest = self._planner.dry_runs.smallest(self._level, self._max_slowdown)
-        most_saved = smallest.peak_bytes - self.in_backward.least_of(smallest)
-        if (rival is not None and rival.plan.is_empty) or not most_saved:
+        max_saved_bytes = smallest.peak_bytes - self.in_backward.least_of(smallest)
+        if (rival is not None and rival.plan.is_empty) or not max_saved_bytes:
             return None
         limit = min(self._max_slowdown, math.inf if rival is None else math.nextafter(rival.slowdown, 0))
-        larger = (p for p in self._explore(target_bytes + most_saved) if p.peak_bytes > target_bytes)
+        larger = (p for p in self._explore(target_bytes + max_saved_bytes) if p.peak_bytes > target_bytes)
         candidates = [p for p in larger if p.slowdown <= limit and self.in_backward.least_of(p) <= target_bytes]
         fastest = sorted(candidates, key=lambda p: (p.slowdown, p.peak_bytes))
         for priced in [*fastest[:_MAX_IN_BACKWARD], *[p for p in fastest[_MAX_IN_BACKWARD:] if p is smallest]]:
@@ -221,7 +221,7 @@ class GoalSearch:
 
     def worth_showing(self) -> list[PricedPlan]:
         """Return up to ``_MAX_MEASURED + 1`` plans of the predicted frontier, from the original to the lowest peak."""
-        priced_plans = clearly_smaller(self._planner.frontier(self._level, self.most_shown))
+        priced_plans = clearly_smaller(self._planner.frontier(self._level, self.max_shown_slowdown))
         in_backward = [priced for priced in map(self.in_backward.of, priced_plans) if priced is not None]
         candidates = nondominated_plans([*priced_plans[1:], *in_backward]) if in_backward else priced_plans[1:]
         return spread(clearly_smaller([*priced_plans[:1], *candidates]), _MAX_MEASURED + 1)
@@ -236,8 +236,9 @@ class GoalSearch:
         slow = [point for before, point in zip(points, timed_points, strict=True) if self._is_too_slow(before, point)]
         if slow:
             self.search.findings.notes.append(
-                f"Some plans are not on the frontier, as their steps were measured to take more than "
-                f"{self.most_shown:g} times as long: {format_points(slow)}. A higher `--max-slowdown` shows them."
+                "Some plans are not on the frontier, as their steps were measured to take more than "
+                f"{self.max_shown_slowdown:g} times as long: {format_points(slow)}. "
+                "A higher `--max-slowdown` shows them."
             )
         return [point for point in timed_points if point not in slow]
 
@@ -246,8 +247,8 @@ class GoalSearch:
 
         Without ``--max-slowdown``, only a plan that is too slow both times is hidden: the user has set no limit.
         """
-        slowdowns = [timed.upper] if self.most_slowdown is not None else [first.slowdown, timed.slowdown]
-        return all(slowdown is not None and slowdown > self.most_shown for slowdown in slowdowns)
+        slowdowns = [timed.upper] if self.max_slowdown is not None else [first.slowdown, timed.slowdown]
+        return all(slowdown is not None and slowdown > self.max_shown_slowdown for slowdown in slowdowns)
 
     def _point(self, priced: PricedPlan) -> ParetoPoint:
         original = self.search.original.outcome
@@ -263,13 +264,13 @@ class GoalSearch:
     def _in_turns(self, points: list[ParetoPoint]) -> list[ParetoPoint]:
         """Time the steps of ``points`` again in turns with the original, so that all slowdowns have the same base.
 
-        On a busy machine the original's step may take twice as long beside one plan as beside another.
+        On a busy machine the original's step may take twice as long next to one plan as next to another.
         """
         plans = tuple(point.plan for point in points if point.slowdown is not None and not point.plan.is_empty)
         if not plans:
             return points
         self.measurements.prepared.progress.stage("timing the plans in turns with the original")
-        failure = self.measurements.time_in_turns(plans, self.most_shown)
+        failure = self.measurements.time_in_turns(plans, self.max_shown_slowdown)
         if failure is not None:
             self.search.findings.notes.append(
                 "The ratios of the frontier are rough: its plans were timed one by one, since they could not be timed "
@@ -278,7 +279,7 @@ class GoalSearch:
             return points
         outcomes = {plan: self.measurements.measure(plan) for plan in (ORIGINAL, *plans)}
         original = outcomes[ORIGINAL]
-        assert isinstance(original, Measurement), "plans were timed beside it"
+        assert isinstance(original, Measurement), "plans were timed in turns with it"
         return [
             replace(point, outcome=outcomes[point.plan], original_step_s=original.step_s)
             if point.plan in outcomes

@@ -32,9 +32,9 @@ from memopt_cli.search.plan.levels import level_of
 from memopt_cli.text.units import format_bytes
 
 _MIN_SAVED_SHARE = 0.02
-"""Share of the peak that the optimizer in backward must save to be worth its restrictions on the training script."""
+"""The optimizer in backward is worth its restrictions on the training script if it saves this share of the peak."""
 _MIN_OFFERED_SHARE = 0.05
-"""Share of the peak that it must save for a note to propose it to users who have not asked for it."""
+"""A note proposes it to users who have not asked for it if it saves this share of the peak."""
 
 IN_BACKWARD_NOTE = (
     "The optimizer runs in backward if the training script passes it: "
@@ -52,7 +52,7 @@ class InBackwardPlans:
     measurements: PlanMeasurements
     fault: Callable[[Plan], Reason | None]
     """A function that verifies a plan and returns why it fails.  ``None``: it passes."""
-    most_slowdown: float
+    max_slowdown: float
     drop: Callable[[Dropped], object]
     """A function that records a plan that is not applied."""
     is_allowed: bool
@@ -113,8 +113,8 @@ class InBackwardPlans:
 
     def prove(self, row: LevelRow) -> LevelRow | Reason:
         """Time the measured ``row`` again if in doubt, and verify it; return the row, or why it is not applied."""
-        timed = self.measurements.confirm(row, self.most_slowdown)
-        dropped = drop_by_measurement(timed, self.measurements.measure(ORIGINAL), self.most_slowdown)
+        timed = self.measurements.confirm(row, self.max_slowdown)
+        dropped = drop_by_measurement(timed, self.measurements.measure(ORIGINAL), self.max_slowdown)
         if dropped is not None and isinstance(dropped.why, TooSlow):
             return dropped.why
         return self.fault(row.plan) or timed

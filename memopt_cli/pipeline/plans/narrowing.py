@@ -40,7 +40,9 @@ def agreeing_part(plan: Plan, verify: Callable[[Plan], Verification | None]) -> 
         if joint_verification is not None and joint_verification.passed:
             return [*first, *second]
         larger, smaller = (first, second) if len(first) >= len(second) else (second, first)
-        left_out.update((segment.path, f"beside others {_difference(joint_verification)}") for segment in smaller)
+        left_out.update(
+            (segment.path, f"together with others {_difference(joint_verification)}") for segment in smaller
+        )
         return larger
 
     agreeing_segments = search(plan.segments)

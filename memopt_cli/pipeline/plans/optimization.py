@@ -50,7 +50,7 @@ from memopt_cli.text.units import exact_bytes
 from memopt_cli.text.writing import check_targets
 
 _FAST_ENOUGH_SHARE = 0.03
-"""Share of the original's step time by which a plan within a budget may be slower and still count as fast enough.
+"""A plan within a budget is fast enough if its step takes longer than the original's by at most this share.
 
 For a slower plan, a search that was ended by its time limit says that a longer search may find a better plan."""
 
@@ -87,7 +87,7 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Find a plan for ``prepared``, by runs here or by estimates; for a range of a dimension, find a plan by length.
 
     If the model checkpoints by itself, its own checkpointing is turned off first, where possible.  The findings may
-    hold a plan that fails verification; nothing is written.  Raises :class:`MemoptError`.
+    hold a plan that fails verification; nothing is written.
     """
     prepared = without_own_checkpoints(prepared, measures=request.runs)
     prepared = with_place(request, prepared)
@@ -114,7 +114,8 @@ def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
     if request.goal.applies:
         row, findings.verification = job.prove()
     findings.plan, findings.applied_level = row.plan, row.level
-    findings.notes += [IN_BACKWARD_NOTE] * row.plan.in_backward
+    if row.plan.in_backward:
+        findings.notes.append(IN_BACKWARD_NOTE)
     findings.notes += offload_folder_notes(row.plan, prepared.subject.offload_folder)
     return findings
 
@@ -249,7 +250,7 @@ class _PlanSearch:
 
         Raises :class:`KeyboardInterrupt` if it had found no plan.
         """
-        if not search.probes.has_improved(search.first):
+        if not search.probes.has_improved(search.original_dry_run):
             raise KeyboardInterrupt
         self.prepared.progress.interrupted(
             "The search is interrupted: what it has found is measured and verified. Ctrl-C again: stop."
@@ -259,8 +260,8 @@ class _PlanSearch:
         self.findings.skipped.clear()
         self.findings.dropped.clear()
         self.findings.compiled.clear()
-        del self.findings.notes[search.notes :]
-        del self.findings.details[search.details :]
+        del self.findings.notes[search.notes_before :]
+        del self.findings.details[search.details_before :]
         try:
             rows = self._search_plans(search)
         except NothingFitsError as err:
@@ -271,12 +272,14 @@ class _PlanSearch:
 
     def _meet_goal(self, search: StartedSearch) -> list[LevelRow]:
         """Return one row, of the fastest plan within the budget or the one picked; none for ``--frontier`` alone."""
-        goal, most_slowdown, started = self.request.goal, self.request.search.asked_slowdown, time.monotonic()
+        goal = self.request.goal
+        max_slowdown = self.request.search.asked_slowdown
+        started = time.monotonic()
         goal_search = GoalSearch(
             search=search,
             measurements=self.measurements,
-            in_backward=self._plans_in_backward(search, most_slowdown or math.inf),
-            most_slowdown=most_slowdown,
+            in_backward=self._plans_in_backward(search, max_slowdown or math.inf),
+            max_slowdown=max_slowdown,
         )
         rows: list[LevelRow] = []
         has_frontier = goal.needs_frontier
@@ -290,7 +293,7 @@ class _PlanSearch:
             check_pick(goal.pick, len(priced_plans))
         if goal.budget is not None:
             original_outcome = search.original.outcome
-            original_peak = original_outcome if isinstance(original_outcome, Measurement) else search.first
+            original_peak = original_outcome if isinstance(original_outcome, Measurement) else search.original_dry_run
             self.findings.budget_bytes = budget_bytes(goal.budget, original_peak.allocated_peak_bytes)
             rows.append(self._find_within_or_own(goal_search, self.findings.budget_bytes))
         if has_frontier:
@@ -340,7 +343,7 @@ class _PlanSearch:
             eager = self.measurements.confirm(goal_search.within(budget_bytes))
         except NothingFitsError as err:
             error = err
-        compiled = self._compiled_search(FastestCompiled, goal_search.search, goal_search.most_slowdown or math.inf)
+        compiled = self._compiled_search(FastestCompiled, goal_search.search, goal_search.max_slowdown or math.inf)
         best = compiled.answer(eager)
         if error is not None and best is None:
             error.hint = "\n".join([error.hint, *compiled.failures()])
@@ -354,7 +357,7 @@ class _PlanSearch:
         if self.request.backend is None or self.findings.interrupted:
             return eager
         if not self.findings.compiled:  # with ``--budget``, they were measured already
-            self._compiled_search(SpreadCompiled, goal_search.search, goal_search.most_shown).measure()
+            self._compiled_search(SpreadCompiled, goal_search.search, goal_search.max_shown_slowdown).measure()
         original = self.measurements.known(ORIGINAL)
         original_s = None if original is None else original.step_s
         points = eager + [
@@ -387,15 +390,16 @@ class _PlanSearch:
         if applied is None:
             return applied
         row = replace(applied, plan=row_to_apply([search.original, *rows], applied).plan)
-        priced, most_slowdown = search.planner.dry_runs.get(row.plan), search.options.max_slowdown or math.inf
+        priced = search.planner.dry_runs.get(row.plan)
+        max_slowdown = search.options.max_slowdown or math.inf
         assert priced is not None, "the planner has found it"
-        plans = self._plans_in_backward(search, most_slowdown)
+        plans = self._plans_in_backward(search, max_slowdown)
         timed_row = plans.of_level(row, priced)
         if not search.options.optimizer_in_backward and self.prepared.subject.settings.may_update_in_backward:
             self.findings.notes += filter(None, [plans.offer(priced)])
         if timed_row is None:  # time the row again: the attempt above may have timed the original anew
             retimed = replace(applied, outcome=self.measurements.measure(applied.plan))
-            timed_row = self.measurements.confirm(retimed, most_slowdown)
+            timed_row = self.measurements.confirm(retimed, max_slowdown)
         rows[rows.index(applied)] = timed_row
         return timed_row
 
@@ -410,24 +414,24 @@ class _PlanSearch:
         rows[rows.index(applied) if applied in rows and best.plan.compile is None else -1] = best
         return best
 
-    def _compiled_search(self, kind: type[Compiled], search: StartedSearch, most_slowdown: float) -> Compiled:
+    def _compiled_search(self, kind: type[Compiled], search: StartedSearch, max_slowdown: float) -> Compiled:
         """Return a search of ``kind`` for the compiler of ``--compile``, which shares the prover's verifications."""
         assert self.request.backend is not None, "else nothing is compiled"
         return kind(
             backend=self.request.backend,
-            most_slowdown=most_slowdown,
+            max_slowdown=max_slowdown,
             search=search,
             measurements=self.measurements,
             verify=self.prover.verify,
             verifications=self.prover.known,
         )
 
-    def _plans_in_backward(self, search: StartedSearch, most_slowdown: float) -> InBackwardPlans:
+    def _plans_in_backward(self, search: StartedSearch, max_slowdown: float) -> InBackwardPlans:
         return InBackwardPlans(
             count=search.count_late,
             measurements=self.measurements,
             fault=self.prover.fault,
-            most_slowdown=most_slowdown,
+            max_slowdown=max_slowdown,
             drop=self.findings.drop,
             is_allowed=search.options.optimizer_in_backward,
         )
@@ -437,7 +441,8 @@ class _PlanSearch:
 
         Those two are timed in turns at the end, so that the frontier and the row that is applied show the same times.
         """
-        original, applied_plan = self.measurements.measure(ORIGINAL), applied.plan if applied else ORIGINAL
+        original = self.measurements.measure(ORIGINAL)
+        applied_plan = applied.plan if applied else ORIGINAL
         if not isinstance(original, Measurement) or point.plan not in (ORIGINAL, applied_plan):
             return point
         outcome = self.measurements.measure(point.plan)

@@ -15,12 +15,12 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import MeasuredSteps
 from memopt_cli.records import Failure, LevelRow, Measurement, OutOfMemory, Plan, slowdown_in
 
-_DOUBT_SHARE, _DOUBT_SHARE_WITHOUT_LIMIT = 0.1, 0.2
-"""Share by which a measured slowdown may differ from the predicted one before the plan is timed again.
-
-The second value is for plans slower than predicted where any slowdown is allowed: there the number is only reported."""
+_DOUBT_SHARE = 0.1
+"""A plan is timed again if its measured slowdown differs from the predicted one by more than this share."""
+_DOUBT_SHARE_WITHOUT_LIMIT = 0.2
+"""Larger share for plans slower than predicted if any slowdown is allowed: the number is only reported then."""
 _UNUSABLE_SLOWDOWN = 10.0
-"""Slowdown from which on a plan is not timed again if any slowdown is allowed: nobody needs the exact number."""
+"""If any slowdown is allowed, plans slower than this are not timed again: nobody needs the exact number."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class PlanMeasurements:
         answer = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
         return answer
 
-    def confirm(self, row: LevelRow, most_slowdown: float = math.inf) -> LevelRow:
+    def confirm(self, row: LevelRow, max_slowdown: float = math.inf) -> LevelRow:
         """Return ``row``, timed again if its step seems slower than allowed, or far from its prediction.
 
         The plan and the original take turns in one subprocess, so that a busy machine slows both down alike, and both
@@ -88,19 +88,19 @@ class PlanMeasurements:
         original = self._found.get(ORIGINAL)
         if row.plan in self._in_turns:
             return replace(row, outcome=self.measure(row.plan))
-        if isinstance(original, Measured) and _is_in_doubt(row, original.measurement, most_slowdown):
+        if isinstance(original, Measured) and _is_in_doubt(row, original.measurement, max_slowdown):
             self.prepared.progress.stage("timing the plan again, in turns with the original")
-            self.time_in_turns((row.plan,), most_slowdown)
+            self.time_in_turns((row.plan,), max_slowdown)
             return replace(row, outcome=self.measure(row.plan))
         return row
 
-    def time_in_turns(self, plans: tuple[Plan, ...], most_slowdown: float = math.inf) -> Failure | None:
+    def time_in_turns(self, plans: tuple[Plan, ...], max_slowdown: float = math.inf) -> Failure | None:
         """Time ``plans``, which were measured, in turns with the original in one subprocess.
 
         All keep these step times.  If a run fails, return the failure and change nothing.
         """
-        limit = None if math.isinf(most_slowdown) else most_slowdown
-        answer = self.prepared.ask(TimeInTurnsJob(plans=plans, most_slowdown=limit))
+        limit = None if math.isinf(max_slowdown) else max_slowdown
+        answer = self.prepared.ask(TimeInTurnsJob(plans=plans, max_slowdown=limit))
         if not isinstance(answer, TimedInTurns):
             return answer
         self._in_turns = plans
@@ -132,15 +132,15 @@ class PlanMeasurements:
         )
 
 
-def _is_in_doubt(row: LevelRow, original: Measurement, most_slowdown: float) -> bool:
+def _is_in_doubt(row: LevelRow, original: Measurement, max_slowdown: float) -> bool:
     if not isinstance(row.outcome, Measurement) or row.plan.is_empty:
         return False
     slowdown = row.outcome.slowdown(original)
-    if math.isinf(most_slowdown) and slowdown >= _UNUSABLE_SLOWDOWN:
+    if math.isinf(max_slowdown) and slowdown >= _UNUSABLE_SLOWDOWN:
         return False
     predicted = row.predicted_slowdown or slowdown
-    slower_share = _DOUBT_SHARE_WITHOUT_LIMIT if math.isinf(most_slowdown) else _DOUBT_SHARE
-    return slowdown > most_slowdown or not 1 - _DOUBT_SHARE <= slowdown / predicted <= 1 + slower_share
+    slower_share = _DOUBT_SHARE_WITHOUT_LIMIT if math.isinf(max_slowdown) else _DOUBT_SHARE
+    return slowdown > max_slowdown or not 1 - _DOUBT_SHARE <= slowdown / predicted <= 1 + slower_share
 
 
 def measurement_in(answer: Measured | Failure) -> Measurement | Failure:

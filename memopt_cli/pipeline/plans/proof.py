@@ -130,13 +130,14 @@ class Prover:
 
     def _row_if_worthwhile(self, index: int) -> LevelRow:
         """Return the row at index ``index`` if its plan is worth its time as measured, else the original's row."""
-        rows, most_slowdown = self.findings.rows, self.findings.resolved.options.max_slowdown or math.inf
+        rows = self.findings.rows
+        max_slowdown = self.findings.resolved.options.max_slowdown or math.inf
         if self.takes_chosen:
             return row_to_apply(rows, rows[index])
-        rows[index] = self.measurements.confirm(rows[index], most_slowdown)
+        rows[index] = self.measurements.confirm(rows[index], max_slowdown)
         original = self.measurements.measure(ORIGINAL)
         rows[0] = replace(rows[0], outcome=original)  # which may have been timed again
-        dropped = drop_by_measurement(rows[index], original, most_slowdown)
+        dropped = drop_by_measurement(rows[index], original, max_slowdown)
         if dropped is not None:
             self.findings.drop(dropped)
         return self._unless_own_is_better(row_to_apply(rows, rows[index] if dropped is None else None))
@@ -147,8 +148,8 @@ class Prover:
         if self.takes_chosen or (findings.by_goal and findings.budget_bytes is None):
             return row
         original = self.measurements.measure(ORIGINAL)
-        most_slowdown = findings.resolved.options.max_slowdown or math.inf
-        dropped = beaten_by_own(row, original, findings.own_checkpoints, findings.budget_bytes, most_slowdown)
+        max_slowdown = findings.resolved.options.max_slowdown or math.inf
+        dropped = beaten_by_own(row, original, findings.own_checkpoints, findings.budget_bytes, max_slowdown)
         if dropped is None:
             return row
         findings.drop(dropped)

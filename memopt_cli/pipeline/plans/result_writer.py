@@ -5,6 +5,7 @@ The plan comes first, as the most valuable; then the model, the batch that fits,
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -153,7 +154,8 @@ class ResultWriter:
             return f"memopt_cli.apply_plan(model, {plan}, optimizer=optimizer)"
         if self.paths.model not in self.files or kind in ("factory", "pretrained"):
             return f"memopt_cli.apply_plan(model, {plan})"
-        trust = replace(self.prepared.subject.source.trust, sandbox=True)  # memopt_cli.load has no sandbox to turn off
+        trust = self.prepared.subject.source.trust  # memopt_cli.load has no sandbox to turn off
+        trust = replace(trust, sandbox=True, code_paths=tuple(map(os.path.abspath, trust.code_paths)))
         trusting = "" if trust == Trust() else f", trust=memopt_cli.{trust.in_python}"
         return f"model = memopt_cli.load({str(self.paths.model)!r}{trusting})"
 

@@ -58,7 +58,7 @@ def frontier_path(request: OptimizeRequest) -> Path:
 
 
 def check_frontier_target(request: OptimizeRequest) -> None:
-    """Raise as :func:`check_targets` for a file in the place of the frontier that is not one of memopt's.
+    """Raise as :func:`check_targets` for a file in the place of the frontier that memopt did not write.
 
     The plans that were shown last are replaced without ``--force``: they can be searched again.
     """
@@ -98,10 +98,9 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
     _check_inputs(request, frontier)
     options = replace(request.search.options, level=frontier.options.level)
     filled_names = missing_settings(settings, shown_settings)
-    notes = (
-        *request.search.notes,
-        *[f"As when the plans were shown: {flags_in_words(shown_settings, filled_names)}."] * bool(filled_names),
-    )
+    notes = request.search.notes
+    if filled_names:
+        notes += (f"As when the plans were shown: {flags_in_words(shown_settings, filled_names)}.",)
     return replace(
         request,
         spec=request.spec or typed_inputs(frontier.header, frontier_path(request)),
@@ -165,7 +164,9 @@ def _option_text(value: Any) -> str:
     """Return the ``value`` of an option about as it is typed."""
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
@@ -219,7 +220,7 @@ def _short_hash(sha256: str | None) -> str:
 def write_shown(request: OptimizeRequest, prepared: Prepared, findings: Findings) -> list[Path]:
     """Write the frontier in ``findings`` beside the model and return its path; if that fails, add a note instead.
 
-    A read-only disk, say, is no reason to fail: without the file, ``--pick`` only has to search again.
+    The folder may be read-only.  Without the file, ``--pick`` only has to search again.
     """
     path = frontier_path(request)
     text = frontier_json(replace(_empty_frontier(request, prepared), points=tuple(findings.frontier)))

@@ -19,10 +19,12 @@ from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.text.units import format_bytes
 
-_SEARCH_S, _SEARCH_STEPS = 10, 10
-"""A search by levels without ``--search-time`` takes up to this many seconds plus this many steps of the original."""
+_SEARCH_S = 10
+"""Seconds that a search by levels without ``--search-time`` may take, plus the time of :data:`_SEARCH_STEPS`."""
+_SEARCH_STEPS = 10
+"""Number of steps of the original in whose time the search may go on."""
 _ANY_SLOWDOWN_FACTOR = 3
-"""Factor of that limit where any slowdown is allowed: then segments may run in any number of chunks."""
+"""If any slowdown is allowed, the search may take this many times as long: segments may run in any number of chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class StartedSearch:
     """A recorded step of the original, and a planner that can ask questions about it."""
 
     traced: Traced
-    first: Counted
+    original_dry_run: Counted
     """A dry run of the original."""
     original: LevelRow
     """Row of the original as first measured; without an outcome where it is not run here."""
@@ -38,9 +40,9 @@ class StartedSearch:
     planner: Planner
     findings: Findings
     """Findings so far."""
-    notes: int
+    notes_before: int
     """Number of notes among the findings when the search began."""
-    details: int
+    details_before: int
     """Number of details among the findings when the search began."""
 
     @property
@@ -76,7 +78,9 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
 
     Raises :class:`MemoptError` where that does not run.
     """
-    started, options, outcome = time.monotonic(), findings.resolved.options, original.outcome
+    started = time.monotonic()
+    options = findings.resolved.options
+    outcome = original.outcome
     traced = record_step(
         sessions(),
         ORIGINAL,
@@ -102,13 +106,13 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
     original = replace(original, search_s=original.search_s + time.monotonic() - started)
     return StartedSearch(
         traced=traced,
-        first=original_count,
+        original_dry_run=original_count,
         original=original.predicted(original_count) if is_fake else original,
         probes=probes,
         planner=Planner(traced.trace, original_count, probes_of_planner, options, place=place),
         findings=findings,
-        notes=len(findings.notes),
-        details=len(findings.details),
+        notes_before=len(findings.notes),
+        details_before=len(findings.details),
     )
 
 

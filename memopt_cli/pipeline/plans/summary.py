@@ -17,7 +17,7 @@ from memopt_cli.search.plan.schedules import count_segments
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 _SLOW_STEP_RATIO = 2.0
-"""A slowdown from which on the summary points to faster plans."""
+"""The summary points to faster plans if the slowdown is at least this."""
 
 
 def summarize(
@@ -103,7 +103,7 @@ def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
 def _codecs_left_out(findings: Findings) -> list[str]:
     """Return notes on modules that do not use the codec they ask for, and why.
 
-    Modules that were no candidates for a segment are named only if the user listed the candidates.
+    Modules that were not candidates for a segment are named only if the user listed the candidates.
     """
     segments, considered = (
         findings.plan.longest.segments,
@@ -180,7 +180,8 @@ def _further_plans_sentence(findings: Findings) -> str:
 
 def _measured_sentence(findings: Findings) -> str:
     """Return ``Measured: 645.2 MiB → 302.5 MiB, step 1.36 s → 1.83 s.``; empty without a measurement or a plan."""
-    original, measurement = measurement_at(findings.rows, 0), findings.measurement
+    original = measurement_at(findings.rows, 0)
+    measurement = findings.measurement
     if original is None or measurement is None or findings.plan.is_empty:
         return ""
     peaks = f"{format_bytes(original.allocated_peak_bytes)} → {format_bytes(measurement.allocated_peak_bytes)}"

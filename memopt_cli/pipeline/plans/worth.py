@@ -18,13 +18,13 @@ from memopt_cli.records import (
 )
 
 _MIN_SAVED_SHARE = 0.02
-"""Share of the original's peak that a plan must save if its step takes any longer than :data:`_FREE_SLOWDOWN`."""
+"""A plan slower than :data:`_FREE_SLOWDOWN` must save at least this share of the original's peak."""
 _FREE_SLOWDOWN = 1.02
-"""Slowdown up to which a plan is worth any saving at all."""
+"""A plan with at most this slowdown is worth any saving at all."""
 _TIMING_SHARE = 0.03
-"""Share by which steps that were timed at different moments may differ and count as equally fast."""
+"""Steps timed at different moments are equally fast if they differ by at most this share."""
 _EQUAL_SHARE = 0.01
-"""The share by which the peaks of a plan and of the model's own checkpoints may differ and count as equal."""
+"""The peaks of a plan and of the model's own checkpoints are equal if they differ by at most this share."""
 
 
 def drop_by_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> Dropped | None:
@@ -35,7 +35,7 @@ def drop_by_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdow
     return _make_dropped(plan, reason, peak_bytes, original_bytes)
 
 
-def drop_by_measurement(row: LevelRow, original: Measurement | Failure, most_slowdown: float) -> Dropped | None:
+def drop_by_measurement(row: LevelRow, original: Measurement | Failure, max_slowdown: float) -> Dropped | None:
     """Return why the measured ``row`` is not applied; ``None`` if its plan runs and is worth its time.
 
     If the original does not run, any plan that runs is worth its time.
@@ -51,8 +51,8 @@ def drop_by_measurement(row: LevelRow, original: Measurement | Failure, most_slo
         return None
     peaks = outcome.allocated_peak_bytes, original.allocated_peak_bytes
     slowdown = outcome.slowdown(original)
-    too_slow = TooSlow(slowdown=slowdown, most=most_slowdown, error=outcome.slowdown_error, waited=outcome.waited)
-    if too_slow.upper > most_slowdown:
+    too_slow = TooSlow(slowdown=slowdown, most=max_slowdown, error=outcome.slowdown_error, waited=outcome.waited)
+    if too_slow.upper > max_slowdown:
         return _make_dropped(row.plan, too_slow, *peaks)
     return _make_dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)
 
@@ -62,11 +62,11 @@ def beaten_by_own(
     original: Measurement | Failure,
     own: Measurement | None,
     budget_bytes: int | None,
-    most_slowdown: float = math.inf,
+    max_slowdown: float = math.inf,
 ) -> Dropped | None:
     """Return ``row`` as dropped if the model's ``own`` checkpoints do better than its plan; ``None`` if they do not.
 
-    Better is a lower peak in a step of at most ``most_slowdown`` times the original's, or an equal one in less time;
+    Better is a lower peak in a step of at most ``max_slowdown`` times the original's, or an equal one in less time;
     within a budget, it is less time.  If the original does not run, the plan stays: there is nothing to go back to.
     """
     planned = row.outcome
@@ -77,11 +77,11 @@ def beaten_by_own(
         or not isinstance(original, Measurement)
     ):
         return None
-    most_bytes = budget_bytes if budget_bytes is not None else (1 + _EQUAL_SHARE) * planned.allocated_peak_bytes
+    max_bytes = budget_bytes if budget_bytes is not None else (1 + _EQUAL_SHARE) * planned.allocated_peak_bytes
     # The two steps were not timed in turns, so a small difference says nothing.
-    is_faster = own.allocated_peak_bytes <= most_bytes and own.step_s < (1 - _TIMING_SHARE) * planned.step_s
+    is_faster = own.allocated_peak_bytes <= max_bytes and own.step_s < (1 - _TIMING_SHARE) * planned.step_s
     is_smaller = budget_bytes is None and own.allocated_peak_bytes < (1 - _EQUAL_SHARE) * planned.allocated_peak_bytes
-    if not is_faster and not (is_smaller and own.step_s <= most_slowdown * original.step_s):
+    if not is_faster and not (is_smaller and own.step_s <= max_slowdown * original.step_s):
         return None
     reason = OwnIsBetter(
         own_bytes=own.allocated_peak_bytes, own_s=own.step_s, step_s=planned.step_s, budget_bytes=budget_bytes

@@ -12,9 +12,9 @@ from memopt_cli.report.profiling import below, nearest
 from memopt_cli.text.units import format_bytes
 
 _SMALLEST = 0.0005
-"""Share of the whole below which parts of the treemap are drawn as one."""
+"""Parts of the treemap below this share of the whole are drawn as one."""
 _BULK = 0.9
-"""Share of a module above which one child stands for it, so that colours are given to the child's parts."""
+"""A child above this share of its module stands for the module, so that colours are given to the child's parts."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -78,7 +78,7 @@ def optimize_page(result: OptimizeResult) -> str:
 
 
 def fastest_page(training: FastestTraining) -> str:
-    """Return the HTML of the batch and the plan in ``training`` that train fastest, beside all that were run.
+    """Return the HTML of the batch and the plan in ``training`` that train fastest, and of all that were run.
 
     Raises :class:`UsageError` without plotly.
     """
@@ -233,7 +233,7 @@ class _Page:
         timed = any(op.seconds for trace in traces.values() for op in trace.ops)
         lead = (
             "The same, module by module"
-            + ", with the time of its operators" * timed
+            + (", with the time of its operators" if timed else "")
             + (", and what the plan does there." if plan.segments else ".")
         )
         if plan.packed:
@@ -280,7 +280,8 @@ class _Page:
         if summary.plan is None or summary.plan.by is None:
             return
         longest = f"{summary.plan.by.dim}={summary.plan.ranges[-1].up_to}"
-        lead = f"Each is measured and verified at its largest length; all else on this page is of {escape(longest)}."
+        lead = "Each is verified at its largest length and run at a few more; "
+        lead += f"all else on this page is of {escape(longest)}."
         self.section("A plan for each range of lengths", lead, _table(range_headings(summary), range_rows(summary)))
 
     def saved(self, tensors: Sequence[SavedTensor]) -> None:

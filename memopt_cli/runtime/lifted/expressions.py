@@ -41,7 +41,7 @@ class Expressions:
         the variables of its operands are known only then."""
 
     def write_inline(self, node: Node) -> None:
-        """Have the value of ``node`` written wherever it is used."""
+        """Write the value of ``node`` inline wherever it is used, without a variable."""
         self._inline[node[3][0]] = self.of(node)
 
     def is_inline(self, operand: Any) -> bool:
@@ -51,7 +51,7 @@ class Expressions:
     def global_name(self, name: str) -> str:
         """Return the text that refers to ``name``, a name in :data:`FUNCTIONS` or a library.
 
-        It is ``len``, say, or ``len_`` if an argument of the function is called ``len``.
+        For example, it is ``len``, or ``len_`` if an argument of the function is called ``len``.
         """
         function = FUNCTIONS.get(name, self._names.get(name))
         if function is None or name not in self._arguments:
@@ -179,7 +179,7 @@ class Expressions:
 
 
 def _path(path: tuple[str, ...]) -> str:
-    """Return the text of the module at ``path``; a name that is no identifier, such as ``0``, is looked up."""
+    """Return the text of the module at ``path``; a name that is not an identifier, such as ``0``, is looked up."""
     return "self" + "".join(f".{name}" if is_name(name) else f"._modules[{name!r}]" for name in path)
 
 

@@ -21,7 +21,7 @@ from memopt_cli.runtime.lifted.program import values_of
 Block = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
 """Parameters, nodes and results.  Each value has a number; a result is such a number, or a constant in a 1-tuple."""
 Node = tuple[str, Any, tuple[Any, ...], tuple[int, ...], tuple[Block, ...]]
-"""Kind, detail (an operator's name, say), operands, outputs, and the blocks of an ``if``, a ``loop`` or a ``grad``.
+"""Kind, detail (such as an operator's name), operands, outputs, and the blocks of an ``if``, a ``loop`` or a ``grad``.
 
 ``("operator", "aten::mul.int", (3, (2,)), (4,), ())`` makes value 4, the product of value 3 and the constant 2.
 """

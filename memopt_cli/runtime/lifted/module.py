@@ -21,12 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.lifted.operators import FUNCTIONS, is_data
-from memopt_cli.runtime.lifted.program import BadProgram, check_program, check_size, is_further_call, nodes_of
+from memopt_cli.runtime.lifted.program import BadProgramError, check_program, check_size, is_further_call, nodes_of
 from memopt_cli.runtime.lifted.source import generate
-from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
+from memopt_cli.runtime.private_torch import MODULE_ATTRIBUTES, buffers_of, children_of, parameters_of
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
-
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class LiftedModule(nn.Module):
@@ -64,7 +62,7 @@ class LiftedModule(nn.Module):
 def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     """Return the class of ``program``: the same one whenever it is called with an equal program.
 
-    Raises :class:`BadProgram` for data that is no program, before any code is made from it.
+    Raises :class:`BadProgramError`, before any code is made, if the data is not a program.
     """
     check_size(program)
     key = repr(program)  # not ``program``: tuples with 1, 1.0 and True are equal, but different programs
@@ -80,14 +78,14 @@ _NUMBERS = itertools.count()
 
 
 def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedModule:
-    """Return a lifted module for an unpickler.  Saved models refer to this function: a file format.
+    """Return a lifted module for an unpickler.  Saved models name this function: do not rename it.
 
     ``program`` is described in :mod:`memopt_cli.runtime.lifted.program`; ``state`` are the module's attributes.
-    Raises :class:`BadProgram` unless both are data that such a module can have.
+    Raises :class:`BadProgramError` unless both are data that such a module can have.
     """
     kind = lifted_class(program)
     if type(state) is not dict or not all(type(name) is str for name in state):
-        raise BadProgram("its state is not a module's")
+        raise BadProgramError("its state is not a module's")
     module: LiftedModule = nn.Module.__new__(kind)
     vars(module).update(state)
     check_lifted(module)
@@ -95,7 +93,7 @@ def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedMod
 
 
 def check_lifted(module: LiftedModule) -> None:
-    """Raise :class:`BadProgram` unless the present attributes of ``module`` fit its program.
+    """Raise :class:`BadProgramError` unless the current attributes of ``module`` fit its program.
 
     Paths that the program calls must be modules, and those that it reads or sets must be data: then it can reach
     nothing but operators.  Running it cannot change that, since it sets only data, and never a module.
@@ -108,10 +106,7 @@ def check_lifted(module: LiftedModule) -> None:
 
 
 def make_module(program: tuple[Any, ...], constants: tuple[Tensor, ...]) -> LiftedModule:
-    """Return a module of the class of ``program``, without parameters, buffers and children.
-
-    Raises :class:`BadProgram`.
-    """
+    """Return a module of the class of ``program``, without parameters, buffers and children."""
     module = lifted_class(program)()
     module._constants, module._device = constants, None
     return module
@@ -142,13 +137,14 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     try:
         code = compile(text, file, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
-        raise BadProgram(f"Python cannot compile it ({err})") from err
-    known, own = {**FUNCTIONS, **names}, {function[0] for function in functions}
+        raise BadProgramError(f"Python cannot compile it ({err})") from err
+    known = {**FUNCTIONS, **names}
+    own = {function[0] for function in functions}
     # Python would look up any other name among its builtins, ``open`` and ``eval`` included.
     if unknown := global_names(code) - {*known, *own}:
-        raise BadProgram(f"it names {', '.join(sorted(unknown))}, which no program may")
+        raise BadProgramError(f"it names {', '.join(sorted(unknown))}, which no program may")
     if double := own & known.keys():
-        raise BadProgram(f"{', '.join(sorted(double))} is the name of two things")
+        raise BadProgramError(f"it defines {', '.join(sorted(double))}, a name that is already in use")
     namespace = _namespace(number, known)
     exec(code, namespace)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # for tracebacks and inspect
@@ -190,23 +186,23 @@ def _running_further_calls(methods: dict[str, Callable[..., Any]]) -> Callable[.
 
 def _check_state(module: LiftedModule) -> None:
     state = vars(module)
-    if not state.keys() >= _MODULE_ATTRIBUTES:
-        raise BadProgram("its state is not a module's")
+    if not state.keys() >= MODULE_ATTRIBUTES:
+        raise BadProgramError("its state is not a module's")
     children = state["_modules"]
     if not all(isinstance(child, nn.Module) for child in children.values()):
-        raise BadProgram("a lifted module holds a child that is not a module")
+        raise BadProgramError("a lifted module holds a child that is not a module")
     registered = [(nn.Parameter, state["_parameters"]), (Tensor, state["_buffers"])]
     if not all(t is None or isinstance(t, kind) for kind, tensors in registered for t in tensors.values()):
-        raise BadProgram("a parameter or buffer is not a tensor")
+        raise BadProgramError("a parameter or buffer is not a tensor")
     shadowed = state.keys() & {*children, *state["_parameters"], *state["_buffers"]}
     shadowed |= {name for name in state if _is_of_class(module, name)}
     if shadowed:
-        raise BadProgram(f"the attribute {', '.join(sorted(shadowed))} hides another one")
+        raise BadProgramError(f"the attribute {', '.join(sorted(shadowed))} hides another one")
     constants = state.get("_constants", ())
     if type(constants) is not tuple or not all(isinstance(constant, Tensor) for constant in constants):
-        raise BadProgram("a constant tensor is not a tensor")
+        raise BadProgramError("a constant tensor is not a tensor")
     if not isinstance(state.get("_device"), torch.device | None):
-        raise BadProgram("its device is not a device")
+        raise BadProgramError("its device is not a device")
 
 
 def _is_of_class(module: nn.Module, name: str) -> bool:
@@ -218,23 +214,23 @@ def _check_node(node: tuple[Any, ...], module: LiftedModule) -> None:
     # A program reaches into lifted modules only; of others it may call no method but forward.
     kind, detail = node[0], node[1]
     if kind == "tensor" and detail >= len(vars(module).get("_constants", ())):
-        raise BadProgram("a constant tensor is missing")
+        raise BadProgramError("a constant tensor is missing")
     if kind == "call":
         _check_call(_owner(module, detail[0]), *detail)
     elif kind in ("get", "parameter", "set"):
         owner, name = _owner(module, detail[:-1]), detail[-1]
         if not isinstance(owner, LiftedModule | ScriptLeaf | ScriptPart):
-            raise BadProgram(f"{'.'.join(detail[:-1])} is not lifted, and more than its forward is used")
+            raise BadProgramError(f"{'.'.join(detail[:-1])} is not lifted, and more than its forward is used")
         if not (_can_set(owner, name) if kind == "set" else _can_get(owner, name)):
-            raise BadProgram(f"the attribute {'.'.join(detail)} is something other than data")
+            raise BadProgramError(f"the attribute {'.'.join(detail)} is something other than data")
 
 
 def _owner(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
-    """Return the module at ``path`` in ``module``, which must also be what Python finds there."""
+    """Return the module at ``path`` in ``module``; raise if Python would find another object there."""
     for name in path:
         child = children_of(module).get(name)
         if child is None or name in vars(module) or _is_of_class(module, name):
-            raise BadProgram(f"there is no module {'.'.join(path)}")
+            raise BadProgramError(f"there is no module {'.'.join(path)}")
         module = child
     return module
 
@@ -242,9 +238,9 @@ def _owner(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
 def _check_call(owner: nn.Module, path: tuple[str, ...], method: str) -> None:
     if isinstance(owner, LiftedModule):
         if all(method != own[0] for own in type(owner)._program[2]) or method in vars(owner):
-            raise BadProgram(f"{'.'.join(path)} has no method {method}")
+            raise BadProgramError(f"{'.'.join(path)} has no method {method}")
     elif method != "forward":
-        raise BadProgram(f"{'.'.join(path)} is not lifted, and more than its forward is used")
+        raise BadProgramError(f"{'.'.join(path)} is not lifted, and more than its forward is used")
 
 
 def _can_get(owner: nn.Module, name: str) -> bool:

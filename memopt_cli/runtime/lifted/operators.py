@@ -315,7 +315,7 @@ _KEYS_OF_DICTS: Final = (bool, int, float, complex, str, Tensor)
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """Return the parameter or buffer ``name``, which is no identifier, as in a ``ParameterList``."""
+    """Return the parameter or buffer ``name``, which is not an identifier, as in a ``ParameterList``."""
     table = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
     tensor: Tensor | None = table[name]
     return tensor
@@ -343,7 +343,7 @@ _DATA: Final = (Tensor, bool, int, float, str, torch.dtype, torch.device)
 
 
 def checked_data(value: Any) -> Any:
-    """Return ``value``, which becomes an attribute.  Raises :class:`ScriptError` if it is no data but a module, say."""
+    """Return ``value``, which becomes an attribute.  Raises :class:`ScriptError` if it is not data, as a module."""
     if not is_data(value):
         raise ScriptError(f"the program sets an attribute to a {type(value).__name__}, which is not data")
     return value

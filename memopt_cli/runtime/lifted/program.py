@@ -62,8 +62,8 @@ _MAX_LOOP_DEPTH: Final = 16
 20."""
 
 
-class BadProgram(ValueError):
-    """Stored data is no program, or the program names something that is not allowed; the message says what."""
+class BadProgramError(ValueError):
+    """Stored data is not a program, or the program names something that is not allowed; the message says what."""
 
 
 def is_name(text: Any) -> bool:
@@ -114,7 +114,7 @@ def tuple_name(name: str) -> str:
 
 
 def check_size(program: Any) -> None:
-    """Raise :class:`BadProgram` unless ``program`` is plain data, and small enough to be walked in little time.
+    """Raise :class:`BadProgramError` unless ``program`` is plain data, and small enough to be walked in little time.
 
     The items of a tuple count once for each place in which it stands.
     """
@@ -127,7 +127,7 @@ def check_size(program: Any) -> None:
         if not containers:
             return
         level = tuple(item for container in containers for item in container)
-    raise BadProgram("it is nested too deeply")
+    raise BadProgramError("it is nested too deeply")
 
 
 def _is_small_data(item: Any) -> bool:
@@ -137,7 +137,7 @@ def _is_small_data(item: Any) -> bool:
 
 
 def check_program(program: Any) -> None:
-    """Raise :class:`BadProgram` unless ``program`` has the form above and names only allowed operators.
+    """Raise :class:`BadProgramError` unless ``program`` has the form above and names only allowed operators.
 
     It must have passed :func:`check_size`.
     """
@@ -196,7 +196,7 @@ def without_unused(nodes: Sequence[Any], results: Sequence[Any]) -> tuple[Any, .
 
 def _require(holds: object, complaint: str) -> None:
     if not holds:
-        raise BadProgram(complaint)
+        raise BadProgramError(complaint)
 
 
 def _is_tuple(value: Any, length: int | None = None, kind: type | None = None) -> bool:
@@ -301,7 +301,7 @@ class _Checker:
         """Check that each name in the generated module stands for one thing, so that code calls what was checked."""
         taken = {*FUNCTIONS, *(f"{library}{end}" for library in LIBRARIES for end in ("", "_")), *self._tuples}
         clashes = self.functions & {*self.methods, *taken, *self._arguments} | self._arguments & self._tuples
-        _require(not clashes, f"{', '.join(sorted(clashes))} is the name of two things, or of a built-in")
+        _require(not clashes, f"it defines {', '.join(sorted(clashes))}, a name that is already in use")
 
     def _check_block(self, block: Any, parameters: int, results: int | None) -> None:
         _require(_is_tuple(block, 3) and _is_tuple(block[1], kind=tuple), "a block is malformed")
@@ -318,7 +318,7 @@ class _Checker:
     def _check_node(self, kind: str, detail: Any, operands: Any, outputs: Any, blocks: Any) -> None:
         expected = _KINDS.get(kind)
         if expected is None:
-            raise BadProgram(f"{kind!r} is not a kind of node")
+            raise BadProgramError(f"{kind!r} is not a kind of node")
         allowed = f"the operator {detail} is not allowed" if kind == "operator" else f"{detail!r} in a node of {kind}"
         _require(expected.detail(detail), allowed)
         self._check_operands(operands)
@@ -369,7 +369,7 @@ class _Checker:
 
 
 def _check_operator(key: str, operands: tuple[Any, ...]) -> None:
-    """Raise :class:`BadProgram` unless there are as many ``operands`` as the operator ``key`` takes."""
+    """Raise :class:`BadProgramError` unless there are as many ``operands`` as the operator ``key`` takes."""
     if key in EXPRESSIONS:
         _require(len(operands) >= EXPRESSIONS[key].operands(), f"the operator {key} has too few operands")
         return
@@ -390,4 +390,4 @@ def _check_recursion(methods: Sequence[tuple[Any, ...]]) -> None:
     try:
         graphlib.TopologicalSorter(calls).prepare()
     except graphlib.CycleError as err:
-        raise BadProgram(f"{', '.join(dict.fromkeys(err.args[1]))} call each other without end") from None
+        raise BadProgramError(f"{', '.join(dict.fromkeys(err.args[1]))} call each other without end") from None

@@ -75,7 +75,7 @@ class _Writer:
 
     def write(self) -> str:
         """Return the function's text."""
-        declared = [self._owner] * bool(self._owner)
+        declared = [self._owner] if self._owner else []
         used = self.layout.uses(self._block)
         for value, name, default in self._parameters:
             declared.append(f"{name}={literal(default[0])}" if default else name)

@@ -59,7 +59,7 @@ class Variables:
             self._change(name, None, 0)
 
     def position(self) -> int:
-        """Return the present position, to which :meth:`rewind` goes back."""
+        """Return the current position, to which :meth:`rewind` goes back."""
         self._trail.append(("", None, 0))  # an entry that changes nothing, so that later changes have later moments
         return len(self._trail)
 

@@ -70,7 +70,8 @@ class Ranges:
 
     def _free_again(self, start: int, size: int) -> None:
         """Add a free range, joined with the free ranges that it touches."""
-        end, index = start + size, bisect.bisect(self._free, (start, start))
+        end = start + size
+        index = bisect.bisect(self._free, (start, start))
         first = last = index
         if index and self._free[index - 1][1] == start:
             first, start = index - 1, self._free[index - 1][0]
@@ -112,7 +113,7 @@ class _Job:
         return self.error
 
     def cancel(self) -> None:
-        """Have the memory touched no more; wait for the end of a block if the job has begun."""
+        """Stop using the memory; if the job has begun, wait until the block that it copies is done."""
         self._is_cancelled = True
         if not self._turn.acquire(blocking=False):
             self._done.wait()
@@ -282,7 +283,7 @@ def _open_unlinked(folder: str, flags: int) -> int:
 
 
 def _stop_passing_cache(file: int) -> bool:
-    """Use the cache for ``file`` from now on; return whether it was not used before."""
+    """Turn on the page cache for ``file``; return whether it was off."""
     import fcntl  # Windows has neither this module nor files past its cache
 
     flags = fcntl.fcntl(file, fcntl.F_GETFL)

@@ -1,6 +1,6 @@
 """Host memory as a place: pinned memory, in which tensors of a GPU wait.
 
-One CUDA stream copies out and one copies in, beside the stream that computes; events order the three.  Tensors are not
+One CUDA stream copies out, another copies in, and a third computes; events order the three.  Tensors are not
 given to ``record_stream``, after which the time that copies take would decide when the allocator may use their memory
 again, and so the peak.  Instead, the computing stream waits for a copy before the memory is freed.
 """

@@ -60,7 +60,7 @@ class Place(ABC):
 
     @abstractmethod
     def refusal(self, device: torch.device) -> str:
-        """Return why tensors on ``device`` cannot be sent, or an empty text."""
+        """Return why tensors on ``device`` cannot be sent; empty if they can."""
 
     @abstractmethod
     def room_bytes(self) -> int:

@@ -8,7 +8,7 @@ that it needs next::
     forward     parcel 1 is stored, copying begins      parcel 2 is stored; 1 must be copied by now, and is freed
     backward    parcel 2 is needed; 1 is fetched, too   parcel 1 is needed, and has arrived by now
 
-Freeing a tensor that the model still holds, an activation of a later layer say, would save nothing.  Such a tensor
+Freeing a tensor that the model still holds, such as an activation of a later layer, would save nothing.  Such a tensor
 stays until a parcel is completed while nothing else holds it.  Tensors that show one part of a storage are sent once.
 """
 
@@ -37,7 +37,7 @@ from memopt_cli.runtime.private_torch import (
 )
 
 _MIN_BYTES: Final = 1 << 16
-"""Least bytes of a tensor that is sent."""
+"""A tensor with fewer bytes is not sent."""
 _PARCEL_SAVES: Final = 4
 """Number of tensors in a parcel of tensors that are saved outside of segments."""
 
@@ -153,7 +153,7 @@ class ParcelSeries:
         return self._parcel.take(packed)
 
     def complete(self) -> None:
-        """Complete the present parcel, so that tensors saved before it are freed, and begin a new parcel."""
+        """Complete the current parcel, so that tensors saved before it are freed, and begin a new parcel."""
         self._parcel.complete()
         self._parcel, self._saves = Parcel(self._place), 0
 
@@ -315,7 +315,7 @@ class PackedAway:
 
 
 def _can_be_sent(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is large, and its memory holds its very values: a negative view, say, has others."""
+    """Return whether ``tensor`` is large, and its memory holds its values as they are (not so in a negative view)."""
     if not is_ordinary(tensor) or not has_memory(tensor):
         return False
     return tensor.nbytes >= _MIN_BYTES and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())

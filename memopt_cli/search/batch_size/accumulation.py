@@ -5,7 +5,7 @@ from __future__ import annotations
 from memopt_cli.records import Accumulation
 
 _MAX_RATIO = 2
-"""Largest ratio of the passes to the fewest possible ones, to make all of them equal."""
+"""To make all passes equal, at most this many times the fewest possible passes are made."""
 
 
 def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumulation:

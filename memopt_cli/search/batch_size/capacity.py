@@ -15,7 +15,7 @@ from memopt_cli.text.units import format_bytes
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MEMINFO = Path("/proc/meminfo")
 _USABLE_SHARE = 0.9
-"""Share of the machine's available memory that a run may take: the interpreter and other processes need some."""
+"""A run may take this share of the machine's available memory: the interpreter and other processes need some."""
 _MAX_HOLDERS = 3
 """Maximum number of processes that a message names."""
 

@@ -21,7 +21,7 @@ from memopt_cli.search.batch_size.length_strategies import (
 from memopt_cli.search.batch_size.lines import fit_line
 
 RUNS = 2
-"""Number of runs beside the run of the recommended batch."""
+"""Number of runs in addition to the run of the recommended batch."""
 _LENGTH_SYMBOLS = ("S", "T")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 _MAX_DRY_RUNS = 24
 """Maximum number of evaluations in the search for a root."""
 _LINE_TOLERANCE = 0.002
-"""Distance from a line, as a share of the bound, up to which a value counts as on the line."""
+"""A value is on a line if its distance is at most this share of the bound."""
 _NO_UPPER_END = 1 << 40
 """Upper end of the bracket as long as no number is known to be above the bound."""
 

@@ -52,7 +52,7 @@ def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) ->
     """Return the limit of the largest batch that ran, in words, and whether a larger one fits by the model."""
     # If no step was in time, this matters more than any other limit.
     if not runs.is_in_time(runs.fitting[-1]):
-        return f"memopt's own time limit of a step ({_time_limit(runs)})", estimate > runs.best
+        return _time_limit(runs), estimate > runs.best
     if failed := runs.failed:
         return f"a run at batch {min(failed)}: {runs.failure(min(failed))}", False
     best = runs.best
@@ -65,7 +65,7 @@ def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) ->
         return "the interruption", True
     budget, runnable = runs.limits.budget_bytes, runs.limits.runnable_bytes
     if runs.affordable() < model.largest_within(min(budget, runnable)):
-        return f"memopt's own time limit of a step ({_time_limit(runs)})", True
+        return _time_limit(runs), True
     if runnable < budget:
         return f"this machine, where {format_bytes(runnable)} are free", True
     return f"the number of runs ({len(runs)})", True
@@ -73,7 +73,6 @@ def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) ->
 
 def _time_limit(runs: Runs) -> str:
     """Return the time limit of a step in words, with the time of the largest batch if it takes longer."""
-    largest, limit = runs.fitting[-1], f"{runs.limits.longest_step_s:g} s"
-    if runs.is_in_time(largest):
-        return limit
-    return f"{limit}; batch {largest.batch} takes {format_seconds(largest.step_s)}"
+    largest, is_late = runs.fitting[-1], not runs.is_in_time(runs.fitting[-1])
+    taken = f"; batch {largest.batch} takes {format_seconds(largest.step_s)}" if is_late else ""
+    return f"{runs.limits.time_name} ({runs.limits.longest_step_s:g} s{taken})"

@@ -16,7 +16,7 @@ from memopt_cli.search.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits, Runs
 
 _GROWTH = 1.4
-"""Ratio of consecutive batches at which plans are priced."""
+"""Plans are priced at batches that grow by this factor."""
 _MAX_BATCHES = 12
 """Maximum number of batches at which plans are priced; the last is forty times the first."""
 _ERROR_SHARE = 0.1
@@ -25,14 +25,14 @@ than this share is not run."""
 _CORRECTED_ERROR_SHARE = 0.03
 """Assumed error of predicted rates once the run of a pair has corrected them."""
 _MIN_BATCH_RATIO = 1.1
-"""Least ratio of a batch to the plan's last batch that fitted, for the larger one to be run as well."""
+"""A batch is run as well if it is at least this many times the plan's last batch that fitted."""
 _ROOM_FACTORS = (0.9, 0.8, 0.5)
 """Factors on the memory for the next run after the first, the second, and each later run in a row without enough
 memory: an allocator reserves more than it hands out."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Candidate:
+class PairCandidate:
     """A plan with the largest batch that fits by its dry runs and its runs so far."""
 
     plan: Plan
@@ -115,7 +115,7 @@ class PairSearch:
         Each round either sizes a pair by dry runs, which makes it a candidate, or runs a candidate.  A run corrects all
         other predictions, so the most promising pair is chosen anew each time.
         """
-        waiting, candidates = list(pairs), list[Candidate]()
+        waiting, candidates = list(pairs), list[PairCandidate]()
         while self.runs_left() > 0 and not self.is_over():
             pair = max(waiting, key=lambda pair: self._rate(*pair), default=None)
             candidate = max(candidates, key=lambda c: self._rate(c.plan, c.batch), default=None)
@@ -141,7 +141,7 @@ class PairSearch:
     def _measured_rate(self, run: BatchProbe) -> float:
         return self.samples_per_s(run.batch, run.step_s, run.update_s)
 
-    def _run(self, candidate: Candidate) -> list[Candidate]:
+    def _run(self, candidate: PairCandidate) -> list[PairCandidate]:
         """Run ``candidate``; return the next one of its plan: a smaller batch if it did not fit, else a larger one."""
         outcome = candidate.model.runs[candidate.batch] = self.run(candidate.plan, candidate.batch)
         self.failed_runs = self.failed_runs + 1 if isinstance(outcome, OutOfMemory) else 0
@@ -154,7 +154,7 @@ class PairSearch:
             return [c for c in next_candidates if c.batch >= _MIN_BATCH_RATIO * candidate.batch]
         return [c for c in next_candidates if c.batch < candidate.batch]
 
-    def _candidates(self, plan: Plan, model: PeakModel) -> list[Candidate]:
+    def _candidates(self, plan: Plan, model: PeakModel) -> list[PairCandidate]:
         """Return ``plan`` with its largest batch that fits in memory and time, or its smallest if all take too long."""
         largest = model.largest_within(int(self.room_share * self.max_bytes))
         # After a run out of memory, the smaller room makes the next batch smaller.  After another failure, nothing else
@@ -165,4 +165,4 @@ class PairSearch:
         unit, longest_s = self.limits.multiple_of, self.limits.longest_step_s
         while batch > unit and (step_s := self.step_s(plan, batch)) > longest_s:
             batch = self.usable_batch(max(unit, int(batch * longest_s / step_s)))
-        return [Candidate(plan=plan, model=model, batch=batch)] if batch else []
+        return [PairCandidate(plan=plan, model=model, batch=batch)] if batch else []

@@ -15,7 +15,7 @@ CHOICE_RATIO = 4
 _PATIENCE = 2
 """Maximum number of runs in a row that train no faster than one with fewer copies."""
 _MIN_RATIO = 1.25
-"""Least ratio of the most copies that fit to the last number that ran, for the most copies to be run as well."""
+"""The most copies that fit are run as well if they are at least this many times the last number that ran."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class ReplicaSearch:
         )
 
     def _reason_not_to_run(self, size: int) -> str:
-        """Return why ``size`` copies must not be run, or an empty text."""
+        """Return why ``size`` copies must not be run; empty if they may."""
         if not self.runs:
             return ""
         last, peak_bytes = self.runs[-1], self._peak_bytes(size)
@@ -86,11 +86,11 @@ class ReplicaSearch:
                 f"this machine, where {free} are free and choosing a route takes {CHOICE_RATIO} times a step's memory"
             )
         if last.step_s * size / last.replicas > self.limits.longest_step_s:
-            return f"memopt's own time limit of a step ({self.limits.longest_step_s:g} s)"
+            return f"{self.limits.time_name} ({self.limits.longest_step_s:g} s)"
         return ""
 
     def _run(self, size: int) -> str:
-        """Run ``size`` copies; return why no more are worth a run, or an empty text."""
+        """Run ``size`` copies; return why more are not worth a run, or "" if they are."""
         outcome = self.outcomes[size] = self.probe(size)
         if not isinstance(outcome, BatchProbe):
             return f"a run of {format_copies(size)}: {describe(outcome)}"

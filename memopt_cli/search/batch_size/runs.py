@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from memopt_cli.records import BatchProbe, Failure, describe
+from memopt_cli.records import BatchProbe, Failure, OutOfMemory, describe
 from memopt_cli.text.units import format_bytes
 
 TARGET_SHARE = 0.8
 """Share of the device's memory that a batch may take by default."""
 MAX_PROBES = 6
 """Maximum number of measured runs for one answer."""
-_TIME_TOLERANCE = 1.1
-"""Multiple of the time limit up to which a step is still in time, since times vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +28,8 @@ class Limits:
     """Budget in words: ``80 % of the machine's memory``."""
     longest_step_s: float
     """Longest time that a step may take."""
+    time_name: str = "`--longest-step`"
+    """Time limit in words."""
     aim: float = 1.0
     """Share of :attr:`longest_step_s` that runs aim at."""
     multiple_of: int = 1
@@ -45,7 +45,7 @@ class Limits:
 
     def is_in_time(self, step_s: float) -> bool:
         """Return whether a step of ``step_s`` seconds is in time."""
-        return step_s <= _TIME_TOLERANCE * self.longest_step_s
+        return step_s <= self.longest_step_s
 
 
 class Runs(dict[int, BatchProbe | Failure]):
@@ -93,11 +93,19 @@ class Runs(dict[int, BatchProbe | Failure]):
         return describe(run)
 
     def below_failures(self, candidate: int) -> int:
-        """Return ``candidate``, or less if a batch up to it failed: half of the failed batch, or 9/10 if any fitted."""
-        failed = self.failed
-        if not failed or candidate < min(failed):
+        """Return ``candidate``, or less if a batch up to it failed.
+
+        That is half of the failed batch if none fitted, and 9/10 of it if it ran out of memory, of which the model was
+        nearly right.  Other failures may begin anywhere above the largest that fitted, so that it is their geometric
+        mean: a step that loops over 7,000 rows overflows the stack in its backward, one over 700 does not.
+        """
+        failed = min(self.failed, default=None)
+        if failed is None or candidate < failed:
             return candidate
-        return self.rounded(min(failed) * 9 // 10 if self.fitting else min(failed) // 2)
+        if not self.fitting:
+            return self.rounded(failed // 2)
+        ran_out = isinstance(self[failed], OutOfMemory)
+        return self.rounded(failed * 9 // 10 if ran_out else math.isqrt(self.best * failed))
 
     def affordable(self) -> int:
         """Return the batch whose step takes as long as runs aim at, or the largest that was in time, if larger.

@@ -129,7 +129,7 @@ class TokenBudgetSampler(LengthSampler):
     ) -> None:
         super().__init__(lengths, seed=seed, shuffle=shuffle, rank=rank, ranks=ranks)
         if oversize not in ("alone", "error"):
-            raise UsageError(f"oversize is '{oversize}'; it must be alone or error")
+            raise UsageError(f"oversize is '{oversize}'; it must be 'alone' or 'error'")
         if max_tokens < 1 or (oversize == "error" and max(lengths) > max_tokens):
             raise BatchShapeError(
                 f"a sequence of {max(lengths)} steps does not fit into {max_tokens} tokens",

@@ -16,15 +16,15 @@ from memopt_cli.search.batch_size.runs import Limits, Runs
 
 _FIRST_RUN_RATIO = 4
 """Ratio of the answer by dry runs to the first batch that is run, if the answer is far above the user's batch.  The
-first run shows the time of a step, and its memory beside tensors; it is no larger than the user's batch.  An answer
+first run shows the time of a step, and its memory apart from tensors; it is no larger than the user's batch.  An answer
 near the user's batch is run at once, as a smaller run would hardly change it."""
 _MIN_TIMED_RATIO = 1.5
-"""Least ratio of a batch limited by time to the best so far, for it to be run: small batches are slower per sample."""
+"""A larger batch limited by time is run if it is this many times the best so far: small ones are slower per sample."""
 _SAFE_SHARE = 0.98
 """Share of the budget that the last run aims at if no run has fitted yet, since an answer that ran is worth more than a
 closer estimate.  A batch that fits this share by dry runs is taken to fit."""
 _SIMILAR_SHARE = 0.25
-"""Largest share by which two batches differ for the speed of one to stand for the speed of the other."""
+"""The speed of one batch stands for the speed of another that differs by less than this share."""
 _FORESIGHT_RATIO = 1.5
 """Ratio of a batch to the answer after one run, for which a dry run is made in advance: more runs may raise it."""
 
@@ -106,7 +106,7 @@ class BatchSearch:
         return make_outcome(self.runs, self.model, interrupted=self._interrupted)
 
     def smaller_refusal(self, batch: int) -> str:
-        """Run ``batch``, which is smaller than the user's, and return why the model refuses it, or an empty text.
+        """Run ``batch``, which is smaller than the user's; return why the model refuses it, or "" if it does not.
 
         To be called before anything else has run.
         """

@@ -1,10 +1,10 @@
 """A simulation of PyTorch's caching allocator, to predict how much it reserves on another device.
 
-It follows ``c10/cuda/CUDACachingAllocator.cpp`` with default settings, for one stream.  In this file, a *segment* is a
-piece of device memory that the allocator reserves at once and divides into blocks.  A request takes the smallest free
-block that is large enough; of equal blocks, the one at the lowest address.  The rest of it becomes a new block if it is
-large enough to be useful.  A freed block merges with free neighbours.  Segments whose blocks are all free stay
-reserved until memory runs out.
+It follows ``c10/cuda/CUDACachingAllocator.cpp`` with default settings, for one stream.  Unlike elsewhere in memopt, a
+*segment* here is a piece of device memory that the allocator reserves at once and divides into blocks.  A request takes
+the smallest free block that is large enough; of equal blocks, the one at the lowest address.  The rest of it becomes a
+new block if it is large enough to be useful.  A freed block merges with free neighbours.  Segments whose blocks are all
+free stay reserved until memory runs out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CachingAllocator:
     """Whether blocks are small -> the free blocks, sorted by size, then by address."""
 
     def allocate(self, nbytes: int) -> _Block:
-        """Return a block for ``nbytes``, more than 0.  Raises :class:`NoRoomError`."""
+        """Return a block for ``nbytes``, more than 0.  Raises :class:`NoRoomError` if it does not fit."""
         size = self.rounded(nbytes)
         small = size <= self.rules.small_bytes
         block = self._best_fit(size, small) or self._segment(size, small)
@@ -154,14 +154,14 @@ def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
 
 
 STEPS: Final = 2
-"""Number of simulated steps: the second one finds the segments that the first has reserved, as all later ones do."""
+"""Number of simulated steps: the second one, like all later ones, finds the segments that the first has reserved."""
 
 
 def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:
-    """Run ``allocator`` through training steps with blocks of these ``lives``.  Raises :class:`NoRoomError`.
+    """Run ``allocator`` through training steps with blocks of these ``lives``.
 
     Blocks that exist before and after the step stay.  Blocks that a step makes and that outlive it are freed at its
-    end, as gradients are before the next step.
+    end, as gradients are before the next step.  Raises :class:`NoRoomError` if a block does not fit.
     """
     permanent = [life for life in lives if life.born < 0 and life.died is None]
     for life in permanent:

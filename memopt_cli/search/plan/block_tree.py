@@ -67,11 +67,11 @@ class Block:
     state_bytes: int = 0
     """Bytes of attributes that one chunk passes to the next."""
     refusal: str = ""
-    """Reason why the block cannot be a segment, or empty."""
+    """Reason why the block cannot be a segment; empty if it can."""
     children: tuple[Block, ...] = ()
     """Parts in the order of execution."""
     is_round: bool = False
-    """Whether the block is a round of a user's own step: calls of models whose backward ends before the next block."""
+    """Whether the block is a round of the user's own step: model calls whose backward ends before the next block."""
     signature: int = 0
     """Hash, equal for blocks that do the same on tensors of the same sizes."""
 
@@ -89,7 +89,7 @@ def block_tree(model: CostModel) -> Block:
 
 @dataclass(slots=True)
 class _Node:
-    """A call of a module; or a round of a user's own step, such as the turn of one of a GAN's two models."""
+    """A call of a module; or a round of the user's own step, such as the turn of one of a GAN's two models."""
 
     call: ModuleCall
     """The call; for a round, a call that ends when the next block begins."""

@@ -116,7 +116,8 @@ class ChunkTrials:
 
     def _try_class(self, path: str) -> bool:
         """Try the module at ``path``, and assume the result, refusals included, for all modules of its class."""
-        modules, paths = self._proposals.modules, self._paths_of_class(path)
+        modules = self._proposals.modules
+        paths = self._paths_of_class(path)
         self._decided.update(paths)
         self._classes_tried += 1
         rule = self._try(path)

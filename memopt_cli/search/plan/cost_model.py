@@ -71,7 +71,7 @@ _NORM_SHARE = 0.4
 _FLOPS_PER_S = 5e10
 """Assumed operations a second where no operator was timed; only ratios of times matter then."""
 _MIN_OP_S = 15e-6
-"""Assumed least seconds of an operator where none was timed."""
+"""Minimum seconds of an operator, assumed where no operator was timed."""
 
 
 def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
@@ -151,7 +151,7 @@ def norm_operators(trace: StepTrace) -> list[NormOperator]:
     """List the batch norms in the forward of ``trace``, in their order."""
 
     def gathers(op: OpTrace) -> bool:
-        # native_batch_norm returns the batch's mean and deviation beside its output; in evaluation they are empty.
+        # native_batch_norm returns the batch's mean and deviation after its output; in evaluation they are empty.
         outputs = sum(trace.storages[index].nbytes > 0 for index in op.makes)
         return op.phase == "forward" and "batch_norm" in op.name and outputs > 1
 
@@ -202,7 +202,7 @@ def _first_from(norms: Sequence[NormOperator], op: int) -> int:
 
 
 _MAX_CHUNKS = 256
-"""Maximum number of chunks of a segment.  More save next to nothing beside the weights, and a dry run with 2048 took
+"""Maximum number of chunks of a segment.  More save little compared with the weights, and a dry run with 2048 took
 over a minute (four blocks of two layers, 64 features, batch 2048)."""
 
 
@@ -235,7 +235,7 @@ def cut_by(rule: ChunkRule, segment: SegmentPlan, chunks: int, input_shape: Sequ
 def is_raw_in_chunks(segment: SegmentPlan, input_shape: Sequence[int]) -> bool:
     """Return whether the chunks of ``segment`` cannot be packed.
 
-    A chunk of a concatenation is none of the concatenated parts, and a chunk along a later axis has gaps in memory.
+    A chunk of a concatenation is not one of the concatenated parts, and a chunk along a later axis has gaps in memory.
     """
     return segment.chunks > 1 and (segment.compressor == "parts" or math.prod(input_shape[: segment.axis]) > 1)
 

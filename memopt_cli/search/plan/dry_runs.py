@@ -53,7 +53,10 @@ class DryRuns:
         return len(self._priced) - 1
 
     def count(self, plan: Plan, proposals: Proposals) -> PricedPlan | None:
-        """Return ``plan`` with its dry run, made once; ``None`` if it cannot run.  Raises :class:`TimeIsUp`."""
+        """Return ``plan`` with its dry run, made once; ``None`` if it cannot run.
+
+        Raises :class:`TimeIsUp` once the search has no time left.
+        """
         if plan not in self._priced:
             counted = self._probes.count(plan)
             if isinstance(counted, NotTried):

@@ -21,9 +21,9 @@ _MAX_DRY_RUNS = 6
 _MAX_SOLUTIONS = 16
 """Maximum number of plans that a solver proposes for one budget; most of them are not dry-run."""
 _UNUSED_SHARE = 0.02
-"""Share of the budget that a good plan may leave unused."""
+"""A good plan may leave at most this share of the budget unused."""
 _MIN_STEP_SHARE = 0.002
-"""Least share by which the budget is lowered after a dry run exceeded it."""
+"""After a dry run exceeded the budget, it is lowered by at least this share."""
 _PATIENCE = 2
 """Maximum number of trials in a row that lower the peak by less than :data:`WORTH_LOWERING`.  After one more, no
 further modules are tried."""
@@ -100,7 +100,7 @@ class LevelRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelSearch:
-    """Searches for plans of one level, which are then among its dry runs.  Raises :class:`TimeIsUp`."""
+    """Searches for plans of one level, which are then among its dry runs, until :class:`TimeIsUp` is raised."""
 
     space: SearchSpace
     runs: LevelRuns

@@ -10,15 +10,19 @@ from dataclasses import replace
 
 from memopt_cli.records import ModuleTrace, Plan, SearchOptions
 from memopt_cli.search.plan.interface import is_within
-from memopt_cli.search.plan.schedules import Limits, count_segments
+from memopt_cli.search.plan.schedules import SegmentLimits, count_segments
 from memopt_cli.search.plan.segment_schedules import Allowed
 from memopt_cli.search.plan.targets import named_modules
 
-NESTED, CHUNKS, KEPT = 2, 3, 4
-"""Least level at which segments may lie in others; may run in chunks, or through losses; and may keep outputs."""
+NESTED = 2
+"""Lowest level with segments in other segments."""
+CHUNKS = 3
+"""Lowest level with segments in chunks, and heads through their losses."""
+KEPT = 4
+"""Lowest level with segments that keep outputs."""
 
 
-def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: Limits) -> Allowed:
+def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: SegmentLimits) -> Allowed:
     """Return the permissions of ``level`` under ``options`` and ``limits``.
 
     If the user named modules, level 1 may put segments on these modules alone, and higher levels also on their parts.

@@ -20,7 +20,7 @@ from memopt_cli.search.plan.sending import fewer_sent, sending_variants
 from memopt_cli.text.units import format_bytes
 
 _FRONTIER_POINTS = 8
-"""Number of budgets, evenly spaced, at which plans of the frontier are looked for."""
+"""Number of evenly spaced budgets at which the frontier is searched."""
 _TIE_SHARE = 0.01
 """Tolerance on the least peak: of the plans within it, a level's answer is the fastest."""
 _RESTART_RATIO = 1.25
@@ -36,9 +36,9 @@ _FURTHER_BUDGETS = (0.33, 0.67)
 """Budgets at which plans are looked for as well if tensors may be sent: such plans may fit once tensors are sent.  They
 are shares of the way from the user's budget up to the original's peak."""
 _MIN_GAIN = 0.03
-"""Least share by which a peak might be lower for a longer search to be proposed."""
+"""A longer search is proposed if the peak might be lower by more than this share."""
 _MIN_CONTRAST = 0.01
-"""Least share by which a neighbour must be faster to be mentioned."""
+"""A neighbour is mentioned if it is faster by at least this share."""
 
 
 class Planner:
@@ -75,7 +75,7 @@ class Planner:
         return list(nondominated_plans(self.dry_runs.up_to(self._options.level)))
 
     def neighbours(self, plan: Plan, excluded: Collection[Plan] = ()) -> tuple[Outlook | None, Outlook | None]:
-        """Return peak and slowdown of the next faster plan than ``plan``, and of the next smaller; ``None`` for none.
+        """Return peak and slowdown of the next plan faster than ``plan``, and of the next smaller, if any.
 
         Both come from the frontier so far, without the original and ``excluded``, and are clearly faster, or smaller.
         If no smaller plan was counted, the solver's prediction of the least peak takes its place.

@@ -88,7 +88,7 @@ class ReplayedSegment:
 
 
 MIN_PACKED_BYTES = 4096
-"""Least size of a tensor that is packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
+"""A tensor with fewer bytes is not packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
 
 
 class Original:
@@ -164,7 +164,9 @@ class _Order:
 
     def after(self, op: int | None) -> int:
         """Return the instant after operator ``op`` - 1, at which storages that die at ``op`` end; ``None``: the end."""
-        return self.length if op is None else self.instants[op - 1] + 1 if op > 0 else 0
+        if op is None:
+            return self.length
+        return self.instants[op - 1] + 1 if op > 0 else 0
 
     def end_of(self, block: ReplayedSegment) -> int:
         """Return the instant at which the recomputation of ``block`` ends."""
@@ -325,7 +327,7 @@ class _Passes:
                 ledger.extra[instant] = max(ledger.extra[instant], 2 * input_bytes - ledger.made[instant])
 
     def waiting_bytes(self, block: ReplayedSegment) -> int:
-        """Return the most bytes of gradients that wait for an earlier pass, as a residual connection's do."""
+        """Return the most bytes of gradients that wait for an earlier pass, such as a residual connection's."""
         max_bytes, begin = 0, block.call.backward_start
         for norm in block.norms:
             end = self._original.backward_end[norm]
@@ -335,7 +337,7 @@ class _Passes:
         return max_bytes
 
     def statistics_bytes(self, block: ReplayedSegment) -> int:
-        """Return the bytes that the first pass holds in backward beside the gradients of all chunks.
+        """Return the bytes that the first pass holds in backward in addition to the gradients of all chunks.
 
         They are the gradient through the statistics, for the longest chunk of a norm's input.
         """
@@ -611,7 +613,7 @@ class Replay:
         return end
 
     def _add_stored_input(self, block: ReplayedSegment) -> None:
-        """Enter the packed inputs of ``block`` from its start on, and in backward an unpacked chunk beside them."""
+        """Enter the packed inputs of ``block`` from its start on, and in backward an unpacked chunk with them."""
         start = self._order.at(block.parent, block.call.start)
         for index, packed_bytes in block.packed.items():
             nbytes = self._trace.storages[index].nbytes
@@ -709,7 +711,7 @@ def _self_and_enclosing(block: ReplayedSegment | None) -> tuple[ReplayedSegment 
 def _innermost_backward_end(trace: StepTrace) -> list[int]:
     """Return, for every operator of forward, the operator at which the backward of the innermost module around it ends.
 
-    Operators between the models of a user's own step are in no module; the next backward counts for them.
+    Operators between the models of the user's own step are in no module; the next backward counts for them.
     """
     ends, end = [len(trace.ops)] * len(trace.ops), len(trace.ops)
     for op in reversed(range(len(trace.ops))):

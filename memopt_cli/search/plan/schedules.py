@@ -17,7 +17,7 @@ input of 2 bytes::
     [a]  then [b]   (4,  8, 2 s)
     [a   then b]    (2, 10, 2 s)         a and b run again together: they reach the same peak, but keep only 2
 
-By itself, ``[a then b]`` saves nothing.  Before a block ``c`` with a peak of 20, it does: the peak of the three is then
+Alone, ``[a then b]`` does not lower the peak.  Followed by a block ``c`` with a peak of 20, it does: to
 2 + 20 instead of 8 + 20.
 """
 
@@ -36,13 +36,13 @@ from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.interface import is_within
 
 MAX_SCHEDULES = 400
-"""Maximum number of schedules kept for the part of the step up to the present block."""
+"""Maximum number of schedules kept for the part of the step up to the current block."""
 MAX_INNER_SCHEDULES = 32
 """Maximum number of schedules kept for a single block."""
 
 
 class Counts(NamedTuple):
-    """Numbers that :class:`Limits` bounds."""
+    """Numbers that :class:`SegmentLimits` bounds."""
 
     segments: int = 0
     splits: int = 0
@@ -54,7 +54,7 @@ NO_COUNTS: Final = Counts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SegmentLimits:
     """Upper bounds on the segments of a plan.  ``None``: no bound."""
 
     segments: int | None = None
@@ -67,7 +67,7 @@ class Limits:
     @property
     def are_set(self) -> bool:
         """Whether any bound is set."""
-        return self != Limits()
+        return self != SegmentLimits()
 
     def admit(self, counts: Counts) -> bool:
         """Return whether ``counts`` are within every bound."""
@@ -80,7 +80,7 @@ class Limits:
 
 
 def count_segments(segments: Sequence[SegmentPlan], factor: int) -> Counts:
-    """Count in ``segments`` what :class:`Limits` bounds; heads that run through their losses do not count."""
+    """Count in ``segments`` what :class:`SegmentLimits` bounds; heads that run through their losses do not count."""
     counted = [s for s in segments if not s.through_loss]
     inner = {s.path for s in counted if any(_lies_in(s, other) for other in counted)}
     split = [s for s in counted if s.spatial_split or any(_lies_in(other, s) for other in counted)]
@@ -129,7 +129,7 @@ class Schedule:
     has_segments: bool = False
     """Whether the schedule is a segment, or contains one."""
     counts: Counts = NO_COUNTS
-    """Numbers that :class:`Limits` bounds."""
+    """Numbers that :class:`SegmentLimits` bounds."""
 
     def then(self, other: Schedule) -> Schedule:
         """Return this schedule followed by ``other``, of the next block."""
@@ -190,7 +190,7 @@ class Bounds:
     budget_bytes: int
     added_s: float
     """Maximum seconds that the schedule may add.  No block adds less than 0, so a part over the bound is dropped."""
-    limits: Limits
+    limits: SegmentLimits
 
 
 def concatenate(before: Sequence[Schedule], after: Sequence[Schedule], bounds: Bounds) -> list[Schedule]:

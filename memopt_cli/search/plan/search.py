@@ -143,7 +143,7 @@ class Solver:
         self._outside = Context(packed=allowed.packed)
         self._choices = self._candidates.choices()
         self._choice = self._choices[0]
-        """Decision under which the present search runs."""
+        """Decision under which the current search runs."""
 
     def fastest(self, budget_bytes: int) -> Schedule | None:
         """Return the schedule of the step within ``budget_bytes`` that adds least time; ``None`` if none fits."""

@@ -21,11 +21,11 @@ from memopt_cli.search.plan.levels import CHUNKS, NESTED, allowed_at
 from memopt_cli.search.plan.loss_heads import add_heads
 from memopt_cli.search.plan.policy import max_segments
 from memopt_cli.search.plan.proposals import Proposals
-from memopt_cli.search.plan.schedules import Limits
+from memopt_cli.search.plan.schedules import SegmentLimits
 from memopt_cli.search.plan.targets import named_modules
 
 WORTH_LOWERING = 0.02
-"""Share by which a peak must be below another to count as lower."""
+"""A peak counts as lower than another if it is lower by at least this share."""
 _MIN_TIME_SAVED = 0.05
 """Least share of the original step time that chunks must promise to save for modules to be tried in chunks, if a plan
 without chunks fits already."""
@@ -116,7 +116,7 @@ class SearchSpaces:
         return self._headed or self.plain
 
     def at(self, level: int) -> SearchSpace:
-        """Return the search space of ``level``, with its permissions.  Raises :class:`TimeIsUp`."""
+        """Return the search space of ``level``, with its permissions.  Raises :class:`TimeIsUp` if no time is left."""
         self._tick()
         if level >= CHUNKS and self._headed is None and self.limits.cuts != 0 and self._named is None:
             self._headed = next(self._with_heads(), None)
@@ -188,20 +188,20 @@ class SearchSpaces:
             self._dry_runs.count(plan, proposals)
         return self._space(proposals)
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> SegmentLimits:
         """Return the limits that the options set.
 
         ``gc_target_budget_ratio`` is a share of the modules that the user named.  If the user named none, it is a share
         of the segments that level 1 would choose without limits.
         """
         options = self._options
-        limits = Limits(splits=options.max_split_rounds, cuts=options.max_split_rounds)
-        named, plan = self._named, None
-        if named is None and options.gc_target_budget_ratio is not None:
-            self.plain.proposals.allow(allowed_at(1, options, self._trace.modules, Limits()))
+        limits = SegmentLimits(splits=options.max_split_rounds, cuts=options.max_split_rounds)
+        candidates = len(self._named or ())
+        if self._named is None and options.gc_target_budget_ratio is not None:
+            self.plain.proposals.allow(allowed_at(1, options, self._trace.modules, SegmentLimits()))
             with contextlib.suppress(TimeIsUp):
                 plan = self.plain.proposals.solvers.least(2 * self.plain.proposals.model.peak_bytes)
-        candidates = len(named) if named is not None else len(plan.segments) if plan else 0
+                candidates = len(plan.segments) if plan else 0
         is_unlimited = options.max_gc_wrapped_modules is None and options.gc_target_budget_ratio == 1
         return replace(limits, segments=None if is_unlimited else max_segments(options, candidates))
 

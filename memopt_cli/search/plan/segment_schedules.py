@@ -10,9 +10,9 @@ from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.cost_model import chunk_counts, cut_by, longest_share
 from memopt_cli.search.plan.keeping import choices, keep_names, names_single_calls
 from memopt_cli.search.plan.replay import chunk_state_bytes
-from memopt_cli.search.plan.schedules import NO_COUNTS, Counts, Limits, Schedule, add_counts, count_cuts
+from memopt_cli.search.plan.schedules import NO_COUNTS, Counts, Schedule, SegmentLimits, add_counts, count_cuts
 
-Means = tuple[bool, bool, int, bool, Limits]
+Means = tuple[bool, bool, int, bool, SegmentLimits]
 """Permissions that are equal for all blocks: see :attr:`Allowed.means`."""
 
 
@@ -37,7 +37,7 @@ class Allowed:
     """Whether tensors that autograd saves outside of segments are packed."""
     keep: bool = True
     """Whether outermost segments may keep the outputs of costly calls."""
-    limits: Limits = field(default_factory=Limits)
+    limits: SegmentLimits = field(default_factory=SegmentLimits)
 
     @property
     def means(self) -> Means:
@@ -96,7 +96,7 @@ class Segments:
                 # passes over the chunks would keep outputs of its own.
                 continue
             packed = segment.compressor != "null"
-            # During backward the packed input exists beside the unpacked one.
+            # During backward the packed input exists together with the unpacked one.
             packed_bytes = block.packed_input_bytes if packed else 0
             stored = inside.held_bytes + (packed_bytes if packed else block.input_bytes)
             states, _ = chunk_state_bytes(segment, block.state_bytes)

@@ -107,7 +107,7 @@ class _Handle:
 
 
 class Reducer:
-    """The reducer of one DDP module, also in the place of its logger; the hooks on parameters keep it alive.
+    """The reducer of one DDP module, which stands for its logger as well; the hooks on parameters keep it alive.
 
     Raises :class:`StepError` where the real reducer would end the training: a parameter has no gradient, and
     ``find_unused_parameters`` is not set.
@@ -125,7 +125,7 @@ class Reducer:
         """Parameters in the order in which their gradients came in the first step; ``None`` after that step, and where
         unused parameters are looked for, as buckets then stay."""
         self._unused: set[int] = set()
-        """Parameters that the present step does not use."""
+        """Parameters that the current step does not use."""
         self._is_reducing = self._has_begun = False
         self._buckets: list[_Bucket] = []
         self._make_buckets(range(len(parameters)), self._limits if self._finds_unused else [sys.maxsize])

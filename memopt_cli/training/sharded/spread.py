@@ -64,7 +64,7 @@ def _spread(
         spread_model = _call(function or _BUILT_IN[layout.parallel], model, mesh, layout)
     _refuse(spread_model, what)
     if not isinstance(spread_model, nn.Module):
-        raise UsageError(f"{layout.parallel} returned {_describe(spread_model)}, not an nn.Module", hint=_RETURN)
+        raise UsageError(f"{layout.parallel} returned {type_in_words(spread_model)}, not an nn.Module", hint=_RETURN)
     if parts.isdisjoint(spread_model.modules()):
         raise UsageError(f"{layout.parallel} returned a model other than the one it was called with", hint=_RETURN)
     if any(map(is_compiled, spread_model.modules())):
@@ -142,10 +142,6 @@ _UNPREDICTED = {
 }
 """Package -> why its modules are refused."""
 _OTHERS = "Use fully_shard, parallelize_module or DistributedDataParallel."
-
-
-def _describe(value: object) -> str:
-    return "nothing" if value is None else type_in_words(value)
 
 
 def _is_spread(model: nn.Module) -> bool:

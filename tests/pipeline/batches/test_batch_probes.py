@@ -94,7 +94,7 @@ def test_runs_of_a_step_that_loops_over_its_batch_are_short(operators: int, most
         budget_bytes=1_000_000, device_bytes=1 << 30, runnable_bytes=1 << 30, name="all", longest_step_s=30.0
     )
     prepared: Any = SimpleNamespace(batch=16, progress=Progress(), facts=SimpleNamespace(indices={}))
-    search = CaseSearch(prepared=prepared, notes=[], limits=limits, most_runs=6)
+    search = CaseSearch(prepared=prepared, notes=[], limits=limits, max_runs=6)
     session = Session(operators_per_sample=operators)
     search.find([case := Case(planned=False, plan=ORIGINAL, dims={})], lambda: session)
     assert case.search.runs.best == max(session.ran) == most

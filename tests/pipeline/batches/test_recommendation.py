@@ -374,10 +374,12 @@ class TestInProcess:
         found = recommended(location, "4x8", memory=0.5, longest_step_s=0.001)
         advice = only(found)
         assert advice.budget_bytes == advice.device_bytes // 2
-        assert found.limit.endswith(("memory)", "limit)"))
-        assert "(50 % of the" in found.limit
+        limit, bare = found.limit.split(", without an optimizer's state")
+        assert limit.endswith(("memory)", "limit)"))
+        assert bare == ", which `--optimizer adamw` counts"
+        assert "(50 % of the" in limit
         assert advice.estimated_batch > advice.recommended_batch
-        assert advice.limited_by == "memopt's own time limit of a step (0.001 s)"
+        assert advice.limited_by == "`--longest-step` (0.001 s)"
 
     def test_nothing_fits(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", deep_net(4))

@@ -48,8 +48,8 @@ class FakeDryRuns:
     def __len__(self) -> int:
         return 0
 
-    def smallest(self, level: int, most_slowdown: float) -> PricedPlan:
-        return self._planner.best(level, most_slowdown)
+    def smallest(self, level: int, max_slowdown: float) -> PricedPlan:
+        return self._planner.best(level, max_slowdown)
 
     def get(self, plan: Plan) -> PricedPlan | None:
         return priced(int(plan.segments[0].path[1:]), 1.0) if plan.segments else None
@@ -63,17 +63,17 @@ class FakePlanner:
         self._plans = plans
         self.dry_runs = FakeDryRuns(self)
 
-    def best(self, level: int, most_slowdown: float) -> PricedPlan:
+    def best(self, level: int, max_slowdown: float) -> PricedPlan:
         usable = {
             peak: slowdown
             for at, plans in self._plans.items()
             for peak, slowdown in plans.items()
-            if at <= level and slowdown <= most_slowdown
+            if at <= level and slowdown <= max_slowdown
         }
         return priced(*min({ORIGINAL: 1.0, **usable}.items()))
 
-    def least(self, level: int, most_slowdown: float = math.inf) -> PricedPlan:
-        return self.best(level, most_slowdown)
+    def least(self, level: int, max_slowdown: float = math.inf) -> PricedPlan:
+        return self.best(level, max_slowdown)
 
 
 def climb(
@@ -96,7 +96,7 @@ def climb(
             known[plan] = outcome(asked[-1])
         return known[plan]
 
-    def confirm(row: LevelRow, most_slowdown: float) -> LevelRow:
+    def confirm(row: LevelRow, max_slowdown: float) -> LevelRow:
         known[row.plan] = confirmed or row.outcome
         return replace(row, outcome=known[row.plan])
 
@@ -138,9 +138,9 @@ def test_a_longer_search_is_for_plans_as_fast_as_they_must_be(
         FakePlanner, "may_go_lower", lambda self, *question: questions.append(question) or True, raising=False
     )
     assert found.may_go_lower()
-    ((plan, level, most_slowdown),) = questions
+    ((plan, level, max_slowdown),) = questions
     assert (plan, level) == (priced(asked[0], 1.0).plan, 3)
-    assert most_slowdown == pytest.approx(asked[1])
+    assert max_slowdown == pytest.approx(asked[1])
 
 
 def test_a_plan_at_the_very_limit_is_taken_only_where_there_is_no_other() -> None:
@@ -269,7 +269,7 @@ def test_no_level_is_shown_above_one_below_that_could_have_been_smaller() -> Non
     planner = step.planner(without_norms(step))
     made, _ = climb({4: {}}, measured, max_slowdown=math.inf)
     by_dry_runs = measurements_by(lambda plan: measured(step.dry_run(plan)))
-    search = replace(made.search, planner=planner, first=measurements.counted(10**9))
+    search = replace(made.search, planner=planner, original_dry_run=measurements.counted(10**9))
     made = replace(made, search=search, measurements=by_dry_runs)
     peaks = [row.predicted_allocated_peak_bytes or 0 for row in made.rows()]
     assert peaks == sorted(peaks, reverse=True)

@@ -54,11 +54,11 @@ Outcome = Measurement | StepFailed | TimedOut | OutOfMemory
 
 
 def a_search(
-    kind: type[CompiledSearch], most_slowdown: float = math.inf, backend: str = BACKEND, budget_bytes: int | None = None
+    kind: type[CompiledSearch], max_slowdown: float = math.inf, backend: str = BACKEND, budget_bytes: int | None = None
 ) -> CompiledSearch:
     search = kind(
         backend=backend,
-        most_slowdown=most_slowdown,
+        max_slowdown=max_slowdown,
         search=started(FakePlanner(), measured(1000), SearchOptions(level=3)),
         measurements=measurements_by(lambda plan: measured(1000) if plan.is_empty else None),
         verify=lambda plan: pytest.fail("it is made by hand"),
@@ -187,8 +187,8 @@ def by_time(each: float, budget: float = 0.0) -> Callable[[Plan], Outcome]:
     return outcome
 
 
-def smallest(outcome_of: Callable[[Plan], Outcome], most_slowdown: float, **given: Any) -> tuple[str, list[str]]:
-    search = a_search(SmallestCompiled, most_slowdown)
+def smallest(outcome_of: Callable[[Plan], Outcome], max_slowdown: float, **given: Any) -> tuple[str, list[str]]:
+    search = a_search(SmallestCompiled, max_slowdown)
     return answer(search, outcome_of, **given), in_order(search)
 
 

@@ -63,7 +63,7 @@ def plans_in_backward(count: Callable[[Plan], Counted], fault: Reason | None, *,
         count=count,
         measurements=measurements_by(lambda plan: measured(1000)),
         fault=lambda plan: fault,
-        most_slowdown=math.inf,
+        max_slowdown=math.inf,
         drop=DROPPED.append,
         is_allowed=is_allowed,
     )
@@ -193,13 +193,13 @@ def test_a_plan_that_does_not_fit_here_gives_way_to_one_that_does() -> None:
     assert asked == [700, 500]
 
 
-@pytest.mark.parametrize("most_slowdown", [None, 1.31])
-def test_the_fastest_plan_that_was_not_run_is_named(most_slowdown: float | None) -> None:
+@pytest.mark.parametrize("max_slowdown", [None, 1.31])
+def test_the_fastest_plan_that_was_not_run_is_named(max_slowdown: float | None) -> None:
     search, _ = goal(lambda peak: unrun(peak, 100))
     with pytest.raises(
         NotRunHereError, match="700 B is predicted to fit, but not run here: it needs 700 B, and 100 B is free"
     ):
-        replace(search, most_slowdown=most_slowdown).within(750)
+        replace(search, max_slowdown=max_slowdown).within(750)
 
 
 def test_nothing_fits() -> None:
@@ -334,7 +334,7 @@ def test_what_fits_is_kept_where_another_does_not_run_or_fit(other: Measurement 
 
 def test_what_fits_is_kept_where_others_are_too_slow() -> None:
     search, asked = goal(lambda peak: measured(peak, 18.0))
-    assert replace(search, most_slowdown=1.35).within(750).outcome == measured(700, 18.0)
+    assert replace(search, max_slowdown=1.35).within(750).outcome == measured(700, 18.0)
     assert asked == [700]
 
 
@@ -354,7 +354,7 @@ def test_a_frontier_ends_where_steps_take_ten_times_as_long_if_nothing_is_said()
     search.search.planner.plans = tuple(replace(priced(peak), slowdown=slowdown) for peak, slowdown in slow.items())
 
     def shown(most: float | None) -> list[int]:
-        return [found.peak_bytes for found in replace(search, most_slowdown=most).worth_showing()]
+        return [found.peak_bytes for found in replace(search, max_slowdown=most).worth_showing()]
 
     assert shown(None) == [1000, 900, 700]  # and 890 saves too little of 900
     assert shown(math.inf) == [1000, 900, 700, 400]
@@ -369,7 +369,7 @@ def test_a_frontier_has_no_plan_that_is_measured_to_take_longer_than_it_may(
     times = {1000: 1.0, 800: 2.0, 600: 18.0, 500: 12.0}
     search, _ = goal(lambda peak: measured(peak, times[peak]))
     search.search.planner.plans = tuple(priced(peak) for peak in times)
-    points = replace(search, most_slowdown=most).frontier(search.search.planner.plans)
+    points = replace(search, max_slowdown=most).frontier(search.search.planner.plans)
     assert [point.predicted_allocated_peak_bytes for point in points] == shown
     [note] = search.search.findings.notes
     assert f"more than {limit} times as long" in note
@@ -380,7 +380,7 @@ def test_a_frontier_has_no_plan_that_is_measured_to_take_longer_than_it_may(
 def test_the_upper_end_of_an_interval_counts_where_a_limit_was_given(most: float | None, is_shown: bool) -> None:
     search, _ = goal(lambda peak: measured(peak, {1000: 1.0, 700: 5.0}[peak], slowdown_error=6.0))
     search.search.planner.plans = (priced(1000), priced(700))
-    points = replace(search, most_slowdown=most).frontier(search.search.planner.plans)
+    points = replace(search, max_slowdown=most).frontier(search.search.planner.plans)
     assert (len(points) == 2) == is_shown
 
 
@@ -436,7 +436,7 @@ def test_what_is_picked_is_on_the_frontier(number: int, is_there: bool) -> None:
 
 
 def test_plans_that_take_longer_than_they_may_are_left_out() -> None:
-    search = replace(goal(measured)[0], most_slowdown=1.3)
+    search = replace(goal(measured)[0], max_slowdown=1.3)
     assert search.within(750).predicted_allocated_peak_bytes == 700
     with pytest.raises(NothingFitsError, match=r"of 600 B, makes the step 1\.40 times as long"):
         search.within(650)

@@ -48,7 +48,7 @@ def plans_of(
         count=count,
         measurements=measurements,
         fault=lambda plan: fault,
-        most_slowdown=1.33,
+        max_slowdown=1.33,
         drop=drop,
         is_allowed=is_allowed,
     )
@@ -73,7 +73,7 @@ def tried(
     def measure(plan: Plan) -> Measurement:
         return measured(peak if plan.in_backward else 100, times[plan])
 
-    def confirm(row: LevelRow, most_slowdown: float) -> LevelRow:
+    def confirm(row: LevelRow, max_slowdown: float) -> LevelRow:
         times.update({ORIGINAL: original_s[1], row.plan: confirmed_s})
         return replace(row, outcome=measure(row.plan))
 

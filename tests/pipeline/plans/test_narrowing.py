@@ -42,7 +42,7 @@ def test_two_that_differ_together_are_parted() -> None:
         plan(4), lambda tried: verification(passed=not {"1", "2"} <= {s.path for s in tried.segments})
     )
     assert {s.path for s in kept.segments} == {"0", "1"}
-    beside = "beside others gradient of a differs by 0.5"
+    beside = "together with others gradient of a differs by 0.5"
     assert left_out == (LeftOut(segment="2", difference=beside), LeftOut(segment="3", difference=beside))
 
 

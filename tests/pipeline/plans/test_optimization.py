@@ -42,6 +42,7 @@ from memopt_cli.pipeline.plans.goal import GoalSearch
 from memopt_cli.pipeline.plans.proof import row_to_apply
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
+    TOLERANCE,
     BatchEstimate,
     Crashed,
     FurtherCheck,
@@ -66,7 +67,6 @@ from memopt_cli.runtime import GCContainer, named_parts, segment_of
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import exact_bytes
-from memopt_cli.verification.effects import TOLERANCE
 from tests.zoo.models import Parts, deep_net
 from tests.zoo.records import a_row, measured, summary_of
 
@@ -819,7 +819,7 @@ def test_a_program_is_optimized_and_trains_without_its_source(
     said = f"net.memopt.pt is a pickled module, which {reader} does not read: memopt_cli.load('net.memopt.pt') does."
     assert said in summary.details
     needed = torch.serialization.get_unsafe_globals_in_checkpoint("net.memopt.pt")
-    assert all(name.startswith("memopt_cli.runtime.") for name in needed), needed
+    assert all(name.startswith(("memopt_cli.runtime.", "torch.nn.")) for name in needed), needed
     for optimized in (memopt_cli.load("net.memopt.pt"), torch.load("net.memopt.pt", weights_only=False)):
         assert len(segments(optimized)) == len(summary.plan.segments) + summary.plan.packed
         assert optimized.state_dict().keys() == UserNet().state_dict().keys()

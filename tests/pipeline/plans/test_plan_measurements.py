@@ -59,10 +59,10 @@ def row_of(measurements: PlanMeasurements, plan: Plan, predicted: float | None) 
     )
 
 
-def confirmed(prepared: FakePrepared, predicted: float | None, most_slowdown: float) -> tuple[Any, Any]:
+def confirmed(prepared: FakePrepared, predicted: float | None, max_slowdown: float) -> tuple[Any, Any]:
     """What the original and the plan are said to take, after a measurement of each."""
     measurements = measurements_of(prepared)
-    row = measurements.confirm(row_of(measurements, PLAN, predicted), most_slowdown)
+    row = measurements.confirm(row_of(measurements, PLAN, predicted), max_slowdown)
     assert row.outcome == measurements.measure(PLAN)
     return measurements.measure(ORIGINAL), row.outcome
 
@@ -81,15 +81,15 @@ def test_what_was_timed_in_turns_is_not_timed_again_until_another_plan_was() -> 
 
 
 @pytest.mark.parametrize(
-    ("planned_s", "predicted", "most_slowdown"),
+    ("planned_s", "predicted", "max_slowdown"),
     [(1.4, 1.3, 1.33), (1.5, 1.2, 2.0), (0.8, 1.1, 2.0), (1.4, None, 1.33)],
 )
 def test_a_plan_whose_time_is_in_doubt_is_timed_in_turns_with_the_original(
-    planned_s: float, predicted: float | None, most_slowdown: float
+    planned_s: float, predicted: float | None, max_slowdown: float
 ) -> None:
     in_turns = TimedInTurns(original_times_s=(2.0, 3.0, 4.0), planned_times_s=((2.5, 3.5, 4.5),), waited=0.5)
     prepared = FakePrepared(planned_s, in_turns)
-    original, planned = confirmed(prepared, predicted, most_slowdown)
+    original, planned = confirmed(prepared, predicted, max_slowdown)
     assert prepared.asked == [MeasureJob, MeasureJob, TimeInTurnsJob]
     assert (original.step_times_s, (planned.step_times_s,)) == (in_turns.original_times_s, in_turns.planned_times_s)
     assert (original.waited, planned.waited) == (0.5, 0.5)

@@ -100,6 +100,12 @@ def test_a_model_that_cannot_be_saved(model: str, memopt: Memopt, user_code: str
 
 
 @pytest.mark.slow
+def test_the_line_that_loads_the_model_works_in_any_folder(memopt: Memopt, net: nn.Module, step: list[str]) -> None:
+    done = memopt("optimize", "net.pt", *step, "--code-path", ".")
+    assert done.out.endswith(f"trust=memopt_cli.Trust(code_paths=({str(Path.cwd())!r},)))\n"), done.err
+
+
+@pytest.mark.slow
 def test_a_plan_alone_leaves_a_model_of_that_name_alone(memopt: Memopt, net: nn.Module, step: list[str]) -> None:
     Path("net.memopt.pt").write_text("mine")
     assert memopt("optimize", "net.pt", *step).code == 2

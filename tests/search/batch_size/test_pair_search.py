@@ -58,7 +58,7 @@ class Machine:
         step_s = self.true_step_s(plan, batch)
         return BatchProbe(batch=batch, allocated_peak_bytes=peak_bytes, step_s=step_s)
 
-    def search(self, *, most_runs: int = 8, global_batch: int | None = None, **limits: Any) -> PairSearch:
+    def search(self, *, max_runs: int = 8, global_batch: int | None = None, **limits: Any) -> PairSearch:
         named: dict[str, Any] = {"longest_step_s": 1e9, "max_samples": global_batch, **limits}
         return PairSearch(
             limits=Limits(budget_bytes=1100, device_bytes=9999, runnable_bytes=9999, name="", **named),
@@ -71,7 +71,7 @@ class Machine:
             is_growth_known=lambda: True,
             usable_batch=lambda size: size if global_batch is None else accumulate(global_batch, size).batch,
             run=self.run,
-            runs_left=lambda: most_runs - len(self.asked),
+            runs_left=lambda: max_runs - len(self.asked),
             is_over=lambda: False,
         )
 
@@ -164,11 +164,11 @@ def test_what_an_allocator_keeps_is_learned_once() -> None:
     assert machine.peak(PLANS[plan], batch) >= 0.8 * kept
 
 
-@pytest.mark.parametrize("most_runs", [0, 1, 3])
-def test_no_more_pairs_are_run_than_may_be(most_runs: int) -> None:
+@pytest.mark.parametrize("max_runs", [0, 1, 3])
+def test_no_more_pairs_are_run_than_may_be(max_runs: int) -> None:
     machine = Machine(fails=lambda batch: True)
-    sought(machine, most_runs=most_runs)
-    assert len(machine.asked) == most_runs
+    sought(machine, max_runs=max_runs)
+    assert len(machine.asked) == max_runs
 
 
 def test_of_a_global_batch_only_parts_are_run() -> None:

@@ -90,7 +90,7 @@ def test_nothing_is_run_that_this_machine_has_no_room_to_choose_a_route_for() ->
 
 def test_no_step_is_longer_than_it_may_be() -> None:
     found = search(step_s=lambda n: n**0.9, longest_step_s=5)
-    assert "memopt's own time limit of a step (5 s)" in advised(found).limited_by
+    assert "`--longest-step` (5 s)" in advised(found).limited_by
     assert tried(found) == [1, 2, 4]
 
 

@@ -23,6 +23,7 @@ from memopt_cli.records import (
     BatchOutcome,
     BatchProbe,
     Budget,
+    Crashed,
     Failure,
     NoBatchFits,
     OutOfMemory,
@@ -173,7 +174,21 @@ def test_a_run_that_would_take_too_long_makes_an_estimate() -> None:
     advice = machine.advise(4)
     assert advice.recommended_batch == 40 == machine.asked[-1]
     assert advice.estimated_batch == 800
-    assert "time limit of a step (20 s)" in advice.limited_by
+    assert advice.limited_by == "`--longest-step` (20 s)"
+
+
+def test_a_crash_far_above_what_fits_does_not_end_the_search_there() -> None:
+    """A step that loops over its batch overflows the stack in its backward at some batch, whatever memory there is."""
+    limits = Limits(budget_bytes=100_000, device_bytes=100_000, runnable_bytes=100_000, name="", longest_step_s=1e6)
+
+    def probe(batch: int) -> BatchProbe | Failure:
+        if batch > 3000:
+            return Crashed(reason="killed by SIGSEGV", output_tail="")
+        return BatchProbe(batch=batch, allocated_peak_bytes=10 * batch, step_s=0.01 * batch)
+
+    advice = BatchSearch(batch=8, probe=probe, predict=lambda batch: 10.0 * batch, limits=limits).largest()
+    assert isinstance(advice, BatchAdvice)
+    assert advice.recommended_batch > 1000
 
 
 def test_small_batches_that_are_slow_per_sample_do_not_hold_it_back() -> None:
@@ -229,14 +244,14 @@ def test_a_sample_that_is_refused_alone_tells_nothing_of_many() -> None:
 
 
 def test_runs_that_are_slower_than_what_they_go_by_aim_below_the_longest_step() -> None:
-    """A single cold run may take a third longer than the warm steps before it: not late, it is the last."""
+    """A single cold run may take a quarter longer than the warm steps before it: not late, it is the last."""
     machine = Machine(peak=lambda batch: 10 * batch, seconds=lambda batch: (1.0 if batch == 8 else 1.25) * batch / 8)
     asked = {}
-    for aim in (1.0, 0.85):
+    for aim in (1.0, 0.75):
         machine.asked.clear()
-        assert machine.seconds(machine.advise(8, longest_step_s=4.0, aim=aim).recommended_batch) <= 1.1 * 4.0
+        assert machine.seconds(machine.advise(8, longest_step_s=4.0, aim=aim).recommended_batch) <= 4.0
         asked[aim] = machine.asked[:]
-    assert asked == {1.0: [8, 32, 26], 0.85: [8, 27]}
+    assert asked == {1.0: [8, 32, 26, 25], 0.75: [8, 24]}
 
 
 @pytest.mark.parametrize("power", [1.5, 2.0])
@@ -246,7 +261,7 @@ def test_a_step_that_took_too_long_is_not_recommended(power: float) -> None:
     assert any(machine.seconds(batch) > 11 for batch in machine.asked)
     assert machine.seconds(advice.recommended_batch) <= 11
     assert machine.seconds(2 * advice.recommended_batch) > 10
-    assert advice.limited_by == "memopt's own time limit of a step (10 s)"
+    assert advice.limited_by == "`--longest-step` (10 s)"
     assert advice.estimated_batch == 800
 
 
@@ -255,7 +270,7 @@ def test_a_batch_described_whose_step_takes_too_long() -> None:
     assert advice.recommended_batch == 10
     slow = Machine(peak=lambda batch: 10 * batch, seconds=lambda batch: 30.0 + batch).advise(4, longest_step_s=10.0)
     assert slow.recommended_batch == 1
-    assert slow.limited_by == "memopt's own time limit of a step (10 s; batch 1 takes 31.00 s)"
+    assert slow.limited_by == "`--longest-step` (10 s; batch 1 takes 31.00 s)"
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
@@ -265,7 +280,7 @@ def test_a_step_longer_than_allowed_is_never_passed_over(most: int) -> None:
     advice = machine.advise(16, longest_step_s=10.0, probes=most)
     assert all(machine.seconds(batch) > 11 for batch in machine.asked)
     taken = f"batch {advice.recommended_batch} takes 21.50 s"
-    assert advice.limited_by == f"memopt's own time limit of a step (10 s; {taken})"
+    assert advice.limited_by == f"`--longest-step` (10 s; {taken})"
 
 
 @pytest.mark.slow
@@ -416,14 +431,14 @@ def test_the_fastest_of_those_that_ran() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fastest", "most_runs", "asked"),
+    ("fastest", "max_runs", "asked"),
     [(249, 3, [124]), (124, 3, [124]), (1, 3, [124, 31, 15]), (1, 1, [124]), (1, 0, [])],
 )
-def test_smaller_batches_are_run_until_one_is_slower(fastest: int, most_runs: int, asked: list[int]) -> None:
+def test_smaller_batches_are_run_until_one_is_slower(fastest: int, max_runs: int, asked: list[int]) -> None:
     machine = Machine(peak=line, predict=line, seconds=lambda n: n / (1000 - abs(n - fastest)))
     search = machine.search(64)
     search.find()
-    search.seek_faster([124, 62, 31, 15, 7], most_runs)
+    search.seek_faster([124, 62, 31, 15, 7], max_runs)
     assert machine.asked == [62, 249, *asked]  # what ran first tells of 62 as well
 
 
@@ -566,7 +581,7 @@ def test_only_what_was_run_within_the_budget_is_recommended(
     assert all(n % unit == 0 for n in machine.asked)
     if isinstance(outcome, BatchAdvice):
         within = [n for n in sorted(machine.asked) if n <= limit and peak(n) <= outcome.budget_bytes]
-        within = [n for n in within if 0.01 + 0.1 * n <= 1.1 * longest] or within[:1]
+        within = [n for n in within if 0.01 + 0.1 * n <= longest] or within[:1]
         assert outcome.recommended_batch == max(within)
         assert outcome.fastest_batch in within
         assert outcome.estimated_batch >= outcome.recommended_batch

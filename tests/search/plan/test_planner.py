@@ -342,17 +342,17 @@ def test_what_a_dry_run_has_refuted_is_not_told_as_a_smaller_plan(
     assert told == [None, Outlook(peak_bytes=1, slowdown=2.0)]
 
 
-@pytest.mark.parametrize("most_slowdown", [10.0, math.inf])
-def test_a_longer_search_is_worth_it_as_long_as_sums_promise_a_lower_peak(most_slowdown: float) -> None:
+@pytest.mark.parametrize("max_slowdown", [10.0, math.inf])
+def test_a_longer_search_is_worth_it_as_long_as_sums_promise_a_lower_peak(max_slowdown: float) -> None:
     is_over = False
     subject = small("chain")
     plans = subject.planner_asking(replace(subject.probes(), late=lambda: is_over))
-    assert plans.may_go_lower(Plan(), 3, most_slowdown)
+    assert plans.may_go_lower(Plan(), 3, max_slowdown)
     assert not plans.may_go_lower(Plan(), 3, 1.0)  # no plan takes no time
-    found = plans.least(3, most_slowdown)
-    assert not plans.may_go_lower(found.plan, 3, most_slowdown)
+    found = plans.least(3, max_slowdown)
+    assert not plans.may_go_lower(found.plan, 3, max_slowdown)
     is_over = True
-    assert plans.may_go_lower(found.plan, 3, most_slowdown)
+    assert plans.may_go_lower(found.plan, 3, max_slowdown)
 
 
 SEARCHES: dict[str, Callable[[Planner, int], object]] = {
@@ -456,11 +456,11 @@ def test_a_model_that_calls_its_parts_in_every_step_is_asked_itself() -> None:
     assert found.peak_bytes < 0.6 * subject.planner().least(3).peak_bytes
 
 
-@pytest.mark.parametrize("most_slowdown", [10.0, math.inf])
-def test_a_model_whose_parts_are_called_once_is_asked_itself(most_slowdown: float) -> None:
+@pytest.mark.parametrize("max_slowdown", [10.0, math.inf])
+def test_a_model_whose_parts_are_called_once_is_asked_itself(max_slowdown: float) -> None:
     """Chunks of parts leave what lies between them whole: of this U-Net twice what chunks of the model take."""
     subject = Subject(Joined(), torch.randn(8, 3, 32, 32))
-    found = subject.planner(lambda path: rule_along(0), level=3).least(3, most_slowdown)
+    found = subject.planner(lambda path: rule_along(0), level=3).least(3, max_slowdown)
     parts = subject.planner(lambda path: rule_along(0) if path else Refused(reason="no"), level=3).least(3)
     assert any(not segment.path for segment in found.plan.segments)
     assert found.peak_bytes < 0.7 * parts.peak_bytes
@@ -626,14 +626,14 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("most_slowdown", "asks"), [(math.inf, True), (1.5, True), (1.001, False)])
-def test_no_chunks_are_asked_for_that_would_be_too_slow(most_slowdown: float, asks: bool) -> None:
+@pytest.mark.parametrize(("max_slowdown", "asks"), [(math.inf, True), (1.5, True), (1.001, False)])
+def test_no_chunks_are_asked_for_that_would_be_too_slow(max_slowdown: float, asks: bool) -> None:
     blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
     asked: list[str] = []
     subject = Subject(nn.Sequential(*blocks), torch.randn(4, 1, 1024, 64))
     ops = tuple(replace(op, seconds=1.0 if op.flops else 0.01) for op in subject.trace.ops)
     subject.trace = replace(subject.trace, ops=ops)
-    subject.planner(lambda path: asked.append(path) or rule_along(0)).least(3, most_slowdown)
+    subject.planner(lambda path: asked.append(path) or rule_along(0)).least(3, max_slowdown)
     assert bool(asked) is asks
 
 

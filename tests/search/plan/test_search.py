@@ -16,7 +16,7 @@ from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.cost_model import SEGMENT_S, Rerun
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.keeping import CostlyCall, choices
-from memopt_cli.search.plan.schedules import Limits, Schedule, _pareto_set, count_segments, thin_out
+from memopt_cli.search.plan.schedules import Schedule, SegmentLimits, _pareto_set, count_segments, thin_out
 from memopt_cli.search.plan.search import Solver
 from memopt_cli.search.plan.segment_schedules import Allowed, Context
 
@@ -124,15 +124,15 @@ def depths(chosen: frozenset[str]) -> tuple[int, int]:
 LIMITED = {
     "no nesting": (lambda most: Allowed(nested=False), lambda most, outermost, with_others: not with_others),
     "outermost": (
-        lambda most: Allowed(limits=Limits(segments=most)),
+        lambda most: Allowed(limits=SegmentLimits(segments=most)),
         lambda most, outermost, with_others: outermost <= most,
     ),
     "with others in them": (
-        lambda most: Allowed(limits=Limits(splits=most)),
+        lambda most: Allowed(limits=SegmentLimits(splits=most)),
         lambda most, outermost, with_others: with_others <= most,
     ),
     "both": (
-        lambda most: Allowed(limits=Limits(segments=most, splits=1)),
+        lambda most: Allowed(limits=SegmentLimits(segments=most, splits=1)),
         lambda most, outermost, with_others: outermost <= most and with_others <= 1,
     ),
 }
@@ -226,7 +226,7 @@ def test_the_fastest_plan_of_so_many_chunks_is_found(
     plans = [chunked_step(root, plan)[1:] for plan in usual]
     least, highest = min(p for p, _ in plans), max(p for p, _ in plans)
     budget = int(least + share * (highest - least))
-    solver = Solver(root, Allowed(chunks=rules, limits=Limits(cuts=most)))
+    solver = Solver(root, Allowed(chunks=rules, limits=SegmentLimits(cuts=most)))
     schedule = solver.fastest(budget)
     found = {s.path: s.chunks for s in schedule.segments()}
     assert found in usual

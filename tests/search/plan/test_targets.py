@@ -9,7 +9,7 @@ import pytest
 from memopt_cli.errors import PlanError
 from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.levels import allowed_at
-from memopt_cli.search.plan.schedules import Limits
+from memopt_cli.search.plan.schedules import SegmentLimits
 from memopt_cli.search.plan.targets import (
     find_outermost,
     find_refusals,
@@ -79,7 +79,7 @@ def test_targets_asked_for(targets: tuple[str, ...], expected: list[str]) -> Non
 @pytest.mark.parametrize("level", [1, 4])
 def test_targets_that_match_nothing(level: int, target: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        allowed_at(level, SearchOptions(targets=("a", target)), BLOCKS, Limits())
+        allowed_at(level, SearchOptions(targets=("a", target)), BLOCKS, SegmentLimits())
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_targets_come_before_modules() -> None:
     ("level", "allowed"), [(1, ["b", "a.y"]), (2, ["b", "b.x", "b.y", "a.y"]), (4, ["b", "b.x", "b.y", "a.y"])]
 )
 def test_from_level_2_on_what_lies_in_a_target_is_one(level: int, allowed: list[str]) -> None:
-    means = allowed_at(level, SearchOptions(targets=("b", "a.y")), BLOCKS, Limits())
+    means = allowed_at(level, SearchOptions(targets=("b", "a.y")), BLOCKS, SegmentLimits())
     assert {m.path for m in BLOCKS if means.targets(m.path)} == {*allowed}
 
 
 def test_without_targets_every_module_is_one() -> None:
-    means = allowed_at(1, SearchOptions(), BLOCKS, Limits())
+    means = allowed_at(1, SearchOptions(), BLOCKS, SegmentLimits())
     assert all(means.targets(m.path) for m in BLOCKS)
 
 

@@ -57,7 +57,7 @@ def test_ranks_agree(what: str, expected: tuple[object, object], ranks: list[dic
 
 def test_a_rank_whose_model_rejects_its_input_says_which_part(ranks: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(ranks):
-        told = rf"InputsRejected: rank {number} of 2: module '[\w.]*first\.0' \(Linear\) rejected its input 2x15"
+        told = rf"InputsRejectedError: rank {number} of 2: module '[\w.]*first\.0' \(Linear\) rejected its input 2x15"
         assert re.match(told, rank["misfit"])
 
 

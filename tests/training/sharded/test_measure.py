@@ -191,7 +191,7 @@ def test_a_launcher_that_makes_no_sense(
     name: str, value: str, launch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launch.setenv(name, value)
-    launch.setattr(app, "speaks", lambda *_: True)
+    launch.setattr(app, "await_turn_to_print", lambda *_: True)
     assert main(["measure", "net:build", "--parallel", "fsdp"]) == 2
     assert name in capsys.readouterr().err
 
@@ -218,7 +218,7 @@ def test_ranks_speak_in_turn(
     monkeypatch.setattr(ranks.signal, "signal", heeded.__setitem__)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2000")
-    assert ranks.speaks(failure, err) == (waits is not None)
+    assert ranks.await_turn_to_print(failure, err) == (waits is not None)
     assert slept == ([waits] if waits else [])
     assert len(heeded) == (3 if waits else 0)
 
@@ -226,7 +226,7 @@ def test_ranks_speak_in_turn(
 def test_a_process_by_itself_speaks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.time, "sleep", lambda _: pytest.fail("it waits for nobody"))
     monkeypatch.delenv("RANK", raising=False)
-    assert ranks.speaks(RankLostError("x"), RankLostError("x"))
+    assert ranks.await_turn_to_print(RankLostError("x"), RankLostError("x"))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert ranks.speaks(Interrupted("x"), Terminated())
+    assert ranks.await_turn_to_print(Interrupted("x"), Terminated())

@@ -250,7 +250,7 @@ def test_an_optimizer_in_backward_is_not_predicted() -> None:
         ({"ranks": 2, "rank": 2}, "there is no rank 2 of 2"),
         ({"ranks": 2, "parallelize": "ddp", "mesh": {"a": 2, "b": 1}}, "ddp takes a mesh of at most 1 axis, not of 2"),
         ({"ranks": 0}, "ranks is 0"),
-        ({"ranks": 2, "parallelize": None}, "parallelize is no function"),
+        ({"ranks": 2, "parallelize": None}, "parallelize is None, not a function"),
     ],
 )
 def test_arguments_are_checked(given: dict[str, Any], reason: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from memopt_cli.loading.pickles.kinds.annotations import Annotations
 from memopt_cli.loading.pickles.kinds.arrays import Arrays
 from memopt_cli.loading.pickles.kinds.functions import ATTRIBUTES, Functions
-from memopt_cli.loading.pickles.kinds.interface import Kind
+from memopt_cli.loading.pickles.kinds.interface import ObjectKind
 from memopt_cli.loading.pickles.kinds.modules import LIBRARIES, Libraries
 from memopt_cli.loading.pickles.kinds.own import Own
 from memopt_cli.loading.pickles.kinds.plain import PLAIN
@@ -16,13 +16,13 @@ from memopt_cli.loading.pickles.kinds.tensors import TENSORS, Stored
 from memopt_cli.loading.pickles.kinds.vouched import Vouched
 
 
-def kinds_of(stored: Stored, vouched: Vouched) -> Sequence[Kind]:
+def kinds_of(stored: Stored, vouched: Vouched) -> Sequence[ObjectKind]:
     """List every kind in the order in which a name is offered to them: tables of names first, then the user's trust."""
     libraries = Libraries((*LIBRARIES, *vouched.trust.libraries))
     builtin = (PLAIN, TENSORS, stored, Arrays(), QUANTIZED, Annotations(), Functions(), ATTRIBUTES, Own())
     return (*builtin, vouched, libraries)
 
 
-def kinds_of_data(stored: Stored) -> Sequence[Kind]:
+def kinds_of_data(stored: Stored) -> Sequence[ObjectKind]:
     """List the kinds for files without a model: tensors in plain containers."""
     return (PLAIN, TENSORS, stored, Arrays())

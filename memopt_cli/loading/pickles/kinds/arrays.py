@@ -9,12 +9,14 @@ import re
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.described import items_in
-from memopt_cli.loading.pickles.kinds.interface import Broken, Missing, Recipe, Use, quote
+from memopt_cli.loading.pickles.kinds.interface import BrokenError, Missing, Recipe, Use, quote
 
 _PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool|O8")
 """Names of dtypes of numbers, text, or objects that the file holds, but not of structures."""
-_LARGEST, _MAX_SIZES = 2**48, 32
-"""Maximum number of items and of dimensions of an array."""
+_LARGEST = 2**48
+"""Maximum number of items of an array."""
+_MAX_SIZES = 32
+"""Maximum number of dimensions of an array."""
 _SCALARS: Final = (
     "bool_ bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 )
@@ -40,7 +42,7 @@ def _dtype(name: Any, *_: Any) -> Any:
     import numpy as np
 
     if type(name) is not str or not _PLAIN.fullmatch(name):
-        raise Broken("an array holds values other than numbers")
+        raise BrokenError("an array holds values other than numbers")
     return np.dtype(name)
 
 
@@ -49,7 +51,7 @@ def _fill_dtype(dtype: Any, state: Any) -> None:
     match state:
         case (int(), "<" | "|" | "=", None, None, None, *_):
             return
-    raise Broken("an array has a structured dtype, or its bytes are in another order")
+    raise BrokenError("an array has a structured dtype, or its bytes are in another order")
 
 
 def _empty(*_: Any) -> Any:
@@ -73,7 +75,7 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
 
     _check(data, dtype, shape)
     if order not in ("C", "F"):
-        raise Broken("an array has an unknown order")
+        raise BrokenError("an array has an unknown order")
     return np.frombuffer(bytearray(data), dtype).reshape(shape, order=order)
 
 
@@ -89,28 +91,28 @@ def _check(data: Any, dtype: Any, shape: Any) -> None:
 
     is_plain = isinstance(dtype, np.dtype) and not dtype.hasobject
     if not is_plain or type(data) not in (bytes, bytearray) or type(shape) is not tuple:
-        raise Broken("an array is built from unexpected arguments")
+        raise BrokenError("an array is built from unexpected arguments")
     if len(data) != _items(shape) * dtype.itemsize:
-        raise Broken(f"an array of the shape {quote(shape)} has {len(data)} bytes")
+        raise BrokenError(f"an array of the shape {quote(shape)} has {len(data)} bytes")
 
 
 def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
     import numpy as np
 
     if not isinstance(dtype, np.dtype) or not dtype.hasobject or type(shape) is not tuple:
-        raise Broken("an array is built from unexpected arguments")
+        raise BrokenError("an array is built from unexpected arguments")
     if len(data) != _items(shape):
-        raise Broken(f"an array of the shape {quote(shape)} has {len(data)} items")
+        raise BrokenError(f"an array of the shape {quote(shape)} has {len(data)} items")
 
 
 def _items(shape: tuple[Any, ...]) -> int:
-    """Return the number of items of an array of ``shape``.  Raises :class:`Broken` for huge sizes, even beside a 0."""
+    """Return the number of items of an array of ``shape``.  Raises :class:`BrokenError` if a size is huge."""
     try:
         if items_in(size or 1 for size in shape) > _LARGEST or len(shape) > _MAX_SIZES:
-            raise Broken(f"an array has the shape {quote(shape)}")
+            raise BrokenError(f"an array has the shape {quote(shape)}")
         return items_in(shape)
     except (TypeError, ValueError) as err:
-        raise Broken(f"an array has the shape {quote(shape)}") from err
+        raise BrokenError(f"an array has the shape {quote(shape)}") from err
 
 
 _RECIPES: Final[dict[str, dict[str, Recipe]]] = {

@@ -109,7 +109,8 @@ def _check_attribute(node: Built, graph: Graph) -> str:
     """Return the reason why ``node``, a call of ``getattr``, must not be made; an empty string if it may."""
     match node.argument_items():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
-            is_permitted, owner_name = is_allowed(f"aten::{name}"), owner.name
+            is_permitted = is_allowed(f"aten::{name}")
+            owner_name = owner.name
         case owner, str(name):
             kind = graph.class_of(owner)
             is_class = isinstance(owner, Global) or (isinstance(owner, Built) and owner.callee == GETATTR)
@@ -168,7 +169,9 @@ def _role(node: Built, graph: Graph) -> Role:
         return "callable"
     if issubclass(kind, enum.Enum):
         return "data"
-    return "trusted" if graph.trusts(kind) else "hook" if _is_listed(kind, name, _HOOK_METHODS) else "callable"
+    if graph.trusts(kind):
+        return "trusted"
+    return "hook" if _is_listed(kind, name, _HOOK_METHODS) else "callable"
 
 
 def _attribute(owner: Any, name: str) -> Any:

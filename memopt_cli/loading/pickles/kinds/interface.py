@@ -1,4 +1,4 @@
-"""The interface of a kind of objects (:class:`Kind`), recipes for objects, and helpers of all kinds.
+"""The interface of a kind of objects (:class:`ObjectKind`), recipes for objects, and helpers of all kinds.
 
 A kind claims the names that it knows, such as ``torch.nn.modules.linear.Linear``, by name alone.  When it is then asked
 for a recipe, it may import the name, and returns how to check, make and fill the object, or why the file is refused.
@@ -42,7 +42,7 @@ class Use:
     """The stand-in of the object that is made.  ``None``: a name that is held as a value."""
 
 
-class Broken(ValueError):
+class BrokenError(ValueError):
     """An object of a known kind is made of parts that do not fit: the file is damaged, or was made by hand."""
 
 
@@ -96,11 +96,13 @@ class Recipe:
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
-    """Function that says why a file must not hold an object of these parts, and returns an empty text if it may;
-    ``None`` if any parts are allowed."""
+    """Function that says why a file must not hold an object of these parts; it returns "" if the file may.
+
+    ``None``: all parts are allowed.
+    """
 
 
-class Kind(Protocol):
+class ObjectKind(Protocol):
     """A kind of object that a file may hold."""
 
     def claims(self, use: Use) -> bool:
@@ -197,7 +199,7 @@ def set_attributes(target: Any, state: Any) -> None:
         vars(target).update(attributes)
     for name, value in (slots or {}).items():
         if not isinstance(inspect.getattr_static(type(target), name, None), types.MemberDescriptorType):
-            raise Broken(f"{type(target).__name__} has no slot {quote(name)}")  # a property would run
+            raise BrokenError(f"{type(target).__name__} has no slot {quote(name)}")  # a property would run
         object.__setattr__(target, name, value)
 
 

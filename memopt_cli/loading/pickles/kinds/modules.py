@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.loading.pickles.kinds.interface import (
-    Broken,
+    BrokenError,
     Denied,
     Graph,
     Missing,
@@ -213,7 +213,7 @@ def _is_named_tuple(cls: type) -> bool:
 
 def _make_named_tuple(cls: Any, items: tuple[Any, ...]) -> Any:
     if len(items) != len(cls._fields):
-        raise Broken(f"an instance of {cls.__name__} has {len(items)} items")
+        raise BrokenError(f"an instance of {cls.__name__} has {len(items)} items")
     return tuple.__new__(cls, items)
 
 
@@ -221,7 +221,7 @@ def _member(cls: type[enum.Enum], value: Any) -> enum.Enum:
     for member in cls:
         if type(member.value) is type(value) and member.value == value:
             return member
-    raise Broken(f"{cls.__name__} has no member of this value")
+    raise BrokenError(f"{cls.__name__} has no member of this value")
 
 
 def _maker(cls: type) -> Callable[..., Any]:
@@ -229,7 +229,7 @@ def _maker(cls: type) -> Callable[..., Any]:
 
     def make(*arguments: Any) -> Any:
         if arguments:
-            raise Broken(f"an instance of {cls.__name__} is created with arguments")
+            raise BrokenError(f"an instance of {cls.__name__} is created with arguments")
         return object.__new__(cls)
 
     return make
@@ -310,7 +310,8 @@ def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
     if not issubclass(kind, nn.RNNBase):
         return ""
     state = dict(entries)
-    layers, parameters = state.get("num_layers"), entries_of(state.get("_parameters"))
+    layers = state.get("num_layers")
+    parameters = entries_of(state.get("_parameters"))
     is_plausible = type(layers) is int and 0 < layers <= len(parameters)
     return "" if is_plausible else f"has {quote(layers)} layers and {len(parameters)} parameters"
 
@@ -326,8 +327,7 @@ def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -
 
 
 Check = Callable[[str, Any, Graph], str]
-"""Function ``check(name, value, graph)`` that returns why a module must not have this attribute, or an empty string if
-it is accepted."""
+"""Function ``check(name, value, graph)`` that returns why a module must not have this attribute; "" if it may."""
 
 
 def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
@@ -428,22 +428,22 @@ _PARTS: Final = {"_parameters": Tensor, "_buffers": Tensor, "_modules": nn.Modul
 
 
 def check_made(module: nn.Module) -> None:
-    """Raise :class:`Broken` unless the registers (``_parameters``, ``_modules``) of ``module`` hold the right types."""
+    """Raise :class:`BrokenError` unless the registers of ``module``, such as ``_modules``, hold the right types."""
     kind, attributes = type(module), vars(module)
     for register, holds in _PARTS.items():
         parts = attributes.get(register)
         if not isinstance(parts, dict):
-            raise Broken(f"an instance of {kind.__name__} has no {register}")
+            raise BrokenError(f"an instance of {kind.__name__} has no {register}")
         for name, part in parts.items():
             if not isinstance(name, str) or not (part is None or isinstance(part, holds)):
-                raise Broken(f"an instance of {kind.__name__} has values in {register} that do not belong there")
+                raise BrokenError(f"an instance of {kind.__name__} has values in {register} that do not belong there")
 
 
 def check_apart(modules: Iterable[nn.Module]) -> None:
-    """Raise :class:`Broken` if two of ``modules`` share a register, so that a change to one would change the other."""
+    """Raise :class:`BrokenError` if two of ``modules`` share a register: changing one would change the other."""
     owners: dict[int, nn.Module] = {}
     for module in modules:
         for register in REGISTERS:
             parts = vars(module).get(register)
             if isinstance(parts, dict) and owners.setdefault(id(parts), module) is not module:
-                raise Broken(f"two modules have the same {register}")
+                raise BrokenError(f"two modules have the same {register}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memopt_cli.loading.archive import NESTED_CODE_LIMIT
 from memopt_cli.loading.pickles.kinds.interface import (
-    Broken,
+    BrokenError,
     Denied,
     Graph,
     Missing,
@@ -81,7 +81,7 @@ class Own:
         if isinstance(target, type) and issubclass(target, nn.Module):
             return replace(module_recipe(target), fill=_fill_script) if target is ScriptLeaf else module_recipe(target)
         if target not in map(type, COMPRESSORS.values()):
-            return Denied("is not part of the format of memopt's files")
+            return Denied("is not part of memopt's file format")
         return Recipe(make=lambda: object.__new__(target), kind=target)  # codecs hold no state
 
 
@@ -89,11 +89,11 @@ def _fill_script(target: Any, state: Any) -> None:
     """Check the TorchScript archive in ``state`` as a TorchScript file is checked, then give it to ``target``."""
     archive = state.get("archive") if isinstance(state, dict) else None
     if not isinstance(archive, Tensor) or archive.dtype != torch.uint8 or archive.dim() != 1:
-        raise Broken("a script has no archive")
+        raise BrokenError("a script has no archive")
     try:
         check_script_archive(bytes_of(archive), "its TorchScript part", NESTED_CODE_LIMIT)
     except ValueError as err:
-        raise Broken(f"its TorchScript part is damaged: {err}") from err
+        raise BrokenError(f"its TorchScript part is damaged: {err}") from err
     fill(target, state)
 
 
@@ -102,15 +102,15 @@ def _segment(restore: Callable[..., nn.Module], original: Any, settings: Any) ->
         return restore(original, settings)
     except ValueError as reason:
         kind = original if isinstance(original, type) else type(original)
-        raise Broken(f"an instance of {kind.__name__} cannot be a segment: {reason}") from reason
+        raise BrokenError(f"an instance of {kind.__name__} cannot be a segment: {reason}") from reason
 
 
 def check_segment(module: nn.Module) -> None:
-    """Raise :class:`Broken` if ``module``, after it has its state, is a segment that no plan could have made."""
+    """Raise :class:`BrokenError` if ``module``, after it has its state, is a segment that no plan could have made."""
     try:
         check_installed(module)
     except ValueError as reason:
-        raise Broken(f"its {label_of(module)} cannot be a segment: {reason}") from reason
+        raise BrokenError(f"its {label_of(module)} cannot be a segment: {reason}") from reason
 
 
 def _check_segment(node: Built, graph: Graph) -> str:
@@ -118,7 +118,8 @@ def _check_segment(node: Built, graph: Graph) -> str:
     is_plain = _is_by_length if node.callee == RESTORE_BY_LENGTH else _is_plain
     match node.argument_items():
         case (original, Built() as settings) if is_plain(settings):
-            kind, entries = graph.class_of(original), plain_entries(node.state)
+            kind = graph.class_of(original)
+            entries = plain_entries(node.state)
             if isinstance(original, Built) and original.callee == RESTORE_LIFTED and not node.has_state:
                 return ""
             if not isinstance(original, Global) or kind is None or not issubclass(kind, nn.Module):

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from memopt_cli.loading.pickles.kinds.interface import (
-    Broken,
+    BrokenError,
     Graph,
     Listed,
     Recipe,
@@ -34,8 +34,12 @@ from memopt_cli.loading.pickles.kinds.interface import (
 )
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 
-_LONGEST, _LONGEST_LOGGER, _LONGEST_PATTERN = 10_000, 200, 1000
-"""Maximum number of characters of a path, of a logger's name (Python makes a logger for each part) and of a pattern."""
+_LONGEST = 10_000
+"""Maximum number of characters of a path."""
+_LONGEST_LOGGER = 200
+"""Maximum number of characters of a logger's name: Python makes a logger for each part."""
+_LONGEST_PATTERN = 1000
+"""Maximum number of characters of a pattern."""
 
 
 def _with_type_check(make: Callable[..., Any], *allowed_types: type, most: int = 10_000) -> Callable[..., Any]:
@@ -43,7 +47,7 @@ def _with_type_check(make: Callable[..., Any], *allowed_types: type, most: int =
 
     def checked(*arguments: Any) -> Any:
         if len(arguments) > most or not all(type(argument) in allowed_types for argument in arguments):
-            raise Broken(f"{getattr(make, '__name__', 'a value')} is built from unexpected arguments")
+            raise BrokenError(f"{getattr(make, '__name__', 'a value')} is built from unexpected arguments")
         return make(*arguments)
 
     return checked
@@ -52,7 +56,7 @@ def _with_type_check(make: Callable[..., Any], *allowed_types: type, most: int =
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
     """Make bytes from ``text``, one for each character: pickle protocol 2 has no bytes of its own."""
     if encoding not in ("latin1", "latin-1"):
-        raise Broken(f"bytes are encoded as {quote(encoding)}")
+        raise BrokenError(f"bytes are encoded as {quote(encoding)}")
     return text.encode("latin1")
 
 
@@ -71,14 +75,14 @@ def _check_defaultdict(node: Built, graph: Graph) -> str:
 
 def _deque(items: Any = (), longest: Any = None) -> Any:
     if type(items) not in (list, tuple) or type(longest) not in (int, type(None)):
-        raise Broken("a deque is built from unexpected arguments")
+        raise BrokenError("a deque is built from unexpected arguments")
     return collections.deque(items, longest)
 
 
 def _path(kind: Callable[..., pathlib.PurePath]) -> Callable[..., Any]:
     def make(*parts: str) -> pathlib.PurePath:
         if sum(map(len, parts)) > _LONGEST:
-            raise Broken(f"a path has more than {_LONGEST} characters")
+            raise BrokenError(f"a path has more than {_LONGEST} characters")
         return kind(*parts)
 
     return _with_type_check(make, str)
@@ -86,19 +90,19 @@ def _path(kind: Callable[..., pathlib.PurePath]) -> Callable[..., Any]:
 
 def _logger(name: str = "root") -> logging.Logger:
     if not name.isprintable() or len(name) > _LONGEST_LOGGER:
-        raise Broken("a logger has no name")
+        raise BrokenError("a logger has no name")
     return logging.getLogger(name)
 
 
 def _pattern(text: Any, flags: Any = 0) -> Any:
     if type(text) not in (str, bytes) or type(flags) is not int or len(text) > _LONGEST_PATTERN:
-        raise Broken("a regular expression is built from unexpected arguments")
+        raise BrokenError("a regular expression is built from unexpected arguments")
     return re.compile(text, flags & ~re.DEBUG)  # DEBUG prints
 
 
 def _decimal(text: Any) -> decimal.Decimal:
     if type(text) is not str or len(text) > _LONGEST_PATTERN:
-        raise Broken("a decimal number is built from unexpected arguments")
+        raise BrokenError("a decimal number is built from unexpected arguments")
     return decimal.Decimal(text)
 
 
@@ -117,13 +121,13 @@ def _set_random(generator: random.Random, state: Any) -> None:
         case (3, tuple(numbers), None | float()) if all(type(number) is int for number in numbers):
             generator.setstate(state)
         case _:
-            raise Broken("a random generator has a state of an unexpected type")
+            raise BrokenError("a random generator has a state of an unexpected type")
 
 
 def _type_of(value: Any) -> type:
     """Return the type of a singleton, as pickles store ``NoneType``: ``type(None)``."""
     if value is not None and value is not Ellipsis and value is not NotImplemented:
-        raise Broken("it asks for the type of a value that memopt does not expect")
+        raise BrokenError("it asks for the type of a value that memopt does not expect")
     return type(value)
 
 

@@ -6,14 +6,14 @@ from typing import Any, Final
 
 import torch
 
-from memopt_cli.loading.pickles.kinds.interface import Broken, Graph, Listed, Recipe
+from memopt_cli.loading.pickles.kinds.interface import BrokenError, Graph, Listed, Recipe
 from memopt_cli.loading.pickles.nodes import Built, Tuple
 from memopt_cli.loading.pickles.packed_weights import CLASSES, is_packed
 
 
 def _make(*arguments: Any) -> Any:
     if arguments:
-        raise Broken("packed weights are created with arguments")
+        raise BrokenError("packed weights are created with arguments")
     return torch.ScriptObject.__new__(torch.ScriptObject)
 
 

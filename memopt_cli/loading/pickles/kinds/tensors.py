@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 
 from memopt_cli.loading.pickles.described import LARGEST, STORAGE_DTYPES, STORAGE_MODULES, check_view
 from memopt_cli.loading.pickles.kinds.interface import (
-    Broken,
+    BrokenError,
     Graph,
     Listed,
     Recipe,
@@ -32,11 +32,11 @@ from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
 from memopt_cli.runtime.private_torch import quantized_by_channel, quantized_by_tensor, set_bits
 
 if TYPE_CHECKING:  # ``storages`` imports this package
-    from memopt_cli.loading.pickles.storages import Storages
+    from memopt_cli.loading.pickles.storages import FileStorages
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class FileStorage:
     """A storage of tensors, with the dtype that the file says it has."""
 
     data: torch.UntypedStorage
@@ -51,8 +51,8 @@ NESTED: Final = Global("torch.storage", "_load_from_bytes")
 class Stored:
     """The kind of storages; a pickle names one as ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
 
-    storages: Storages
-    nested: Callable[[bytes], tuple[Any, Storages]]
+    storages: FileStorages
+    nested: Callable[[bytes], tuple[Any, FileStorages]]
     """Function that reads the bytes of a :data:`NESTED` storage: its identity, and the storages of its legacy file."""
 
     def claims(self, use: Use) -> bool:
@@ -63,47 +63,49 @@ class Stored:
         """Return a recipe that takes the storage from the file."""
         return Recipe(make=self._read_nested if use.name == NESTED else self._storage)
 
-    def _read_nested(self, data: Any) -> Storage:
+    def _read_nested(self, data: Any) -> FileStorage:
         if type(data) is not bytes:
-            raise Broken("a storage is built from unexpected arguments")
+            raise BrokenError("a storage is built from unexpected arguments")
         identity, storages = self.nested(data)
         return Stored(storages, self.nested)._storage(identity)
 
-    def _storage(self, identity: Any) -> Storage:
+    def _storage(self, identity: Any) -> FileStorage:
         match identity:
             case ("storage", str(kind), str(key), _, int(count), *view) if kind in STORAGE_DTYPES and count >= 0:
                 if any(part is not None for part in view):
-                    raise Broken("it was saved by a PyTorch before 0.4, whose storages may be views of other storages")
+                    raise BrokenError(
+                        "it was saved by a PyTorch before 0.4, whose storages may be views of other storages"
+                    )
                 dtype = getattr(torch, STORAGE_DTYPES[kind])
-                return Storage(self.storages.get(key, count * dtype.itemsize), dtype)
-        raise Broken("it refers to data outside of the pickle that is not a storage")
+                return FileStorage(self.storages.get(key, count * dtype.itemsize), dtype)
+        raise BrokenError("it refers to data outside of the pickle that is not a storage")
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size <= LARGEST for size in value):
-        raise Broken(f"a tensor has the shape, strides or offset {quote(value)}")
+        raise BrokenError(f"a tensor has the shape, strides or offset {quote(value)}")
     return tuple(value)
 
 
 def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> None:
-    """Raise :class:`Broken` unless a view lies within its storage, and is not far larger than the storage."""
-    if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
-        raise Broken("a tensor has no storage")
+    """Raise :class:`BrokenError` unless a view lies within its storage, and is not far larger than the storage."""
+    if not isinstance(storage, FileStorage) or not isinstance(dtype, torch.dtype):
+        raise BrokenError("a tensor has no storage")
     sizes, strides, (start,) = _sizes(size), _sizes(stride), _sizes([offset])
     try:
         check_view(sizes, strides, start, dtype.itemsize, storage.data.nbytes())
     except ValueError as err:
-        raise Broken(str(err)) from err
+        raise BrokenError(str(err)) from err
 
 
-def _view(storage: Storage, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Tensor:
+def _view(storage: FileStorage, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Tensor:
     _check_place(storage, dtype, offset, size, stride)
     return torch.empty(0, dtype=dtype).set_(storage.data, offset, tuple(size), tuple(stride))
 
 
 def _without_hooks(hooks: Any) -> None:
     if hooks:
-        raise Broken("a tensor has hooks")
+        raise BrokenError("a tensor has hooks")
 
 
 def _tensor(
@@ -119,7 +121,7 @@ def _tensor(
     tensor = _view(storage, getattr(storage, "dtype", None), offset, size, stride)  # type: ignore[arg-type]
     for bit in metadata or {}:
         if bit not in ("conj", "neg"):
-            raise Broken(f"a tensor has the unknown property {quote(bit)}")
+            raise BrokenError(f"a tensor has the unknown property {quote(bit)}")
     if metadata:
         set_bits(tensor, dict(metadata))
     return tensor.requires_grad_(bool(requires_grad))
@@ -128,7 +130,7 @@ def _tensor(
 def _make_typed_tensor(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> Tensor:
-    typed = Storage(storage.data, dtype) if isinstance(storage, Storage) else storage
+    typed = FileStorage(storage.data, dtype) if isinstance(storage, FileStorage) else storage
     return _tensor(typed, offset, size, stride, requires_grad, hooks, metadata)
 
 
@@ -141,13 +143,13 @@ def _cpu_tensor(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tenso
     """Make a tensor on the CPU that was on a device such as XLA; PyTorch saves it as a CPU tensor or an array."""
     tensor = data.detach() if isinstance(data, Tensor) else torch.from_numpy(data)
     if tensor.dtype != dtype:  # converting takes memory each time that the file uses the same bytes
-        raise Broken(f"a tensor of {dtype} is stored as {tensor.dtype}")
+        raise BrokenError(f"a tensor of {dtype} is stored as {tensor.dtype}")
     return tensor.requires_grad_(bool(requires_grad))
 
 
 def _sparse_tensor(layout: Any, data: Any) -> Tensor:
     if not all(isinstance(part, Tensor | tuple | bool | type(None)) for part in data):
-        raise Broken("a sparse tensor is built from unexpected arguments")
+        raise BrokenError("a sparse tensor is built from unexpected arguments")
     # The indices are checked once, here, and copied: another tensor on the same storage could change them later.
     if layout is torch.sparse_coo:
         indices, values, size, *is_coalesced = data
@@ -157,7 +159,7 @@ def _sparse_tensor(layout: Any, data: Any) -> Tensor:
         )
     compressed, plain, values, size = data
     if layout in (torch.sparse_bsr, torch.sparse_bsc) and 0 in values.shape[-2:]:
-        raise Broken("a sparse tensor has blocks of size 0")  # kernels would divide by 0
+        raise BrokenError("a sparse tensor has blocks of size 0")  # kernels would divide by 0
     compressed, plain = compressed.clone(), plain.clone()
     return torch.sparse_compressed_tensor(compressed, plain, values, _sizes(size), layout=layout, check_invariants=True)
 
@@ -168,7 +170,7 @@ def _make_quantized_tensor(
     _without_hooks(hooks)
     dtype = getattr(storage, "dtype", None)
     if dtype not in (torch.qint8, torch.quint8, torch.qint32):
-        raise Broken("a quantized tensor is built from unexpected arguments")
+        raise BrokenError("a quantized tensor is built from unexpected arguments")
     _check_place(storage, dtype, offset, size, stride)
     match quantizer:
         case (torch.per_tensor_affine, float(scale), int(zero_point)):
@@ -178,7 +180,7 @@ def _make_quantized_tensor(
                 _sizes(size), torch.as_tensor(scales), torch.as_tensor(zero_points), axis, dtype
             )
         case _:
-            raise Broken("a tensor is quantized in a way that memopt does not know")
+            raise BrokenError("a tensor is quantized in a way that memopt does not know")
     return tensor.set_(storage.data, offset, tuple(size), tuple(stride))
 
 
@@ -191,9 +193,9 @@ def _make_quantized_by_channel(
     """
     is_of_rows = zeros.is_floating_point()
     if not 0 <= axis < len(sizes) or any(given.shape != (sizes[axis],) for given in (scales, zeros)):
-        raise Broken("a quantized tensor does not have one scale for each channel")
+        raise BrokenError("a quantized tensor does not have one scale for each channel")
     if is_of_rows and axis:
-        raise Broken("a quantized tensor of embeddings has no scale for each of its rows")
+        raise BrokenError("a quantized tensor of embeddings has no scale for each of its rows")
     kinds = (torch.float, torch.float) if is_of_rows else (torch.double, torch.long)
     scales, zeros = (given.to(kind, copy=True) for given, kind in zip((scales, zeros), kinds, strict=True))
     return quantized_by_channel(sizes, scales=scales, zero_points=zeros, axis=axis, dtype=dtype)
@@ -202,7 +204,7 @@ def _make_quantized_by_channel(
 def _parameter(data: Any, requires_grad: Any, hooks: Any = None) -> nn.Parameter:
     _without_hooks(hooks)
     if not isinstance(data, Tensor):
-        raise Broken("a parameter is built from unexpected arguments")
+        raise BrokenError("a parameter is built from unexpected arguments")
     return nn.Parameter(data, bool(requires_grad))
 
 
@@ -236,7 +238,7 @@ def _lazy_maker(kind: Any) -> Callable[..., Tensor]:
 def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
     """Make the tensor that ``function`` makes, as the class ``kind``, and give it the attributes in ``state``."""
     if function not in _MAKERS or not (isinstance(kind, type) and issubclass(kind, Tensor)):
-        raise Broken("a tensor is not made by a function that memopt knows")
+        raise BrokenError("a tensor is not made by a function that memopt knows")
     tensor = _MAKERS[function](*arguments)
     if type(tensor) is not kind:
         tensor = tensor.as_subclass(kind)
@@ -260,20 +262,20 @@ def _size(*sizes: Any) -> torch.Size:
 
 def _device(kind: Any = "cpu", index: Any = None) -> torch.device:
     if type(kind) is not str or type(index) not in (int, type(None)):
-        raise Broken("a device is not named by text")
+        raise BrokenError("a device is not named by text")
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 def _version(text: Any) -> Any:
     if type(text) is not str:
-        raise Broken("a version is built from unexpected arguments")
+        raise BrokenError("a version is built from unexpected arguments")
     return TorchVersion(text)
 
 
 def _layout(name: Any) -> Any:
     layouts = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
     if name not in {f"torch.{layout}" for layout in layouts}:
-        raise Broken(f"a tensor has the unknown layout {quote(name)}")
+        raise BrokenError(f"a tensor has the unknown layout {quote(name)}")
     return getattr(torch, name.removeprefix("torch."))
 
 

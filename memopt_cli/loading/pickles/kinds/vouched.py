@@ -36,8 +36,10 @@ from memopt_cli.records import Trust
 
 UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
 """Name of a script in suggestions where the right one is not known: it may have been a session, which left none."""
-_MAX_SCRIPTS, _LONGEST_SCRIPT = 100, 1 << 20
-"""Maximum number of files of the current folder that are searched for a class, and of bytes in each file."""
+_MAX_SCRIPTS = 100
+"""Maximum number of files of the current folder that are searched for a class."""
+_LONGEST_SCRIPT = 1 << 20
+"""Maximum number of bytes in each of these files."""
 _DEFINITION: Final = re.compile(rb"\b(?:class|def)[ \t]+(\w+)")
 """A definition, or text that looks like one.  Only a source that has one of the wanted name is parsed, since that takes
 up to seconds, and 300 bytes of memory for each byte of the source."""
@@ -143,7 +145,7 @@ def _sources_with(wanted: Global, pattern: str) -> list[Path]:
 
 
 def defined_as(path: Path, wanted: Global) -> Definition:
-    """Return the keyword with which the source at ``path`` defines ``wanted``, or empty if it does not.
+    """Return the keyword with which the source at ``path`` defines ``wanted``; empty if it does not.
 
     The source is read, not imported.
     """
@@ -172,7 +174,7 @@ def _definitions(path: Path, mtime_ns: int, size: int) -> dict[str, Definition]:
 
 
 def _cells(notebook: bytes) -> list[str]:
-    """Return the sources of the code cells of ``notebook``, or none if it is no notebook."""
+    """Return the sources of the code cells of ``notebook``, or none if it is not a notebook."""
     try:
         cells = json.loads(notebook)["cells"]
         code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -182,7 +184,7 @@ def _cells(notebook: bytes) -> list[str]:
 
 
 def _defined_in(source: str | bytes) -> Iterator[tuple[str, Definition]]:
-    """Yield the name and kind of each definition at the top level of ``source``, also under an ``if`` or ``try``."""
+    """Yield the name and kind of each definition at the top level of ``source``, even under an ``if`` or ``try``."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of the user's source, such as a wrong escape in a string
             pending: list[ast.AST] = [ast.parse(source)]
