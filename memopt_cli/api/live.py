@@ -519,7 +519,7 @@ def _advise(request: OptimizeRequest, prepared: Prepared, findings: Findings) ->
 
 
 def _replace_plan(model: nn.Module, findings: Findings) -> None:
-    """Apply the plan of ``findings`` to ``model`` in place of its present one, and set the folder that it sends to."""
+    """Apply the plan of ``findings`` to ``model`` in place of the plan that it has, and set the folder to send to."""
     with without_plan(model) as carried:
         apply_plan(model, findings.plan.of_model)
     _, folder = findings.resolved.options.sends_to
