@@ -18,7 +18,7 @@ def training_settings(batch: int, steps: int, step: StepSettings, device: str, c
     """
     if step.precision in _CASTS:
         yield _CASTS[step.precision]
-    whole = ", drop_last=True" * (steps > 1)  # a short last batch would weigh as much as the others
+    whole = ", drop_last=True" if steps > 1 else ""  # a short last batch would weigh as much as the others
     loader = f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True{whole})"
     yield "# Lightning"
     yield loader
