@@ -223,7 +223,9 @@ def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
     (line,) = (line for line in lines if line.startswith("global batch 4096: "))
     steps, batch = (int(word) for word in line.removeprefix("global batch 4096: ").split(" × batch "))
     assert steps * batch == 4096
-    assert "memory limit: 1.0 MiB (--memory 1MiB), without an optimizer's state, which --optimizer adamw counts" in lines
+    assert (
+        "memory limit: 1.0 MiB (--memory 1MiB), without an optimizer's state, which --optimizer adamw counts" in lines
+    )
     for pasted in (
         f"DataLoader(dataset, batch_size={batch}, shuffle=True)",
         f"Trainer(accumulate_grad_batches={steps})",
