@@ -211,7 +211,7 @@ def test_a_plan_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         ("segments:\n", "segments: 3\nx:\n", "unknown key 'x'"),
         ("seed: 0", "seed: &a [*a]", "alias"),
         ("seed: 0", "seed: " + "[" * 5000, "not valid YAML"),
-        ("seed: 0", "seed: 0\n# " + "\n" * 60_000, "far more values than any file"),
+        ("seed: 0", "seed: 0\n# " + "\n" * 60_000, "far more values than any memopt file"),
         ("seed: 0", "seed: !!timestamp x", "not valid YAML"),
         ("seed: 0", "seed: !!python/object/apply:os.system [ls]", "not valid YAML"),
     ],
