@@ -240,16 +240,16 @@ def test_what_exits_is_told(said: str, code: int, tail: str, start: Callable[...
 
 
 @pytest.mark.parametrize(
-    ("said", "ending"),
-    [("interrupt", "KeyboardInterrupt"), ("leave at once", "failed: SystemExit: the first words")],
+    ("said", "failure"),
+    [("interrupt", "KeyboardInterrupt"), ("leave at once", "failed: it called sys.exit('the first words') (")],
 )
-def test_a_model_that_would_end_the_process_fails(said: str, ending: str, start: Callable[..., Session]) -> None:
+def test_a_model_that_would_end_the_process_fails(said: str, failure: str, start: Callable[..., Session]) -> None:
     """An interruption is none of the user's, who waits in another process: its traceback was shown."""
     Path("said").write_text(said)
     with start() as session:
         found = session.ask(MeasureJob(plan=ORIGINAL))
         assert isinstance(found, StepFailed)
-        assert found.message.endswith(ending)
+        assert failure in found.message
         assert not session.ended
 
 
