@@ -266,12 +266,12 @@ class TestCommands:
 
     def test_what_is_written_says_so(self, memopt: Any) -> None:
         assert memopt("optimize", "models.py:Asking", *FLAGS).code == 0
-        assert yaml.safe_load(Path("models.memopt.plan.yaml").read_text())["turns_off"] == ["use_checkpoint"]
-        _, plan = memopt_cli.read_plan("models.memopt.plan.yaml")
+        assert yaml.safe_load(Path("models.Asking.memopt.plan.yaml").read_text())["turns_off"] == ["use_checkpoint"]
+        _, plan = memopt_cli.read_plan("models.Asking.memopt.plan.yaml")
         assert plan.segments
-        written: Any = torch.load("models.memopt.pt", weights_only=False)
+        written: Any = torch.load("models.Asking.memopt.pt", weights_only=False)
         assert written.use_checkpoint is False
-        done = memopt("apply", "models.py:Asking", "models.memopt.plan.yaml", "--force")
+        done = memopt("apply", "models.py:Asking", "models.Asking.memopt.plan.yaml", "--force")
         assert "The model's own checkpointing is off under the plan (use_checkpoint of 1 module)." in done.err
 
     def test_without_a_plan_it_stays_on(self, memopt: Any) -> None:
@@ -284,13 +284,13 @@ class TestCommands:
             "1",
             "--no-recommend-batch",
             "-o",
-            "models.memopt.pt",
+            "models.Asking.memopt.pt",
         )
         assert "the model stays as it is" in done.out
         assert BY_ITSELF in done.out
-        written: Any = torch.load("models.memopt.pt", weights_only=False)
+        written: Any = torch.load("models.Asking.memopt.pt", weights_only=False)
         assert written.use_checkpoint is True
-        assert not Path("models.memopt.plan.yaml").exists()
+        assert not Path("models.Asking.memopt.plan.yaml").exists()
 
     OF_ONE = ("-i", "512x16", "--target", "blocks.0", "--max-slowdown", "none", "--no-recommend-batch")
 
@@ -300,8 +300,8 @@ class TestCommands:
         assert "but the model's own checkpoints take " in done.out
         assert "A higher --level may find a smaller plan, and --budget " in done.out
         assert [line for line in done.out.splitlines() if line.strip().startswith("–  ") and OWN in line]
-        assert not list(Path().glob("models.memopt.p*"))
-        summary = json.loads(Path("models.memopt.summary.json").read_text())["summary"]
+        assert not list(Path().glob("models.Asking.memopt.p*"))
+        summary = json.loads(Path("models.Asking.memopt.summary.json").read_text())["summary"]
         found, own = summary["levels"][1]["outcome"], summary["own_checkpoints"]
         assert own["allocated_peak_bytes"] < found["allocated_peak_bytes"]
         assert (summary["applied_level"], summary["plan"]["segments"]) == (0, [])
@@ -310,7 +310,7 @@ class TestCommands:
         done = memopt("optimize", "models.py:Asking", *self.OF_ONE, "--budget", "640KiB", "--plan-only")
         assert done.code == 0, done.err
         assert "with its own checkpoints is within the budget of 640.0 KiB" in done.out
-        assert not Path("models.memopt.plan.yaml").exists()
+        assert not Path("models.Asking.memopt.plan.yaml").exists()
         assert memopt("optimize", "models.py:Asking", *self.OF_ONE, "--budget", "300KiB", "--plan-only").code != 0
 
     def test_it_is_a_row_of_the_frontier(self, memopt: Any) -> None:
@@ -322,7 +322,7 @@ class TestCommands:
         done = memopt("optimize", "models.py:Never", *FLAGS)
         assert done.code == 0, done.err
         assert "checkpoints by itself" not in done.out
-        assert "turns_off" not in Path("models.memopt.plan.yaml").read_text()
+        assert "turns_off" not in Path("models.Asking.memopt.plan.yaml").read_text()
 
     @pytest.mark.parametrize("command", [("profile",), ("optimize", *FLAGS[2:])])
     def test_where_nothing_turns_it_off_that_is_said(self, command: tuple[str, ...], memopt: Any) -> None:
