@@ -322,7 +322,7 @@ class TestCommands:
         done = memopt("optimize", "models.py:Never", *FLAGS)
         assert done.code == 0, done.err
         assert "checkpoints by itself" not in done.out
-        assert "turns_off" not in Path("models.Asking.memopt.plan.yaml").read_text()
+        assert "turns_off" not in Path("models.Never.memopt.plan.yaml").read_text()
 
     @pytest.mark.parametrize("command", [("profile",), ("optimize", *FLAGS[2:])])
     def test_where_nothing_turns_it_off_that_is_said(self, command: tuple[str, ...], memopt: Any) -> None:
