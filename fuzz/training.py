@@ -26,7 +26,7 @@ from fuzz.cases import Case, build
 from fuzz.scenarios import AFTER, AROUND, BACKWARDS, CALLS, EVENTS, UPDATES, batch_of
 from memopt_cli.errors import MemoptError
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.verification.effects import TOLERANCE, bit_equal, difference
+from memopt_cli.verification.effects import bit_equal, difference
 
 Kind = Literal["same", "plain fails", "refused", "noisy", "differs", "fails"]
 """Outcome of a case: "plain fails" without a plan, "noisy" if two plain trainings, or roundings, differ as well."""
