@@ -25,6 +25,7 @@ import memopt_cli
 from fuzz.cases import Case, build
 from fuzz.scenarios import AFTER, AROUND, BACKWARDS, CALLS, EVENTS, UPDATES, batch_of
 from memopt_cli.errors import MemoptError
+from memopt_cli.records import TOLERANCE
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.verification.effects import bit_equal, difference
 
