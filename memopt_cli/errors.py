@@ -196,7 +196,7 @@ def first_line(error: BaseException) -> str:
 
 
 _LONGEST_LINE = 2000
-"""Most characters that a line quotes: an error's text may hold a whole file."""
+"""Maximum number of characters that a line quotes: an error's text may hold a whole file."""
 
 
 def printable(text: str) -> str:

@@ -30,7 +30,7 @@ _MARKER = "limit_train_memory"
 _COUNTED = "train_memory"
 """Name of a test property, which JUnit files also have: a model's class, and the tensor peak of its step."""
 _HOLDERS = 5
-"""Most modules that a failure names, those that hold most memory."""
+"""Maximum number of modules that a failure names: those that hold the most memory."""
 
 
 class TrainMemory:

@@ -1,3 +1,3 @@
-"""The version of memopt, in the one place that says it."""
+"""The version of memopt; nothing else defines it."""
 
 __version__ = "0.1.0"

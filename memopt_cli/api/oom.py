@@ -59,7 +59,7 @@ def _keep_files(error: Exception, base: Path, sizes_before: tuple[int, ...]) -> 
     return (
         f"memopt explain {told}\n"
         f"and to find what would fit: {command}\n"
-        "MODEL is a saved model, or net.py:build for a function that makes it; SHAPE that of a batch, 64x3x224x224 or "
+        "MODEL is a saved model, or net.py:build for a function that makes it; SHAPE a batch's shape, 64x3x224x224 or "
         f"64x128@int64=0..32000; add {_OWN_LOSS} if it has a loss of its own"
         f"{_guard()}"
     )
@@ -89,7 +89,7 @@ def _running_script() -> str | None:
 
 
 def _optimizer(error: Exception) -> str:
-    """Return the flag for the first optimizer among the local variables of the frames of ``error``; else nothing."""
+    """Return the flag for the first optimizer among the local variables of the frames of ``error``; empty if none."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
             if isinstance(value, torch.optim.Optimizer) and (name := optimizer_name(type(value).__name__)):

@@ -22,7 +22,7 @@ class Usages:
         self._shares: dict[int, tuple[int, float]] = {}  # batch -> (call, share)
 
     def add(self, batch: int, call: int, share: float) -> None:
-        """Record that ``batch`` samples used ``share`` of the memory.  0 samples: the time between two steps."""
+        """Record that ``batch`` samples used ``share`` of the memory.  ``batch`` 0: the time between two steps."""
         self._shares[batch] = (call, share)
 
     def rescale(self, factor: float) -> None:
@@ -38,7 +38,7 @@ class Usages:
         return batch * (target - intercept) / (usage - intercept) if usage > 0 else math.inf
 
     def expected(self, call: int, batch: int) -> float:
-        """Return the share that ``batch`` samples are expected to use.  0: not known."""
+        """Return the share that ``batch`` samples are expected to use; 0 if unknown."""
         points = self._recent(call)
         if len(points) > 1:
             intercept, slope = fit_line(points)

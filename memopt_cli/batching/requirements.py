@@ -1,4 +1,4 @@
-"""The shapes of batches that a model accepts, as the model declares them, or as its first layer implies."""
+"""The shapes of batches that a model accepts, declared by the model, or implied by its first layer."""
 
 from __future__ import annotations
 

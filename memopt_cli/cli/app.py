@@ -248,7 +248,7 @@ def _print_failure(failure: MemoptError, err: BaseException) -> None:
 
 
 _LONGEST: Final = 20_000
-"""Most characters of a message that are printed: it may quote a whole file."""
+"""Maximum number of characters of a message that are printed: it may quote a whole file."""
 
 
 def _drop_stdout() -> None:

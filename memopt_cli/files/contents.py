@@ -362,7 +362,7 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
         "limited_by": on_command_line(advice.limited_by),
         "budget_bytes": advice.budget_bytes,
         "device_bytes": advice.device_bytes,
-        **({"peak_fit": fit} if advice.slope_bytes > 0 else {}),  # a falling peak, as other kernels run, is no line
+        **({"peak_fit": fit} if advice.slope_bytes > 0 else {}),  # no line fits a peak that falls with the batch
         "probes": to_short_data(advice.probes),
     }
 

@@ -79,7 +79,7 @@ def _import_module(location: str) -> Callable[[], Any]:
 
 
 def make_step(factory: Callable[[], Any], location: str) -> Step:
-    """Return the step that ``factory`` makes.  Raises as :func:`build` does."""
+    """Return the step that ``factory`` makes.  Raises :class:`FileFormatError` as :func:`build` does."""
     built = _call_factory(factory, location)
     if not isinstance(built, Step):
         raise FileFormatError(f"{location}() returned {type_in_words(built)}, not a memopt_cli.Step")
@@ -99,9 +99,7 @@ def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step
         if is_out_of_memory(err):
             hint = "It does not fit here; `memopt profile --fake` may not need that memory."
         elif isinstance(err, UNKNOWN_WITHOUT_DATA):
-            hint = (
-                "With `--fake`, tensors have no values, but the function reads some: leave `--fake` out, or read none."
-            )
+            hint = "The function reads values of tensors, which have none with `--fake`: leave it out, or read none."
         raise FileFormatError(f"{location}() failed: {first_line(err)}{raised_at(err)}", hint=hint) from err
     if not isinstance(product, nn.Module | Step):
         raise FileFormatError(
@@ -114,7 +112,7 @@ def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
     """Load the state dict in ``file`` into ``model``, strictly, and return notes on where it was found.
 
     The state dict may be an entry of a checkpoint, and its names may have the prefixes of wrappers (``module.``).  A
-    module is taken for its state dict: its tensors are made, and its class is not imported.
+    saved module serves as its state dict: its tensors are made, and its class is not imported.
     Raises :class:`FileFormatError` if no state dict fits.
     """
     notes: list[str] = []

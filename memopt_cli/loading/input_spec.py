@@ -225,7 +225,7 @@ def make_inputs(
 def unnamed_arguments(model: nn.Module, kwargs: Iterable[str]) -> Iterator[str]:
     """Yield a note on each of ``kwargs`` that the forward of ``model`` does not name, such as a misspelt name.
 
-    A forward that takes keywords by ``**`` raises nothing; if it names no argument, as a wrapper's, nothing is known.
+    A forward that takes keywords by ``**`` raises nothing; if it names no argument, like a wrapper, nothing is known.
     """
     try:
         parameters = inspect.signature(model.forward).parameters.values()
@@ -251,7 +251,7 @@ def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
 
 
 def _may_be_read(spec: TensorSpec, dims: Mapping[str, int]) -> bool:
-    """Return whether a model may read the values of an input, as of tokens, masks and lengths: dry runs need them."""
+    """Return whether a model may read the values of an input, such as tokens, masks and lengths: dry runs need them."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return not (dtype.is_floating_point or dtype.is_complex) and math.prod(_sizes(spec, dims)) <= _MAX_READ
 
@@ -278,7 +278,7 @@ def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Gen
 def _padded_mask(shape: tuple[int, ...]) -> Tensor:
     """Make a mask of ``shape``: row ``i`` of its last dimension ends with ``i`` zeros, at most with half its length.
 
-    So row 0 has the full length, as a batch is padded to its longest sequence.  A single row ends with one zero: some
+    So row 0 has the full length, like the longest sequence of a padded batch.  A single row ends with one zero: some
     models make a mask of their own only if there is a zero.  No row is zeros alone, which would make NaN of a softmax.
     """
     *outer, length = shape

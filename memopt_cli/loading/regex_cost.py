@@ -30,7 +30,7 @@ _COMPILE_STEPS = 10_000
 _COMPILE_STEPS_PER_CHARACTER = 250
 """Further steps for each of its characters."""
 _CACHED_EXPRESSIONS: Final = 400
-"""Number of expressions that Python's cache surely holds: it has 512 places, shared by the whole process."""
+"""Number of expressions that Python's cache is sure to hold: the whole process shares its 512 places."""
 _SINGLE_CHARACTER: Final = ("LITERAL", "NOT_LITERAL", "ANY", "IN")
 """Parts of a parsed expression that match one character."""
 
@@ -87,6 +87,7 @@ def _sequence(parts: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
 
 
 def _part(kind: str, value: Any) -> tuple[int, float]:
+    """Return the number of gaps in one part of an expression, and the number of ways to match the rest of it."""
     if kind in _SINGLE_CHARACTER or kind == "AT":
         return 0, 1
     if kind == "SUBPATTERN":

@@ -51,7 +51,7 @@ def _heaviside(v: Tensor, threshold: float) -> Tensor:
 
 
 SpikeFunction = Callable[[Tensor], Tensor]
-"""A function of ``u``: 1 where ``u`` is 0 or more, with a derivative of its own, as snnTorch's surrogates have."""
+"""A function of ``u``: 1 where ``u`` is 0 or more, with a derivative of its own, like snnTorch's surrogates."""
 
 Reset = Literal["soft", "hard"]
 

@@ -341,7 +341,7 @@ class _Judge:
         if self._agree(runs, tolerance):
             return Cause(text=DRAWS_IN_BACKWARD if self._errs_by_budget(job, gaps, tolerance) else DRAWS_COMPILED)
         difference = first_difference(*runs, self._allowed_difference(runs, tolerance))
-        assert difference is not None, "they do not agree"
+        assert difference is not None, "runs that do not agree have a first difference"
         if not _is_backward_alone(difference.gaps):
             return None
         eval_runs = self.sides.run_both(replace(job, mode="eval"))
@@ -385,7 +385,7 @@ class _Judge:
 
 
 def _noise(first_run: FollowedSteps, second_run: FollowedSteps) -> float:
-    """Return the noise of the reference: twice the largest gap between two of its runs, as from atomic sums on a GPU.
+    """Return the noise of the reference: twice the largest gap between two of its runs (atomic sums on a GPU vary).
 
     Raises :class:`StepError` if the gap is larger than such sums explain, since no comparison would mean anything.
     """
@@ -461,7 +461,7 @@ def _compare_hooks(reference: FollowedSteps, candidate: FollowedSteps) -> tuple[
         if orders[0] != orders[1]:
             return f"the hooks {', '.join(orders[0])} are called in another order: {', '.join(orders[1])}", ()
         for name in orders[0]:
-            times = f"called {candidate_calls.count(name)} times a step instead of {reference_calls.count(name)}"
+            times = f"called {candidate_calls.count(name)} times per step instead of {reference_calls.count(name)}"
             if candidate_calls.count(name) < reference_calls.count(name):
                 return f"the hook {name} is {times}", ()
             if candidate_calls.count(name) > reference_calls.count(name):

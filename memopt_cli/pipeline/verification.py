@@ -69,7 +69,7 @@ def verify_compiled(
     ``reference``: the model as prepared for the side without segments, ``None`` for ``prepared``.  ``cache``: a cache
     of the reference's steps.
     """
-    assert plan.compile is not None, "else there is nothing to compare"
+    assert plan.compile is not None, "the caller's plan compiles the model"
     backend = plan.compile.backend
     plain = Plan(compile=replace(plan.compile, activation_memory_budget=None))
     if plan == plain:

@@ -1,6 +1,6 @@
 """Plans that the search found and that are not applied, each with its reason.
 
-A reason is a class (``TooSlow``, ``SavesTooLittle`` …) that words itself: its ``because`` and ``remedy`` become
+A reason is a class (``TooSlow``, ``SavesTooLittle`` …) with its own wording: ``because`` and ``remedy`` become
 sentences of the summary.
 """
 
@@ -25,7 +25,7 @@ class TooSlow:
     most: float
     """Largest slowdown that was allowed."""
     error: float = 0.0
-    """Amount by which the slowdown may be larger.  0: not known."""
+    """Uncertainty of the slowdown, which may be larger by this amount; 0 if unknown."""
     waited: float = 0.0
     """Share of the time of the timed steps that they waited for a processor, as on a busy machine."""
 
@@ -133,7 +133,7 @@ class NotRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnIsBetter:
-    """The reason that the model as it comes, with its own checkpoints, does better than the plan."""
+    """The reason that the unchanged model, with its own checkpoints, does better than the plan."""
 
     own_bytes: int
     """Allocated peak of the step with the model's own checkpoints."""

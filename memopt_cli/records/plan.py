@@ -195,7 +195,7 @@ class Plan(_ShortRepr):
     def __post_init__(self) -> None:
         if (self.by is None) != (not self.ranges):
             raise UsageError(
-                "a plan has only one of by and ranges: by names the dimension whose sizes the ranges divide",
+                "a plan has by without ranges, or ranges without by: by names the dimension that the ranges divide",
                 hint=_RANGES_HINT,
             )
         if self.ranges and (self.segments or self.packed or self.place != "device"):

@@ -55,9 +55,9 @@ class SearchOptions:
     checkpoint_budget: Preference | None = None
     """Budget that the user gave, or that ``prefer`` sets.  ``None``: neither is given."""
     max_gc_wrapped_modules: int | None = None
-    """Maximum number of segments that lie in no other.  ``None``: no limit.  0 or less: none."""
+    """Maximum number of outermost segments.  ``None``: no limit.  0 or less: none."""
     gc_target_budget_ratio: float | None = None
-    """Maximum number of segments that lie in no other, as a share of the candidates.
+    """Maximum number of outermost segments, as a share of the candidates.
 
     ``None``: no limit.  0 or less: none.
     """
@@ -70,7 +70,7 @@ class SearchOptions:
     host_memory: int | None = None
     """Maximum number of bytes that plans may send to host memory.  ``None``: what that place takes."""
     optimizer_in_backward: bool = False
-    """Whether plans may run the optimizer in backward, where the training script finds no gradients any more."""
+    """Whether plans may run the optimizer in backward, after which the training script finds no gradients."""
 
     @property
     def sends_to(self) -> tuple[PlaceName | None, str | None]:

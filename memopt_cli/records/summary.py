@@ -258,7 +258,7 @@ class MemOptSummary:
     compiled: list[CompiledRow] = field(default_factory=list)
     """Plans measured for ``--compile``, the eager one first; empty without it.  One of them is applied."""
     own_checkpoints: Measurement | None = None
-    """Measurement of the model as it comes, with its own checkpoints; ``None`` if it has none, or does not run."""
+    """Measurement of the unchanged model, with its own checkpoints; ``None`` if it has none, or does not run."""
 
     def __repr__(self) -> str:
         applied = (

@@ -15,7 +15,7 @@ from memopt_cli.report.lines import plain_table
 from memopt_cli.text.units import format_bytes, format_count
 
 _SHOWN = 12
-"""Most groups of tied tensors, and most parts of a file of weights alone, that are listed."""
+"""Maximum number of listed groups of tied tensors, and of listed parts of a file that has only weights."""
 _MAX_ROWS = 24
 """Most tensors of a file of weights alone that are listed one by one without ``-v``."""
 _LARGEST = 5

@@ -279,7 +279,7 @@ def _bits(plan: Plan) -> str:
 def range_headings(summary: MemOptSummary) -> tuple[str, ...]:
     """Return the headings of :func:`range_rows`."""
     by = summary.plan.by if summary.plan is not None else None
-    assert by is not None, "it has ranges"
+    assert by is not None, "called only for plans with ranges"
     return f"{by.dim} from", "to", "share of\nsteps", "allocated\npeak", "tensor\npeak", "step", "ratio", "plan"
 
 

@@ -46,7 +46,7 @@ def planned_lines(ranks: PlannedRanks, *, verified: bool) -> Iterator[str]:
 
 
 _SHOWN = 16
-"""Most ranks in the table: the first ones, with the largest among them."""
+"""Maximum number of ranks in the table: the first ones, and in any case the largest."""
 
 
 def measured_headline(measurement: GroupMeasurement) -> Iterator[str]:

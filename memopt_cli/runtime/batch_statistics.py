@@ -159,7 +159,7 @@ class BatchStatistics:
         """
         breaks_off: set[bool] = set()
         for index in range(chunks):
-            self._start.enter_norms()
+            self._start.restore_norms()
             yield self._chunk(breaks_off, index)
 
     def merge(self, reached: Sequence[ReachedNorm]) -> None:
@@ -531,7 +531,7 @@ class StateBeforePasses:
             self._copies.setdefault(id(tensor), (tensor, version_counter(tensor), tensor.detach().clone()))
             self._norms.add(id(tensor))
 
-    def enter_norms(self) -> None:
+    def restore_norms(self) -> None:
         """Put back the state of the batch norms alone.
 
         Raises :class:`NotGatheredError` if the module has other batch norms now.

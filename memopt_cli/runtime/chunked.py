@@ -362,7 +362,7 @@ class _FirstChunk:
         outputs = list[Any]()
         for index, half in enumerate(zip(*(_halves(s, config.axis) for s in self._sequences()), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
-            start.enter_norms()
+            start.restore_norms()
             with recomputing(self._module), saving_aside():
                 outputs.append(within_chunk(chunk, self._forward, *half, *states, **self._kwargs))
             parts = outputs[-1] if isinstance(outputs[-1], tuple) else (outputs[-1],)
@@ -457,7 +457,7 @@ def _length(config: SegmentConfig, sequences: tuple[Any, ...]) -> int:
         shapes = ", ".join(str(tuple(s.shape)) if isinstance(s, Tensor) else type(s).__name__ for s in sequences)
         raise ValueError(
             f"a segment in chunks needs {config.seq_inputs} positional tensors of one length along axis {config.axis}, "
-            f"and got {shapes or 'none'}. Change axis or seq_inputs in the plan."
+            f"but got {shapes or 'none'}. Change axis or seq_inputs in the plan."
         )
     (length,) = lengths
     return length

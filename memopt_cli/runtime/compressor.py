@@ -129,7 +129,7 @@ class NullSpikeCompressor(SpikeCompressor):
 
 
 class Uint8SpikeCompressor(SpikeCompressor):
-    """Tensors of integers 0…255, one byte an element."""
+    """Tensors of integers 0…255, one byte per element."""
 
     name = "uint8"
     _narrow_dtype = torch.uint8
@@ -145,14 +145,14 @@ class Uint8SpikeCompressor(SpikeCompressor):
 
 
 class BooleanSpikeCompressor(Uint8SpikeCompressor):
-    """0/1 tensors, one byte an element: SpikingJelly's codec of this name.  ``bit`` takes an eighth of its bytes."""
+    """0/1 tensors, one byte per element: SpikingJelly's codec of this name.  ``bit`` takes an eighth of its bytes."""
 
     name = "boolean"
     _narrow_dtype = torch.bool
 
 
 class BitSpikeCompressor(SpikeCompressor):
-    """0/1 tensors, one bit an element, least significant bit first: ceil(n / 8) bytes."""
+    """0/1 tensors, one bit per element, least significant bit first: ceil(n / 8) bytes."""
 
     name = "bit"
 
@@ -199,7 +199,7 @@ class SparseSpikeCompressor(SpikeCompressor):
 
 
 class TwoValuedCompressor(SpikeCompressor):
-    """Tensors of zeros and one other value, as scaled dropout masks are: one bit an element, and the value."""
+    """Tensors of zeros and one other value, such as scaled dropout masks: one bit per element, and the value."""
 
     name = "two-valued"
 
@@ -293,7 +293,7 @@ class OwnCompressor(SpikeCompressor):
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._takes_shape: bool | None = None
-        """Whether its ``decompress`` takes the shape.  ``None``: not called yet (a compiler cannot find out)."""
+        """Whether its ``decompress`` takes the shape.  ``None`` until called: a compiler cannot inspect it."""
 
     def compress(self, x: Tensor) -> Packed:
         """Store ``x`` by the codec, restore it and compare; warn if the codec does not give it back exactly."""
@@ -435,7 +435,7 @@ def _load_part(packed: Packed) -> Tensor:
         raise RuntimeError(
             f"a part of shape {tuple(x.shape)} was modified in place after a concatenation was stored by its parts "
             f"(version {packed.version} -> {version_counter(x)}), so the concatenation cannot be restored. Make the "
-            "modification out of place, or have the plan store concatenations whole: compressor null, packed false."
+            "modification out of place, or set compressor to null and packed to false in the plan."
         )
     return x
 

@@ -123,7 +123,7 @@ class FunctionModule(nn.Module):
             shapes = ", ".join(str(tuple(t.shape)) if isinstance(t, Tensor) else type(t).__name__ for t in chunked)
             raise ValueError(
                 f"chunked_args={self.chunked_args} must be tensors of one length along time_dim={self.axis}, "
-                f"and are {shapes}"
+                f"but are {shapes}"
             )
         return tuple(args[index] for index in self._order(len(args)))
 

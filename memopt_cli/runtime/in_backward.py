@@ -164,8 +164,8 @@ class InBackward:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if id(parameter) in updated and parameter.grad is not None:
                 raise RuntimeError(
-                    f"'{self.names[id(parameter)]}' was given a gradient after backward, in which the optimizer had "
-                    f"used another; {_WITHOUT}"
+                    f"'{self.names[id(parameter)]}' got a new gradient after backward, in which the optimizer had "
+                    f"already used the old one; {_WITHOUT}"
                 )
 
 

@@ -116,7 +116,7 @@ def segment_of(module: nn.Module) -> SegmentConfig | None:
 def config_of(module: nn.Module) -> SegmentConfig:
     """Return the settings of ``module``, which must run as a segment."""
     config = segment_of(module)
-    assert config is not None, "it runs as a segment"
+    assert config is not None, "the caller passes a module that runs as a segment"
     return config
 
 

@@ -1,6 +1,6 @@
 """Pack what autograd saves in a module, outside of segments: nothing is recomputed, and packing loses no bit.
 
-Spikes, dropout masks and flags take a bit an element, and indices as few bytes as they need.  A concatenation takes
+Spikes, dropout masks and flags take one bit per element, and indices as few bytes as they need.  A concatenation takes
 nothing for parts that are saved themselves.  Any other tensor stays raw.  A tensor that several operators save is
 packed once; parameters are never packed.  The hooks also send tensors to a place (``places/``), packed or raw.
 """
@@ -49,9 +49,9 @@ from memopt_cli.runtime.private_torch import (
 _MIN_BYTES = 4096
 """A tensor with fewer bytes is not packed."""
 _SAMPLE_SIZE = 64
-"""Number of elements, roughly, by which a codec is chosen, before the codec reads the whole tensor."""
+"""Approximate number of elements by which a codec is chosen, before the codec reads the whole tensor."""
 _PLANES_SIZE = 2**16
-"""Number of elements, roughly, that show the planes (of height x width) into which the indices of pooling point."""
+"""Approximate number of elements that show the planes (of height x width) into which the indices of pooling point."""
 
 
 _thread = threading.local()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.private_torch import is_of_transform, stands_for_zeros, unseen
 
 _SAMPLE_SIZE: Final = 64
-"""Number of elements of a tensor, roughly, that are compared."""
+"""Approximate number of elements of a tensor that are compared."""
 _TURN_FACTOR: Final = 16
 """Factor between the runs that are watched: the 16th, the 256th and so on."""
 _COMPARED_DTYPES: Final = frozenset(
@@ -30,8 +30,8 @@ _is_off = False
 
 
 @contextlib.contextmanager
-def nothing_sampled() -> Iterator[None]:
-    """Sample nothing in the block, whose caller compares everything itself, or measures time."""
+def sampling_off() -> Iterator[None]:
+    """Sample nothing in the block: its caller compares everything itself, or measures time."""
     global _is_off
     before, _is_off = _is_off, True
     try:
@@ -117,7 +117,7 @@ def _has_no_values(tensor: Tensor) -> bool:
 def matches_sample(before: list[Any], tensor: Tensor) -> bool:
     """Return whether :func:`sample` reads the elements ``before`` of ``tensor``, except for rounding.
 
-    Another kernel may have made the tensor, which rounds otherwise.
+    The tensor may come from another kernel, which rounds differently.
     """
     now = sample(tensor)
     return now is None or now == before or _are_close(before, now, tensor.dtype)

@@ -263,8 +263,8 @@ class StartingState:
         for argument, value in zip(others, copied, strict=False):
             if not put_right(argument, value):
                 raise RuntimeError(
-                    f"{label_of(self._module)} has advanced a {type(argument).__name__} that it is given, which cannot "
-                    "be put back for a recomputation; take it out of the plan"
+                    f"{label_of(self._module)} has advanced its argument, a {type(argument).__name__}, which cannot "
+                    "be put back for a recomputation; take the module out of the plan"
                 )
         self._generators.restore()
 

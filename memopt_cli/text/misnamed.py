@@ -1,6 +1,6 @@
 """Files and folders mistaken for a model: sentences that name them, and what to type instead.
 
-They are told by their name and first bytes, without PyTorch: the command line refuses them before anything is loaded.
+They are recognized by name and first bytes, without PyTorch: the command line refuses them before anything is loaded.
 """
 
 from __future__ import annotations
@@ -203,9 +203,9 @@ def _callable_hint(path: str) -> str:
 
 
 def _builder_at(path: str) -> str:
-    """Return the function of the Python file at ``path`` that by its name builds the model; empty without one.
+    """Return the function of the Python file at ``path`` whose name says that it builds the model; empty without one.
 
-    Without such a function, the last module that can be made without arguments: blocks come before what they are in.
+    Without such a function, the last module that can be made without arguments: inner modules come before outer ones.
     """
     nodes = _definitions_in(path)
     functions = [node.name for node in nodes if node.name in _BUILDERS]
@@ -226,7 +226,7 @@ def _makes_module(node: ast.FunctionDef | ast.ClassDef) -> bool:
 def refuse_misspelt(path: str, name: str) -> None:
     """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and never says ``name``.
 
-    The file is not run: this is known before outputs that exist already are complained of.
+    The file is not run: so this error comes before one about outputs that exist.
     """
     hint = definitions(path, name)
     if hint.startswith("Did") and not re.search(rf"\b{name}\b".encode(), read_bytes(path, _MAX_SOURCE_BYTES)):

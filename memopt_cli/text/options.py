@@ -280,7 +280,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "measure_levels": Option("Measure the plan of every level, not only the applied one.", SEARCH, python=""),
-    "search": Option("Find the batch and the plan that train most samples a second together.", SEARCH, common=True),
+    "search": Option("Find the batch and plan that together train most samples per second.", SEARCH, common=True),
     "search_time": Option(
         "End the search after this time and take the best plan so far, as Ctrl-C does.",
         SEARCH,

@@ -104,7 +104,10 @@ class Amount(Kind):
     """An amount of memory: an ``int`` of bytes, or a ``float`` up to 1, the share of some memory."""
 
     def parse(self, text: str) -> int | float:
-        """Return the bytes of ``8GiB``, or the share of ``60%``.  Raises :class:`UsageError` for other text."""
+        """Return the bytes of ``8GiB``, or the share of ``60%``.
+
+        Raises :class:`UsageError` for other text, and :class:`ValueError` for 0.
+        """
         if not (amount := parse_amount(text)):
             raise ValueError("an amount that something fits into: 24GiB, 512MB or 60%")
         return amount
@@ -125,7 +128,7 @@ class Size(Amount):
     """An amount of memory in bytes; a share is refused."""
 
     def parse(self, text: str) -> int:
-        """Return the bytes of ``8GiB``.  Raises :class:`UsageError` for other text."""
+        """Return the bytes of ``8GiB``.  Raises :class:`UsageError` for other text, :class:`ValueError` for a share."""
         return self.of(parse_amount(text))
 
     def of(self, given: object) -> int:

@@ -30,7 +30,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.collectives import Collectives, exchange_buffers, resizes_seen, staging_unseen
 from memopt_cli.trace.in_place import InPlace
 from memopt_cli.trace.operators import is_bookkeeping, operator_name
-from memopt_cli.trace.real_storages import as_on_real_tensors
+from memopt_cli.trace.real_storages import corrected_output
 from memopt_cli.trace.storages import Peaks, Storage, Storages, has_storage, unique_bytes
 from memopt_cli.trace.workspace import Shapes, Workspaces, argument_shapes
 from memopt_cli.training.module_calls import module_hooks
@@ -66,7 +66,7 @@ class StorageLog(TorchDispatchMode):
         guesses = updating or (self.is_own and not self.module_running())
         output: Any = guessed_number(func, args, updating=updating) if guesses else None
         if output is None:
-            output = as_on_real_tensors(func, args, func(*args, **(kwargs or {})))
+            output = corrected_output(func, args, func(*args, **(kwargs or {})))
         is_counted = not is_bookkeeping(func)
         differentiates = self.phase == "backward" and not updating
         share = self._in_place.share_of(func, differentiates=differentiates)

@@ -13,13 +13,13 @@ from memopt_cli.trace.recurrent import with_two_biases, with_workspace
 _aten = torch.ops.aten
 
 
-def as_on_real_tensors(func: Any, args: Any, output: Any) -> Any:
+def corrected_output(func: Any, args: Any, output: Any) -> Any:
     """Return ``output`` of ``func``, corrected if it is fake: with the storages that a real one has."""
     correct = _CORRECTIONS.get(func)
     return correct(args, output) if correct else output
 
 
-def _in_elements(args: Any, output: Any) -> Any:
+def _reduced_loss(args: Any, output: Any) -> Any:
     """Return a reduced loss whose storage is as large as the unreduced loss, which the kernel writes there first."""
     if not is_fake(output) or output.dim():
         return output
@@ -27,17 +27,17 @@ def _in_elements(args: Any, output: Any) -> Any:
     return output.new_empty(shape).resize_(())
 
 
-def _normalize_layout(args: Any, output: Any) -> Any:
+def _batch_norm_layout(args: Any, output: Any) -> Any:
     """Return a batch norm's output in the CPU's layout: contiguous, or channels last if its input is."""
     return (_in_format_of(args[0], output[0]), *output[1:])
 
 
-def _normalized_backward(args: Any, output: Any) -> Any:
+def _batch_norm_backward(args: Any, output: Any) -> Any:
     """Return the gradient of a batch norm's input in the layout that the CPU gives it."""
     return (_in_format_of(args[1], output[0]), *output[1:])
 
 
-def _layer_normalized_backward(args: Any, output: Any) -> Any:
+def _layer_norm_backward(args: Any, output: Any) -> Any:
     return (_contiguous(args, output[0]), *output[1:])
 
 
@@ -76,9 +76,9 @@ _BATCH_NORMS = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.
 _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.mkldnn_rnn_layer.default: with_workspace,
     _aten.mkldnn_rnn_layer_backward.default: with_two_biases,
-    **dict.fromkeys(_BATCH_NORMS, _normalize_layout),
-    _aten.native_batch_norm_backward.default: _normalized_backward,
-    _aten.native_layer_norm_backward.default: _layer_normalized_backward,
+    **dict.fromkeys(_BATCH_NORMS, _batch_norm_layout),
+    _aten.native_batch_norm_backward.default: _batch_norm_backward,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
     **dict.fromkeys((_aten._log_softmax_backward_data.default, _aten.mse_loss_backward.default), _contiguous),
     **dict.fromkeys((_aten.elu_backward.default, _aten.hardswish_backward.default), _like_gradient),
     **dict.fromkeys(
@@ -88,6 +88,6 @@ _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
             _aten.soft_margin_loss.default,
             _aten.binary_cross_entropy.default,
         ),
-        _in_elements,
+        _reduced_loss,
     ),
 }

@@ -137,9 +137,8 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
         raise PlanError("a part of the model has a plan by length already", hint=_REMOVE_FIRST)
     if not takes_argument(model, plan.by.argument):
         raise PlanError(
-            f"the plan looks at the argument {plan.by.argument!r}, "
-            f"which forward of {type(model).__name__} does not take",
-            hint="Under by: in the plan, set argument to the name of the argument, or its position from 0.",
+            f"the plan reads the argument {plan.by.argument!r}, which forward of {type(model).__name__} does not take",
+            hint="In the plan's by section, set argument to an argument's name, or its position from 0.",
         )
     length = LengthOf(name=plan.by.dim, argument=plan.by.argument, axis=plan.by.axis)
     up_to = tuple(part.up_to for part in plan.ranges)

@@ -14,7 +14,7 @@ from memopt_cli.errors import StepError
 from memopt_cli.records import TOLERANCE, FurtherCheck, Plan, Verification
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.norms import batch_norms
-from memopt_cli.runtime.samples import nothing_sampled
+from memopt_cli.runtime.samples import sampling_off
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import why_whole
 from memopt_cli.training.step import Step, failure_named, synchronize
@@ -56,7 +56,7 @@ def verify(
     chunked = plan.has_chunks
     inexact = tuple(dict.fromkeys(segment.path for segment in plan.everywhere if segment.inexact))
     fixed = _fixed_statistics([find_part(step.model, path) for path in inexact])
-    with nothing_sampled(), fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
+    with sampling_off(), fixed, step_in_double(step) if chunked else contextlib.nullcontext(step) as step:
         compared = _compare(step, install, remove, batch=batch, original_step_s=original_step_s, chunked=chunked)
         further: tuple[FurtherCheck, ...] = ()
         differing: CheckResult | None = None

@@ -600,7 +600,7 @@ def test_a_class_of_this_session_is_trusted_by_its_name(
     net = type("Net", (nn.Module,), {"__module__": "__main__"})
     monkeypatch.setattr(sys.modules["__main__"], "Net", net, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    with pytest.raises(UnsafeFileError, match="was defined in a session, as it is in this one") as refusal:
+    with pytest.raises(UnsafeFileError, match="was defined in a session; this session defines it too") as refusal:
         load(trained / "model.pt")
     assert refusal.value.hint.endswith("trust=Trust(globals=('__main__.Net',)))")
     assert type(load(trained / "model.pt", trust=Trust(globals=("__main__.Net",)))) is net

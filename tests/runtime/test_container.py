@@ -497,7 +497,7 @@ def test_sequences_that_cannot_be_cut() -> None:
     one = torch.ones(4)
     with pytest.raises(ValueError, match="2 positional tensors of one length along axis 0"):
         optimized(torch.randn(3, 4), torch.randn(5, 4), one, shift=one)
-    with pytest.raises(ValueError, match=r"2 positional tensors .* axis 0, and got \(3, 4\), NoneType"):
+    with pytest.raises(ValueError, match=r"2 positional tensors .* axis 0, but got \(3, 4\), NoneType"):
         optimized(torch.randn(3, 4), None, one, shift=one)
 
 
@@ -505,7 +505,7 @@ def test_sequences_that_cannot_be_cut() -> None:
 def test_an_axis_that_the_input_does_not_have(axis: int) -> None:
     _, optimized = _pair(mlp(), chunks=2, axis=axis)
     with pytest.raises(
-        ValueError, match=rf"along axis {axis}, and got \(6, 4\). Change axis or seq_inputs in the plan"
+        ValueError, match=rf"along axis {axis}, but got \(6, 4\). Change axis or seq_inputs in the plan"
     ):
         optimized(torch.randn(6, 4))
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing, samples
-from memopt_cli.runtime.samples import nothing_sampled
+from memopt_cli.runtime.samples import sampling_off
 from memopt_cli.runtime.segment_run import SegmentRun
 from tests.zoo.models import GIVEN, Parts
 from tests.zoo.watching import silent
@@ -136,7 +136,7 @@ def test_rounding_is_no_difference(dtype: torch.dtype, relative: float, is_told:
 
 
 def test_where_all_is_compared_nothing_is_sampled(recwarn: pytest.WarningsRecorder) -> None:
-    with nothing_sampled():
+    with sampling_off():
         _step(_planned(Reading(UNSEEN["urandom"])))
     assert not recwarn.list
 

@@ -13,7 +13,7 @@ from memopt_cli.records import StepSettings
 from memopt_cli.runtime.private_torch import FakeTensorMode
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace import FakeStep, count
-from memopt_cli.trace.real_storages import as_on_real_tensors
+from memopt_cli.trace.real_storages import corrected_output
 from memopt_cli.training.step import Step
 from tests.zoo.models import Parts
 
@@ -46,7 +46,7 @@ def test_gradients_have_the_strides_of_real_ones(name: str, layout: str, gradien
 
     def strides() -> list[tuple[int, ...]]:
         args = arguments(LAYOUTS[gradient](torch.ones(2, 4, 8, 8)), LAYOUTS[layout](torch.ones(2, 4, 8, 8)))
-        return [tensor.stride() for tensor in tensors_of(as_on_real_tensors(func, args, func(*args)))]
+        return [tensor.stride() for tensor in tensors_of(corrected_output(func, args, func(*args)))]
 
     real = strides()
     with FakeTensorMode():

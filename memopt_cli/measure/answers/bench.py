@@ -26,7 +26,7 @@ from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.chunk_rows import rows_untried
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.private_torch import fakes_exchanged
-from memopt_cli.runtime.samples import nothing_sampled
+from memopt_cli.runtime.samples import sampling_off
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import forget_unsafe
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
@@ -152,7 +152,7 @@ class Bench:
         self.enter_start()
         try:
             tried = contextlib.nullcontext() if self.subject.tries_rows else rows_untried()
-            with nothing_sampled(), tried:  # sampled checks would take time, and results are compared in full anyway
+            with sampling_off(), tried:  # sampled checks would take time, and results are compared in full anyway
                 yield
         finally:
             remove_segments(self.model)

@@ -1,4 +1,4 @@
-"""The call of the model in a step and the place of its loss, by which a training loop is written for it."""
+"""How a step calls the model, and where the output holds the loss: a training loop to paste needs both."""
 
 from __future__ import annotations
 

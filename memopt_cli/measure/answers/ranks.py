@@ -50,7 +50,7 @@ def measure(subject: Subject, job: GroupJob) -> RanksMeasured | RankLost:
     Raises :class:`MemoptError`: on all ranks if one fails while they still agree on each stage; once ranks run
     collectives, only on the rank that fails.
     """
-    assert subject.layout is not None, "it is one rank of many"
+    assert subject.layout is not None, "only a step on many ranks is measured here"
     try:
         with (
             reporting_lost_ranks(),

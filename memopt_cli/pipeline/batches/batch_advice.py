@@ -67,7 +67,7 @@ def advise(
     another plan.
     ``details`` gains a sentence on the memory that peaks leave out.
     """
-    assert measurement is not None, "it is applied"
+    assert measurement is not None, "the step under the plan was measured"
     advice = _find_advice(request, prepared, plan, measurement, earlier_search, notes)
     if isinstance(advice, str):
         notes.append(f"No batch recommendation: {advice.removesuffix('.')}.")

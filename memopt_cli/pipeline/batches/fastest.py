@@ -79,7 +79,7 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if no batch fits with any plan.
     """
-    assert request.search is not None, "it is a search"
+    assert request.search is not None, "called only with --search"
     started, resolved = time.monotonic(), request.search
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
@@ -308,7 +308,7 @@ class _FastestSearch:
     def _drop(self, pair: PairRun, outcome_of_verification: Verification | Failure) -> None:
         """Record that the plan of ``pair`` would be the answer, but fails verification."""
         reason, outcome = fault_in(outcome_of_verification), pair.outcome
-        assert reason is not None, "it did not pass"
+        assert reason is not None, "the plan failed verification"
         peak_bytes = outcome.allocated_peak_bytes if isinstance(outcome, BatchProbe) else None
         self.dropped.append(Dropped(plan=pair.plan, peak_bytes=peak_bytes, original_bytes=None, why=reason))
 

@@ -53,7 +53,7 @@ class Pricing:
 
     def original_s(self, batch: int) -> float:
         """Return the seconds of the original's step at ``batch``, by its runs, or if it has none, by its record."""
-        runs = self._telling_runs()
+        runs = self._timed_runs()
         if not runs:
             return self.models.known(ORIGINAL, batch).step_s
         return seconds_at(batch, runs)
@@ -61,9 +61,9 @@ class Pricing:
     @property
     def growth_known(self) -> bool:
         """Whether runs show how the original's step time grows with its batch."""
-        return len({run.batch for run in self._telling_runs()}) > 1
+        return len({run.batch for run in self._timed_runs()}) > 1
 
-    def _telling_runs(self) -> list[BatchProbe]:
+    def _timed_runs(self) -> list[BatchProbe]:
         """Return the runs that show the original's step time; if it ran at one batch at most, add the runs of plans.
 
         The step times of plans are divided by their predicted slowdown, as if the original had been run.

@@ -29,7 +29,7 @@ def prepared_factory(
     timeout_s: float,
     progress: Progress,
 ) -> Prepared:
-    """Prepare the model that ``model`` builds, whose parameters are never allocated, to be predicted.
+    """Prepare the model that ``model`` builds for a prediction; its parameters are never allocated.
 
     ``functions``: the functions that the step calls, and the function that spreads the model.  A function that a
     subprocess could not import is run in this process, and a note says why.  Raises :class:`MemoptError` if

@@ -101,7 +101,7 @@ def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) ->
 
 def _measure_compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep | None:
     """Measure the step under ``plan``, which compiles the model; ``None``, and a note, where it does not fit."""
-    assert plan.compile is not None, "it compiles the model"
+    assert plan.compile is not None, "the caller's plan compiles the model"
     prepared.progress.stage("measuring a compiled step")
     answer = prepared.ask(MeasureJob(plan=plan))
     if isinstance(answer, OutOfMemory):

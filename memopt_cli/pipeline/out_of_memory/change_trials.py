@@ -161,7 +161,7 @@ class ChangeTrials:
             return
         row = next(row for row in findings.rows if row.plan == findings.plan)
         measurement = row.outcome
-        assert isinstance(measurement, Measurement), "it is within the budget"
+        assert isinstance(measurement, Measurement), "a plan within the budget was measured"
         is_rounded = findings.verification is not None and not findings.verification.is_bit_exact
         text = plan_in_words(findings.plan) + (", equal within rounding" if is_rounded else "")
         if sends:

@@ -101,7 +101,7 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
         position += tensor.name is None
     shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
     raise UsageError(
-        f"no shape of the inputs names the dimension {symbol}, by whose size a plan chooses its range ({shapes})",
+        f"no input has the dimension {symbol}, whose size chooses the range of a plan by length ({shapes})",
         hint=f"Write it into a shape, as in Bx{symbol}@int64=0..32000.",
     )
 
@@ -112,17 +112,15 @@ FindPlan = Callable[[OptimizeRequest, Prepared], Findings]
 def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepared, *, find_plan: FindPlan) -> Findings:
     """Find a plan with ranges of the ``varied`` dimension; all other findings describe its longest inputs.
 
-    ``find_plan`` finds a plan for inputs of one length.  Raises :class:`MemoptError` as that does.
+    ``find_plan`` finds a plan for inputs of one length.  Raises the errors of ``find_plan``.
     """
     if prepared.facts.format == STEP:
         raise UsageError(
-            "a plan by length looks at an input of a model's forward, but a step of your own has none",
+            "a plan by length reads an input of the model's forward, which a step of your own does not have",
             hint="Give the dimension one size.",
         )
     if varied.symbol == BATCH:
-        raise UsageError(
-            f"a plan by length needs another dimension than the batch, {BATCH}", hint="Give the batch one size."
-        )
+        raise UsageError(f"a plan by length cannot depend on the batch, {BATCH}", hint="Give the batch one size.")
     dimension = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
     search = _ByLength(request, prepared, varied, counts, find_plan, Work.of(counts))
@@ -130,7 +128,7 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
     findings = search.find_longest()
     if not _is_verified(findings) or findings.decisive is not None:
         return findings
-    assert findings.budget_bytes is not None, "it was asked for"
+    assert findings.budget_bytes is not None, "plans by length have a budget"
     ranges = search.all_ranges(_range_of(varied.high, findings), findings.budget_bytes)
     plan_ranges = (
         PlanRange(
@@ -203,6 +201,7 @@ class _Range:
 
 
 def _range_of(up_to: int, findings: Findings) -> _Range:
+    """Return the range up to ``up_to`` with the plan that ``findings`` apply."""
     applied_row = next(row for row in findings.rows[::-1] if row.level == findings.applied_level)
     return _Range(up_to=up_to, original=findings.rows[0], applied=applied_row, verification=findings.verification)
 
@@ -356,7 +355,7 @@ class _ByLength:
         return True
 
     def _range_up_to(self, length: int) -> _Range | None:
-        """Find a plan for the range that ends at ``length``.  ``None``: none was found, as a note says."""
+        """Find a plan for the range that ends at ``length``.  ``None`` if none was found; a note says why."""
         try:
             findings = self.find(length)
         except MemoptError as err:
@@ -401,7 +400,7 @@ class _ByLength:
                 share *= 1.0 if measurement is None else measurement.allocated_peak_bytes / (share * counted_bytes)
 
     def _peak(self, probes: SearchProbes, is_fake: bool, length: int) -> float | None:
-        """Return the original's peak in bytes, of tensors or for a card allocated; infinite if it is unknown.
+        """Return the original's tensor peak in bytes, or for a card its allocated peak; infinite if unknown.
 
         ``None``: the model does not run at ``length``.
         """
@@ -422,9 +421,9 @@ class _ByLength:
             return sorted({run[0] for bound in bounds if (run := self._run_near(peak, above, bound)) is not None})
 
     def _run_near(self, peak: Callable[[int], float | None], above: int, length: int) -> tuple[int, float] | None:
-        """Return a length at which the model runs, ``length`` or one shortly below it and ``above``, and its peak.
+        """Return ``length``, or a slightly shorter one above ``above``, at which the model runs, and its peak.
 
-        ``None``: it runs at none of those tried, as a note says.
+        ``None`` if it runs at none of the lengths tried; a note lists them.
         """
         run = next(self._runs_near(peak, above, length), None)
         if run is None:
@@ -474,7 +473,7 @@ class _ByLength:
         if share < 1:
             yield (
                 f"An epoch of these lengths takes about {share:.0%} of the time that it takes with the plan of the "
-                "longest alone (an estimate: a step of the original is taken to be as long as its input)."
+                "longest for all (an estimate: the time of a step is assumed to be proportional to its length)."
             )
 
     def rows(self, ranges: Sequence[_Range]) -> Iterator[RangeRow]:
@@ -483,8 +482,8 @@ class _ByLength:
         for length_range in ranges:
             count_inside = sum(count for length, count in self.counts.items() if low <= length <= length_range.up_to)
             outcome = length_range.applied.outcome
-            assert isinstance(outcome, Measurement | None), "it was proven"
-            assert outcome is not None or self.request.card is not None, "it was measured"
+            assert isinstance(outcome, Measurement | None), "an applied plan was measured, or estimated for a card"
+            assert outcome is not None or self.request.card is not None, "without a card, an applied plan was measured"
             yield RangeRow(
                 low=low,
                 up_to=length_range.up_to,
@@ -514,7 +513,7 @@ def _allocated_share(original: LevelRow) -> float:
 
 
 def _lengths_to_try(varied: DimRange, length: int) -> Iterator[int]:
-    """Yield ``length`` and then shorter ones, for a model that takes every n-th length alone; few, whatever n is.
+    """Yield ``length`` and then shorter ones, for a model that accepts only every n-th length; few in number.
 
     The model runs at both ends of the range ``varied``, so these lengths lie whole steps of n from the lower end.  A
     network that halves its input a few times has a power of two for n; any other n is taken to divide both ends.
@@ -527,7 +526,7 @@ def _lengths_to_try(varied: DimRange, length: int) -> Iterator[int]:
 def _largest_within(
     lengths: Sequence[int], run_near: Callable[[int], tuple[int, float] | None], max_bytes: float
 ) -> tuple[int, float] | None:
-    """Return the largest length whose peak is at most ``max_bytes``, and its peak; ``None``: none is.
+    """Return the largest length whose peak is at most ``max_bytes``, and its peak; ``None`` if there is no such length.
 
     It is one of the ascending ``lengths``, or what ``run_near`` returns for it with its peak: a length at which the
     model runs.

@@ -345,7 +345,7 @@ class FastestCompiled(CompiledSearch):
 
     @property
     def _budget_bytes(self) -> int:
-        assert self.search.findings.budget_bytes is not None, "it was asked for"
+        assert self.search.findings.budget_bytes is not None, "this search has a budget"
         return self.search.findings.budget_bytes
 
     def _excess_reason(self, outcome: Measurement | Failure) -> str:
@@ -375,7 +375,7 @@ class FastestCompiled(CompiledSearch):
             plan = _as_regions(priced.plan, CompilePlan(backend=self.backend))
             yield plan
             measurement = self._outcome(plan)
-            # A step that failed, as by running out of memory, does not say how much is missing: guess a quarter.
+            # A step that failed, such as by running out of memory, does not say how much is missing: guess a quarter.
             excess = (
                 measurement.allocated_peak_bytes - self._budget_bytes
                 if measurement is not None

@@ -38,7 +38,7 @@ def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], st
 
 
 def _cost(point: ParetoPoint) -> tuple[int, float]:
-    assert isinstance(point.outcome, Measurement), "it runs"
+    assert isinstance(point.outcome, Measurement), "points on the frontier were measured"
     return point.outcome.allocated_peak_bytes, point.slowdown or point.outcome.step_s
 
 
@@ -46,7 +46,7 @@ def format_points(points: Sequence[ParetoPoint]) -> str:
     """Return the measured peaks of ``points`` with their slowdowns, as in ``5.3 MiB (2.80×), 4.9 MiB (2.90×)``."""
     texts = []
     for point in points:
-        assert isinstance(point.outcome, Measurement), "it runs"
+        assert isinstance(point.outcome, Measurement), "points on the frontier were measured"
         ratio = f" ({point.slowdown:.2f}×)" if point.slowdown is not None else ""
         texts.append(f"{format_bytes(point.outcome.allocated_peak_bytes)}{ratio}")
     return ", ".join(texts)

@@ -200,7 +200,7 @@ class GoalSearch:
     def _fastest_measured(
         self, priced: PricedPlan, outcome: Measurement, budget_bytes: int
     ) -> tuple[PricedPlan, Measurement]:
-        """Return ``priced`` and its ``outcome``; if the step takes far longer than predicted, perhaps a faster plan.
+        """Return ``priced`` and ``outcome``, or a faster, smaller plan if the step takes far longer than predicted.
 
         Plans that peak lower may then be faster.  They are measured one after another, each smaller than the plan
         before, until one takes about the predicted time.
@@ -252,7 +252,7 @@ class GoalSearch:
 
     def _point(self, priced: PricedPlan) -> ParetoPoint:
         original = self.search.original.outcome
-        assert original is not None, "it was measured"
+        assert original is not None, "the original is measured before plans are"
         return ParetoPoint(
             plan=priced.plan,
             predicted_allocated_peak_bytes=priced.peak_bytes,
@@ -279,7 +279,7 @@ class GoalSearch:
             return points
         outcomes = {plan: self.measurements.measure(plan) for plan in (ORIGINAL, *plans)}
         original = outcomes[ORIGINAL]
-        assert isinstance(original, Measurement), "plans were timed in turns with it"
+        assert isinstance(original, Measurement), "the original was timed in turns with the plans"
         return [
             replace(point, outcome=outcomes[point.plan], original_step_s=original.step_s)
             if point.plan in outcomes

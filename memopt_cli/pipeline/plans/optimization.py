@@ -184,7 +184,7 @@ class _PlanSearch:
 
     def _measure_picked(self, frontier: ShownFrontier, original: LevelRow) -> list[LevelRow]:
         """Measure the plan picked from ``frontier``, and return two rows: the original's and the plan's."""
-        assert self.request.goal.pick is not None, "else nothing is read"
+        assert self.request.goal.pick is not None, "called only with --pick"
         point = frontier.points[self.request.goal.pick - 1]
         self.prepared.progress.stage("measuring the plan that was picked")
         row = replace(point, outcome=self.measurements.measure(point.plan)).row(frontier.options.level)
@@ -349,7 +349,7 @@ class _PlanSearch:
             error.hint = "\n".join([error.hint, *compiled.failures()])
             raise error
         row = best or eager
-        assert row is not None, "else nothing fits"
+        assert row is not None, "without a plan that fits, the error was raised"
         return row
 
     def _add_compiled_points(self, goal_search: GoalSearch, eager: list[ParetoPoint]) -> list[ParetoPoint]:
@@ -392,7 +392,7 @@ class _PlanSearch:
         row = replace(applied, plan=row_to_apply([search.original, *rows], applied).plan)
         priced = search.planner.dry_runs.get(row.plan)
         max_slowdown = search.options.max_slowdown or math.inf
-        assert priced is not None, "the planner has found it"
+        assert priced is not None, "the planner found the applied plan by a dry run"
         plans = self._plans_in_backward(search, max_slowdown)
         timed_row = plans.of_level(row, priced)
         if not search.options.optimizer_in_backward and self.prepared.subject.settings.may_update_in_backward:
@@ -416,7 +416,7 @@ class _PlanSearch:
 
     def _compiled_search(self, kind: type[Compiled], search: StartedSearch, max_slowdown: float) -> Compiled:
         """Return a search of ``kind`` for the compiler of ``--compile``, which shares the prover's verifications."""
-        assert self.request.backend is not None, "else nothing is compiled"
+        assert self.request.backend is not None, "called only with --compile"
         return kind(
             backend=self.request.backend,
             max_slowdown=max_slowdown,

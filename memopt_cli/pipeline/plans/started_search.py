@@ -22,7 +22,7 @@ from memopt_cli.text.units import format_bytes
 _SEARCH_S = 10
 """Seconds that a search by levels without ``--search-time`` may take, plus the time of :data:`_SEARCH_STEPS`."""
 _SEARCH_STEPS = 10
-"""Number of steps of the original in whose time the search may go on."""
+"""Number of steps of the original whose time is added to :data:`_SEARCH_S`."""
 _ANY_SLOWDOWN_FACTOR = 3
 """If any slowdown is allowed, the search may take this many times as long: segments may run in any number of chunks."""
 
@@ -47,7 +47,7 @@ class StartedSearch:
 
     @property
     def options(self) -> SearchOptions:
-        """Limits of the search, as the user's options resolve."""
+        """Limits of the search, resolved from the user's options."""
         return self.findings.resolved.options
 
     def row(self, level: int, priced: PricedPlan, dry_runs: int, started: float) -> LevelRow:
@@ -76,7 +76,7 @@ class StartedSearch:
 def start_search(request: OptimizeRequest, findings: Findings, sessions: Sessions, original: LevelRow) -> StartedSearch:
     """Record and count a step of the ``original`` row, and make a planner for it.
 
-    Raises :class:`MemoptError` where that does not run.
+    Raises :class:`MemoptError` if the step cannot be recorded or counted.
     """
     started = time.monotonic()
     options = findings.resolved.options

@@ -374,7 +374,7 @@ def _check_operator(key: str, operands: tuple[Any, ...]) -> None:
         _require(len(operands) >= EXPRESSIONS[key].operands(), f"the operator {key} has too few operands")
         return
     operator = find_operator(key)
-    assert operator is not None, "it is on the list"
+    assert operator is not None, "the operator is on the list of allowed ones"
     _require(
         len(operands) == len(schema_of(operator).arguments), f"the operator {key} has too few or too many operands"
     )

@@ -37,7 +37,7 @@ def needed_bytes(lives: Sequence[Lifetime], device: DeviceProfile) -> int:
 
 
 def library_blocks(ops: Iterable[OpTrace], device: DeviceProfile) -> list[Lifetime]:
-    """Return the workspaces of cuBLAS, one each for forward and backward, whose threads have their own handles."""
+    """Return the workspaces of cuBLAS, one each for forward and backward, since each thread has a handle."""
     phases = {op.phase for op in ops if op.flops} & {"forward", "backward"}
     return [Lifetime(nbytes=device.library_bytes, born=-1, died=None) for _ in phases if device.library_bytes]
 

@@ -39,7 +39,7 @@ from memopt_cli.search.plan.replay import Original, Replay, ReplayedSegment
 from memopt_cli.search.plan.sending import LINK_BYTES_PER_S, SEND_S, waits_s
 
 _PACKING_BYTES_PER_S = 1e9
-"""Assumed rate of packing, in bytes a second, where it was not measured: about as fast as copying the tensor twice."""
+"""Assumed packing rate in bytes per second, where it was not measured: about as fast as copying the tensor twice."""
 OP_S = 2.3e-6
 """Least seconds of an operator, however small its tensors are.  Each chunk after the first adds them in forward,
 recomputation and backward.  Fitted, like the next five constants, to tiny layers in 1 to 4 chunks
@@ -57,7 +57,7 @@ MODULE_S = 12e-6
 SEGMENT_OP_S = 3e-6
 """Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
 PACKING_S = 90e-6
-"""Seconds to pack a small tensor and unpack it again; measured by the same script, like the next two."""
+"""Seconds to pack a small tensor and unpack it again; measured, like the next two, by ``benchmarks/overhead.py``."""
 INSPECTION_S = 21e-6
 """Seconds to find that a tensor is not to be packed."""
 KEEP_OP_S = 10e-6
@@ -69,7 +69,7 @@ _NORM_SHARE = 0.4
 """Time of the dozen operators on large tensors, divided by the time of the norm's own kernel (0.48 where it gathers,
 0.33 where it normalizes)."""
 _FLOPS_PER_S = 5e10
-"""Assumed operations a second where no operator was timed; only ratios of times matter then."""
+"""Assumed operations per second where no operator was timed; only ratios of times matter then."""
 _MIN_OP_S = 15e-6
 """Minimum seconds of an operator, assumed where no operator was timed."""
 
@@ -165,7 +165,7 @@ def norm_operators(trace: StepTrace) -> list[NormOperator]:
 def trained_input_bytes(trace: StepTrace, call: ModuleCall) -> int:
     """Return the bytes of the inputs of ``call`` that need gradients.
 
-    If the input of a norm is no larger, the pass that ends at the norm is linked to the next (see the glossary).
+    If the input of a norm is no larger, the pass that ends at the norm is linked to the next (docs/architecture.md).
     """
     return sum(trace.storages[index].nbytes for index in call.inputs if trace.storages[index].kind == "activations")
 
@@ -315,7 +315,7 @@ class CostModel:
         return rerun.seconds - saved_s + rerun.overhead_s(block.segment) + inputs_s
 
     def rerun(self, call: ModuleCall) -> Rerun:
-        """Return the cost of recomputing the forward of ``call``, as far as autograd saves something."""
+        """Return the cost of recomputing the forward of ``call``, up to the last operator that autograd saves for."""
         key = call.path, call.start, call.end
         if key not in self._reruns:
             last = bisect.bisect_left(self._ends, (call.end, 0)) - 1

@@ -294,7 +294,7 @@ _PREFER_ADVICE: dict[Preference, str] = {
 }
 _BUDGET_ADVICE: dict[str | None, str] = {
     "speed": "checkpoint_budget=speed leaves half of the candidates as they are; balanced or memory saves more.",
-    "memory": "checkpoint_budget=memory recomputes every candidate; balanced or speed takes less time a step.",
+    "memory": "checkpoint_budget=memory recomputes every candidate; with balanced or speed, a step takes less time.",
 }
 _PROFILE_ADVICE: dict[str, str] = {
     "safe": "profile=safe stops at level 1; profile=balanced or memory also splits the heaviest segments.",

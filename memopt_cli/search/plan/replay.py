@@ -188,7 +188,7 @@ class _Ledger:
         """Bytes that the operator of an instant makes."""
 
     def live(self, start: int, end: int, nbytes: int, *, is_made: bool = True) -> None:
-        """Enter ``nbytes`` alive from ``start`` to before ``end``.
+        """Count ``nbytes`` as alive from ``start`` until just before ``end``.
 
         ``is_made`` tells whether the operator of ``start`` makes them.
         """
@@ -657,7 +657,7 @@ class Replay:
         self._ledger.live(block.offset, block.join, max(in_backward, in_chunks) // share)
 
     def _state_argument_bytes(self, block: ReplayedSegment) -> int:
-        """Return the bytes that a chunk passes to the next as arguments: outputs that are not cut, as LSTM states."""
+        """Return the bytes that a chunk passes to the next as arguments: uncut outputs, such as LSTM states."""
         storages, call = self._trace.storages, block.call
         states = (storages[index] for index in call.outputs[block.segment.seq_outputs :])
         return sum(storage.nbytes for storage in states if storage.born >= call.start)

@@ -114,7 +114,7 @@ def needs_script(wanted: Global) -> Denied:
     The search reads sources; it runs no script.
     """
     if _defined_here(wanted):
-        return Denied("was defined in a session, as it is in this one", Trust(globals=(str(wanted),)))
+        return Denied("was defined in a session; this session defines it too", Trust(globals=(str(wanted),)))
     sources = _sources_with(wanted, "*.py") or _sources_with(wanted, "*.ipynb")
     source = sources[0] if len(sources) == 1 else Path(UNKNOWN_SCRIPT)
     reason, script = "was defined in the script that saved the file", source.with_suffix(".py").name
