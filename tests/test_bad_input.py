@@ -198,7 +198,7 @@ IN_A_STEP = [
         ["forward of Raises raised ValueError: the model's own", "faulty.py, line 66)"],
     ),
     ("optimize faulty:Detached -i 2x3", 3, ["nothing to differentiate", "--loss"]),
-    ("profile faulty:ReadsAParameter -i 2x3 --fake", 3, ["ReadsAParameter() failed", "leave --fake out"]),
+    ("profile faulty:ReadsAParameter -i 2x3 --fake", 3, ["ReadsAParameter() failed", "leave it out"]),
     ("optimize faulty:NotANumber -i 2x3", 3, ["NaN", "values"]),
     ("optimize faulty:FailsInBackward -i 2x3", 3, ["forward works but backward fails", "inplace"]),
     ("optimize good.pt -i 2x3 --target Conv2d --level 1", 3, ["Conv2d", "--target"]),

@@ -41,6 +41,6 @@ class ReportFiles:
         if self.html is not None:
             contents[Path(self.html)] = content(on_command_line(page()).encode(errors="backslashreplace"))
         if self.snapshot is not None:
-            assert trace is not None, "the caller passes the step if --snapshot is given"
+            assert trace is not None, "the caller passes the step if `--snapshot` is given"
             contents[Path(self.snapshot)] = content(snapshot_bytes(trace))
         return write_all(contents, force=self.force)

@@ -891,7 +891,7 @@ def test_hooks_that_are_not_called_or_in_another_order() -> None:
     again = verified(lambda: hooked("record"), lambda: hooked("record", around=checked))
     assert again.alike == "to the bit"
     assert again.notes == (
-        "The hook record of blocks.0.wide is called 2 times a step instead of 1, in recomputations too.",
+        "The hook record of blocks.0.wide is called 2 times per step instead of 1, in recomputations too.",
     )
 
 

@@ -79,7 +79,7 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if no batch fits with any plan.
     """
-    assert request.search is not None, "called only with --search"
+    assert request.search is not None, "called only with `--search`"
     started, resolved = time.monotonic(), request.search
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)

@@ -184,7 +184,7 @@ class _PlanSearch:
 
     def _measure_picked(self, frontier: ShownFrontier, original: LevelRow) -> list[LevelRow]:
         """Measure the plan picked from ``frontier``, and return two rows: the original's and the plan's."""
-        assert self.request.goal.pick is not None, "called only with --pick"
+        assert self.request.goal.pick is not None, "called only with `--pick`"
         point = frontier.points[self.request.goal.pick - 1]
         self.prepared.progress.stage("measuring the plan that was picked")
         row = replace(point, outcome=self.measurements.measure(point.plan)).row(frontier.options.level)
@@ -416,7 +416,7 @@ class _PlanSearch:
 
     def _compiled_search(self, kind: type[Compiled], search: StartedSearch, max_slowdown: float) -> Compiled:
         """Return a search of ``kind`` for the compiler of ``--compile``, which shares the prover's verifications."""
-        assert self.request.backend is not None, "called only with --compile"
+        assert self.request.backend is not None, "called only with `--compile`"
         return kind(
             backend=self.request.backend,
             max_slowdown=max_slowdown,
