@@ -143,7 +143,7 @@ def _refuse_counts(folder: Path, settings: dict[str, Any], weights: Mapping[str,
         counted = sum(_whole_numbers(value)) if _COUNT_NAME.fullmatch(key) else 0
         if counted > most:
             raise FileFormatError(
-                f"{folder} was not loaded: its {key[:LONGEST_NAME]}, {counted} in all, is far larger than its weights "
+                f"{folder} was not loaded: its {key[:LONGEST_NAME]}, {counted} in all, is far beyond what its weights "
                 "allow",
                 hint=_SAVE,
             )

@@ -45,7 +45,7 @@ ADAMW = torch.optim.AdamW(MODEL.parameters())
         (
             {**RANGE, "inputs": "BxSx4", "dims": {"B": (1, 2), "S": 4}},
             UsageError,
-            "another dimension than the batch, B",
+            "cannot depend on the batch, B",
         ),
         ({**RANGE, "dims": {"F": 2, "S": 8}, "lengths": [8]}, OptionError, "no dimension has a range"),
         ({**RANGE, "lengths": []}, OptionError, "lengths has no length that occurs"),

@@ -148,7 +148,7 @@ A, B = torch.zeros(7, 4, 3), torch.zeros(3, 4, 3)
         (lambda: checkpoint(weighed, A, A, B, chunks=2, chunked_args=(1, 2)), r"one length .* are \(7, 4, 3\), \(3"),
         (
             lambda: checkpoint(torch.add, 2.0, A, chunks=2),
-            "must be tensors of one length along time_dim=0, and are float",
+            "must be tensors of one length along time_dim=0, but are float",
         ),
         (lambda: checkpoint(torch.tanh, A, chunks=2, time_dim=3), "must be tensors of one length along time_dim=3"),
         (

@@ -417,7 +417,7 @@ def test_a_gradient_given_after_backward_is_refused() -> None:
     model, optimizer = installed()
     backward(model)
     model.get_parameter("last.weight").grad = torch.ones(3, 6)
-    with pytest.raises(RuntimeError, match=r"'last.weight' was given a gradient"):
+    with pytest.raises(RuntimeError, match=r"'last.weight' got a new gradient"):
         optimizer.step()
 
 
