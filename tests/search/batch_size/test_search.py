@@ -303,8 +303,8 @@ def test_what_is_recommended_is_in_time_or_says_how_long_it_takes(
     found = machine.search(batch, longest_step_s=10.0, probes=most).largest()
     if isinstance(found, BatchAdvice):
         took = seconds(found.recommended_batch)
-        assert took <= 11 or "takes" in found.limited_by
-        assert took <= 11 or not any(seconds(size) <= 11 for size in machine.asked if size <= fits)
+        assert took <= 10 or "takes" in found.limited_by
+        assert took <= 10 or not any(seconds(size) <= 10 for size in machine.asked if size <= fits)
 
 
 def test_a_model_of_one_batch_says_why() -> None:
