@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from memopt_cli.errors import UsageError, shorten
@@ -87,6 +88,11 @@ def format_tensor(spec: TensorSpec) -> str:
     dtype = f"@{spec.dtype}" if spec.dtype != "float32" else ""
     values = f"={spec.values}" if spec.values != _default_values(spec.dtype) else ""
     return name + ("x".join(sizes) if is_plain else f"[{','.join(sizes)}]") + dtype + values
+
+
+def with_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> TensorSpec:
+    """Return ``tensor`` with the sizes ``dims`` in place of their names."""
+    return replace(tensor, shape=tuple(dims.get(str(size), size) for size in tensor.shape))
 
 
 def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str) -> None:

@@ -145,8 +145,8 @@ class UserCode:
 
     def _file_of(self, module: str) -> Path | None:
         for path in self._paths:
-            file = file_in(path, module) if path.is_dir() else path
-            if file is not None and (path.is_dir() or path.stem == module):
+            named = path if path.stem == module else None
+            if file := file_in(path, module) if path.is_dir() else named:
                 return file.resolve()
         return None
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, TextIO, TypeVar, cast
 from torch import nn
 
 from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
-from memopt_cli.inputs.spec_text import format_tensor, is_pretrained
+from memopt_cli.inputs.spec_text import format_tensor, is_pretrained, with_sizes
 from memopt_cli.loading import bounds
 from memopt_cli.loading.input_spec import guessed_spec, unnamed_arguments
 from memopt_cli.loading.trust import UnvouchedError
@@ -96,10 +96,8 @@ class Worker:
         if is_pretrained(location):
             return f"Leave `-i` out, and give `--dim` only sizes that the configuration in {location} allows."
         if hint == GIVE_ACCEPTED and (guess := guessed_spec(model)) is not None:
-            sized = (
-                replace(t, shape=tuple(guess.dims.get(str(size), size) for size in t.shape)) for t in guess.tensors
-            )
-            return f"{hint[:-1]}, such as `{' '.join(quoted_flag('-i', format_tensor(tensor)) for tensor in sized)}`."
+            sized = (format_tensor(with_sizes(tensor, guess.dims)) for tensor in guess.tensors)
+            return f"{hint[:-1]}, such as `{' '.join(quoted_flag('-i', text) for text in sized)}`."
         return hint
 
     @property

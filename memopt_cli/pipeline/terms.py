@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from memopt_cli.inputs.spec_text import format_tensor
+from memopt_cli.inputs.spec_text import format_tensor, with_sizes
 from memopt_cli.records import Difference, InputSpec, StepSettings
 from memopt_cli.text.documents import quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
@@ -106,7 +106,6 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Di
 def inputs_term(spec: InputSpec) -> str:
     """Return the inputs in ``spec`` as text, sizes in place of symbols: equal if they make the same tensors."""
     if spec.tensors:
-        sized = (replace(t, shape=tuple(spec.dims.get(str(size), size) for size in t.shape)) for t in spec.tensors)
-        return ", ".join(map(format_tensor, sized))
+        return ", ".join(format_tensor(with_sizes(tensor, spec.dims)) for tensor in spec.tensors)
     dims = (f"{name}={size}" for name, size in sorted(spec.dims.items()))
     return " ".join((spec.data_file or spec.script or "none", *dims))

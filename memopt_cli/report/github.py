@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import os
 import re
@@ -16,6 +15,7 @@ from memopt_cli.report.comparison import circumstances, describe_verdict, growth
 from memopt_cli.report.interface import Judged
 from memopt_cli.report.lines import guard
 from memopt_cli.report.markdown import MarkdownReport
+from memopt_cli.text.misnamed import definitions_in
 from memopt_cli.text.spelling import on_command_line
 
 
@@ -71,7 +71,7 @@ class GithubReport:
         """
         module, _, name = model.rpartition(":")
         source = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
-        places = [(source, _line_of(name, Path(source))), (self._baseline, "1")]
+        places = [(source, _line_of(name, source)), (self._baseline, "1")]
         if match := re.search(r"\(([^()]+\.py), line (\d+)\)", message):  # a SyntaxError names no folder
             places.insert(0, (source if Path(source).name == match[1] else match[1], match[2]))
         repository = os.path.abspath(os.environ.get("GITHUB_WORKSPACE", ""))
@@ -102,13 +102,9 @@ def _annotation(kind: str, title: str, lines: list[str], place: tuple[str, str] 
     return f"{kind} {spelled}::{_escape(message, '')}\n"
 
 
-def _line_of(name: str, source: Path) -> str:
+def _line_of(name: str, source: str) -> str:
     """Return the line of the class or function ``name`` in the file ``source``; 1 if it cannot be found."""
-    try:
-        tree = ast.parse(source.read_bytes())
-    except (OSError, ValueError, SyntaxError):
-        return "1"
-    return next((str(node.lineno) for node in tree.body if getattr(node, "name", "") == name), "1")
+    return next((str(node.lineno) for node in definitions_in(source) if node.name == name), "1")
 
 
 def _escape(text: str, also: str) -> str:

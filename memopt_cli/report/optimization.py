@@ -175,7 +175,8 @@ def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
     headings = ["level", "plan", "measured", "step", "predicted", "step", *(_DETAILS if verbose else ())]
     table = plain_table(*headings, *(["elsewhere"] if shows_elsewhere else []), names=["level"], words=["plan"])
     by_level = ((str(row.level), [row.level], row) for row in summary.levels)
-    rows = [(*found, in_words(found[2].plan)) for found in (by_level if verbose else rows_by_plan(summary))]
+    groups = by_level if verbose else rows_by_plan(summary)
+    rows = [(span, levels, row, in_words(row.plan)) for span, levels, row in groups]
     if (own := _own_row(summary)) is not None:
         rows.append(("–", [], own, _OWN))
     for span, levels, row, words in rows:

@@ -207,7 +207,7 @@ def _builder_at(path: str) -> str:
 
     Without such a function, the last module that can be made without arguments: inner modules come before outer ones.
     """
-    nodes = _definitions_in(path)
+    nodes = _public_definitions_in(path)
     functions = [node.name for node in nodes if node.name in _BUILDERS]
     return next(iter(functions or [node.name for node in reversed(nodes) if _makes_module(node)]), "")
 
@@ -228,9 +228,9 @@ def refuse_misspelt(path: str, name: str) -> None:
 
     The file is not run: so this error comes before one about outputs that exist.
     """
-    hint = definitions(path, name)
-    if hint.startswith("Did") and not re.search(rf"\b{name}\b".encode(), read_bytes(path, _MAX_SOURCE_BYTES)):
-        raise UsageError(f"{path} has no function {name}", hint=hint)
+    near = _nearest_definition(path, name)
+    if near and not re.search(rf"\b{name}\b".encode(), read_bytes(path, _MAX_SOURCE_BYTES)):
+        raise UsageError(f"{path} has no function {name}", hint=_did_you_mean(near))
 
 
 def definitions(path: str, name: str = "") -> str:
@@ -238,17 +238,31 @@ def definitions(path: str, name: str = "") -> str:
 
     If ``name`` may be a misspelling of one of them, the sentence asks so.
     """
-    names = [node.name for node in _definitions_in(path)]
-    if near := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
-        return f"Did you mean {near[0]}?"
+    if near := _nearest_definition(path, name):
+        return _did_you_mean(near)
+    names = [node.name for node in _public_definitions_in(path)]
     return f"It defines {format_some(names, _SHOWN)}." if names else ""
 
 
-def _definitions_in(path: str) -> list[ast.FunctionDef | ast.ClassDef]:
+def _nearest_definition(path: str, name: str) -> str:
+    """Return the definition in the Python file at ``path`` of which ``name`` may be a misspelling; empty if none."""
+    names = [node.name for node in _public_definitions_in(path)]
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.7)), "")
+
+
+def _did_you_mean(name: str) -> str:
+    return f"Did you mean {name}?"
+
+
+def _public_definitions_in(path: str) -> list[ast.FunctionDef | ast.ClassDef]:
+    nodes = (node for node in definitions_in(path) if not isinstance(node, ast.AsyncFunctionDef))
+    return [node for node in nodes if not node.name.startswith("_")]
+
+
+def definitions_in(path: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
     """Return the functions and classes at the top of the Python file at ``path``; none if it is broken."""
     try:
         nodes = ast.parse(read_bytes(path, _MAX_SOURCE_BYTES)).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    kinds = ast.FunctionDef | ast.ClassDef
-    return [node for node in nodes if isinstance(node, kinds) and not node.name.startswith("_")]
+    return [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]

@@ -107,6 +107,7 @@ def _saved_by_plan(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
                 holders[index].append(call.path)
     outputs = {index for call in trace.calls if not call.path for index in call.outputs}
     backward = [index for index, op in enumerate(trace.ops) if op.phase == "backward"]
+    last_readers = _last_readers(trace)
     for index, storage in enumerate(trace.storages):
         next_backward = bisect.bisect_right(backward, storage.born)
         if storage.saved_by or next_backward == len(backward) or not is_alive(storage, backward[next_backward]):
@@ -122,17 +123,21 @@ def _saved_by_plan(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
         ):
             paths = () if index in segment_outputs else ancestry(storage.module)
             segment_path = next((path for path in paths if path in segments), None)
-            by, module = (_keeper(trace, index), storage.module) if segment_path is None else (SEGMENT, segment_path)
+            by, module = SEGMENT, segment_path
+            if module is None:
+                reader = -1 if trace.ops[storage.born].packs else last_readers.get(index, -1)
+                by, module = trace.ops[reader].name if reader > storage.born else PACKING, storage.module
             yield _saved_tensor(trace, storage, by=by, module=module, keepers=1)
 
 
-def _keeper(trace: StepTrace, index: int) -> str:
-    """Return the last operator of forward that reads a storage which packing left as it is; else :data:`PACKING`."""
-    born = trace.storages[index].born
-    if trace.ops[born].packs:
-        return PACKING
-    later = (op for op in trace.ops[born + 1 :] if op.phase == "forward" and not op.packs and index in op.reads)
-    return next((op.name for op in reversed([*later])), PACKING)
+def _last_readers(trace: StepTrace) -> dict[int, int]:
+    """Return the index of a storage -> the index of the last operator of forward that reads it, packing's excluded."""
+    return {
+        index: position
+        for position, op in enumerate(trace.ops)
+        if op.phase == "forward" and not op.packs
+        for index in op.reads
+    }
 
 
 def _is_of_forward(trace: StepTrace, s: StorageTrace) -> bool:

@@ -20,6 +20,7 @@ without a plan, and cuts the lengths between the two where shorter inputs may tr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -327,8 +328,7 @@ class _ByLength:
         occurring = range(above + 1, up_to) if self.request.lengths is None else sorted(self.counts)
         lengths = [length for length in occurring if above < length < up_to]
         count = min(_RUNS_INSIDE, len(lengths))
-        with self._sessions() as sessions:
-            peak = functools.partial(self._peak, SearchProbes(sessions, limit_s=None), is_fake)
+        with self._dry_peaks(is_fake=is_fake) as peak:
             runs = [
                 next(self._runs_near(peak, above, lengths[number * len(lengths) // count]), None)
                 for number in range(count)
@@ -376,9 +376,8 @@ class _ByLength:
         self.prepared.progress.stage("the original within the budget")
         candidates = [length for length in self.work.lengths if length < longest.up_to]
         share, is_fake = _allocated_share(longest.original), _is_dry_run(longest.original)
-        with self._sessions() as sessions:
-            probes = SearchProbes(sessions, limit_s=None)
-            run_near = functools.partial(self._run_near, functools.partial(self._peak, probes, is_fake), 0)
+        with self._dry_peaks(is_fake=is_fake) as peak:
+            run_near = functools.partial(self._run_near, peak, 0)
             if self.request.card is not None:
                 if largest := _largest_within(candidates, run_near, budget_bytes):
                     yield self._range_of_original(longest.original, largest[0], None, int(largest[1]))
@@ -399,6 +398,12 @@ class _ByLength:
                 # The workspaces were a larger share than assumed: correct the share by this run.
                 share *= 1.0 if measurement is None else measurement.allocated_peak_bytes / (share * counted_bytes)
 
+    @contextlib.contextmanager
+    def _dry_peaks(self, *, is_fake: bool) -> Iterator[Callable[[int], float | None]]:
+        """Yield a function from a length to the original's peak there, see :meth:`_peak`; each length is run once."""
+        with self._sessions() as sessions:
+            yield functools.partial(self._peak, SearchProbes(sessions, limit_s=None), is_fake)
+
     def _peak(self, probes: SearchProbes, is_fake: bool, length: int) -> float | None:
         """Return the original's tensor peak in bytes, or for a card its allocated peak; infinite if unknown.
 
@@ -416,8 +421,7 @@ class _ByLength:
 
         A bound for which no such length is found is left out.
         """
-        with self._sessions() as sessions:
-            peak = functools.partial(self._peak, SearchProbes(sessions, limit_s=None), is_fake)
+        with self._dry_peaks(is_fake=is_fake) as peak:
             return sorted({run[0] for bound in bounds if (run := self._run_near(peak, above, bound)) is not None})
 
     def _run_near(self, peak: Callable[[int], float | None], above: int, length: int) -> tuple[int, float] | None:
