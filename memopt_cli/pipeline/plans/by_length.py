@@ -92,13 +92,15 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
 def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
     """Return the input and the axis at which a plan reads its length: the first in ``spec`` to name ``symbol``.
 
+    Where it names it for several axes, as for an image of S×S, all are read: the step is as large as the largest.
     Raises :class:`UsageError` where no shape names it.
     """
     position = 0
     for tensor in spec.tensors:
         if symbol in tensor.shape:
             argument = position if tensor.name is None else tensor.name
-            return InputDimension(dim=symbol, argument=argument, axis=tensor.shape.index(symbol))
+            axes = tuple(axis for axis, size in enumerate(tensor.shape) if size == symbol)
+            return InputDimension(dim=symbol, argument=argument, axis=axes if len(axes) > 1 else axes[0])
         position += tensor.name is None
     shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
     raise UsageError(

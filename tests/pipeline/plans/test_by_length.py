@@ -285,6 +285,12 @@ def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
     assert "no input has the dimension S, whose size chooses the range of a plan by length" in done.err
 
 
+def test_a_length_of_several_axes_is_read_at_all_of_them() -> None:
+    tensors = (TensorSpec(shape=("B", 3, "S", "S")), TensorSpec(shape=("B", "S")))
+    spec = InputSpec(tensors=tensors, dims={"B": 1, "S": 8}, source="--input")
+    assert by_length.dimension_of(spec, "S").axis == (2, 3)
+
+
 def test_the_root_of_a_plan_by_length_knows_where_the_length_stands() -> None:
     by = memopt_cli.records.InputDimension(dim="S", argument=0, axis=1)
     model = memopt_cli.apply_plan(deep_net(1), Plan(by=by, ranges=(memopt_cli.records.PlanRange(up_to=4),)))
