@@ -290,18 +290,22 @@ def test_a_peak_of_gradients_is_said_to_be_halved_by_a_cast(frees: bool, more: s
     assert weights == f"Parameters and gradients are most of its peak: model.bfloat16() halves both.{more}"
 
 
-def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
-    search, asked = goal(lambda peak: measured(peak - 5))
-    row = search.within(296)
-    assert (asked, row.predicted_allocated_peak_bytes) == ([300], 300)
-    search, asked = goal(measured)
-    with pytest.raises(NothingFitsError, match="the smallest plan found takes about 300 B"):
-        search.within(296)
-    assert asked == [300]
+def test_the_least_plan_is_measured_before_a_budget_is_refused() -> None:
     search, asked = goal(lambda peak: measured(peak - 50))
-    with pytest.raises(NothingFitsError):
-        search.within(290)
-    assert asked == []
+    row = search.within(250)
+    assert (asked, row.predicted_allocated_peak_bytes) == ([300], 300)
+    search, asked = goal(lambda peak: measured(peak - 50))
+    with pytest.raises(NothingFitsError, match="the smallest plan found takes about 250 B"):
+        search.within(240)
+    assert asked == [300]
+
+
+@pytest.mark.parametrize("outcome", [OutOfMemory(detail=""), unrun(300, 100)])
+def test_a_least_plan_that_cannot_be_run_is_said_to_be_too_large(outcome: OutOfMemory) -> None:
+    search, asked = goal(lambda peak: outcome)
+    with pytest.raises(NothingFitsError, match="no plan found takes 240 B or less; .* takes about 300 B"):
+        search.within(240)
+    assert asked == [300]
 
 
 def test_a_measurement_that_fails_is_not_called_too_large() -> None:
