@@ -218,6 +218,10 @@ class Plan(_ShortRepr):
                 f"the bounds of ranges must ascend from 1, not {', '.join(map(str, bounds))}", hint=_RANGES_HINT
             )
 
+    def __bool__(self) -> bool:
+        """Return whether the plan changes something, so that ``if plan_of(model)`` is as it reads."""
+        return not self.is_empty
+
     @property
     def is_empty(self) -> bool:
         """Whether the model and its optimizer stay as they are."""

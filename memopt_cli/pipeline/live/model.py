@@ -308,9 +308,13 @@ def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
     return "", (str(main_script()),) if needs_script else ()
 
 
-def taken_off_note(carried: Plan) -> list[str]:
-    """Return a note that a plan which the model carried is gone; none where it carried none."""
-    return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
+def carried_note(carried: Plan, found: Plan) -> list[str]:
+    """Return a note on what became of the plan that the model ``carried``, beside the one ``found``; none for none."""
+    if carried.is_empty:
+        return []
+    if found.is_empty:
+        return ["The model keeps the plan that it carries. memopt_cli.remove_plan(model) removes it."]
+    return ["The model carried a plan already; it was taken off first."]
 
 
 def find_and_verify(
