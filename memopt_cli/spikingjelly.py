@@ -25,6 +25,7 @@ from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.live.group import on_every_rank
 from memopt_cli.pipeline.live.model import (
     FORMAT,
+    carried_note,
     detached_copy,
     difference_error,
     dropped_unmeasured,
@@ -33,7 +34,6 @@ from memopt_cli.pipeline.live.model import (
     notes_on_wrapping,
     prepared_model,
     step_of_copies,
-    carried_note,
 )
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.plans.findings import Findings

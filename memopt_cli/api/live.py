@@ -48,7 +48,7 @@ from memopt_cli.pipeline.batches.fastest import fastest_prepared
 from memopt_cli.pipeline.batches.recommendation import recommend_prepared
 from memopt_cli.pipeline.comparisons.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.live.group import on_every_rank
-from memopt_cli.pipeline.live.model import describe_inputs, find_and_verify, prepared_model, carried_note
+from memopt_cli.pipeline.live.model import carried_note, describe_inputs, find_and_verify, prepared_model
 from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.summary import summarize
@@ -169,8 +169,8 @@ def optimize(
         Log the course of the search, by the logger ``memopt_cli``.
 
     Parameters, gradients, buffers, random numbers and the mode stay as they are; a plan that the model carries is
-    replaced by the plan that is found, and stays if none is.  Ctrl-C ends the search, and the best plan so far is measured, verified and applied; a second one, or one
-    before any plan was found, is a ``KeyboardInterrupt``, which leaves the model as it was.  Raises
+    replaced by the plan that is found, and stays if none is.  Ctrl-C ends the search, and the best plan so far is
+    measured, verified and applied; a second one, or one before any plan was found, is a ``KeyboardInterrupt``, which leaves the model as it was.  Raises
     ``VerificationError`` if the optimized model differs, ``NothingFitsError`` if no plan meets the budget,
     and other errors of ``memopt_cli.errors``; then the model is as it was.
     """
@@ -343,8 +343,9 @@ def recommend_batch(
 ) -> Recommended:
     """Find how large a batch fits, as ``memopt recommend-batch`` does; ``model`` stays as it is.
 
-    Of tensors among the inputs, only shape, dtype and the range of whole numbers are used: batches of other sizes are
-    filled at random.  ``memory``: the limit, ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's memory, or bytes.
+    Of tensors among the inputs, only shape, dtype and the range of whole numbers are used, and a negative number that
+    stands apart from it, as labels of -100: batches of other sizes are filled at random.  ``memory``: the limit,
+    ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's memory, or bytes.
     ``plan``: the rows are without this plan and with it; ``None``: the plan that the model carries, if it does.
     ``objective``: ``None`` means ``"max"``.  ``search``: find the batch and the plan that together train fastest, among
     plans of a ``level``; ``memopt_cli.apply_plan(model, found.plan)`` applies the plan.  ``compile``: a backend of

@@ -10,7 +10,7 @@ from torch import nn
 
 from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.records import Plan
-from memopt_cli.training.apply import apply_plan, plan_of, restoring_plan, replacing_plan
+from memopt_cli.training.apply import apply_plan, plan_of, replacing_plan, restoring_plan
 
 Result = TypeVar("Result")
 

@@ -303,7 +303,7 @@ def test_the_least_plan_is_measured_before_a_budget_is_refused() -> None:
 @pytest.mark.parametrize("outcome", [OutOfMemory(detail=""), unrun(300, 100)])
 def test_a_least_plan_that_cannot_be_run_is_said_to_be_too_large(outcome: OutOfMemory) -> None:
     search, asked = goal(lambda peak: outcome)
-    with pytest.raises(NothingFitsError, match="no plan found takes 240 B or less; .* takes about 300 B"):
+    with pytest.raises(NothingFitsError, match=r"no plan found takes 240 B or less; .* takes about 300 B"):
         search.within(240)
     assert asked == [300]
 
