@@ -60,6 +60,8 @@ from memopt_cli.text.units import format_bytes
 
 _EVEN_LENGTHS = 64
 """Approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
+_FEWEST_LENGTHS = 8
+"""Number of steps between two of those lengths, from the shortest to the longest, unless the range has fewer."""
 _MAX_ORIGINAL_RUNS = 3
 """Maximum number of lengths at which the original is run to see whether it fits."""
 _RUNS_INSIDE = 4
@@ -73,7 +75,9 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
     """
     if request.lengths is None:
         low, high = varied.low, varied.high
-        unit = low if high % low == 0 else 1  # 64:2048 suggests that all lengths are multiples of 64
+        unit = math.gcd(low, high)  # 64:2048 suggests that all lengths are multiples of 64
+        while unit > 1 and high - low < unit * _FEWEST_LENGTHS:
+            unit = unit // 2 if unit % 2 == 0 else 1  # 32:64 does not suggest that there is none between
         step = unit * max(1, -(-(high - low) // (unit * _EVEN_LENGTHS)))
         return dict.fromkeys((*range(low, high, step), high), 1.0)
     source, counts = "lengths", request.lengths

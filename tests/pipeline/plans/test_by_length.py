@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -283,6 +283,22 @@ def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
     done = optimize(*RANGE, "--budget", "60%", spec=("--input-script", "inputs.py:make", "--dim", "B=4"))
     assert done.code == 2
     assert "no input has the dimension S, whose size chooses the range of a plan by length" in done.err
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "lengths"),
+    [
+        (64, 2048, range(64, 2049, 64)),
+        (32, 64, range(32, 65, 4)),  # a U-Net that halves its input twice
+        (16, 512, range(16, 513, 16)),
+        (48, 1024, range(48, 1025, 16)),
+        (5, 7, (5, 6, 7)),
+        (1, 1000, (*range(1, 1000, 16), 1000)),
+    ],
+)
+def test_lengths_between_the_ends_represent_a_range(low: int, high: int, lengths: Sequence[int]) -> None:
+    request: Any = SimpleNamespace(lengths=None)
+    assert list(by_length.lengths_of(request, DimRange(symbol="S", low=low, high=high))) == list(lengths)
 
 
 def test_a_length_of_several_axes_is_read_at_all_of_them() -> None:
