@@ -169,9 +169,10 @@ def optimize(
         Log the course of the search, by the logger ``memopt_cli``.
 
     Parameters, gradients, buffers, random numbers and the mode stay as they are; a plan that the model carries is
-    replaced by the plan that is found, and stays if none is.  Ctrl-C ends the search, and the best plan so far is
-    measured, verified and applied; a second one, or one before any plan was found, is a ``KeyboardInterrupt``, which leaves
-    the model as it was.
+    replaced by the plan that is found, and stays if none is.
+
+    Ctrl-C ends the search, and the best plan so far is measured, verified and applied; a second one, or one before any
+    plan was found, is a ``KeyboardInterrupt``, which leaves the model as it was.
 
     Raises ``VerificationError`` if the optimized model differs, ``NothingFitsError`` if no plan meets the budget, and
     other errors of ``memopt_cli.errors``; then the model is as it was.

@@ -147,12 +147,12 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
         for length_range in ranges
     )
     plan = Plan(by=dimension, ranges=tuple(plan_ranges))
+    over = [run for length_range in ranges for run in _over_budget(length_range, findings.budget_bytes)]
     if all(length_range.plan.is_empty for length_range in ranges):
         plan = Plan()
         original = ranges[-1].original.outcome
         exceeds = isinstance(original, Measurement) and original.allocated_peak_bytes > findings.budget_bytes
         who = "With its own checkpoints, the model" if exceeds else "The original"
-        over = [run for length_range in ranges for run in _over_budget(length_range, findings.budget_bytes)]
         findings.notes += [
             f"At {varied.symbol}={run.length} it takes {format_bytes(run.allocated_peak_bytes)}, above the budget, "
             "and no plan was found that fits there."
@@ -165,7 +165,12 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
     if request.lengths is None and plan.ranges:
         findings.notes.append("All lengths count as equally frequent; give their frequencies with `--lengths`.")
     return replace(
-        findings, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*findings.notes, *search.notes]
+        findings,
+        plan=plan,
+        ranges=rows,
+        over_budget=over,
+        interrupted=search.interrupted,
+        notes=[*findings.notes, *search.notes],
     )
 
 
@@ -214,8 +219,11 @@ def _range_of(up_to: int, findings: Findings) -> _Range:
 
 
 def _over_budget(length_range: _Range, budget_bytes: int) -> list[LengthRun]:
-    """Return the runs inside ``length_range`` that took more than ``budget_bytes``."""
-    return [run for run in length_range.inside if run.allocated_peak_bytes > budget_bytes]
+    """Return the runs of the plan of ``length_range`` that took more than ``budget_bytes``."""
+    runs, outcome = length_range.inside, length_range.applied.outcome
+    if isinstance(outcome, Measurement) and not length_range.plan.is_empty:
+        runs = [*runs, LengthRun(length=length_range.up_to, allocated_peak_bytes=outcome.allocated_peak_bytes)]
+    return [run for run in runs if run.allocated_peak_bytes > budget_bytes]
 
 
 def _is_verified(findings: Findings) -> bool:
@@ -349,7 +357,7 @@ class _ByLength:
             self.notes.append(f"At {symbol}={length}, the plan up to {symbol}={longer.up_to} could not be run.")
             return False
         peak_bytes = measurement.allocated_peak_bytes
-        shorter = self._range_up_to(length) if peak_bytes > budget_bytes else None
+        shorter = self._range_up_to(length, present_bytes=peak_bytes) if peak_bytes > budget_bytes else None
         if shorter is None or shorter.plan == longer.plan:
             longer.inside.append(LengthRun(length=length, allocated_peak_bytes=peak_bytes))
             return False
@@ -360,11 +368,22 @@ class _ByLength:
         ranges.insert(index, shorter)
         return True
 
-    def _range_up_to(self, length: int) -> _Range | None:
-        """Find a plan for the range that ends at ``length``.  ``None`` if none was found; a note says why."""
+    def _range_up_to(self, length: int, present_bytes: int = 0) -> _Range | None:
+        """Find a plan for the range that ends at ``length``.  ``None`` if none was found; a note says why.
+
+        ``present_bytes``: the peak there under the plan for longer inputs, where that exceeds the budget.  If no plan
+        fits, the smallest is taken, provided that it takes less.
+        """
+        request = self.request
         try:
             findings = self.find(length)
         except MemoptError as err:
+            if isinstance(err, NothingFitsError) and 0 < err.least_bytes < present_bytes:
+                self.notes.append(f"At {self.varied.symbol}={length}, {err.message}: that is taken there.")
+                self.request = replace(request, goal=SearchGoal(budget=Budget(nbytes=err.least_bytes)))
+                smallest = self._range_up_to(length)
+                self.request = request
+                return smallest
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
             return None
         if not _is_verified(findings):
