@@ -232,7 +232,8 @@ class _BatchSearch:
         outcomes = [(case, case.search.outcome()) for case in reversed(cases)]
         for kind in (BatchAdvice, BatchEstimate):
             if cases_of_kind := [case for case, outcome in outcomes if isinstance(outcome, kind)]:
-                return max((case for case in cases_of_kind if case.dims == cases_of_kind[0].dims), key=self._worth)
+                rivals = [case for case in cases_of_kind if case.dims == cases_of_kind[0].dims]
+                return max(rivals, key=self._speed if self._is_memory_left(rivals) else self._worth)
         smallest = outcomes[-1][1]
         assert isinstance(smallest, NoBatchFits)
         copies = f" for {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
@@ -254,8 +255,26 @@ class _BatchSearch:
         if self.request.aim == "throughput" and case.search.runs.fitting:
             return case.search.runs.fastest.samples_per_s
         outcome = case.search.outcome()
-        batch = outcome.estimated_batch if isinstance(outcome, BatchAdvice) else self._chosen_batch(case)
+        is_larger_unrun = isinstance(outcome, BatchAdvice) and self._is_machine_small
+        batch = outcome.estimated_batch if is_larger_unrun else self._chosen_batch(case)
         return batch * case.probes.replicas
+
+    @property
+    def _is_machine_small(self) -> bool:
+        """Whether steps that fit into the memory asked about may not fit here, where they cannot be run."""
+        return self.search.limits.runnable_bytes < self.search.limits.budget_bytes
+
+    def _is_memory_left(self, cases: Sequence[Case]) -> bool:
+        """Return whether time alone limits the batch in all ``cases``: then a plan that saves memory is of no use."""
+        outcomes = [case.search.outcome() for case in cases]
+        return not self._is_machine_small and all(
+            isinstance(outcome, BatchAdvice) and outcome.estimated_batch > outcome.recommended_batch
+            for outcome in outcomes
+        )
+
+    def _speed(self, case: Case) -> float:
+        """Return the samples a second of the batch of ``case`` that would be recommended."""
+        return case.search.runs[self._chosen_batch(case)].samples_per_s
 
     def _seek_faster(self, cases: Sequence[Case]) -> None:
         """Run smaller batches of the cases that may be recommended, since a smaller batch may train faster."""

@@ -232,7 +232,7 @@ class GoalSearch:
             self._show_measuring(priced, index, len(priced_plans))
             points.append(self._point(priced))
         timed_points = self._in_turns(points)
-        slow = [point for before, point in zip(points, timed_points, strict=True) if self._is_too_slow(before, point)]
+        slow = [point for point in timed_points if self._is_too_slow(point)]
         if slow:
             self.search.findings.notes.append(
                 "Some plans are not on the frontier, as their steps were measured to take more than "
@@ -241,13 +241,10 @@ class GoalSearch:
             )
         return [point for point in timed_points if point not in slow]
 
-    def _is_too_slow(self, first: ParetoPoint, timed: ParetoPoint) -> bool:
-        """Return whether a plan is too slow to be shown, by its first measurement and by its confirmed one.
-
-        Without ``--max-slowdown``, only a plan that is too slow both times is hidden: the user has set no limit.
-        """
-        slowdowns = [timed.upper] if self.max_slowdown is not None else [first.slowdown, timed.slowdown]
-        return all(slowdown is not None and slowdown > self.max_shown_slowdown for slowdown in slowdowns)
+    def _is_too_slow(self, point: ParetoPoint) -> bool:
+        """Return whether ``point`` is too slow to be shown; for ``--max-slowdown`` by the upper end of its slowdown."""
+        slowdown = point.slowdown if self.max_slowdown is None else point.upper
+        return slowdown is not None and slowdown > self.max_shown_slowdown
 
     def _point(self, priced: PricedPlan) -> ParetoPoint:
         original = self.search.original.outcome

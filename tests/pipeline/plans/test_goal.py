@@ -388,21 +388,23 @@ def test_the_upper_end_of_an_interval_counts_where_a_limit_was_given(most: float
     assert (len(points) == 2) == is_shown
 
 
-@pytest.mark.parametrize("seems_s", [18.0, 3.0])
-def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier_as_it_is_timed_in_turns(seems_s: float) -> None:
-    times = {1000: 1.0, 700: seems_s}
+@pytest.mark.parametrize(
+    ("first_s", "in_turns_s", "is_shown"), [(18.0, 4.0, True), (3.0, 4.0, True), (3.0, 26.0, False)]
+)
+def test_a_frontier_shows_plans_as_they_are_timed_in_turns(first_s: float, in_turns_s: float, is_shown: bool) -> None:
+    times = {1000: 1.0, 700: first_s}
     search, _ = goal(lambda peak: measured(peak, times[peak]))
 
     def in_turns(plans: tuple[Plan, ...], most: float) -> None:
         assert plans == (priced(700).plan,)
-        times[1000], times[700] = 2.0, 4.0
+        times[1000], times[700] = 2.0, in_turns_s
 
     search.search.planner.plans = (priced(1000), priced(700))
     measurements = measurements_by(search.measurements.measure, time_in_turns=in_turns)
-    first, second = replace(search, measurements=measurements).frontier(search.search.planner.plans)
-    assert (first.slowdown, second.slowdown) == (1.0, 2.0)
-    assert (first.original_step_s, second.original_step_s) == (2.0, 2.0)
-    assert search.search.findings.notes == []
+    points = replace(search, measurements=measurements).frontier(search.search.planner.plans)
+    assert [point.slowdown for point in points] == ([1.0, 2.0] if is_shown else [1.0])
+    assert {point.original_step_s for point in points} == {2.0}
+    assert bool(search.search.findings.notes) != is_shown
 
 
 def test_a_frontier_that_cannot_be_timed_in_turns_says_so() -> None:
