@@ -640,7 +640,7 @@ def _precision(verification: Verification) -> str:
 
 
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
-    bare = ", without an optimizer's state (`--optimizer adamw` counts it)" * advice.without_optimizer
+    bare = ", without an optimizer's state (`--optimizer adamw` counts it)" if advice.without_optimizer else ""
     if isinstance(advice, BatchEstimate):
         if not advice.is_limited_by_memory:
             fits = f"about {advice.batch} is predicted to fit{bare}, but {advice.because}"

@@ -94,8 +94,9 @@ def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...
 
 def limit_text(limits: Limits, prepared: Prepared) -> str:
     """Return the budget of ``limits`` in words, which end with what it leaves out."""
-    is_without = bool(optimizer_state_notes(prepared))
-    return limits.text + ", without an optimizer's state, which `--optimizer adamw` counts" * is_without
+    if not optimizer_state_notes(prepared):
+        return limits.text
+    return f"{limits.text}, without an optimizer's state, which `--optimizer adamw` counts"
 
 
 @dataclass(slots=True, kw_only=True)

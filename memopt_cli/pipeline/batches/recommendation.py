@@ -239,13 +239,12 @@ class _BatchSearch:
         copies = f" for {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
         planned = (case.search.outcome() for case in cases[1:] if case.planned and case.dims == cases[0].dims)
         under_plan = next((outcome.reason for outcome in planned if isinstance(outcome, NoBatchFits)), "")
+        reasons = f"{smallest.reason}; under the plan, {under_plan}" if under_plan else smallest.reason
         # With these, a batch of 1 may take more than a larger one in a single pass.
-        accumulates = self.prepared.subject.settings.micro_batches > 1
+        if self.prepared.subject.settings.micro_batches > 1:
+            reasons += ", with the gradients of earlier micro-batches in memory"
         raise NothingFitsError(
-            f"not even a batch of {smallest.batch}{copies}{cases[0].text} fits in {self.search.limits.text}: "
-            f"{smallest.reason}"
-            + f"; under the plan, {under_plan}" * bool(under_plan)
-            + ", with the gradients of earlier micro-batches in memory" * accumulates,
+            f"not even a batch of {smallest.batch}{copies}{cases[0].text} fits in {self.search.limits.text}: {reasons}",
             hint="Raise `--memory`, give smaller inputs"
             + (". See memopt explain." if under_plan else ", or add `--plan` with a plan of memopt optimize."),
         )

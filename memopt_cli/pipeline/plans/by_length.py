@@ -29,9 +29,10 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.inputs.spec_text import format_tensor
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, MeasureJob
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.plan_measurements import measurement_in
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
@@ -40,6 +41,7 @@ from memopt_cli.records import (
     Budget,
     Counted,
     DimRange,
+    Failure,
     InputDimension,
     InputSpec,
     LengthRun,
@@ -53,6 +55,7 @@ from memopt_cli.records import (
     SearchGoal,
     StepFailed,
     Verification,
+    describe,
 )
 from memopt_cli.search.batch_size.length_strategies import read_histogram
 from memopt_cli.search.plan.bounds import Work, inner_bounds
@@ -352,11 +355,13 @@ class _ByLength:
     def _ends_range(self, ranges: list[_Range], index: int, length: int, budget_bytes: int) -> bool:
         """Run the plan of ``ranges[index]`` at ``length``; return whether a range that ends there was inserted."""
         longer, symbol = ranges[index], self.varied.symbol
-        measurement = self._measure(MeasureJob(plan=longer.plan, steps=1, warm_up=False), length)
-        if measurement is None:
-            self.notes.append(f"At {symbol}={length}, the plan up to {symbol}={longer.up_to} could not be run.")
+        outcome = self._measure(MeasureJob(plan=longer.plan, steps=1, warm_up=False), length)
+        if not isinstance(outcome, Measurement):
+            self.notes.append(
+                f"At {symbol}={length}, the plan up to {symbol}={longer.up_to} could not be run: {describe(outcome)}."
+            )
             return False
-        peak_bytes = measurement.allocated_peak_bytes
+        peak_bytes = outcome.allocated_peak_bytes
         shorter = self._range_up_to(length, present_bytes=peak_bytes) if peak_bytes > budget_bytes else None
         if shorter is None or shorter.plan == longer.plan:
             longer.inside.append(LengthRun(length=length, allocated_peak_bytes=peak_bytes))
@@ -413,15 +418,15 @@ class _ByLength:
                     return
                 length_that_fits, counted_bytes = largest
                 warm_up = self.request.search.options.warmup_in_profile_workers
-                measurement = self._measure(MeasureJob(plan=ORIGINAL, warm_up=warm_up), length_that_fits)
-                if measurement is not None and measurement.allocated_peak_bytes <= budget_bytes:
-                    yield self._range_of_original(
-                        longest.original, length_that_fits, measurement, measurement.allocated_peak_bytes
-                    )
-                    return
+                outcome = self._measure(MeasureJob(plan=ORIGINAL, warm_up=warm_up), length_that_fits)
+                if isinstance(outcome, Measurement):
+                    peak_bytes = outcome.allocated_peak_bytes
+                    if peak_bytes <= budget_bytes:
+                        yield self._range_of_original(longest.original, length_that_fits, outcome, peak_bytes)
+                        return
+                    # The workspaces were a larger share than assumed: correct the share by this run.
+                    share = peak_bytes / counted_bytes
                 candidates = [length for length in candidates if length < length_that_fits]
-                # The workspaces were a larger share than assumed: correct the share by this run.
-                share *= 1.0 if measurement is None else measurement.allocated_peak_bytes / (share * counted_bytes)
 
     @contextlib.contextmanager
     def _dry_peaks(self, *, is_fake: bool) -> Iterator[Callable[[int], float | None]]:
@@ -486,11 +491,10 @@ class _ByLength:
         )
         return _Range(up_to=length, original=row, applied=row)
 
-    def _measure(self, job: MeasureJob, length: int) -> Measurement | None:
+    def _measure(self, job: MeasureJob, length: int) -> Measurement | Failure:
         of_what = "the original" if job.plan.is_empty else "the plan"
         self.prepared.progress.update(0, None, f"{of_what} at {self.varied.symbol}={length}")
-        answer = self.at(length).ask(job)
-        return answer.measurement if isinstance(answer, Measured) else None
+        return measurement_in(self.at(length).ask(job))
 
     def estimate(self, ranges: Sequence[_Range]) -> Iterator[str]:
         """Yield a sentence on how much shorter the ranges make an epoch than one plan for all lengths would."""

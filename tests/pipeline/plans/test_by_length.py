@@ -34,6 +34,7 @@ from memopt_cli.records import (
     SearchGoal,
     SegmentPlan,
     TensorSpec,
+    TimedOut,
     from_data,
 )
 from memopt_cli.runtime.lengths import ConfigsByLength
@@ -428,6 +429,16 @@ def test_where_no_plan_fits_the_smallest_known_is_taken(
     over = [run for part in ranges for run in by_length._over_budget(part, 100)]
     assert [(run.length, run.allocated_peak_bytes) for run in over] == [(90, min(least, 120))]
     assert search.request.goal.budget == Budget(nbytes=100)
+
+
+def test_a_run_that_fails_inside_a_range_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = searching(DimRange(symbol="S", low=10, high=100))
+    monkeypatch.setattr(by_length._ByLength, "_measure", lambda *given: TimedOut(limit_s=600.0))
+    longest = a_row(1, measured(90, 1.1), Plan(packed=True), dry_runs=0)
+    assert not search._ends_range([by_length._Range(up_to=100, original=longest, applied=longest)], 0, 50, 100)
+    assert search.notes == [
+        "At S=50, the plan up to S=100 could not be run: the step ran past its time limit of 600 s."
+    ]
 
 
 SMALLEST = Plan(segments=(SegmentPlan(path="0"),))
