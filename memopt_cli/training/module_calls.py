@@ -67,8 +67,8 @@ def module_hooks(
             handle.remove()
 
 
-def skipped_layers_note(model: nn.Module) -> str:
-    """Return a note on layers of ``model`` without gradients beside others like them that have some; empty for none.
+def skipped_layers_notes(model: nn.Module) -> list[str]:
+    """Return a note on each group of layers of ``model`` of which some have gradients and others have none.
 
     A step with layer drop or stochastic depth skips layers at random, and one with experts those without tokens, so
     the peak of the step that was run is not that of every step.  Gradients show it without watching any call.
@@ -82,13 +82,12 @@ def skipped_layers_note(model: nn.Module) -> str:
         layers = (name[: number.end()] for number in _NUMBER.finditer(name))
         outermost = next((path for path in layers if not _has_any(ran, f"{path}.")), "")
         if outermost:
-            groups.setdefault(f"'{_NUMBER.sub('*', outermost)}'")
-    if not groups:
-        return ""
-    return (
-        f"Of {' and '.join(groups)}, the step that was measured runs some and skips others, as with layer drop: a step "
-        "that runs all of them needs more memory."
-    )
+            groups.setdefault(_NUMBER.sub("*", outermost))
+    return [
+        f"Of '{group}', the step that was measured runs some and skips others, as with layer drop: a step that runs "
+        "all of them needs more memory."
+        for group in groups
+    ]
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

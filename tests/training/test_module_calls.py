@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn, ones, zeros_like
 
 from memopt_cli.errors import StepError
-from memopt_cli.training.module_calls import InputsRejectedError, failed_step, running_calls, skipped_layers_note
+from memopt_cli.training.module_calls import InputsRejectedError, failed_step, running_calls, skipped_layers_notes
 from tests.zoo.models import Parts
 
 
@@ -81,15 +81,16 @@ def test_layers_without_gradients_beside_others_like_them_are_skipped() -> None:
             "frozen": nn.ModuleList(nn.Linear(2, 2).requires_grad_(index == 0) for index in range(2)),
         }
     )
-    assert skipped_layers_note(model) == ""
+    assert skipped_layers_notes(model) == []
     for parameter in model.parameters():
         parameter.grad = zeros_like(parameter) if parameter.requires_grad else None
     model["unused"].zero_grad()
-    assert skipped_layers_note(model) == ""
+    assert skipped_layers_notes(model) == []
     model["layers"][1].zero_grad()
-    assert skipped_layers_note(model).startswith("Of 'layers.*', the step that was measured runs some and skips others")
+    (note,) = skipped_layers_notes(model)
+    assert note.startswith("Of 'layers.*', the step that was measured runs some and skips others")
     model["experts"][0].zero_grad()
-    assert skipped_layers_note(model).startswith("Of 'layers.*' and 'experts.*', the step")
+    assert skipped_layers_notes(model) == [note, note.replace("layers", "experts")]
 
 
 def test_a_layer_that_ran_in_part_is_not_skipped() -> None:
@@ -97,4 +98,5 @@ def test_a_layer_that_ran_in_part_is_not_skipped() -> None:
     for parameter in model.parameters():
         parameter.grad = zeros_like(parameter)
     model[0][1].zero_grad()
-    assert skipped_layers_note(model).startswith("Of '*.*', the step")
+    (note,) = skipped_layers_notes(model)
+    assert note.startswith("Of '*.*', the step")
