@@ -302,7 +302,9 @@ def parse_range(text: str) -> tuple[int | None, int, int] | None:
     ``None`` if ``text`` has another form.
     """
     match = _RANGE_PATTERN.fullmatch(text)
-    return match and (match[1] and int(match[1]), int(match[2]), int(match[3]))
+    if match is None:
+        return None
+    return None if match[1] is None else int(match[1]), int(match[2]), int(match[3])
 
 
 def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:

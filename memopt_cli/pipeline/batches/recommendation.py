@@ -254,8 +254,9 @@ class _BatchSearch:
         if self.request.aim == "throughput" and case.search.runs.fitting:
             return case.search.runs.fastest.samples_per_s
         outcome = case.search.outcome()
-        is_larger_unrun = isinstance(outcome, BatchAdvice) and self._is_machine_small
-        batch = outcome.estimated_batch if is_larger_unrun else self._chosen_batch(case)
+        batch = self._chosen_batch(case)
+        if isinstance(outcome, BatchAdvice) and self._is_machine_small:
+            batch = outcome.estimated_batch
         return batch * case.probes.replicas
 
     @property
@@ -273,7 +274,9 @@ class _BatchSearch:
 
     def _speed(self, case: Case) -> float:
         """Return the samples a second of the batch of ``case`` that would be recommended."""
-        return case.search.runs[self._chosen_batch(case)].samples_per_s
+        run = case.search.runs[self._chosen_batch(case)]
+        assert isinstance(run, BatchProbe), "the recommended batch was run"
+        return run.samples_per_s
 
     def _seek_faster(self, cases: Sequence[Case]) -> None:
         """Run smaller batches of the cases that may be recommended, since a smaller batch may train faster."""
