@@ -50,7 +50,7 @@ def build(location: str) -> nn.Module:
     :class:`~memopt_cli.training.user_step.Step`.
     """
     if is_function(location):
-        make_importable(Path(location).resolve().parent, first=False)
+        make_importable(Path(location.rpartition(":")[0]).resolve().parent)
         factory = user_function(location, "MODEL")
     else:
         factory = _import_module(location)

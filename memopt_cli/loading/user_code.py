@@ -176,6 +176,8 @@ def command_line_of(name: str) -> Iterator[None]:
 
 def make_importable(folder: Path, *, first: bool = True) -> None:
     """Put ``folder`` on ``sys.path``: ``first``, as Python does for a script, or last, so that it hides nothing."""
+    if first and str(folder) in sys.path:
+        sys.path.remove(str(folder))
     if str(folder) not in sys.path:
         sys.path.insert(0 if first else len(sys.path), str(folder))
         importlib.invalidate_caches()

@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,9 +54,16 @@ def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
     environment, path = _environment(), list(sys.path)
     with built_without_data(fake_mode()) if subject.data == "none" else contextlib.nullcontext():
         facts = facts_of(load_model(subject.source), job)
-    if environment != _environment() or sys.path[: len(path)] != path:
-        return facts  # the model's code changed where modules are found: a library's name may mean something else now
-    return replace(facts, libraries=imported_libraries(sys.modules))
+    if environment != _environment():
+        return facts  # the model's code changed how a library is imported
+    names = imported_libraries(sys.modules)
+    return replace(facts, libraries=tuple(name for name in names if _is_on(path, name.partition(".")[0])))
+
+
+def _is_on(path: list[str], package: str) -> bool:
+    """Return whether ``package`` comes from a folder of ``path``, not from one in front of it, as of the user's code."""
+    found = PathFinder.find_spec(package, path)
+    return found is not None and found.origin == getattr(sys.modules.get(package), "__file__", None)
 
 
 def _environment() -> dict[str, str]:

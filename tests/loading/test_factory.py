@@ -302,6 +302,26 @@ def test_weights_of_another_kind_are_named(weight: torch.Tensor, folder: Path, m
         factory.fill(nn.Linear(2, 3), ModelFile(path="weights.pt", data=b""))
 
 
+@pytest.mark.parametrize("on_path", [False, True])
+@pytest.mark.parametrize("flag", ["MODEL", "--loss"])
+def test_a_file_imports_from_its_own_folder_before_the_current_one(flag: str, on_path: bool, folder: Path) -> None:
+    """As Python does for a script; else two versions of a project, compared from the folder of one, are the same."""
+    sys.path[:0] = ["", str(folder), str(folder / "old")] if on_path else []
+    for where in (folder, folder / "old"):
+        where.mkdir(exist_ok=True)
+        (where / "user_parts.py").write_text(f"from torch import nn\nclass Part(nn.Linear): home = {where.name!r}")
+    (folder / "old/user_train.py").write_text("from user_parts import Part\ndef make(): return Part(2, 3)")
+    try:
+        if flag == "MODEL":
+            made = load_model(ModelSource(location="old/user_train.py:make")).module
+        else:
+            made = user_function("old/user_train.py:make", flag)()
+        assert made.home == "old"
+    finally:
+        for name in ("user_parts", "memopt_user_user_train"):
+            sys.modules.pop(name, None)
+
+
 def test_a_file_that_another_imports_runs_once(folder: Path) -> None:
     """So a function of that knows the classes of the model: what spreads it over ranks, or its loss."""
     (folder / "user_blocks.py").write_text(
