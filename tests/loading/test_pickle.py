@@ -771,6 +771,9 @@ def test_files_that_are_no_models(tmp_path: Path, case: str) -> None:
         load_model(source(tmp_path / "model.pt"))
     assert error.value.exit_code == 3
     assert "\n" not in error.value.message
+    assert error.value.message.endswith("it is truncated, as after an interrupted save or download") == (
+        "truncated" in case
+    )
 
 
 @pytest.mark.parametrize("unchecked", [False, True])
