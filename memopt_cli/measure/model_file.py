@@ -62,7 +62,7 @@ def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
 
 
 def _is_on(path: list[str], package: str) -> bool:
-    """Return whether ``package`` comes from a folder of ``path``, not from one in front of it, as of the user's code."""
+    """Return whether ``package`` comes from a folder of ``path``, not from one in front of it, as the user's."""
     found = PathFinder.find_spec(package, path)
     return found is not None and found.origin == getattr(sys.modules.get(package), "__file__", None)
 
