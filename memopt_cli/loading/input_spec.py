@@ -91,8 +91,8 @@ def find_spec(
     if spec.script is not None:
         # Commands that vary the batch know it by its symbol, ``B``, not by the name of the argument, ``batch``.
         named = {BATCH if _LONG_NAMES.get(name) == BATCH else name: size for name, size in spec.dims.items()}
+        _script_call(spec.script, named)
         spec = replace(spec, dims=named)
-        _script_call(spec.script, spec.dims)
     require_sizes(spec.tensors, spec.dims)
     check_spec(spec)  # the example inputs of a model file were not checked when they were read
     return spec if spec.data_file is None else replace(spec, data_sha256=_sha256(_data_of(spec.data_file)))

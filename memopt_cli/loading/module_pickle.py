@@ -339,7 +339,7 @@ def list_names(denied: Mapping[Global, Denied]) -> str:
     for name, verdict in denied.items():
         alike.setdefault(verdict.reason, []).append(str(name))
     texts = [
-        f"{name} {reason}" + (f" (as for {format_some(others, _SHOWN)})" if others else "")
+        f"{name} {reason}" + (f" (as for {format_some(others, _SHOWN - 1)})" if others else "")
         for reason, (name, *others) in alike.items()
     ]
     return "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
