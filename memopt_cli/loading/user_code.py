@@ -27,7 +27,12 @@ GUARD: Final = (
 
 
 class ClassNotFoundError(FileFormatError):
-    """A class of the file is not installed, and not in the code that the user named."""
+    """A class of the file is not installed, and not in the code that the user named.
+
+    ``looked_in``: the file of the user's in which it should be; empty if it may be in any that the user named.
+    """
+
+    looked_in = ""
 
 
 class UserCode:
@@ -75,7 +80,10 @@ class UserCode:
             if value is not None and (home is module or home is sys.modules["__main__"] or self._owns(home)):
                 return value
         names = ", ".join(path.name for path in self._paths)
-        raise ClassNotFoundError(f"{names} defines no {wanted.name}, which the file was saved with")
+        error = ClassNotFoundError(f"{names} defines no {wanted.name}, which the file was saved with")
+        if (file := self._file_of(wanted.module)) is not None:
+            error.looked_in = os.path.relpath(file)
+        raise error
 
     def require_single(self, wanted: Global) -> None:
         """Raise :class:`UsageError` if ``wanted`` has two definitions, in the scripts or in the user's session.
@@ -176,6 +184,8 @@ def command_line_of(name: str) -> Iterator[None]:
 
 def make_importable(folder: Path, *, first: bool = True) -> None:
     """Put ``folder`` on ``sys.path``: ``first``, as Python does for a script, or last, so that it hides nothing."""
+    if first and str(folder) in sys.path:
+        sys.path.remove(str(folder))
     if str(folder) not in sys.path:
         sys.path.insert(0 if first else len(sys.path), str(folder))
         importlib.invalidate_caches()
