@@ -44,7 +44,10 @@ from memopt_cli.text.documents import end_of, read_end
 from memopt_cli.text.units import format_bytes
 
 _DEFAULT_MEMORY_SHARE: Final = 0.9
-"""If neither the user nor an error gives a limit, it is this share of the device's free memory."""
+"""Share of a device's free memory that is the limit if neither the user nor an error gives one.
+
+Also the share of what a process was left: training takes more of it than its tensors, such as code and small objects.
+"""
 _MAX_LOG_BYTES: Final = 16 << 20
 """Maximum number of bytes read from the end of a log, where the last failure is."""
 _ERROR_LIMIT: Final = "bytes held by tensors plus free bytes, according to the error"
@@ -204,6 +207,9 @@ def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | Non
             snapshot.allocated_bytes + snapshot.free_bytes,
             "bytes held by tensors plus free bytes, according to the snapshot",
         )
+    if error is not None and error.limit:
+        share = f"{_DEFAULT_MEMORY_SHARE:.0%} of {_limit_of(error)}"
+        return int(_DEFAULT_MEMORY_SHARE * error.available_bytes), share
     return None
 
 
@@ -228,9 +234,11 @@ def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> I
     if explanation.header is not None and kept_bytes > _KEPT_SHARE * error.allocated_bytes:
         yield (
             f"Tensors of this step are at most {format_bytes(explanation.needed_bytes)} of these {held}. The other "
-            f"{format_bytes(kept_bytes)} are mostly freed memory that glibc's malloc keeps: train with "
-            "MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which makes it give that back, at the price of slower "
-            "steps."
+            f"{format_bytes(kept_bytes)} are mostly freed memory that malloc keeps: {malloc}"
+    malloc = (
+        "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which makes glibc's malloc give freed memory "
+        "back, at the price of slower steps."
+    )
         )
 
 
@@ -239,6 +247,8 @@ def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> I
 
 def _record_full_step(prepared: Prepared) -> tuple[StepTrace, list[str]]:
     """Record the step, and return the record and notes on it.
+    elif explanation.suggestions:
+        yield f"What fits is counted in tensors, without freed memory that malloc keeps: {malloc}"
 
     The step may not fit, so it is recorded without data, with the workspaces of a few samples.  If
     this machine has the memory, the full step is run and recorded as well: with more samples, kernels take other

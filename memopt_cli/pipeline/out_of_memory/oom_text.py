@@ -11,6 +11,7 @@ import re
 from collections import deque
 from typing import Final
 
+from memopt_cli.pipeline.out_of_memory.process_limits import read_limit
 from memopt_cli.records import OutOfMemoryText
 from memopt_cli.text.units import format_bytes
 
@@ -51,14 +52,6 @@ _MAX_ALLOWED: Final = (re.compile(rf"max allowed: {_AMOUNT}"),)
 _OTHER_ALLOCATIONS: Final = (re.compile(rf"other allocations: {_AMOUNT}"),)
 """Patterns of Apple's GPUs, whose message gives no free bytes: these are the maximum less all allocations."""
 _RESERVED_IN_TOTAL: Final = re.compile(rf"{_AMOUNT} reserved in total by PyTorch")
-_PROCESS_LIMITS: Final = tuple(
-    re.compile(rf"memopt: .*?{limit}, {size} (?P<now>\d+), before the block (?P<before>\d+)")
-    for limit, size in (
-        (r"(?P<name>RLIMIT_AS \(ulimit -v\)) (?P<limit>\d+)", "VmSize"),
-        (r"memory (?P<limit>\d+) \((?P<name>[^)]*)\)", "VmRSS"),
-    )
-)
-"""Patterns of the line that ``memopt_cli.explain_oom`` writes below an error of the CPU, the narrower limit first."""
 _MAX_LINE_CHARACTERS: Final = 1000
 """Maximum number of characters that belong to the message before, and from, "tried to allocate"."""
 _MAX_BYTES: Final = 2**63
@@ -94,15 +87,15 @@ def read_oom(text: str) -> OutOfMemoryText | None:
     free_bytes = _first(_FREE, message) or free_bytes
     if allowed := _first(_ALLOWED, message):  # a limit of the process, by set_per_process_memory_fraction
         free_bytes = max(0, min(free_bytes, allowed - allocated - unallocated))
-    before, limit = 0, ""
-    if process := next((found for pattern in _PROCESS_LIMITS if (found := pattern.search(text, last.end()))), None):
-        before, limit = int(process["before"]), process["name"]
-        allocated, free_bytes = int(process["now"]) - before, max(0, int(process["limit"]) - int(process["now"]))
+    held_before, limit = 0, ""
+    if process := read_limit(text, last.end()):
+        held_before, limit = process.before_bytes, process.name
+        allocated, free_bytes = process.size_bytes - held_before, max(0, process.limit_bytes - process.size_bytes)
     return OutOfMemoryText(
         asked_bytes=_bytes(last),
         free_bytes=free_bytes,
         allocated_bytes=allocated,
-        before_bytes=before,
+        before_bytes=held_before,
         limit=limit,
         reserved_bytes=unallocated,
         line=raised_at,
