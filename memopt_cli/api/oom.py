@@ -15,6 +15,7 @@ import torch
 
 from memopt_cli.api.arguments import path_given
 from memopt_cli.batching.memory import status_bytes
+from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 from memopt_cli.pipeline.out_of_memory.process_limits import ProcessLimit, limits_line
 from memopt_cli.runtime.private_torch import memory_history, memory_snapshot
 from memopt_cli.search.batch_size.capacity import device_capacity
@@ -47,12 +48,22 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or _is_of_loading(error):
                 error.add_note(_keep_files(error, base, sizes_before))
             raise
 
 
-def _keep_files(error: Exception, base: Path, sizes_before: tuple[int, ...]) -> str:
+def _is_of_loading(error: BaseException | None) -> bool:
+    """Return whether ``error``, or an error that it was raised from, is of a DataLoader's workers without memory."""
+    while error is not None:
+        found = read_oom(str(error))
+        if found is not None and found.is_of_loading:
+            return True
+        error = error.__cause__
+    return False
+
+
+def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> str:
     """Write the files that explain ``error``, and return a note with the command to type, or why writing failed."""
     try:
         files = _files(error, base, sizes_before)
@@ -60,6 +71,8 @@ def _keep_files(error: Exception, base: Path, sizes_before: tuple[int, ...]) -> 
     except Exception as failed:  # such as a full disk, which must not hide the out-of-memory error
         return f"memopt could not write the files that explain it: {failed}"
     told = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
+    if _is_of_loading(error):
+        return f"memopt explain {told}"
     command = " ".join(filter(None, ["memopt explain MODEL -i SHAPE", _script(), _optimizer(error), told]))
     return (
         f"memopt explain {told}\n"

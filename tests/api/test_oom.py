@@ -112,6 +112,22 @@ def test_it_decorates_a_function_and_replaces_what_it_kept_before(tmp_path: Path
     assert "old" not in (tmp_path / "kept.log").read_text()
 
 
+@pytest.mark.parametrize("ending", ["raise MemoryError", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_an_error_of_loading_data_is_kept_as_one(ending: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, memopt_cli, torch.utils.data\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 1\n"
+        f"    def __getitem__(self, at): {ending}\n"
+        "with memopt_cli.explain_oom():\n"
+        "    list(torch.utils.data.DataLoader(Rows(), num_workers=1))\n"
+    )
+    ended = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.stderr.endswith("\nmemopt explain --log memopt-oom.log\n")
+    assert read_oom((tmp_path / "memopt-oom.log").read_text()).is_of_loading
+
+
 def test_other_errors_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="other") as raised, memopt_cli.explain_oom(tmp_path / "kept"):
         raise ValueError("other")

@@ -264,6 +264,28 @@ def test_of_a_process_with_a_limit_the_shares_are_named(
     assert "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment" in text
 
 
+def test_what_fits_is_told_with_the_variable_that_it_rests_on(
+    recorded: StepTrace, tmp_path: Path, explained: Callable[..., Explanation]
+) -> None:
+    path = tmp_path / "train.log"
+    space = 629145600 + needed_bytes(recorded)
+    path.write_text(ON_THE_CPU + "\n" + LIMITS.replace("1887436800", str(space)).format(space=space))
+    found = explained(None, log_path=str(path))
+    assert found.suggestions
+    assert "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment" in text_of(found)
+
+
+def test_an_error_of_loading_data_changes_no_step(tmp_path: Path, explained: Callable[..., Explanation]) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("RuntimeError: DataLoader worker (pid 4161) is killed by signal: Killed.")
+    found = explained(None, log_path=str(path))
+    assert found.header is None
+    text = text_of(found)
+    assert text.startswith("the kernel killed a worker process of the DataLoader, as it does when memory runs out\n")
+    assert "What helps: fewer workers (DataLoader(num_workers=1))" in text
+    assert "memory ran out, and" not in text
+
+
 def snapshot(folder: Path) -> str:
     path = folder / "snapshot.pickle"
     frames = [{"filename": "/me/train.py", "line": 4, "name": "f"}]
