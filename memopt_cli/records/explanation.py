@@ -102,7 +102,7 @@ class SnapshotFacts:
 class Suggestion:
     """A change with which the step fits, as a run has shown, or a dry run where the step does not fit here."""
 
-    change: Literal["plan", "offload", "optimizer in backward", "micro-batches", "autocast"]
+    change: Literal["plan", "offload", "fused optimizer", "optimizer in backward", "micro-batches", "autocast"]
     text: str
     command: str
     """Command to type, or code to write."""

@@ -208,8 +208,8 @@ def _limit_here(request: ExplainRequest, prepared: Prepared) -> tuple[int, str]:
 def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | None) -> tuple[int, str] | None:
     """Return the memory limit in bytes that the error or the snapshot gives, and its source; ``None`` for neither."""
     if error is not None and error.limit:
-        share = f"{_DEFAULT_MEMORY_SHARE:.0%} of {_limit_of(error)}"
-        return int(_DEFAULT_MEMORY_SHARE * error.available_bytes), share
+        kibibytes = int(_DEFAULT_MEMORY_SHARE * error.available_bytes) >> 10  # whole ones, for suggested commands
+        return kibibytes << 10, f"{_DEFAULT_MEMORY_SHARE:.0%} of {_limit_of(error)}"
     if error is not None and error.available_bytes:
         return error.available_bytes, _limit_of(error)
     if snapshot is not None and snapshot.asked_bytes:
@@ -300,7 +300,9 @@ def _explain_step(
         breakdown=break_down((s.kind, s.nbytes) for s in alive),
         modules=_held_by(made_by_step, lambda s: s.module or prepared.facts.class_name),
         lines=_held_by(made_by_step, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
-        suggestions=trial.suggestions(stays, gradients) if instant is not None else (),
+        suggestions=()
+        if instant is None
+        else trial.suggestions(stays, gradients, in_update=instant.phase == "update"),
         refused=tuple(trial.refused),
         notes=(*prepared.notes, *notes, *trial.notes, *prepared.messages),
     )

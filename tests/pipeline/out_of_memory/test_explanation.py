@@ -257,7 +257,7 @@ def test_of_a_process_with_a_limit_the_shares_are_named(
     assert said in alone
     assert "MALLOC" not in alone  # what the tensors held is not known
     found = explained(None, log_path=str(path))
-    assert found.limit_bytes == int(0.9 * ((1200 + free_mib) << 20))  # the process grows, too
+    assert found.limit_bytes == int(0.9 * ((1200 + free_mib) << 10)) << 10  # the process grows, too
     assert found.limit.startswith("90% of ")
     text = text_of(found)
     assert text.startswith("memory ran out, but this step alone does not fill it: it needs about ")
@@ -476,6 +476,38 @@ def test_a_plan_that_rounds_says_so(exact: bool, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(trial, "_search", lambda *_, **__: found)
     (said,) = trial._try_plan()
     assert said.text == "a plan of 1 segment" + ", equal within rounding" * (not exact)
+
+
+def test_memory_that_runs_out_in_the_update_asks_for_another_update(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("from torch import nn\ndef net(): return nn.Linear(512, 512)\n")
+    request = ExplainRequest(
+        source=ModelSource(location=f"{tmp_path / 'net.py'}:net"),
+        spec=InputSpec(tensors=(TensorSpec(shape=(1, 512)),), source="--input"),
+        settings=StepSettings(optimizer="adamw", device="cpu"),
+        memory=int(4.6 * 2**20),  # parameters, gradients and state take 4 MiB, a temporary of the update 1 MiB
+    )
+    found = explain(request, progress=Progress())
+    assert found.instant.phase == "update"
+    fused = next(said for said in found.suggestions if said.change == "fused optimizer")
+    assert fused.peak_bytes <= request.memory
+    assert fused.command == "torch.optim.AdamW(…, fused=True), and `--optimizer adamw:fused` here"
+    assert any(refused.startswith("The optimizer in backward: needs about ") for refused in found.refused)
+
+
+def test_the_optimizer_in_backward_is_named_where_it_fits(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\ndef net(): return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))\n"
+    )
+    request = ExplainRequest(
+        source=ModelSource(location=f"{tmp_path / 'net.py'}:net"),
+        spec=InputSpec(tensors=(TensorSpec(shape=(1, 256)),), source="--input"),
+        settings=StepSettings(optimizer="adamw", device="cpu"),
+        memory=8400 << 10,  # parameters, gradients and state take 8 MiB, temporaries of the update 0.5 MiB
+    )
+    found = explain(request, progress=Progress())
+    said = next(said for said in found.suggestions if said.change == "optimizer in backward")
+    assert said.peak_bytes <= request.memory
+    assert said.command.endswith(" --level 4 --budget 8400KiB --optimizer-in-backward")
 
 
 @pytest.mark.parametrize("plan", [Plan(place="disk"), Plan(segments=(SegmentPlan(path="a"),))])
