@@ -46,6 +46,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
+from tests.conftest import Done
 from tests.zoo.models import Parts
 from tests.zoo.records import measured
 
@@ -585,6 +586,12 @@ def test_an_interruption_of_what_is_tried_ends_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(change_trials, "recommend_prepared", lambda *_: found)
     with pytest.raises(KeyboardInterrupt):
         explain(wide(tmp_path), progress=Progress())
+
+
+@pytest.mark.parametrize(("memory", "code"), [("100B", 6), ("1GiB", 0)])
+def test_the_exit_code_tells_that_nothing_fits(memory: str, code: int, memopt: Callable[..., Done]) -> None:
+    Path("net.py").write_text("from torch import nn\ndef net(): return nn.Linear(8, 8)\n")
+    assert memopt("explain", "net.py:net", "-i", "4x8", "--memory", memory).code == code
 
 
 def test_one_sample_is_not_offered_in_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
