@@ -77,9 +77,7 @@ class ChangeTrials:
         self.refused: list[str] = []
         self.notes: list[str] = []
 
-    def suggestions(
-        self, stays_bytes: int, gradient_bytes: int, *, in_update: bool = False
-    ) -> tuple[Suggestion, ...]:
+    def suggestions(self, stays_bytes: int, gradient_bytes: int, *, in_update: bool = False) -> tuple[Suggestion, ...]:
         """Return the changes that make the step fit, fastest first; autocast, which rounds, comes last.
 
         If no single change fits, a plan is tried with micro-batches, and then under autocast.  ``stays_bytes``: bytes

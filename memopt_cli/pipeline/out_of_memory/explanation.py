@@ -300,9 +300,7 @@ def _explain_step(
         breakdown=break_down((s.kind, s.nbytes) for s in alive),
         modules=_held_by(made_by_step, lambda s: s.module or prepared.facts.class_name),
         lines=_held_by(made_by_step, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
-        suggestions=()
-        if instant is None
-        else trial.suggestions(stays, gradients, in_update=instant.phase == "update"),
+        suggestions=() if instant is None else trial.suggestions(stays, gradients, in_update=instant.phase == "update"),
         refused=tuple(trial.refused),
         notes=(*prepared.notes, *notes, *trial.notes, *prepared.messages),
     )
