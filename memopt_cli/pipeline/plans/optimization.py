@@ -238,7 +238,8 @@ class _PlanSearch:
     def _explain_commands(self) -> Iterator[str]:
         """Yield the command that explains why the step does not fit into the budget, where the shell can give it."""
         if self.findings.budget_bytes is not None and self.request.flags is not None:
-            flags = [*self.request.flags, f"--memory {exact_bytes(self.findings.budget_bytes)}"]
+            in_backward = "--optimizer-in-backward" if self.request.search.options.optimizer_in_backward else ""
+            flags = [*self.request.flags, in_backward, f"--memory {exact_bytes(self.findings.budget_bytes)}"]
             if (varied := self.request.dim_range) is not None:  # explain takes a size: the one that does not fit
                 size = f"--dim {varied.symbol}={self.prepared.subject.spec.dims[varied.symbol]}"
                 flags = [size if flag.startswith("--dim") and ":" in flag else flag for flag in flags]

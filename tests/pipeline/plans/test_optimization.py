@@ -923,6 +923,8 @@ def test_a_budget_is_met_by_the_optimizer_in_backward(optimize: Memopt) -> None:
     assert unasked.code == 6  # its gradients are all there at once, and no segment lowers that
     explain = "memopt explain net.pt --input 8x128 --optimizer adamw --memory "
     assert f"and which other changes fit: {explain}{exact_bytes(summary.budget_bytes)}" in unasked.err
+    asked = optimize("net.pt", *goal[:-2], "1KiB", "--force", *ADAMW_IN_BACKWARD)
+    assert "memopt explain net.pt --input 8x128 --optimizer adamw --optimizer-in-backward --memory 1KiB" in asked.err
 
 
 LOOKING_AT_ALL = """
