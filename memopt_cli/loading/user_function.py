@@ -12,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from memopt_cli.errors import UsageError, first_line
-from memopt_cli.loading.user_code import GUARD, command_line_of
+from memopt_cli.errors import UsageError
+from memopt_cli.loading.user_code import command_line_of, import_failure
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.misnamed import definitions
 
@@ -67,7 +67,8 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
         with command_line_of(path):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
-        raise UsageError(f"{flag_text}: running {path} failed: {first_line(err)}", hint=GUARD) from err
+        reason, hint = import_failure(err)
+        raise UsageError(f"{flag_text}: running {path} failed: {reason}", hint=hint) from err
     vars(module)[_STAMP] = stamp
     if not any(isinstance(finder, _ByOtherNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ByOtherNames())
