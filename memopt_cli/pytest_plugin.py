@@ -54,11 +54,17 @@ class TrainMemory:
     ) -> Counted:
         """Count the tensor peak of one step on ``model(*args, **inputs)``, in bytes, and which modules hold it.
 
+        A dict or a tuple alone in ``args`` holds the arguments of forward, as for ``memopt_cli.profile``.
+
         ``loss`` is called with the output.  Without it, the loss is a scalar output, an entry ``loss`` or the only
         scalar among the outputs; failing that, backward starts from random gradients of the outputs.  ``optimizer``:
         one whose state counts, named as for ``--optimizer``.  The model keeps its device, mode and state; its gradients
         are ``None`` afterwards.
         """
+        if len(args) == 1 and isinstance(args[0], Mapping) and inputs is None:
+            args, inputs = (), args[0]
+        elif len(args) == 1 and isinstance(args[0], tuple):
+            (args,) = args
         __tracebackhide__ = True  # pytest shows the line of the test, not those of memopt and PyTorch
         from memopt_cli.training.module_calls import InputsRejectedError
 
@@ -66,7 +72,9 @@ class TrainMemory:
             with said_in_python():
                 counted, messages = _count(model, args, inputs or {}, loss, optimizer, seed)
         except InputsRejectedError as error:
-            error.hint = "Give one tensor for each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32))."
+            error.hint = (
+                "Give each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32)), or a dict."
+            )
             raise error.with_traceback(None) from None
         except MemoptError as error:
             raise error.with_traceback(None) from None
