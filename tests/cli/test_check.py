@@ -302,5 +302,15 @@ def test_a_script_is_found_from_another_folder_with_the_sizes_of_the_baseline(re
     assert "make.py:inputs batch=4 width=64 in the baseline, make.py:inputs batch=8 width=64 now" in refused.err
 
 
+def test_a_peak_that_was_raised_by_hand_is_refused(recorded: Callable[..., Any]) -> None:
+    file = Path("memopt-baseline.json")
+    data = json.loads(file.read_text())
+    data["memory"]["tensor_peak_bytes"] *= 2
+    file.write_text(json.dumps(data))
+    refused = recorded("check", "net.pt")
+    assert refused.code == 5
+    assert "is not a baseline: its categories add up to " in refused.err
+
+
 def test_a_missing_baseline_is_recorded_where_it_was_looked_for(memopt: Callable[..., Any]) -> None:
     assert "memopt baseline MODEL -i SHAPE -o 'my nets.json'" in memopt("compare", "my nets.json", "b.json").err
