@@ -72,9 +72,7 @@ class TrainMemory:
             with said_in_python():
                 counted, messages = _count(model, args, inputs or {}, loss, optimizer, seed)
         except InputsRejectedError as error:
-            error.hint = (
-                "Give each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32)), or a dict."
-            )
+            error.hint = "Give each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32)), or a dict."
             raise error.with_traceback(None) from None
         except MemoptError as error:
             raise error.with_traceback(None) from None
