@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -70,10 +70,12 @@ class Piece:
     """A function that runs the module on tensors in the piece's shapes, uncut."""
     halves: Callable[[], Sequence[Any]]
     """A function that runs the module on two halves of the piece, one after the other."""
-    sequences: Sequence[Tensor]
-    """The tensors of the piece."""
+    sequences: Callable[[], list[Tensor]]
+    """A function that returns new copies of the piece's tensors, since forward may write its input in place."""
+    length: int
+    """The length of the piece along :attr:`axis`."""
     axis: int
-    """The axis along which they are cut."""
+    """The axis along which its tensors are cut."""
     outputs: int
     """Number of the module's outputs that are joined over the chunks; later outputs are states for the next chunk."""
     resumes: bool
@@ -84,8 +86,7 @@ class Piece:
     @property
     def halves_of(self) -> tuple[int, int]:
         """The lengths of the two halves, of which the first is the longer one, as with chunks."""
-        length = self.sequences[0].shape[self.axis]
-        return length - length // 2, length // 2
+        return self.length - self.length // 2, self.length // 2
 
 
 def is_due(module: nn.Module) -> bool:
@@ -99,26 +100,61 @@ def is_due(module: nn.Module) -> bool:
     return count.bit_count() == 1 and count.bit_length() % 4 == 1
 
 
-def mixing(piece: Piece) -> Complaint:
-    """Return why the module of ``piece`` cannot run in chunks."""
-    try:
-        with torch.no_grad(), unseen():
-            whole = _run_whole(piece, _copies(piece.sequences))
-            cut = _run(piece, piece.halves)
-            return _other_shape(piece, whole, cut) or _dependence(piece, whole) or _restart(piece, whole, cut)
-    except OtherNormsError as error:
-        return str(error)
-    except Exception:  # the module's own code may not take this length, which proves nothing about chunks
-        return ""
+def mixing(pieces: Iterable[Piece]) -> Complaint:
+    """Return why a module cannot run in chunks, by the first of ``pieces`` whose shape its forward takes.
+
+    A piece with an output of one value alone proves nothing, and the next one is tried: spikes may come late.
+    """
+    reason = ""
+    for piece in pieces:
+        try:
+            with torch.no_grad(), unseen():
+                found = _try(piece)
+        except OtherNormsError as error:
+            reason = str(error)
+        except Exception:  # the module's own code may not take this shape, which proves nothing about chunks
+            reason = ""
+        else:
+            if found is not None:
+                return found
+    return reason
 
 
-def _other_shape(piece: Piece, whole: _Result, cut: _Result) -> Complaint:
-    """Return a complaint if the joined outputs of two halves differ in shape from the output of the whole."""
-    shapes = [tuple(tuple(tensor.shape) for tensor in result.tensors) for result in (whole, cut)]
-    if shapes[0] == shapes[1]:
+def _try(piece: Piece) -> Complaint | None:
+    """Return why the module of ``piece`` cannot run in chunks; ``None`` if its outputs prove nothing.
+
+    The trial takes place in the middle of a step, whose plan has no bytes to spare.  So it holds the outputs of the
+    whole run, and beside them only one other run at a time.
+    """
+    whole = _run_whole(piece, piece.sequences())
+    shapes, after_cut = _halves_of(piece)
+    if whole.shapes != shapes:
+        uncut, joined = (", ".join(map(str, of_run)) for of_run in (whole.shapes, shapes))
+        return f"gives {joined} in two chunks along axis {piece.axis}, and {uncut} as a whole"
+    if any(bool((part == part.flatten()[:1]).all()) for (part,) in whole.outputs):
+        return None
+    return _dependence(piece, whole) or _restart(piece, whole, after_cut)
+
+
+def _halves_of(piece: Piece) -> tuple[list[tuple[int, ...]], list[Tensor]]:
+    """Run two halves of ``piece``; return the shape of each joined output, and its first row after the cut."""
+    cut = _run(piece, piece.halves)
+    rows = [parts[1].narrow(piece.axis, 0, 1).clone() for parts in cut.outputs] if cut.is_cut_at(piece) else []
+    return cut.shapes, rows
+
+
+def _restart(piece: Piece, whole: _Result, after_cut: Sequence[Tensor]) -> Complaint:
+    """Return a complaint if the first row after a cut, ``after_cut``, differs from that row of the ``whole``."""
+    # The module's own generator may draw numbers that ``is_random`` does not see.  It draws other numbers for half
+    # the length than for the whole, and outputs then prove nothing.
+    if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
         return ""
-    uncut, joined = (", ".join(map(str, of_run)) for of_run in shapes)
-    return f"gives {joined} in two chunks along axis {piece.axis}, and {uncut} as a whole"
+    half, _ = piece.halves_of
+    if whole.is_random or not whole.is_cut_at(piece):
+        return ""
+    if not any(map(_is_unlike, whole.rows(piece.axis, half, 1), after_cut)):
+        return ""
+    return f"computes something else behind a cut along axis {piece.axis}"
 
 
 def _dependence(piece: Piece, whole: _Result) -> Complaint:
@@ -127,33 +163,24 @@ def _dependence(piece: Piece, whole: _Result) -> Complaint:
         return ""
     half, rest = piece.halves_of
     for start, source, compared, size in ((0, half, half, rest), (half, 0, 0, half)):
-        inputs = [_with_rows_from(source, start, rest, s, piece.axis) for s in piece.sequences]
+        inputs = piece.sequences()
+        for tensor in inputs:
+            replaced = tensor.narrow(piece.axis, source, rest).clone()  # the halves may overlap by a row
+            tensor.narrow(piece.axis, start, rest).copy_(replaced)
         changed = _run_whole(piece, inputs)
         if not all(map(_is_alike, whole.rows(piece.axis, compared, size), changed.rows(piece.axis, compared, size))):
             return f"mixes what lies along axis {piece.axis}: part of its output depends on another part of its input"
     return ""
 
 
-def _restart(piece: Piece, whole: _Result, cut: _Result) -> Complaint:
-    """Return a complaint if the first row after a cut differs from that row of the whole run."""
-    # The module's own generator may draw numbers that ``is_random`` does not see.  It draws other numbers for half
-    # the length than for the whole, and outputs then prove nothing.
-    if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
-        return ""
-    if whole.is_random or not whole.is_cut_at(piece):
-        return ""
-    half, _ = piece.halves_of
-    if not any(map(_is_unlike, whole.rows(piece.axis, half, 1), cut.rows(piece.axis, half, 1))):
-        return ""
-    return f"computes something else behind a cut along axis {piece.axis}"
-
-
 @dataclass(frozen=True, slots=True)
 class _Result:
     """The result of a run on a piece."""
 
-    tensors: list[Tensor]
-    """The outputs, each joined over the parts in which the piece was run."""
+    outputs: list[tuple[Tensor, ...]]
+    """Each output, in the parts in which the piece was run."""
+    shapes: list[tuple[int, ...]]
+    """The shape of each output, its parts joined."""
     is_random: bool
     """Whether the run drew random numbers."""
     hands_over: bool
@@ -161,11 +188,12 @@ class _Result:
 
     def is_cut_at(self, piece: Piece) -> bool:
         """Return whether every output has a row for each row of ``piece``."""
-        lengths = {t.shape[piece.axis] if -t.dim() <= piece.axis < t.dim() else 0 for t in self.tensors}
-        return lengths == {sum(piece.halves_of)}
+        axis = piece.axis
+        return {shape[axis] if -len(shape) <= axis < len(shape) else 0 for shape in self.shapes} == {piece.length}
 
     def rows(self, axis: int, start: int, count: int) -> list[Tensor]:
-        return [tensor.narrow(axis, start, count) for tensor in self.tensors]
+        """Return ``count`` rows from ``start`` on of each output of a run in one part."""
+        return [whole.narrow(axis, start, count) for (whole,) in self.outputs]
 
 
 def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Result:
@@ -177,24 +205,13 @@ def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Result:
         generators, moves = Generators(), Moves(piece.module)
         with piece.norms:
             parts = [output if isinstance(output, tuple) else (output,) for output in run()]
-        columns = zip(*(part[: piece.outputs] for part in parts), strict=True)
-        joined = [torch.cat(column, dim=piece.axis) for column in columns]
-        return _Result(joined, generators.moved(), len(parts[0]) > piece.outputs or bool(moves.now()))
+        outputs = [*zip(*(part[: piece.outputs] for part in parts), strict=True)]
+        shapes = [tuple(torch.cat([p.to("meta") for p in output], dim=piece.axis).shape) for output in outputs]
+        return _Result(outputs, shapes, generators.moved(), len(parts[0]) > piece.outputs or bool(moves.now()))
 
 
 def _run_whole(piece: Piece, inputs: Sequence[Tensor]) -> _Result:
     return _run(piece, lambda: [piece.whole(inputs)])
-
-
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]  # the module may write its input in place
-
-
-def _with_rows_from(source: int, start: int, count: int, tensor: Tensor, axis: int) -> Tensor:
-    """Copy ``tensor``, and in the copy overwrite ``count`` rows from ``start`` on by the rows from ``source`` on."""
-    (copied,) = _copies([tensor])
-    copied.narrow(axis, start, count).copy_(tensor.detach().narrow(axis, source, count))
-    return copied
 
 
 def _is_alike(a: Tensor, b: Tensor) -> bool:

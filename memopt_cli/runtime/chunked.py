@@ -290,7 +290,7 @@ class _FirstChunk:
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
         if not reason and tries_rows and chunk_rows.is_due(self._module):
-            reason = chunk_rows.mixing(self._piece(starting))
+            reason = chunk_rows.mixing(self._pieces(starting))
         if reason:
             raise _NotInChunksError(
                 reason, functools.partial(self._start.enter, self._state_tensors, self._others), is_certain=True
@@ -334,19 +334,28 @@ class _FirstChunk:
             if isinstance(value, Tensor) and -value.dim() <= axis < value.dim() and value.shape[axis] == self._length:
                 yield name
 
-    def _piece(self, starting: chunk_rows.Starting) -> chunk_rows.Piece:
-        config = config_of(self._module)
-        return chunk_rows.Piece(
-            module=self._module,
-            starting=starting,
-            whole=self._run,
-            halves=self._run_halves,
-            sequences=self._sequences(),
-            axis=config.axis,
-            outputs=config.seq_outputs,
-            resumes=_resumes(self._module),
-            norms=SameStatistics() if config.batch_statistics else contextlib.nullcontext(),
-        )
+    def _pieces(self, starting: chunk_rows.Starting) -> Iterator[chunk_rows.Piece]:
+        """Yield pieces for trials: cut short along the last two other axes, along one of them, and in full size.
+
+        A trial needs two rows, and a chunk may have one.  Cut short, they need less memory than its backward does.
+        """
+        config, shape = config_of(self._module), self._first[0].shape
+        cut = config.axis % len(shape)
+        others = [axis for axis in reversed(range(len(shape))) if axis != cut and shape[axis] > 1]
+        for short in ([others[:2]] if len(others) > 1 else []) + [[axis] for axis in others] + [[]]:
+            sequences = functools.partial(self._sequences, short)
+            yield chunk_rows.Piece(
+                module=self._module,
+                starting=starting,
+                whole=self._run,
+                halves=functools.partial(self._run_halves, sequences),
+                sequences=sequences,
+                length=max(2, shape[cut]),
+                axis=config.axis,
+                outputs=config.seq_outputs,
+                resumes=_resumes(self._module),
+                norms=SameStatistics() if config.batch_statistics else contextlib.nullcontext(),
+            )
 
     def _run_whole(self) -> None:
         self._run(self._sequences())
@@ -355,12 +364,13 @@ class _FirstChunk:
         with recomputing(self._module), saving_aside():
             return self._forward(*sequences, *self._states, **self._kwargs)
 
-    def _run_halves(self) -> list[Any]:
+    def _run_halves(self, sequences: Callable[[], list[Tensor]] | None = None) -> list[Any]:
         config = config_of(self._module)
         start = StateBeforePasses(self._module)
         states = self._states
         outputs = list[Any]()
-        for index, half in enumerate(zip(*(_halves(s, config.axis) for s in self._sequences()), strict=True)):
+        tensors = sequences() if sequences is not None else self._sequences()
+        for index, half in enumerate(zip(*(_halves(s, config.axis) for s in tensors), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
             start.restore_norms()
             with recomputing(self._module), saving_aside():
@@ -369,13 +379,26 @@ class _FirstChunk:
             states = parts[config.seq_outputs :] or states
         return outputs
 
-    def _sequences(self) -> list[Tensor]:
-        """Return copies of the first chunk's inputs, joined with the second's if a chunk has one row only."""
+    def _sequences(self, short: Sequence[int] = ()) -> list[Tensor]:
+        """Return copies of the first chunk's inputs, joined with the second's if a chunk has one row only.
+
+        ``short``: axes along which inputs as long as the first one are cut to their first quarter.
+        """
         axis = config_of(self._module).axis
+        pairs: Iterable[tuple[Tensor, ...]] = zip(self._first, self._second, strict=True)
+        if self._first[0].shape[axis] > 1:
+            pairs = ((first,) for first in self._first)
+        for other in short:
+            length = self._first[0].shape[other]
+            pairs = [tuple(_first_quarter(t, other, length) for t in pair) for pair in pairs]
         with torch.no_grad(), unseen():  # else a recorded step would count the bytes of these copies
-            if self._first[0].shape[axis] > 1:
-                return [t.clone() for t in self._first]  # forward may write its input in place
-            return [torch.cat(pair, dim=axis) for pair in zip(self._first, self._second, strict=True)]
+            return [torch.cat(pair, dim=axis) for pair in pairs]
+
+
+def _first_quarter(tensor: Tensor, axis: int, length: int) -> Tensor:
+    """Return the first quarter of ``tensor`` along ``axis`` if it is ``length`` long there; else ``tensor``."""
+    is_as_long = tensor.dim() > axis and tensor.shape[axis] == length
+    return tensor.narrow(axis, 0, max(1, length // 4)) if is_as_long else tensor
 
 
 def _without_axis(config: SegmentConfig, output: Any) -> Complaint:

@@ -187,6 +187,29 @@ def test_what_shows_nothing_at_first_is_noticed_later() -> None:
         net(inputs())
 
 
+def test_a_short_piece_of_zeros_proves_nothing() -> None:
+    net = in_chunks(CumulativeSum(), 3)
+    nn.init.zeros_(net.linear.bias)
+    x = inputs()
+    x.data[:, 0] = 0.0  # the first quarter of axis 1, which is tried first
+    with pytest.warns(UserWarning, match="mixes what lies along axis 0"):
+        net(x)
+
+
+def test_a_trial_runs_on_less_than_a_chunk() -> None:
+    net = in_chunks(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), 2)
+    sizes: dict[bool, list[int]] = {False: [], True: []}
+
+    def note(_: nn.Module, args: tuple[Tensor]) -> None:
+        sizes[memopt_cli.runtime.is_recomputing()].append(args[0].numel())
+
+    net[0].register_forward_pre_hook(note)
+    with silent():
+        net(torch.randn(2, 3, 16, 16))
+    assert sizes[True]
+    assert max(sizes[True]) < min(sizes[False])
+
+
 def test_forwards_that_are_timed_try_nothing() -> None:
     runs: list[bool] = []
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
