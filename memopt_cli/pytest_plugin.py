@@ -61,10 +61,11 @@ class TrainMemory:
         one whose state counts, named as for ``--optimizer``.  The model keeps its device, mode and state; its gradients
         are ``None`` afterwards.
         """
-        if len(args) == 1 and isinstance(args[0], Mapping) and inputs is None:
-            args, inputs = (), args[0]
-        elif len(args) == 1 and isinstance(args[0], tuple):
-            (args,) = args
+        alone = args[0] if len(args) == 1 else None
+        if isinstance(alone, Mapping) and inputs is None:
+            args, inputs = (), alone
+        elif isinstance(alone, tuple):
+            args = alone
         __tracebackhide__ = True  # pytest shows the line of the test, not those of memopt and PyTorch
         from memopt_cli.training.module_calls import InputsRejectedError
 
