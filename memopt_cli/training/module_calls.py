@@ -157,8 +157,8 @@ def _forward_of(stack: list[RunningCall], model: nn.Module) -> str:
 def raised_at(error: BaseException) -> str:
     """Return the innermost line of ``error`` in the user's own code: `` (net.py, line 8)``.
 
-    If there is none, return the innermost line outside of torch and memopt; for a SyntaxError, whose text
-    names its line, an empty text.
+    If there is none, return the innermost line outside of torch and memopt.  Empty for a SyntaxError, whose text names
+    its line.
     """
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_ours(frame)]
     if not frames or isinstance(error, SyntaxError):
