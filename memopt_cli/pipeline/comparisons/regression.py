@@ -213,7 +213,7 @@ def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepa
             f"{request.baseline_path} is not comparable: it is of another model, {root} of {before.header.model}; "
             f"{location} holds {class_name}",
             hint=f"If {root} has another name now, record its baseline again. Otherwise keep one for each model: "
-            "record it with `-o FILE`, and check it with `--baseline FILE`.",
+            "record it with `memopt baseline MODEL -i SHAPE -o FILE`, and name it with `--baseline FILE`.",
         )
 
 
