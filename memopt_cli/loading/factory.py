@@ -28,7 +28,7 @@ from memopt_cli.loading.pickles.entries import (
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.torchscript import TorchScript
-from memopt_cli.loading.user_code import GUARD, UserCode, command_line_of, make_importable
+from memopt_cli.loading.user_code import UserCode, command_line_of, import_failure, make_importable
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
 from memopt_cli.text.documents import quoted_flag, quoted_path
@@ -65,11 +65,8 @@ def _import_module(location: str) -> Callable[[], Any]:
         with command_line_of(module):
             factory: Any = importlib.import_module(module)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
-        hint = "Run memopt from the folder that holds it, or add `--code-path FOLDER`."
-        raise FileFormatError(
-            f"{location}: importing {module} failed: {first_line(err)}",
-            hint=hint if isinstance(err, ModuleNotFoundError) else GUARD,
-        ) from err
+        reason, hint = import_failure(err)
+        raise FileFormatError(f"{location}: importing {module} failed: {reason}", hint=hint) from err
     for part in name.split("."):
         factory = getattr(factory, part, None)
     if not callable(factory):

@@ -14,16 +14,22 @@ from typing import Any, Final
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickles.nodes import Global
 from memopt_cli.text.optimizer_text import notebook_refusal
+from memopt_cli.training.module_calls import raised_at
 
 _COPIED: Final[dict[str, Any]] = {}
 """Name -> the definition that was copied to ``__main__``; it may be replaced by that of the next script."""
 
 
-GUARD: Final = (
-    "It is imported for what it defines: code that parses arguments, trains or saves belongs under "
-    'if __name__ == "__main__":.'
-)
-"""The hint for a file of the user's that fails while it is imported."""
+def import_failure(error: BaseException) -> tuple[str, str]:
+    """Return the reason why code of the user's could not be imported, with the line of ``error``, and a hint."""
+    reason = first_line(error) + raised_at(error)
+    if isinstance(error, ModuleNotFoundError):
+        missing = str(error.name).partition(".")[0]
+        return reason, f"Add the folder that has {missing}: `--code-path FOLDER`; if it is a package, install it."
+    if isinstance(error, ImportError | SyntaxError):
+        return reason, "Plain Python fails there, too: correct that line."
+    guard = 'code that parses arguments, trains or saves belongs under if __name__ == "__main__":.'
+    return reason, f"It is imported for what it defines: {guard}"
 
 
 class ClassNotFoundError(FileFormatError):
@@ -139,11 +145,8 @@ class UserCode:
             with command_line_of(str(path)):
                 module = importlib.import_module(name)
         except (Exception, SystemExit) as err:  # the user's module may raise anything
-            hint = GUARD
-            if isinstance(err, ModuleNotFoundError):
-                missing = str(err.name).partition(".")[0]
-                hint = f"Add the folder that has {missing}: `--code-path FOLDER`; if it is a package, install it."
-            raise FileFormatError(f"importing {path} failed: {first_line(err)}", hint=hint) from err
+            reason, hint = import_failure(err)
+            raise FileFormatError(f"importing {path} failed: {reason}", hint=hint) from err
         if path is None or _file(module) != path:
             raise FileFormatError(
                 f"the module {name} of the code path is shadowed by {getattr(module, '__file__', 'a built-in module')}",

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
-from memopt_cli.errors import UsageError, first_line
-from memopt_cli.loading.user_code import GUARD, command_line_of, is_session, make_importable
+from memopt_cli.errors import UsageError
+from memopt_cli.loading.user_code import command_line_of, import_failure, is_session, make_importable
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.misnamed import definitions
 
@@ -79,7 +79,8 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         sys.modules.pop(name, None)
-        raise UsageError(f"{flag_text}: running {path} failed: {first_line(err)}", hint=GUARD) from err
+        reason, hint = import_failure(err)
+        raise UsageError(f"{flag_text}: running {path} failed: {reason}", hint=hint) from err
     finally:
         if folder in sys.path:
             sys.path.remove(folder)

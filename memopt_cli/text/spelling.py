@@ -58,7 +58,20 @@ def notes_in_python(result: Any) -> Any:
 
 def on_command_line(text: str) -> str:
     """Return ``text`` with its marked options as flags, without the backticks."""
-    return _MARK.sub(lambda mark: mark[0] if _parse_mark(mark[1]) is None else mark[1], text)
+    return "".join(split_marks(text))
+
+
+def split_marks(text: str) -> list[str]:
+    """Split ``text`` at its marked options and commands, which are every second part, without the backticks."""
+    parts = [""]
+    for index, part in enumerate(_MARK.split(text)):
+        if index % 2 == 0:
+            parts[-1] += part
+        elif _parse_mark(part) is None:
+            parts[-1] += f"`{part}`"
+        else:
+            parts += [part, ""]
+    return parts
 
 
 def in_python(text: str) -> str:

@@ -62,6 +62,27 @@ def test_a_script_that_fails_as_it_trains_is_asked_for_a_guard(folder: Path) -> 
 
 
 @pytest.mark.parametrize("location", ["user_training.py:make", "user_training:make"])
+@pytest.mark.parametrize(
+    ("line", "reason", "hint"),
+    [
+        ("def oops(:", "SyntaxError: invalid syntax", "Plain Python fails there, too: correct that line."),
+        ("from math import tau_", "ImportError", "Plain Python fails there, too: correct that line."),
+        ("import user_missing", "ModuleNotFoundError", "Add the folder that has user_missing"),
+        ("import json; json.loads('')", "JSONDecodeError", "It is imported for what it defines"),
+    ],
+)
+def test_an_error_of_an_imported_file_names_its_line(
+    folder: Path, location: str, line: str, reason: str, hint: str
+) -> None:
+    (folder / "user_training.py").write_text("\nfrom user_blocks import make")
+    (folder / "user_blocks.py").write_text(f"\n\n{line}")
+    sys.modules.pop("user_training", None)
+    with pytest.raises(MemoptError, match=f"failed: {reason}.* \\({folder}/user_blocks.py, line 3\\)\n") as raised:
+        load_model(ModelSource(location=location))
+    assert raised.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize("location", ["user_training.py:make", "user_training:make"])
 def test_a_script_sees_no_arguments_of_memopt(location: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["memopt", "profile"])
     parser = f"{CODE}\nimport argparse\nparser = argparse.ArgumentParser()\n"

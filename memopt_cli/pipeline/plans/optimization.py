@@ -45,7 +45,7 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.search.plan.targets import describe_selection, refusal_notes
+from memopt_cli.search.plan.targets import describe_selection, loop_notes, refusal_notes
 from memopt_cli.text.units import exact_bytes
 from memopt_cli.text.writing import check_targets
 
@@ -454,6 +454,8 @@ class _PlanSearch:
         modules, by_goal = search.traced.trace.modules, self.findings.by_goal
         self.findings.selection = describe_selection(modules, plan, search.options, by_goal=by_goal)
         self.findings.notes += refusal_notes(self.findings.selection.refusals)
+        if not plan.segments:
+            self.findings.notes += loop_notes(modules)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:  # the first dry run that failed, before any plan was dropped
             dropped = Dropped(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))

@@ -844,6 +844,21 @@ def test_inputs_from_a_file_cannot_be_resized(optimize: Memopt) -> None:
     assert yaml.safe_load(Path("net.memopt.batch.yaml").read_text())["recommended"]["batch_size"] == 9
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", ["zeros[:9]", "zeros[: len(out)]"])
+def test_a_loss_of_so_many_targets_is_a_matter_of_the_batch_that_is_asked_for(optimize: Memopt, targets: str) -> None:
+    torch.save(small_net(), "net.pt")
+    Path("loss.py").write_text(
+        f"import torch\nzeros = torch.zeros(24)\ndef loss(out):\n    return (out.sum(1) - {targets}).mean()\n"
+    )
+    step = ("net.pt", "-i", "9x64", "--loss", "loss.py:loss", "--level", "1", "--force")
+    done = optimize(*step)
+    assert done.code == 0, done.err
+    assert "he loss failed" not in done.out
+    assert ("but the loss fails at batch " in done.out) == (targets != "zeros[:9]")
+    assert "he loss failed" in optimize(*step, "--recommend-batch").out
+
+
 def test_a_file_of_inputs_is_read_in_subprocesses_alone(memopt: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(small_net(), "net.pt")
     torch.save([torch.randn(9, 64)], "inputs.pt")
