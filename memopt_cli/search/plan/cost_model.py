@@ -57,11 +57,13 @@ MODULE_S = 12e-6
 SEGMENT_OP_S = 3e-6
 """Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
 PACKING_S = 90e-6
-"""Seconds to pack a small tensor and unpack it again; measured, like the next two, by ``benchmarks/overhead.py``."""
-INSPECTION_S = 21e-6
-"""Seconds to find that a tensor is not to be packed."""
+"""Seconds to pack a small tensor and unpack it again; measured by ``benchmarks/overhead.py``."""
+INSPECTION_S = 60e-6
+"""Seconds to find that a tensor is not to be packed: 40 µs among the products of a BERT, 110 µs among the convolutions
+of a U-Net, where tensor and code have left the caches; ``benchmarks/overhead.py`` finds 21 µs where they have not."""
 KEEP_OP_S = 10e-6
-"""Seconds that a segment with kept outputs adds to each operator, in either run, by passing through Python."""
+"""Seconds that a segment with kept outputs adds to each operator, in either run, by passing through Python; measured by
+``benchmarks/overhead.py``."""
 NORM_S = 150e-6
 """Seconds that each norm adds to a chunk where batch statistics are gathered.  The norm is then a dozen small operators
 in forward, recomputation and backward, whether it gathers or normalizes."""
