@@ -80,7 +80,7 @@ class OnlineAlgorithm(nn.Module):
         for use, groups in structure.groups.items():
             operation = operation_of(self.model.get_submodule(use.path))
             like = operation.bias if operation.weight is None else operation.weight
-            trace = self._make_trace(use, groups, operation, structure.z_shapes[use])
+            trace = self._make_trace(use, groups, operation, structure.input_shapes[use])
             if use in structure.doubled_uses and isinstance(trace, FactoredTrace):
                 raise MemoptError(
                     f"the output of {use.path} is read by a cell that has parameters or inputs of its own, and also "

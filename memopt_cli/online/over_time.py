@@ -131,7 +131,7 @@ def _hidden_states(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[nn.
             results += [value for key, value in _undeclared_tensors(model, inputs) if key in assigned]
             are_read = _are_read([t for t in results if t.requires_grad], leaves)
     finally:
-        start.enter()
+        start.restore()
     return [(*key, value) for (key, value), is_read in zip(assigned.items(), are_read, strict=True) if is_read]
 
 

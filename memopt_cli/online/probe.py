@@ -40,7 +40,7 @@ class Probe(Interception):
         computation."""
         self.output_reads: list[Reads] = []
         """The parts that each tensor of the model's output reads."""
-        self.z_shapes: dict[ModuleUse, tuple[int, ...] | None] = {}
+        self.input_shapes: dict[ModuleUse, tuple[int, ...] | None] = {}
         """Use -> shape of its input per sample.  ``None``: an elementwise parameter, without input."""
         self.shapes: dict[CellOutput, tuple[int, ...]] = {}
         """Output of a cell -> its shape per sample."""
@@ -71,7 +71,7 @@ class Probe(Interception):
             self.batch.lift(self._end, *results)
 
     def on_use(self, use: ModuleUse, *z: Tensor) -> tuple[Tensor]:
-        self.z_shapes[use] = tuple(z[0].shape[1:]) if z else None
+        self.input_shapes[use] = tuple(z[0].shape[1:]) if z else None
         self.reads[use] = self._graph.reads(z[0], self.leaves) if z else Reads()
         operation = operation_of(self.weights[use.path])
         _check_weight(use.path, self.weights[use.path])

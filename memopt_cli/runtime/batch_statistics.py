@@ -167,11 +167,11 @@ class BatchStatistics:
 
         Raises :class:`NotGatheredError`, or :class:`RuntimeError` if the state cannot be put back.
         """
-        if self._start.draws():
+        if self._start.has_drawn():
             raise NotGatheredError("draws random numbers before a batch norm, others in chunks than as a whole")
         self._norms = (*self._norms, _Norm(merged([chunk.statistics for chunk in reached]), reached))
         self._start.add_norm(reached[0].running)
-        self._start.enter()
+        self._start.restore()
 
     @property
     def undo(self) -> Callable[[], None]:
@@ -179,7 +179,7 @@ class BatchStatistics:
 
         It holds no results of passes.  It raises :class:`RuntimeError` if the state cannot be put back.
         """
-        return self._start.enter
+        return self._start.restore
 
     def _chunk(self, breaks_off: set[bool], index: int) -> Callable[..., Any]:
         """Return the function that runs the chunk at ``index``, and adds to ``breaks_off`` whether it broke off."""
@@ -521,7 +521,7 @@ class StateBeforePasses:
         self._inputs = [(t, version_of(t)) for t in inputs]
         self._generators = Generators()
 
-    def draws(self) -> bool:
+    def has_drawn(self) -> bool:
         """Return whether random numbers were drawn since this start was made."""
         return self._generators.moved()
 
@@ -543,7 +543,7 @@ class StateBeforePasses:
             tensor.data.copy_(copy)
 
     @torch.no_grad()
-    def enter(self) -> None:
+    def restore(self) -> None:
         """Put back the state of the module and of the random generators.
 
         Raises :class:`RuntimeError` if an argument was written, or a tensor with a graph was modified in place.

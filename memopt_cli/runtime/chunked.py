@@ -293,7 +293,7 @@ class _FirstChunk:
             reason = chunk_rows.mixing(self._pieces(starting))
         if reason:
             raise _NotInChunksError(
-                reason, functools.partial(self._start.enter, self._state_tensors, self._others), is_certain=True
+                reason, functools.partial(self._start.restore, self._state_tensors, self._others), is_certain=True
             )
 
     def _states_refusal(self, output: Any) -> Complaint:
@@ -323,7 +323,7 @@ class _FirstChunk:
         uncut = ", ".join(self._uncut())
         line = str(error).partition("\n")[0]
         likely_cause = f"gets {uncut} whole with every chunk, and " if uncut else ""
-        undo = functools.partial(self._start.enter, self._state_tensors, self._others)
+        undo = functools.partial(self._start.restore, self._state_tensors, self._others)
         is_certain = isinstance(error, UnrepeatableError)
         raise _NotInChunksError(f"{likely_cause}fails on a chunk ({line})", undo, is_certain=is_certain)
 

@@ -390,7 +390,7 @@ class _Loss:
         counted = valid if self.weight is None else self.weight[self.target.where(valid, 0)] * valid
         return counted.sum(dtype=self.dtype).reciprocal()
 
-    def of(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss over ``rows``, and its gradient, which overwrites their ``logits``.
 
         loss = sum over rows of (1 - s) w_t (-log p_t) + s / C sum over c of w_c (-log p_c)
@@ -489,7 +489,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start, end in itertools.pairwise([0, *ends]):
                 chunk = slice(start, end)
                 rows, logits = head.rows(index[chunk], *parameters)
-                value, gradient = loss.of(logits.to(loss.dtype), chunk)
+                value, gradient = loss.loss_and_gradient(logits.to(loss.dtype), chunk)
                 del logits
                 total += value
                 gradient = gradient.to(head.dtype)

@@ -201,12 +201,12 @@ class _Late:
 class PackedSaves:
     """The tensors that autograd saves during one run of a module's forward, packed."""
 
-    def __init__(self, untouched: Iterable[Tensor], group: ParcelSeries | None = None, *, packs: bool = True) -> None:
+    def __init__(self, untouched: Iterable[Tensor], parcels: ParcelSeries | None = None, *, packs: bool = True) -> None:
         """Leave the tensors ``untouched``, parameters and buffers, as they are: they exist anyway.
 
-        ``group``: sends all other tensors to a place.  ``None``: they stay on the device.  ``packs``: pack them.
+        ``parcels``: sends all other tensors to a place.  ``None``: they stay on the device.  ``packs``: pack them.
         """
-        self._group, self._packs = group, packs
+        self._parcels, self._packs = parcels, packs
         self._untouched = {memory_of(t) for t in untouched if has_memory(t)}
         self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_PackedRegion]]]] = {}
         """Key of a storage -> the storage, and its regions, each with what is packed of it."""
@@ -233,11 +233,11 @@ class PackedSaves:
         # A small view is not passed over: it may keep alive all of the large tensor that it is a view of.
         if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
             return _Unpacked(tensor)
-        if self._group is not None:
+        if self._parcels is not None:
             # The parameters that FSDP gathers for forward are not parameters of the module, hence not untouched.
             if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
                 return _Unpacked(tensor)
-            self._group.note_save()
+            self._parcels.note_save()
         saved = self._packed_before(tensor) if is_large and self._packs else None
         if saved is not None and isinstance(saved.packed, PackedAway):
             saved.packed.note_use()
@@ -253,7 +253,7 @@ class PackedSaves:
 
     def _send(self, packed: Packed) -> Packed | PackedAway:
         """Begin to send ``packed``, if there is a place to send it to, and return it."""
-        return packed if self._group is None else self._group.take(packed)
+        return packed if self._parcels is None else self._parcels.take(packed)
 
     def _store_raw(self, tensor: Tensor) -> Packed | PackedAway:
         """Return ``tensor`` stored raw, with its version, which :meth:`unpack` checks.
@@ -262,8 +262,8 @@ class PackedSaves:
         refer to it.
         """
         stored = store_raw(tensor.detach())
-        if self._group is not None:
-            return self._group.take(stored)
+        if self._parcels is not None:
+            return self._parcels.take(stored)
         whole = _whole_of(tensor)
         if whole is not tensor:
             raw = store_raw(whole.detach())
@@ -278,8 +278,8 @@ class PackedSaves:
     def settle(self) -> None:
         """Pack the tensors that still wait, once every operator of the module has run."""
         self._pack_late(math.inf)
-        if self._group is not None:
-            self._group.complete()
+        if self._parcels is not None:
+            self._parcels.complete()
 
     def _pack_late(self, node: float) -> None:
         """Pack the tensors that were saved before ``node`` was made: the operators that saved them have ended."""

@@ -124,7 +124,7 @@ def call_checkpointed(
         if lost:
             raise RuntimeError(f"{label_of(module)} {reason} and {lost}; take it out of the plan") from error
     run_plainly(module, reason)
-    start.enter(state_tensors, arguments.others)
+    start.restore(state_tensors, arguments.others)
     # Forward may have run a backward before it failed, which added to these gradients.
     for tensor, gradient in gradients:
         tensor.grad = gradient

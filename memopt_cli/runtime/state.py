@@ -249,7 +249,7 @@ class StartingState:
                     table.update(entries)
                 generators.restore()
 
-    def enter(self, state_tensors: Sequence[Tensor] = (), others: Sequence[Any] = ()) -> None:
+    def restore(self, state_tensors: Sequence[Tensor] = (), others: Sequence[Any] = ()) -> None:
         """Put the module, the generators and ``others`` into the starting state for good, to run forward anew.
 
         ``others``: the arguments that are not tensors, which belong to the caller.  Raises :class:`RuntimeError` if one

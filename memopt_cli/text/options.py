@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from memopt_cli.errors import OptionError, for_message
-from memopt_cli.text.values import Amount, Choice, Kind, Offload, Real, Size, Whole
+from memopt_cli.text.values import Amount, Choice, Offload, Real, Size, ValueKind, Whole
 
 ARGUMENTS: Final = "Arguments"
 ANSWER: Final = "What fits"
@@ -42,7 +42,7 @@ class Option:
     group: str = OTHERS
     takes: str | None = None
     """Name of the option's value in help; ``None`` for a switch."""
-    kind: Kind | str | None = None
+    kind: ValueKind | str | None = None
     """Kind of value for both surfaces, or the name of a check of the command line alone (:mod:`memopt_cli.cli.values`);
     ``None`` if the type of the parameter is check enough."""
     default: str = ""
@@ -64,7 +64,7 @@ class Option:
     @property
     def checked_risk(self) -> Literal["data", "file", "code"]:
         """Highest risk of a value; a switch and a value that is parsed are data."""
-        is_parsed = isinstance(self.kind, Kind) and not isinstance(self.kind, Offload)  # disk:FOLDER writes there
+        is_parsed = isinstance(self.kind, ValueKind) and not isinstance(self.kind, Offload)  # disk:FOLDER writes there
         return "data" if self.takes is None or is_parsed else self.risk
 
 
@@ -594,20 +594,20 @@ def option_of(command: str, name: str) -> Option:
     return OPTIONS.get(f"{command}.{name}") or OPTIONS[name]
 
 
-def accepted(name: str, given: object, kind: Kind | None = None) -> Any:
-    """Check the argument ``given`` for the option ``name``, and return it as a plain value, such as a tensor's number.
+def accepted(name: str, value: object, kind: ValueKind | None = None) -> Any:
+    """Check the argument ``value`` for the option ``name``, and return it as a plain value, such as a tensor's number.
 
     ``kind``: the check if ``name`` is not an option, such as the size of a dimension.
     Raises :class:`OptionError` for a value that the option does not allow.
     """
     checked = kind or OPTIONS[name].kind
-    assert isinstance(checked, Kind), f"{name} has no check of its own"
+    assert isinstance(checked, ValueKind), f"{name} has no check of its own"
     try:
-        return checked.of(given)
+        return checked.check(value)
     except ValueError as refusal:
-        raise OptionError(f"{name} is {for_message(given)}", hint=f"Give {refusal}.") from None
+        raise OptionError(f"{name} is {for_message(value)}", hint=f"Give {refusal}.") from None
 
 
-def accepted_if_given(name: str, given: object) -> Any:
+def accepted_if_given(name: str, value: object) -> Any:
     """Return the value by :func:`accepted`; ``None`` for ``None``."""
-    return None if given is None else accepted(name, given)
+    return None if value is None else accepted(name, value)

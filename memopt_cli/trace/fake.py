@@ -127,7 +127,7 @@ class FakeStep:
     def feed(self, step: Step) -> None:
         """Use the inputs of another ``step`` from now on; for a sharded model."""
         self._take_inputs(step)
-        self._start.enter()
+        self._start.restore()
         self._settle()
 
     def _take_inputs(self, step: Step) -> None:
@@ -151,13 +151,13 @@ class FakeStep:
         # An allocator's peak depends on every single tensor, so all chunks run for that.
         stand_ins = self._stand_ins if allocated is None else None
         while True:  # until no more chunks turn out to differ
-            self._start.enter()
+            self._start.restore()
             with contextlib.suppress(ChunksDifferError), self._running():
                 return count(self.step, workspaces, codecs, allocated, stand_ins)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
         """Record the step like :func:`~memopt_cli.trace.record`, without contents and times."""
-        self._start.enter()
+        self._start.restore()
         with self._running():
             return record(self.step, batch, contents=False, frees=self._frees, workspaces=workspaces, codecs=codecs)
 

@@ -44,7 +44,7 @@ def record(
     """
     step.model.zero_grad(set_to_none=True)
     before, start = ModuleState(step.model), StartingState(step.model)
-    start.enter()  # gives the model copies, so that the step can free its state although ``start`` holds the originals
+    start.restore()  # gives the model copies: the step can free its state although ``start`` holds the originals
     step.reset_gradients()  # only now, so that nothing here keeps the gradients alive: a user's own step may free them
     notes: dict[str, ModuleNotes] = {}
     with module_stack(step.unwrapped_model) as running:
@@ -59,7 +59,7 @@ def record(
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
-    start.enter()  # the forward in _lives_without_autograd begins with the same state
+    start.restore()  # the forward in _lives_without_autograd begins with the same state
     records = _Records(log)
     is_own = isinstance(step, OwnStep)
     freed = records.freed(_lives_without_autograd(step)) if frees and not is_own else records.last_uses()

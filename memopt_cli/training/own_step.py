@@ -94,7 +94,7 @@ class OwnStep(Step):
                     self.run(guessing.enter)
             else:
                 self.find_scale(start)
-            start.enter()
+            start.restore()
             models.restore_moved()
             models.zero_grad(set_to_none=True)
         for name, parameter in models.named_parameters():

@@ -297,7 +297,7 @@ def begin(step: Step, start: StartingState) -> None:
     Otherwise the membrane of a spiking neuron, for example, would still be part of the last step's graph.  Backward
     would fail half-way, and leave gradients in some layers, to which a second try would add.
     """
-    start.enter()
+    start.restore()
     step.reset_gradients()
     seed_everything(step.settings.seed)
 

@@ -282,7 +282,7 @@ def step_cast_to_double(step: Step) -> Iterator[Step]:
             parameter.data = data
         for optimizer, state in states:
             optimizer.state = state
-        start.enter()
+        start.restore()
 
 
 def _state_in_double(state: Mapping[Any, dict[str, Any]], parameter: Any) -> dict[str, Any]:

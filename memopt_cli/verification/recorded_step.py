@@ -127,7 +127,7 @@ def _compare(
         raise StepError(f"without the plan the step runs, and with it {error.message}") from error
     finally:
         remove(step.model)
-        start.enter()
+        start.restore()
     recorded = RecordedStep(
         step=step,
         batch=batch,
@@ -161,7 +161,7 @@ def _timed_effects(step: Step, start: StartingState) -> tuple[dict[str, Tensor],
 
 
 def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
-    start.enter()
+    start.restore()
     with failure_named(step.model):
         return effects(step)
 

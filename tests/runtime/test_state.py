@@ -536,6 +536,6 @@ def test_a_model_that_adds_hooks_once_has_them_once_from_its_starting_state_on()
     model, x = Collecting(), torch.ones(2, 4)
     start = StartingState(model)
     for _ in range(3):
-        start.enter()
+        start.restore()
         assert model(x)[1] == 2
         assert model.seen == 1

@@ -254,7 +254,7 @@ def test_a_name_that_is_defined_meanwhile_is_taken_away_again() -> None:
 
     start = StartingState(Reading(define))
     define()
-    start.enter()
+    start.restore()
     assert "calls_made" not in globals()
 
 

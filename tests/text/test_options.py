@@ -12,7 +12,7 @@ from typer.main import get_command
 from memopt_cli.cli.app import app
 from memopt_cli.errors import OptionError
 from memopt_cli.text.options import OPTIONS, accepted, accepted_if_given
-from memopt_cli.text.values import Amount, Kind, Real, Size, Whole
+from memopt_cli.text.values import Amount, Real, Size, ValueKind, Whole
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 
@@ -47,7 +47,7 @@ def test_a_value_becomes_a_plain_one() -> None:
         (Size(), "50%", "a size that something fits into: 64GiB or 512MB"),
     ],
 )
-def test_text_that_is_not_taken(kind: Kind, text: str, said: str) -> None:
+def test_text_that_is_not_taken(kind: ValueKind, text: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"^{said}"):
         kind.parse(text)
 

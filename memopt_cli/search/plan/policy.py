@@ -23,7 +23,7 @@ from memopt_cli.records import (
     SelectionPolicy,
 )
 from memopt_cli.text.options import OPTIONS, accepted
-from memopt_cli.text.values import Kind, Real, Whole
+from memopt_cli.text.values import Real, ValueKind, Whole
 
 DEFAULT_SLOWDOWN = 1.33
 """Default limit on the slowdown of a level's plan: one more forward is about a third of a step."""
@@ -92,9 +92,9 @@ def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedS
     return ResolvedSearch(options=options, requested_level=requested, notes=tuple(notes), asked_slowdown=slowdown)
 
 
-_CHECKED = {name for name, option in OPTIONS.items() if isinstance(option.kind, Kind)}
+_CHECKED = {name for name, option in OPTIONS.items() if isinstance(option.kind, ValueKind)}
 """Options whose values the table of options can check."""
-_WIDER_RANGES: dict[str, Kind] = {
+_WIDER_RANGES: dict[str, ValueKind] = {
     "gc_target_budget_ratio": Real(most=1),
     "max_candidates_per_round": Whole(0),
     "max_gc_wrapped_modules": Whole(),
