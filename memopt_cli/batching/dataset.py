@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from memopt_cli.batching.memory import MemoryMeter
 from memopt_cli.batching.monitor import PerformanceMonitor
-from memopt_cli.batching.rows import concatenate, rows_of, slice_rows
+from memopt_cli.batching.rows import concatenate, count_rows, slice_rows
 from memopt_cli.batching.sizer import AdaptiveBatchSizer
 from memopt_cli.batching.trial import catch_out_of_memory
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
@@ -70,7 +70,7 @@ class DatasetRun:
     def _process(self, batch: Any) -> list[Any]:
         """Return the outputs for ``batch``: one entry for each piece that fits in memory."""
         outputs: list[Any] = []
-        start, rows = 0, rows_of(batch)
+        start, rows = 0, count_rows(batch)
         while start < rows:
             stop = min(rows, start + self.sizer.batch_size)
             started = time.perf_counter()
@@ -90,11 +90,11 @@ class DatasetRun:
             return map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, output)
 
         output = catch_out_of_memory(run, self.device)
-        if isinstance(output, OutOfMemory) or (tensors_of(output) and rows_of(output) == rows_of(piece)):
+        if isinstance(output, OutOfMemory) or (tensors_of(output) and count_rows(output) == count_rows(piece)):
             return output
         raise BatchShapeError(
             f"the model gave outputs of shapes {[tuple(t.shape) for t in tensors_of(output)]} for "
-            f"{rows_of(piece)} samples",
+            f"{count_rows(piece)} samples",
             hint="Its outputs must be tensors with the batch as their first dimension.",
         )
 

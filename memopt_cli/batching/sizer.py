@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memopt_cli.batching.memory import MemoryMeter, meter_of, usage_share
+from memopt_cli.batching.memory import MemoryMeter, choose_meter, usage_share
 from memopt_cli.batching.observations import BatchBounds, Losses, Usages
 from memopt_cli.batching.requirements import infer_requirements, require_batch_shape, sample_input
 from memopt_cli.batching.trial import Trial, try_step
@@ -70,7 +70,7 @@ class AdaptiveBatchSizer:
         self._target_share = config.target_memory_usage
         self._device = str(device)
         self._own_memory = memory
-        self._memory = memory or meter_of(device)
+        self._memory = memory or choose_meter(device)
         self._distributed = distributed
         self._effective = effective_batch_size
         self.start_from(initial_batch_size)
@@ -123,7 +123,7 @@ class AdaptiveBatchSizer:
         """
         shape = require_batch_shape(input_shape)
         self._device = str(device)
-        self._memory = self._own_memory or meter_of(device)
+        self._memory = self._own_memory or choose_meter(device)
         requirements = infer_requirements(model)
         make = make_input or (lambda batch: sample_input((batch, *shape[1:]), requirements, device))
         budget_bytes = self._target_share * self._memory.capacity_bytes()

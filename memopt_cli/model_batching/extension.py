@@ -106,7 +106,7 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
     return batch_class
 
 
-def batch_class_of(module: nn.Module) -> type[AbstractBatchModule] | None:
+def find_batch_class(module: nn.Module) -> type[AbstractBatchModule] | None:
     """Return the batch class registered for the type of ``module`` itself.  ``None``: there is no such class."""
     return _batch_classes.get(type(module))
 

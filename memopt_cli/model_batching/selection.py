@@ -59,7 +59,7 @@ def select(
         full_inputs = TrialInputs(tree, models, args, kwargs)
         reference = Reference(full_inputs)
         patience_s = reference.patience_s if route == "auto" else 0.0
-        trials = _compare_routes(candidates(route), reference.trial_of, limit_s=patience_s)
+        trials = _compare_routes(candidates(route), reference.try_route, limit_s=patience_s)
         trials = time_routes(trials, [reference.inputs, full_inputs]) if route == "auto" else trials
     steps_s = {name: trial.step_s for name, trial in trials.items() if not trial.refused}
     if not steps_s:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import MemoptError, UsageError, type_in_words
 from memopt_cli.online.calls import Past, SampleShapes
 from memopt_cli.online.finding import find_structure
-from memopt_cli.online.operations import Operation, has_tags, operation_of, trace_kind
+from memopt_cli.online.operations import Operation, has_tags, make_operation, trace_kind
 from memopt_cli.online.states import Batching, check_mode, environ, init_all_states, states_of
 from memopt_cli.online.traced_step import TracedStep
 from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, ModuleUse, Trace
@@ -78,7 +78,7 @@ class OnlineAlgorithm(nn.Module):
             )
         structure = find_structure(self.model, inputs, batched=has_batch)
         for use, groups in structure.groups.items():
-            operation = operation_of(self.model.get_submodule(use.path))
+            operation = make_operation(self.model.get_submodule(use.path))
             like = operation.bias if operation.weight is None else operation.weight
             trace = self._make_trace(use, groups, operation, structure.input_shapes[use])
             if use in structure.doubled_uses and isinstance(trace, FactoredTrace):
@@ -115,7 +115,7 @@ class OnlineAlgorithm(nn.Module):
         traces: dict[str, Tensor] = {}
         step = self._compiled_step()
         for trace in step.traces.by_use.values():
-            operation = operation_of(step.weights[trace.use.path])
+            operation = make_operation(step.weights[trace.use.path])
             if operation.weight is weight or operation.bias is weight:
                 traces |= {f"{trace.use.path}[{trace.use.call}].{n}": s.value for n, s in states_of(trace).items()}
         if not traces:

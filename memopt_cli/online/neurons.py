@@ -107,7 +107,7 @@ class LIF(Neuron):
             )
         if spk_reset not in ("soft", "hard"):
             raise UsageError(f"unknown spk_reset {spk_reset!r}", hint='Give "soft" or "hard".')
-        self.decay = decay_of(tau)
+        self.decay = compute_decay(tau)
         self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
         self.spk_reset, self.spk_fun = spk_reset, spk_fun
         declare_state(self, "v", size)
@@ -133,7 +133,7 @@ class LIF(Neuron):
         return self.decay * v if self.V_rest == 0 else self.V_rest + self.decay * (v - self.V_rest)
 
 
-def decay_of(tau: float) -> float:
+def compute_decay(tau: float) -> float:
     """Return ``exp(-dt / tau)``, the share of a state that is left after one time step of ``environ.dt``."""
     if not (is_number(tau) and tau > 0):
         raise UsageError(
@@ -170,7 +170,7 @@ class LeakyRateReadout(nn.Module):
 
     def __init__(self, size: int, outputs: int, tau: float = 5.0) -> None:
         super().__init__()
-        self.decay = decay_of(tau)
+        self.decay = compute_decay(tau)
         self.linear = nn.Linear(size, outputs, bias=False)
         kaiming_normal_(self.linear.weight)
         declare_state(self, "r", outputs)

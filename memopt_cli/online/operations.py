@@ -181,7 +181,7 @@ class ElementWiseOperation:
         return cotangent.sum_to_size(self.module.weight.shape)
 
 
-def operation_of(module: nn.Module) -> Operation:
+def make_operation(module: nn.Module) -> Operation:
     """Return the operation of ``module``, a layer that can carry a trace."""
     if isinstance(module, nn.Linear):
         return LinearOperation(module)

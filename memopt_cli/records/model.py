@@ -145,4 +145,4 @@ class ModelFacts:
     if loading changed the environment or the front of ``sys.path``, on which imports depend."""
     checkpoint_switches: tuple[str, ...] = ()
     """Attributes by which the model checkpoints by itself, as
-    :func:`memopt_cli.training.own_checkpoints.switches_of` finds them."""
+    :func:`memopt_cli.training.own_checkpoints.find_switches` finds them."""

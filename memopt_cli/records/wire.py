@@ -99,7 +99,7 @@ _LONGEST_KEY = 60  # characters of a key that a message shows in full
 
 
 @functools.cache
-def _hints_of(cls: type) -> dict[str, Any]:
+def _field_types(cls: type) -> dict[str, Any]:
     """Return the types of the fields of ``cls``; cached, since a trace has thousands of records."""
     return typing.get_type_hints(cls)
 
@@ -109,7 +109,7 @@ def _read_record(cls: Any, data: Any, where: str) -> Any:
         raise UsageError(f"{where} must be a mapping, not {shorten(data)}")
     fields_by_name = {f.name: f for f in fields(cls)}
     refuse_unknown((key for key in data if key != "kind"), fields_by_name, where)
-    hints = _hints_of(cls)
+    hints = _field_types(cls)
     values = {}
     for name, f in fields_by_name.items():
         if name in data:

@@ -491,10 +491,10 @@ def _scale_and_shift(
     if bias is not None:
         shift = shift + bias
     output: Tensor = _Scaled.apply(x, scale, shift)  # type: ignore[no-untyped-call]
-    return output.contiguous(memory_format=_layout_of(x))
+    return output.contiguous(memory_format=_output_format(x))
 
 
-def _layout_of(x: Tensor) -> torch.memory_format:
+def _output_format(x: Tensor) -> torch.memory_format:
     """Return the memory format of batch norm's output for ``x``; a later dropout draws its noise in that order."""
     layout = CHANNELS_LAST.get(x.dim())
     is_last = layout is not None and (x.is_contiguous(memory_format=layout) or suggest_memory_format(x) is layout)

@@ -84,7 +84,7 @@ class Piece:
     """A context manager around every run, in which batch norms use the same statistics."""
 
     @property
-    def halves_of(self) -> tuple[int, int]:
+    def half_lengths(self) -> tuple[int, int]:
         """The lengths of the two halves, of which the first is the longer one, as with chunks."""
         return self.length - self.length // 2, self.length // 2
 
@@ -127,7 +127,7 @@ def _try(piece: Piece) -> Complaint | None:
     whole run, and beside them only one other run at a time.
     """
     whole = _run_whole(piece, piece.sequences())
-    shapes, after_cut = _halves_of(piece)
+    shapes, after_cut = _cut_in_half(piece)
     if whole.shapes != shapes:
         uncut, joined = (", ".join(map(str, of_run)) for of_run in (whole.shapes, shapes))
         return f"gives {joined} in two chunks along axis {piece.axis}, and {uncut} as a whole"
@@ -136,7 +136,7 @@ def _try(piece: Piece) -> Complaint | None:
     return _dependence(piece, whole) or _restart(piece, whole, after_cut)
 
 
-def _halves_of(piece: Piece) -> tuple[list[tuple[int, ...]], list[Tensor]]:
+def _cut_in_half(piece: Piece) -> tuple[list[tuple[int, ...]], list[Tensor]]:
     """Run two halves of ``piece``; return the shape of each joined output, and its first row after the cut."""
     cut = _run(piece, piece.halves)
     rows = [parts[1].narrow(piece.axis, 0, 1).clone() for parts in cut.outputs] if cut.is_cut_at(piece) else []
@@ -149,7 +149,7 @@ def _restart(piece: Piece, whole: _Result, after_cut: Sequence[Tensor]) -> Compl
     # the length than for the whole, and outputs then prove nothing.
     if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
         return ""
-    half, _ = piece.halves_of
+    half, _ = piece.half_lengths
     if whole.is_random or not whole.is_cut_at(piece):
         return ""
     if not any(map(_is_unlike, whole.rows(piece.axis, half, 1), after_cut)):
@@ -161,7 +161,7 @@ def _dependence(piece: Piece, whole: _Result) -> Complaint:
     """Return a complaint if either half of the output changes with the other half of the input."""
     if piece.resumes or whole.hands_over or not whole.is_cut_at(piece):
         return ""
-    half, rest = piece.halves_of
+    half, rest = piece.half_lengths
     for start, source, compared, size in ((0, half, half, rest), (half, 0, 0, half)):
         inputs = piece.sequences()
         for tensor in inputs:

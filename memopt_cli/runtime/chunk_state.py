@@ -52,7 +52,7 @@ class Moves:
     def now(self) -> set[str]:
         """Return the names of all state that has changed since this object was made."""
         nothing = _note(None)
-        return {n for n, value in _state(self._module).items() if not self._before.get(n, nothing).is_of(value)}
+        return {n for n, value in _state(self._module).items() if not self._before.get(n, nothing).matches(value)}
 
 
 def difference(
@@ -105,7 +105,7 @@ class _Note:
     number: Any
     """The value if it is not a tensor."""
 
-    def is_of(self, value: Any) -> bool:
+    def matches(self, value: Any) -> bool:
         """Return whether ``value`` is the noted value, unchanged."""
         if isinstance(value, Tensor):
             return self.tensor is not None and self.tensor() is value and self.version == version_of(value)

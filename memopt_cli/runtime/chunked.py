@@ -33,7 +33,7 @@ from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
 from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
-from memopt_cli.runtime.frozen import data_of
+from memopt_cli.runtime.frozen import pickle_value
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import Complaint, label_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
@@ -51,7 +51,7 @@ from memopt_cli.runtime.running import (
     saving_aside,
     within_chunk,
 )
-from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
+from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, choose_codec, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.segment_run import UnrepeatableError
 from memopt_cli.runtime.stand_ins import AbridgedCall, abridge_call, in_memory
@@ -143,7 +143,7 @@ def _run_one_chunk(
     parcel: Parcel | None,
 ) -> Any:
     config = config_of(module)
-    inputs = PackedInputs(codec_of(module, config), args[config.seq_inputs :], parcel)
+    inputs = PackedInputs(choose_codec(module, config), args[config.seq_inputs :], parcel)
     return call_checkpointed(module, forward, args, kwargs, inputs, config.keep)
 
 
@@ -199,7 +199,7 @@ def _one_by_one(
     """
     module, pieces, states = call.module, call.pieces, call.states
     config = config_of(module)
-    codec = codec_of(module, config)
+    codec = choose_codec(module, config)
     # An outer segment drops everything that is stored here, and recomputes it in backward.
     makes_states_again = config.recompute_states and not is_in_segment()
     starts = ChunkStarts(module) if makes_states_again else None
@@ -264,7 +264,7 @@ class _FirstChunk:
         self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
         """The arguments that are not tensors."""
         named = _whole_arguments(len(self._first), call.states, call.kwargs)
-        self._whole = [(name, value, data_of(value)) for name, value in named]
+        self._whole = [(name, value, pickle_value(value)) for name, value in named]
         """Name, value and data before the chunk of each argument that every chunk gets whole, such as a cache."""
         self._start: StartingState | None = None
         """The state from which the chunk starts.  ``None``: it did not start yet."""
@@ -285,7 +285,7 @@ class _FirstChunk:
             return
         starting = functools.partial(self._start.replay, self._state_tensors)
         reason = _without_axis(config_of(self._module), output) or self._states_refusal(output)
-        moved_on = (_writing(name, value) for name, value, before in self._whole if before != data_of(value))
+        moved_on = (_writing(name, value) for name, value, before in self._whole if before != pickle_value(value))
         reason = reason or next(moved_on, "")
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)

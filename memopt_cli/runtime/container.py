@@ -25,7 +25,7 @@ from memopt_cli.runtime.chunked import run_chunks
 from memopt_cli.runtime.compiled import Run, run_compiled, run_plainly_or, uncompiled
 from memopt_cli.runtime.compressor import COMPRESSORS, declared_compressor
 from memopt_cli.runtime.deferred import Deferring
-from memopt_cli.runtime.learned import Learned, learned_of
+from memopt_cli.runtime.learned import Learned, ensure_learned
 from memopt_cli.runtime.lengths import (
     ConfigsByLength,
     LengthOf,
@@ -44,7 +44,7 @@ from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, is_t
 from memopt_cli.runtime.refusals import misfit, refusal, why_misplaced, wrong_settings
 from memopt_cli.runtime.running import is_checkpointed, is_in_segment, is_transformed
 from memopt_cli.runtime.runs import Chain
-from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of
+from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, choose_codec
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
 from memopt_cli.runtime.tree import tensors_of
 
@@ -354,7 +354,7 @@ _with_length_uncompiled, _run_at_length_uncompiled = not_compiled(with_length_of
 
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     config = config_of(module)
-    codec = codec_of(module, config)
+    codec = choose_codec(module, config)
     if not config.spatial_split:
         parcel = parcel_to(config.place)
         output = call_checkpointed(module, forward, args, kwargs, PackedInputs(codec, (), parcel), config.keep)
@@ -362,7 +362,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
             parcel.complete()
         return output
     output = args
-    learned = learned_of(module).stages
+    learned = ensure_learned(module).stages
     for index, stage in enumerate(_stages(module)):
         arguments = output if isinstance(output, tuple) else (output,)
         if index not in learned or not learned[index].belongs_to(stage):

@@ -28,7 +28,7 @@ class Copy:
     """Whether the tensor that is restored from the copy needs a gradient."""
 
 
-def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
+def copy_values(tensors: Sequence[Tensor]) -> dict[int, Copy]:
     """Return copies of the values that ``tensors`` have now, by the ``id`` of each.
 
     Tensors that overlap are copied as views of one vector that has the same layout::

@@ -93,31 +93,31 @@ class Generators:
         return pickle.dumps(self._positions)
 
 
-_turn = threading.RLock()
+_lock = threading.RLock()
 """A lock around every access to a generator.  PyTorch locks a generator while it is read, and garbage that is collected
 meanwhile may let another Python thread run, which would wait for that lock while it holds Python's own: a deadlock.
 """
 
 
-def _renew_turn() -> None:
+def _renew_lock() -> None:
     """Make a new lock in a forked process, since a thread that is gone there may have held the old one."""
-    global _turn
-    _turn = threading.RLock()
+    global _lock
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):  # where processes fork
-    os.register_at_fork(after_in_child=_renew_turn)
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def position_of(generator: torch.Generator) -> torch.Tensor:
     """Return the position of ``generator``."""
-    with _turn:
+    with _lock:
         return generator.get_state()
 
 
 def put_at(generator: torch.Generator, position: torch.Tensor) -> None:
     """Set ``generator`` to ``position``."""
-    with _turn:
+    with _lock:
         generator.set_state(position)
 
 
@@ -130,7 +130,7 @@ def _position(device: torch.device) -> Any:
 
     It is a ``bytearray``, which compares with memory; nobody writes to it.
     """
-    with _turn:
+    with _lock:
         if device is _CPU:
             position = torch.default_generator.get_state()
         else:
@@ -148,7 +148,7 @@ def _memory_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
 
 
 def _put(device: torch.device, position: bytearray) -> None:
-    with _turn, unseen():  # in a dry run it would be a tensor without values
+    with _lock, unseen():  # in a dry run it would be a tensor without values
         tensor = torch.frombuffer(position, dtype=torch.uint8)
         if device.type == "cpu":
             torch.set_rng_state(tensor)

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from memopt_cli.runtime.copies import Copy, copies_of, is_unchanged, version_of
-from memopt_cli.runtime.frozen import Frozen, data_of, freeze
+from memopt_cli.runtime.copies import Copy, copy_values, is_unchanged, version_of
+from memopt_cli.runtime.frozen import Frozen, freeze, pickle_value
 from memopt_cli.runtime.learned import Known, Reading, Slot, changed, is_object, is_plain_state
 from memopt_cli.runtime.module_state import Complaint, leaves_in
 from memopt_cli.runtime.owners import Slots
@@ -123,7 +123,7 @@ class HeldSlots:
             if iterator := self._objects.uncopyable_iterator:
                 self.lost = f"holds {iterator}, and may move it on"
             copied |= self._freeze_contents(objects)
-        for number, copy in copies_of([self.originals[number] for number in copied]).items():
+        for number, copy in copy_values([self.originals[number] for number in copied]).items():
             self.tensors[number].copy = copy
         for number, held in self.tensors.items():
             if held.copy is None or self._is_watched:  # a watched call drops the copies of what forward leaves alone
@@ -201,7 +201,7 @@ class HeldSlots:
             self._known.written.add(slot)
             is_changed = True
         if self._is_watched and slot[1] in after:
-            is_changed |= contents.data != data_of(after[slot[1]])
+            is_changed |= contents.data != pickle_value(after[slot[1]])
         return is_changed
 
     def drop_unneeded(self, written: set[int]) -> list[tuple[Tensor, HeldTensor]]:
@@ -268,7 +268,7 @@ class HeldSlots:
             return value if is_changed else current
         if type(current) is not type(value) or not is_object(slot[1], value):
             return value
-        if slot in self._contents and self._contents[slot].data == data_of(current):
+        if slot in self._contents and self._contents[slot].data == pickle_value(current):
             return current
         return current if put_right(current, value) else value
 
@@ -299,4 +299,4 @@ def put_right(target: Any, value: Any) -> bool:
     elif hasattr(target, "__dict__"):
         vars(target).clear()
         vars(target).update(vars(value))
-    return data_of(target) == data_of(value)
+    return pickle_value(target) == pickle_value(value)

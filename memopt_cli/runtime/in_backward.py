@@ -41,7 +41,7 @@ def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
     ``model`` has the parameters' names, for messages.  Raises :class:`ValueError` if that is not possible, with a
     predicate about the optimizer ("has a parameter twice"); then nothing has changed.
     """
-    parameters = _parameters_of(optimizer)
+    parameters = _check_parameters(optimizer)
     if not {*map(id, parameters)} & {*map(id, model.parameters())}:
         raise ValueError("updates no parameter of the model")
     taken = {index for other in _installed.values() for index in other.names}
@@ -205,7 +205,7 @@ def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -
         optimizer.param_groups, group["params"] = groups, together
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def _check_parameters(optimizer: Optimizer) -> list[Tensor]:
     if not hasattr(optimizer, "param_groups"):
         raise ValueError("is not a torch.optim.Optimizer")
     if "param_groups" not in vars(optimizer):
@@ -234,7 +234,7 @@ def check_steps_alone(optimizer: Optimizer) -> None:
     Raises :class:`ValueError`, as :func:`install_in_backward` does, for an optimizer that needs a closure, that looks
     at several parameters at once, or that needs a gradient of every parameter.
     """
-    _parameters_of(optimizer)
+    _check_parameters(optimizer)
     together, alone = _small(optimizer), _small(optimizer)
     try:
         with torch.random.fork_rng(devices=[]):

@@ -27,14 +27,14 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from memopt_cli.runtime.frozen import ATOMS, freeze, parts_of
+from memopt_cli.runtime.frozen import ATOMS, find_objects, freeze
 from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE, leaves_in
-from memopt_cli.runtime.owners import Owner, Slots, Snapshot, Table, is_same, owners_in, owners_of, tables_of_hooks
+from memopt_cli.runtime.owners import Owner, Slots, Snapshot, Table, is_same, list_owners, owners_in, tables_of_hooks
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
 from memopt_cli.runtime.samples import Turns
 from memopt_cli.runtime.segment_config import Installed
-from memopt_cli.runtime.variables import Code, may_draw, variables_of
+from memopt_cli.runtime.variables import Code, find_variables, may_draw
 
 _WATCHED_EXCHANGES: Final = 2
 """Number of exchanges of a slot's value between calls after which the next call is watched.  Further exchanges are
@@ -78,14 +78,14 @@ class Known:
 
         The first of ``modules`` contains the rest; ``others``: the arguments of the call that are not tensors.
         """
-        self.parameters = [_parameters_of(module) for module in modules]
+        self.parameters = [_own_parameters(module) for module in modules]
         """The parameters of each module, by their names."""
         tables = tables_of_hooks(modules)
         self.without_hooks = [table for table in tables if not table]
         """Dictionaries of hooks that were empty when the watched call started."""
         self.empty: list[dict[Any, Any]] = []
         """Other dictionaries of modules that were empty then."""
-        own: list[Owner] = [*owners_of(modules)]
+        own: list[Owner] = [*list_owners(modules)]
         # State that only a hook's code changes is not searched for: a recomputation runs the hook again, and the hook
         # can call ``is_recomputing()`` if it must not change that state twice.
         hooked: list[Owner] = [Table(table) for table in tables if table]
@@ -120,7 +120,7 @@ class Known:
         for index, owner in enumerate(list(self.owners)):
             for name, value in owner.read().items():
                 if is_object(name, value):
-                    parts = [part for part in parts_of(value) if id(part) not in seen]
+                    parts = [part for part in find_objects(value) if id(part) not in seen]
                     seen.update(map(id, parts))
                     inner = [owner for part in parts for owner in owners_in(part)]
                     for owner_of_part in inner[: max(0, _MAX_OWNERS - len(self.owners))]:
@@ -288,7 +288,7 @@ class Learned:
         return self._module is not None and self._module() is module
 
 
-def learned_of(module: nn.Module) -> Learned:
+def ensure_learned(module: nn.Module) -> Learned:
     """Return the knowledge of the segment ``module``, which is kept on the module itself."""
     learned: Learned | None = vars(module).get(LEARNED_KEY)
     if learned is None or not learned.belongs_to(module):
@@ -329,7 +329,7 @@ def is_object(name: Any, value: Any) -> bool:
     return is_changeable and name not in STRUCTURE and name != "_buffers"
 
 
-def _parameters_of(module: nn.Module) -> dict[str, Any]:
+def _own_parameters(module: nn.Module) -> dict[str, Any]:
     """Return the parameters of ``module`` itself.  In a ScriptModule they cannot be exchanged."""
     parameters: Any = parameters_of(module)
     return parameters if isinstance(parameters, dict) else dict(parameters.items())
@@ -356,7 +356,7 @@ def _owners_of_code(
         seen.update(map(id, new))
         code, values = [], []
         draws |= any(map(may_draw, new))
-        for owner in (owner for c in new for owner in variables_of(c)):
+        for owner in (owner for c in new for owner in find_variables(c)):
             if id(owner) not in found:
                 found[id(owner)] = owner
                 values += owner.read().values()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt_cli.runtime.frozen import freeze, is_opaque, slots_in, slots_of
+from memopt_cli.runtime.frozen import find_slots, freeze, is_opaque, slots_in
 from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE, ScriptSlots
 from memopt_cli.runtime.private_torch import (
     attributes_of_script,
@@ -344,7 +344,7 @@ class HiddenContents(Owner):
         """Leave the object as it is: the first call that changes it does not run again."""
 
 
-def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
+def list_owners(modules: Sequence[nn.Module]) -> Iterator[Owner]:
     """Yield the owners of all state of ``modules`` besides their parameters."""
     for module in modules:
         yield Attributes(module)
@@ -366,7 +366,7 @@ def owners_in(part: Any) -> Iterator[Owner]:
         yield Items(part)
     if hasattr(part, "__dict__"):
         yield Table(vars(part))
-    if slots_of(type(part)):
+    if find_slots(type(part)):
         yield Slotted(part)
 
 

@@ -264,7 +264,7 @@ class PackedSaves:
         stored = store_raw(tensor.detach())
         if self._parcels is not None:
             return self._parcels.take(stored)
-        whole = _whole_of(tensor)
+        whole = _dense_base(tensor)
         if whole is not tensor:
             raw = store_raw(whole.detach())
             note_stored(whole, raw)
@@ -315,7 +315,7 @@ class PackedSaves:
         """Pack ``tensor``.  ``None``: no codec makes it smaller."""
         with internal_tensors(), torch.no_grad():  # the samples, too, are no operators of the model
             codec = codec_for(tensor)
-            whole = tensor if codec else _whole_of(tensor)
+            whole = tensor if codec else _dense_base(tensor)
             # A view that shows only a part of its base is not packed by parts.  The number of elements alone would not
             # tell: the last row of a matrix, expanded to all rows, has as many as the matrix.
             if _region(whole) != _region(tensor):
@@ -334,7 +334,7 @@ class PackedSaves:
         return saved
 
 
-def _whole_of(tensor: Tensor) -> Tensor:
+def _dense_base(tensor: Tensor) -> Tensor:
     """Return the base of the view ``tensor`` if it is dense and has the same dtype; otherwise ``tensor`` itself."""
     whole = base_of(tensor)
     if whole is None or whole.grad_fn is None or whole.dtype != tensor.dtype or not is_dense(whole):

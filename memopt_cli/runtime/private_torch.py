@@ -112,7 +112,7 @@ def memory_of(tensor: Tensor) -> int:
     return storage_key(tensor.untyped_storage())
 
 
-def holders_of(tensor: Tensor) -> int:
+def count_holders(tensor: Tensor) -> int:
     """Return the number of tensors that hold the storage of ``tensor``, including itself and what autograd holds."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage_key(storage))) - 1  # without ``storage``, this function's own
@@ -124,7 +124,7 @@ def is_made_of_others(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
-def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+def walk_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that hold the values of ``tensor``: itself, or those that it consists of, as a ``DTensor``."""
     if not is_made_of_others(type(tensor)):
         yield tensor
@@ -132,7 +132,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     for part in (getattr(tensor, name) for name in names):
         if isinstance(part, Tensor):  # there may be meshes, too
-            yield from parts_of(part)
+            yield from walk_parts(part)
 
 
 stands_for_zeros: Final[Callable[[Tensor], bool]] = Tensor._is_zerotensor
@@ -443,7 +443,7 @@ def name_of_node(node: Any) -> str:
     return type(node).__name__
 
 
-def number_of(node: Any) -> int:
+def sequence_number(node: Any) -> int:
     """Return the number that ``node`` got when it was made; nodes that add up gradients have the highest there is."""
     return int(node._sequence_nr())
 
@@ -455,12 +455,12 @@ Edge = tuple[int, int]
 def edge_of(tensor: Tensor) -> Edge | None:
     """Return the edge that leads to ``tensor``, or ``None`` if no node made it."""
     node = tensor.grad_fn
-    return None if node is None else (number_of(node), tensor.output_nr)
+    return None if node is None else (sequence_number(node), tensor.output_nr)
 
 
 def _edge(node: Any, output: int) -> Edge | None:
     # A node that adds up gradients has no number of its own.
-    return None if node is None or hasattr(node, "variable") else (number_of(node), output)
+    return None if node is None or hasattr(node, "variable") else (sequence_number(node), output)
 
 
 def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None, int | None]]] | None:
@@ -875,10 +875,10 @@ def reducing_ranks(module: Any) -> int:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # as in earlier versions, which had one group at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return max((_ranks_of(group.mesh_info) for group in groups), default=1)
+    return max((_count_ranks(group.mesh_info) for group in groups), default=1)
 
 
-def _ranks_of(mesh_info: Any) -> int:
+def _count_ranks(mesh_info: Any) -> int:
     axes = (mesh_info.shard_mesh_dim, mesh_info.replicate_mesh_dim)
     return math.prod(mesh_info.mesh.size(axis) for axis in axes if axis is not None)
 
@@ -1007,7 +1007,7 @@ def hooks_of(script: Any) -> list[Any]:
     return [*script._c._get_forward_hooks(), *script._c._get_forward_pre_hooks()]
 
 
-def reader_of(archive: bytes) -> Any:
+def open_archive(archive: bytes) -> Any:
     """Return PyTorch's own reader of ``archive``.  Raises :class:`RuntimeError` if the bytes are not an archive."""
     return torch._C.PyTorchFileReader(io.BytesIO(archive))
 

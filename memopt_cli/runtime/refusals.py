@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from memopt_cli.runtime.batch_statistics import statistics_refusal
 from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, declared_compressor
-from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
+from memopt_cli.runtime.lifted.module import LiftedModule, list_operators
 from memopt_cli.runtime.module_state import uninitialized
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.places.interface import PLACES
@@ -155,7 +155,7 @@ def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
 
 
 def _misfit_through_loss(module: nn.Module, config: SegmentConfig) -> str:
-    is_lifted = operators_of(module) == ["aten::linear"] and not any(module.children())
+    is_lifted = list_operators(module) == ["aten::linear"] and not any(module.children())
     if inspect.unwrap(type(module).forward) is not nn.Linear.forward and not is_lifted:
         return f"only a linear layer runs in chunks through its loss, and it is a {type(module).__name__}"
     return ""

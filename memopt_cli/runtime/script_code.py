@@ -91,7 +91,7 @@ class UnsafeScriptError(Exception):
     """The code of an archive uses something that is not known to be harmless, which the message names."""
 
 
-def kind_of(record: str) -> Kind:
+def classify_record(record: str) -> Kind:
     """Return the kind of the record with the name ``record`` in a TorchScript archive.
 
     PyTorch's reader ignores case in names.  So the name of a record of code is recognized in any case, and the record

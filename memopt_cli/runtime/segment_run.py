@@ -44,7 +44,7 @@ from memopt_cli.runtime.private_torch import (
     not_compiled,
     unchanged,
 )
-from memopt_cli.runtime.running import enclosing_segment_run, outermost_turn, recomputing, taking_turns
+from memopt_cli.runtime.running import enclosing_segment_run, outermost_segment, recomputing, taking_turns
 from memopt_cli.runtime.samples import glance, matches_glance, matches_sample, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
@@ -71,7 +71,7 @@ class _Complete(Exception):
 
 
 class _Saved:
-    """A tensor that autograd saved in a segment, made by :func:`_record_of`.
+    """A tensor that autograd saved in a segment, made by :func:`_make_saved`.
 
     A call saves many, so values that few have are the class's until they are set, and there is no ``__init__``, which
     would take twice as long.
@@ -91,7 +91,7 @@ class _Saved:
     """Reason why backward cannot use the tensor, for example that forward wrote to it later; empty if it can."""
 
 
-def _record_of(run: SegmentRun | None, tensor: Tensor) -> _Saved:
+def _make_saved(run: SegmentRun | None, tensor: Tensor) -> _Saved:
     """Return the record of ``tensor``, which autograd saves in ``run``."""
     saved = _Saved()
     saved.run = run
@@ -123,9 +123,9 @@ class SegmentRun:
         self._module, self._learned, self._start, self._repeat = module, learned, start, repeat
         self._kept, self._keeps = kept, type(kept) is KeptOutputs
         self._began, self._length = this_moment(), present_length()
-        outermost = outermost_turn() or module
-        self._turns = (module,) if outermost is module else (outermost, module)
-        """The segments whose turn a recomputation takes."""
+        outermost = outermost_segment() or module
+        self._locked = (module,) if outermost is module else (outermost, module)
+        """The segments whose locks a recomputation takes."""
         self._refs: list[ref[_Saved]] = []
         """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
         self._shapes: list[torch.Size | None] = []
@@ -205,7 +205,7 @@ class SegmentRun:
     def _hold(self, tensor: Tensor) -> _Saved:
         if self._keeps:
             self._kept.note_save()
-        saved = _record_of(self, tensor)
+        saved = _make_saved(self, tensor)
         self._refs.append(ref(saved))
         return saved
 
@@ -318,7 +318,7 @@ class SegmentRun:
         to_end = self._learned.runs_to_end.get(len(self._refs), False)
         compared = self._compared_index, self._compared_bytes
         again = _Repetition(self._module, self._refs, self._shapes, self._samples, *compared, runs_to_end=to_end)
-        with torch.enable_grad(), taking_turns(*self._turns), as_of(self._began, self._length):
+        with torch.enable_grad(), taking_turns(*self._locked), as_of(self._began, self._length):
             given = self.inputs()
             with recomputing(self._module), self._start.replay(self.state_tensors()) as others, self._kept.replaying():
                 again.run(functools.partial(self._repeat, given, others))
@@ -485,7 +485,7 @@ class Unused:
 
     @not_compiled
     def hold(self, tensor: Tensor) -> _Saved:
-        saved = _record_of(None, tensor)
+        saved = _make_saved(None, tensor)
         self._refs.append(ref(saved))
         return saved
 

@@ -136,7 +136,7 @@ def in_memory(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], tensor.shape[d] == 1, d))
 
 
-def _form_of(tensor: Any, axis: int) -> _Form | None:
+def _read_form(tensor: Any, axis: int) -> _Form | None:
     """Return the form of ``tensor``.  ``None``: the tensors of several chunks cannot be made as one."""
     if not isinstance(tensor, Tensor) or not -tensor.dim() <= axis < tensor.dim() or not is_dense(tensor):
         return None
@@ -242,7 +242,7 @@ class AbridgedCall:
                 _watch(output, begin)
 
     def _form_or_refuse(self, tensor: Any) -> _Form:
-        return _form_of(tensor, self.axis) or self._stand_ins.refuse(self._module)
+        return _read_form(tensor, self.axis) or self._stand_ins.refuse(self._module)
 
     def _noting(self, tensor: Tensor, forms: list[_Form | None], position: int) -> Tensor:
         """Return a view of ``tensor`` with a hook that puts the form of its gradient into ``forms`` at ``position``."""

@@ -44,7 +44,7 @@ from memopt_cli.runtime.copies import Copy, restored_tensors, version_of
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.held import HeldSlots, HeldTensor, put_right
 from memopt_cli.runtime.learned import Known, Learned, Reading, Slot, is_object
-from memopt_cli.runtime.module_state import Complaint, label_of, matrices_of, restored
+from memopt_cli.runtime.module_state import Complaint, find_matrices, label_of, restored
 from memopt_cli.runtime.owners import Slots, is_same
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.settings import Settings
@@ -112,7 +112,7 @@ class StartingState:
 
     def release_tensors(self) -> list[Tensor]:
         """Return the matrices of the state, and hold them no longer: the caller passes them to :meth:`replay`."""
-        state_tensors = matrices_of(self._module)
+        state_tensors = find_matrices(self._module)
         if self._held is not None:
             self._held.release(state_tensors)
         return state_tensors

@@ -39,7 +39,7 @@ _searches: MutableMapping[Code, tuple[tuple[Owner, ...], bool]] = WeakKeyDiction
 """Code that was searched -> its variables, and whether it may draw."""
 
 
-def variables_of(code: Code) -> tuple[Owner, ...]:
+def find_variables(code: Code) -> tuple[Owner, ...]:
     """Return the variables that ``code``, a function or the methods of a class, may read and write.
 
     Included are the variables of the functions and classes that it names, and the defaults and attributes of functions.

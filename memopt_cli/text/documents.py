@@ -106,10 +106,10 @@ def read_end(path: str | os.PathLike[str], most: int) -> bytes:
     with _open(path) as file:
         if file.seekable():
             file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-        return end_of(file, most)
+        return read_tail(file, most)
 
 
-def end_of(file: BinaryIO, most: int) -> bytes:
+def read_tail(file: BinaryIO, most: int) -> bytes:
     """Read ``file`` to its end, and return the last ``most`` bytes; at no time are more than a few more held."""
     end = b""
     while block := file.read(1 << 20):

@@ -589,7 +589,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
 """Name of a parameter -> its option; ``command.name`` -> the option of a command that differs from the others."""
 
 
-def option_of(command: str, name: str) -> Option:
+def find_option(command: str, name: str) -> Option:
     """Return the description of option ``name`` for ``command``."""
     return OPTIONS.get(f"{command}.{name}") or OPTIONS[name]
 

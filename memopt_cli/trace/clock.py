@@ -123,7 +123,7 @@ def _step_s(step: Step, start: StartingState, clock: Clock | None = None) -> flo
     return seconds
 
 
-def seconds_of(run: Callable[[], object], device: str, *, runs: int) -> float:
+def measure_seconds(run: Callable[[], object], device: str, *, runs: int) -> float:
     """Return the seconds of the shortest of ``runs`` calls of ``run``."""
     return min(_time_run(run, device)[1] for _ in range(runs))
 
@@ -212,7 +212,7 @@ def segment_s(device: str) -> float:
     def step() -> None:
         layers(x).sum().backward()
 
-    run = functools.partial(seconds_of, device=device, runs=_SEGMENT_RUNS)
+    run = functools.partial(measure_seconds, device=device, runs=_SEGMENT_RUNS)
     operators_s = run(step) + run(forward)
     install_segment(layers, SegmentConfig())
     return run(step) - operators_s

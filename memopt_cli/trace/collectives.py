@@ -39,7 +39,7 @@ _KINDS = {
 
 
 @functools.cache
-def collective_of(func: Any) -> str:
+def classify_collective(func: Any) -> str:
     """Return the kind of collective that ``func`` is (``all-gather``); empty if it is none."""
     namespace, _, name = func.name().partition("::")
     if namespace not in _GROUPS:
@@ -57,10 +57,10 @@ class Collectives:
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Count ``func`` if it is a collective, with the bytes of its largest tensor, which all ranks share."""
-        kind = collective_of(func)
+        kind = classify_collective(func)
         if kind:
             self._calls[kind] += 1
-            self._bytes[kind] += max(map(_bytes_of, (*args, *kwargs.values(), output)))
+            self._bytes[kind] += max(map(_count_bytes, (*args, *kwargs.values(), output)))
 
     def records(self) -> tuple[Collective, ...]:
         """Return the collectives so far, in descending order of their bytes."""
@@ -68,7 +68,7 @@ class Collectives:
         return tuple(Collective(kind=k, calls=self._calls[k], whole_bytes=self._bytes[k]) for k in kinds)
 
 
-def _bytes_of(value: Any) -> int:
+def _count_bytes(value: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 

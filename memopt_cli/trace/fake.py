@@ -80,12 +80,12 @@ def _copied_without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 return model.make_again()
             except MemoptError as error:  # its hint blames the user's function, which only fails without data
                 raise RuntimeError(error.message) from error
-    copied = {id(g): g.clone_state() for g in _generators_of(model)}  # the mode would copy them without their state
+    copied = {id(g): g.clone_state() for g in _find_generators(model)}  # the mode would copy them without their state
     with FakeCopyMode(mode):
         return copy.deepcopy(model, copied)
 
 
-def _generators_of(model: nn.Module) -> Iterator[torch.Generator]:
+def _find_generators(model: nn.Module) -> Iterator[torch.Generator]:
     return (value for m in model.modules() for value in vars(m).values() if isinstance(value, torch.Generator))
 
 

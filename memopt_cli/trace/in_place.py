@@ -37,12 +37,12 @@ class InPlace:
         self._forced: Storage | None = None
         """Result of the last operator, if a plain step writes it into the target although something holds that."""
 
-    def share_of(self, func: Any, *, differentiates: bool) -> float:
+    def plain_share(self, func: Any, *, differentiates: bool) -> float:
         """Return the share of the result's bytes that a plain step takes; call it once, before the operator counts."""
         formula = self._formula = formula_at(self._storages.tick, self._formula) if differentiates else None
         if func is _ZEROS:
             return 0.0
-        return formula.share_of(operator_name(func)) if formula else 1.0
+        return formula.count_call(operator_name(func)) if formula else 1.0
 
     def replaced_bytes(self, func: Any, args: Any, output: Any) -> int:
         """Return the bytes of the storage to which a plain step would write ``output``; 0 if it makes a new one."""

@@ -97,7 +97,7 @@ class NumbersKnown(TorchDispatchMode):
                 if tensor.layout is torch.strided:
                     self._made.pop(memory_of(tensor), None)
         elif self._follows(func, args, kwargs):
-            arguments = map_leaves(self._note_of, (args, kwargs))
+            arguments = map_leaves(self._make_note, (args, kwargs))
             self._note(tensors_of(result), _Made(lambda: _run(func, arguments)))
         return result
 
@@ -105,11 +105,11 @@ class NumbersKnown(TorchDispatchMode):
         """Return the result of ``func``, which fails without data, from known numbers; ``None`` if one is not known."""
         if takes := _TAKES.get(func):
             masks = [leaf for leaf in tensors_of(args[1]) if leaf.dtype is torch.bool]
-            values = [self._note_of(mask).values() if self._is_known(mask) else None for mask in masks]
+            values = [self._make_note(mask).values() if self._is_known(mask) else None for mask in masks]
             return None if any(value is None for value in values) else takes(self, *args, values)
         if not self._follows(func, args, kwargs):
             return None
-        result = _run(func, map_leaves(self._note_of, (args, kwargs)))
+        result = _run(func, map_leaves(self._make_note, (args, kwargs)))
         device = next(tensor.device for tensor in tensors_of((args, kwargs)))
         return map_leaves(lambda leaf: self.made_known(leaf, device) if isinstance(leaf, Tensor) else leaf, result)
 
@@ -143,7 +143,7 @@ class NumbersKnown(TorchDispatchMode):
     def _forget(self, key: int, _: object) -> None:
         self._made.pop(key, None)
 
-    def _note_of(self, leaf: Any) -> Any:
+    def _make_note(self, leaf: Any) -> Any:
         """Return ``leaf``, an argument of an operator, in a form that does not keep tensors alive, for the CPU."""
         if not isinstance(leaf, Tensor):
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf

@@ -24,7 +24,7 @@ from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import makes_internal_tensors, recorded_shares
 from memopt_cli.runtime.in_backward import is_updating
 from memopt_cli.runtime.packing import recorded_answers
-from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, is_made_of_others, parts_of, tree_leaves
+from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, is_made_of_others, tree_leaves, walk_parts
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.collectives import Collectives, exchange_buffers, resizes_seen, staging_unseen
@@ -69,7 +69,7 @@ class StorageLog(TorchDispatchMode):
             output = corrected_output(func, args, func(*args, **(kwargs or {})))
         is_counted = not is_bookkeeping(func)
         differentiates = self.phase == "backward" and not updating
-        share = self._in_place.share_of(func, differentiates=differentiates)
+        share = self._in_place.plain_share(func, differentiates=differentiates)
         storages = self.storages
         storages.tick += is_counted
         for leaf in tree_leaves(output):
@@ -115,7 +115,7 @@ class StorageLog(TorchDispatchMode):
         A new record gets ``kind``, the module ``path`` (by default the running one), and ``share`` of the bytes, which
         a plain step would take.  Of a tensor made of others, all parts are counted, and the first is returned.
         """
-        records = [self._see(part, kind, path, share) for part in parts_of(tensor)]
+        records = [self._see(part, kind, path, share) for part in walk_parts(tensor)]
         return next(iter(records), None)
 
     def _see(self, tensor: Tensor, kind: str | None, path: str | None, share: float) -> Storage | None:

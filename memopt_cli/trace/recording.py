@@ -167,15 +167,15 @@ class _Records:
             kind=s.kind,
             module=self._log.ops[s.born - 1].record.module if s.born else s.path,
             born=s.born - 1,
-            died=self._end_of(s.died),
-            freed=self._end_of(freed),
+            died=self._first_operator_after(s.died),
+            freed=self._first_operator_after(freed),
             saved_by=tuple(sorted({op for op in savers if op is not None})),
             compressor=compressor,
             packed_bytes=packed,
             fixed_bytes=self._log.fixed_bytes.get(s.index, ()),
         )
 
-    def _end_of(self, tick: int | None) -> int | None:
+    def _first_operator_after(self, tick: int | None) -> int | None:
         """Return the first operator after ``tick``.  ``None``: there is none."""
         return tick if tick is not None and tick < len(self._log.ops) else None
 

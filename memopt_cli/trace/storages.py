@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memopt_cli.records import Phase, PhasePeak
 from memopt_cli.runtime.deferred import DeferredLinear
-from memopt_cli.runtime.private_torch import memory_of, parts_of, storage_key
+from memopt_cli.runtime.private_torch import memory_of, storage_key, walk_parts
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +109,7 @@ class Storages:
 
     def find(self, tensor: Tensor) -> Storage | None:
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
-        part = next(parts_of(tensor), tensor)
+        part = next(walk_parts(tensor), tensor)
         entry = self._alive.get(memory_of(part)) if has_storage(part) else None
         return entry[1] if entry else None
 
@@ -125,13 +125,13 @@ class Storages:
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of ``tensors``, or of their storages if these have fewer."""
-    return min(unique_bytes(tensors), sum(part.nbytes for t in tensors for part in parts_of(t)))
+    return min(unique_bytes(tensors), sum(part.nbytes for t in tensors for part in walk_parts(t)))
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes of the storages of ``tensors``, each counted once."""
     sizes = {}
-    for t in (part for tensor in tensors if tensor is not None for part in parts_of(tensor)):
+    for t in (part for tensor in tensors if tensor is not None for part in walk_parts(tensor)):
         if has_storage(t):
             storage = t.untyped_storage()
             sizes[storage_key(storage)] = storage.nbytes()

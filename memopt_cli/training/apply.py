@@ -171,10 +171,10 @@ def plan_of(model: nn.Module) -> Plan:
     # A part taken out of a model with a plan by length cannot tell the length, so its plan is the longest range's.
     if not isinstance(root, ConfigsByLength) or root.length is None:
         configs = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
-        return replace(_plan_of(configs), in_backward=in_backward, compile=compiled_as(model))
+        return replace(_make_plan(configs), in_backward=in_backward, compile=compiled_as(model))
     ranges = []
     for index, up_to in enumerate(root.up_to):
-        part = _plan_of({path: c for path, m in installed.items() if (c := _in_range(m, index)) is not None})
+        part = _make_plan({path: c for path, m in installed.items() if (c := _in_range(m, index)) is not None})
         ranges.append(PlanRange(up_to=up_to, segments=part.segments, packed=part.packed, place=part.place))
     by = InputDimension(dim=root.length.name, argument=root.length.argument, axis=root.length.axis)
     return Plan(by=by, ranges=tuple(ranges), in_backward=in_backward)
@@ -186,7 +186,7 @@ def _in_range(module: nn.Module, index: int) -> SegmentConfig | None:
     return settings.configs[index] if isinstance(settings, ConfigsByLength) else settings
 
 
-def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:
+def _make_plan(installed: Mapping[str, SegmentConfig]) -> Plan:
     """Return the plan for ``installed``, path -> configuration; the inverse of :func:`_configs`."""
     segments = (
         from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in _SEGMENT_FIELDS}})

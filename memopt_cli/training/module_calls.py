@@ -100,7 +100,7 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
         )
     if not (_OF_INPUTS.search(str(error)) or _is_of_torch(type(stack[-1].module).__module__)):
         return StepError(
-            f"{_forward_of(stack, model)} raised {first_line(error)}{raised_at(error)}",
+            f"{_describe_forward(stack, model)} raised {first_line(error)}{raised_at(error)}",
             hint="The same error appears when the model is called with these inputs in plain Python.",
         )
     last = stack[-1]
@@ -148,7 +148,7 @@ def _own_path(call: RunningCall, model: nn.Module) -> str:
     return next((path for path, module in model.named_modules() if module is call.module), call.path)
 
 
-def _forward_of(stack: list[RunningCall], model: nn.Module) -> str:
+def _describe_forward(stack: list[RunningCall], model: nn.Module) -> str:
     path, kind = _own_path(stack[-1], model), type(stack[-1].module).__name__
     return f"forward of module '{path}' ({kind})" if path else f"forward of {kind}"
 

@@ -31,7 +31,7 @@ _SUSPENDED: Final = "_memopt_checkpoints_off"
 """Attribute of a model under a plan, which lists the switches that were on before."""
 
 
-def switches_of(model: nn.Module) -> tuple[str, ...]:
+def find_switches(model: nn.Module) -> tuple[str, ...]:
     """Return the attributes in ``model`` that are true and by their names turn checkpoints on: ``blocks.0.with_cp``."""
     return tuple(
         f"{path}.{name}".removeprefix(".")
@@ -43,7 +43,7 @@ def switches_of(model: nn.Module) -> tuple[str, ...]:
 
 def turn_off(model: nn.Module) -> tuple[str, ...]:
     """Turn the switches of ``model`` off for good, and return those that were on."""
-    switches = switches_of(model)
+    switches = find_switches(model)
     _set(model, switches, on=False)
     return switches
 
@@ -73,7 +73,7 @@ def warn_if_on(model: nn.Module) -> None:
             return
         looked.add(within_checkpoint)
         known = model_of()
-        if known is not None and (switches := switches_of(known)):
+        if known is not None and (switches := find_switches(known)):
             looked.update((False, True))
             warnings.warn(_ON_AGAIN.format(attributes_in_words(switches)), stacklevel=1)
 

@@ -147,7 +147,7 @@ class StepModels(nn.Module):
         return copy
 
 
-def models_of(model: nn.Module | Step | Mapping[str, nn.Module]) -> nn.Module:
+def join_models(model: nn.Module | Step | Mapping[str, nn.Module]) -> nn.Module:
     """Return the module that a plan is installed on: ``model``, or all models of a step or of a mapping as one."""
     if isinstance(model, nn.Module):
         return model

@@ -175,7 +175,7 @@ def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     all_inputs = _trial_inputs(in_double((args, kwargs)), in_double((cut, kwargs)))
     for seed, (chunks, inputs) in enumerate(zip((_uneven_number(length), 2, short), all_inputs, strict=True)):
         whole, chunked = copy.deepcopy(module), _cut(module, rule, chunks)
-        worst = difference(_effects_of(whole, inputs, seed), _effects_of(chunked, inputs, seed))
+        worst = difference(_compute_effects(whole, inputs, seed), _compute_effects(chunked, inputs, seed))
         if reason := why_whole(chunked):
             return f"it {reason}"
         if worst.relative > TOLERANCE:
@@ -208,7 +208,7 @@ def _cut(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
     return chunked
 
 
-def _effects_of(module: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
+def _compute_effects(module: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
     args, kwargs = inputs
     return effects(Step(model=module, args=args, kwargs=kwargs, settings=StepSettings(seed=seed)))
 

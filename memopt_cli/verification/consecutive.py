@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memopt_cli.errors import MemoptError
 from memopt_cli.records import CallPrint, ChoicePrint, FollowedSteps, StepPrint, TensorPrint
 from memopt_cli.runtime.generators import Generators
-from memopt_cli.runtime.module_state import copy_of
+from memopt_cli.runtime.module_state import copy_module
 from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
@@ -89,7 +89,7 @@ def _take_first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
 def _trainable(step: Step) -> Iterator[Step]:
     """Yield ``step`` with an optimizer that moves parameters, and restore the parameters afterwards."""
     if isinstance(step, OwnStep):  # a copy, as its function holds its own optimizers: the copy makes new ones
-        yield replace(step, model=copy_of(step.model))
+        yield replace(step, model=copy_module(step.model))
         return
     with parameters_kept(step.model):
         yield replace(step, optimizer=_optimizer(step))

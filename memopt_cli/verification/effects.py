@@ -19,7 +19,7 @@ from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.in_backward import StateOnDemand
-from memopt_cli.runtime.module_state import ModuleState, copy_of
+from memopt_cli.runtime.module_state import ModuleState, copy_module
 from memopt_cli.runtime.private_torch import TorchDispatchMode, schema_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
@@ -64,7 +64,7 @@ def effects(step: Step) -> dict[str, Tensor]:
             collected = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
             collected |= generator_state()
         # The gradient of an embedding with sparse=True is sparse.
-        gradients = {name: gradient.to_dense() for name, gradient in gradients_of(step.model).items()}
+        gradients = {name: gradient.to_dense() for name, gradient in named_gradients(step.model).items()}
         return collected | gradients | copy_state(step.model)
     finally:
         step.model.zero_grad(set_to_none=True)
@@ -128,10 +128,10 @@ def gradients_by_parameter(effects: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def tensors_on(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that a step left on ``model`` and on generators, not copied: gradients, buffers, state."""
-    return state_tensors(model) | generator_state() | gradients_of(model)
+    return state_tensors(model) | generator_state() | named_gradients(model)
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return the gradients of the parameters of ``model`` that have one, by name."""
     return {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -156,7 +156,7 @@ class CannotCopyError(StepError):
 def copy_model(model: nn.Module) -> nn.Module:
     """Return a deep copy of ``model``.  Raises :class:`CannotCopyError` with the reason."""
     try:
-        return copy_of(model)
+        return copy_module(model)
     except Exception as error:  # the model's own classes may do anything
         raise CannotCopyError(f"the model cannot be copied ({first_line(error)})") from error
 

@@ -52,7 +52,9 @@ def _values(output: Tensor) -> Tensor | None:
 def fingerprint(effects: Mapping[str, Tensor | None]) -> Fingerprint:
     """Make the fingerprint of the tensors in ``effects``; :func:`mark_repeatable` sets later whether it repeats."""
     return Fingerprint(
-        tensors=tuple(_print_of(name, t.detach(), _weights()) for name, t in effects.items() if t is not None),
+        tensors=tuple(
+            _fingerprint_tensor(name, t.detach(), _weights()) for name, t in effects.items() if t is not None
+        ),
         put_off=tuple(name for name, t in effects.items() if t is None),
         repeats=False,
     )
@@ -76,7 +78,7 @@ def _ends_with_step(name: str) -> bool:
     return name.startswith("output[") or AT_UPDATE in name
 
 
-def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
+def _fingerprint_tensor(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
     """Return the digest and the projections of ``tensor``, read piece by piece."""
     kind = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
     if tensor.layout is torch.sparse_coo:

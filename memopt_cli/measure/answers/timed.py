@@ -42,7 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import ignore
 from memopt_cli.runtime import find_part
-from memopt_cli.runtime.unsafe import warnings_of
+from memopt_cli.runtime.unsafe import list_warnings
 from memopt_cli.text.units import format_bytes
 from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.module_calls import module_hooks
@@ -96,7 +96,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         counted = trace.count(step)
     allocated = allocated_by(bench, step)
     fingerprints = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
-    not_as_planned = tuple(warnings_of(bench.model))
+    not_as_planned = tuple(list_warnings(bench.model))
     if job.plan == ORIGINAL:
         bench.remember(full_workspaces, workspaces_seen(meter, allocated))
         if clock is not None and clock.times:
@@ -131,7 +131,7 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
         ),
     )
     measurement = _measurement(bench, started, timed, counted, allocated)
-    not_as_planned = tuple(warnings_of(bench.model))
+    not_as_planned = tuple(list_warnings(bench.model))
     return Measured(
         measurement=measurement, fingerprint=fingerprints, not_as_planned=not_as_planned, graph_break=graph_break
     )

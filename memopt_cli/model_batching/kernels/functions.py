@@ -35,16 +35,16 @@ class GraphCall:
         return map_models(lambda a, k: self.function(*a, **k), axes, args, kwargs)
 
 
-def operation_of(call: GraphCall) -> Callable[..., Any]:
+def choose_operation(call: GraphCall) -> Callable[..., Any]:
     """Return the function that runs in place of ``call``."""
     kernel = _KERNELS.get(call.name)
     # Kernels take no tensor that the models share.
     if kernel is not None and call.args and False not in tree_leaves((call.args, call.kwargs)):
         return kernel
-    return partial(_part_of, call) if call.name in ("getitem", "getattr") else call.mapped
+    return partial(_take_part, call) if call.name in ("getitem", "getattr") else call.mapped
 
 
-def _part_of(call: GraphCall, whole: Any, part: Any) -> Any:
+def _take_part(call: GraphCall, whole: Any, part: Any) -> Any:
     # ``whole`` may not be a tensor but a tuple of outputs or a shape, which ``vmap`` cannot map over.
     return call.mapped(whole, part) if isinstance(whole, Tensor) else call.function(whole, part)
 

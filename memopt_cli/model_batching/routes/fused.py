@@ -24,11 +24,11 @@ from torch import Tensor, fx, nn
 
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.attention import TRACEABLE
-from memopt_cli.model_batching.kernels.functions import GraphCall, operation_of, shape_query
-from memopt_cli.model_batching.kernels.modules import KERNELS, kernel_of, mapped, run_custom
+from memopt_cli.model_batching.kernels.functions import GraphCall, choose_operation, shape_query
+from memopt_cli.model_batching.kernels.modules import KERNELS, find_kernel, mapped, run_custom
 from memopt_cli.model_batching.mapping import refuse_segments
 from memopt_cli.model_batching.routes.interface import Route, RouteRefusedError
-from memopt_cli.model_batching.stacked import slots_of
+from memopt_cli.model_batching.stacked import list_slots
 from memopt_cli.runtime import (
     ConfigsByLength,
     SegmentConfig,
@@ -154,7 +154,7 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
 
     The traced module is a copy with the same tensors, since tracing runs the model's code, which may set attributes.
     """
-    shared: dict[int, Any] = {id(slot.tensor): slot.tensor for slot in slots_of(source)}
+    shared: dict[int, Any] = {id(slot.tensor): slot.tensor for slot in list_slots(source)}
     entry = _Entry(copy.deepcopy(source, shared), skeleton, count)
     before = _attributes(entry.model)
     with generators_kept():
@@ -199,7 +199,7 @@ class _GraphFusion:
         self._graph = fx.Graph()
         self._new_nodes: dict[fx.Node, fx.Node] = {}
         self._is_batched: dict[fx.Node, bool] = {}
-        self._stacked_ids = {id(slot.tensor) for slot in slots_of(source)}
+        self._stacked_ids = {id(slot.tensor) for slot in list_slots(source)}
 
     def rewrite(self, graph: fx.Graph) -> fx.Graph:
         """Return ``graph`` rewritten so that it runs all models."""
@@ -257,7 +257,7 @@ class _GraphFusion:
             return False, self._emit(node, query, args[:1], {})
         if query := shape_query(name):
             return False, self._emit(node, query, args, kwargs)
-        return True, self._emit(node, operation_of(call), args, kwargs)
+        return True, self._emit(node, choose_operation(call), args, kwargs)
 
     def _module_operation(self, module: nn.Module, path: str) -> Callable[..., Any]:
         config = settings_of(module)
@@ -270,7 +270,7 @@ class _GraphFusion:
         if isinstance(module, AbstractBatchModule):
             return functools.partial(run_custom, module)
         # A linear layer in chunks through its loss runs plainly: here the loss is computed for all models, later.
-        kernel = KERNELS[nn.Linear] if config is not None else kernel_of(module)
+        kernel = KERNELS[nn.Linear] if config is not None else find_kernel(module)
         if kernel is None:
             refuse_segments(module, path)
             return mapped(module)

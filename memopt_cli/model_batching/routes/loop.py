@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.model_batching.stacked import Slot, placeholder_copy, shared_names, slots_of
+from memopt_cli.model_batching.stacked import Slot, list_slots, placeholder_copy, shared_names
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.private_torch import use_weights
 from memopt_cli.runtime.tree import join_tensors, split_tensors
@@ -49,10 +49,10 @@ class LoopRoute:
         written_ids = {id(m.weight) for m in tree.modules() if getattr(m, "max_norm", None) is not None}
         self._lendings = [
             _Lending(slot, slot.name in shared, slot.is_buffer or id(slot.tensor) in written_ids)
-            for slot in slots_of(tree)
+            for slot in list_slots(tree)
         ]
         self._models = [placeholder_copy(tree) for _ in range(models)]
-        self._slots = [{slot.name: slot for slot in slots_of(model)} for model in self._models]
+        self._slots = [{slot.name: slot for slot in list_slots(model)} for model in self._models]
         self._recurrent = [[m for m in model.modules() if isinstance(m, nn.RNNBase)] for model in self._models]
         self._start_states = [ModuleState(model) for model in self._models]
 

@@ -51,7 +51,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.search.batch_size.memory_limit import limits_of
+from memopt_cli.search.batch_size.memory_limit import compute_limits
 from memopt_cli.search.batch_size.pair_search import PairSearch
 from memopt_cli.search.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits
@@ -88,7 +88,9 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
     prepared = without_checkpoints
     if not resolved.options.targets:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
-    limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of)
+    limits = compute_limits(
+        request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of
+    )
     limits = replace(limits, max_samples=request.global_batch)
     notes = [*resolved.notes, *prepared.notes, *checkpoint_notes, *optimizer_state_notes(prepared)]
     # Dry runs, and trials of modules in chunks, need a few samples.

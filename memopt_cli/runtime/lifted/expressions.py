@@ -85,8 +85,8 @@ class Expressions:
 
         def pairs() -> str:
             texts = list(map(self.text, operands))
-            key_of = self.global_name("key_of")
-            return ", ".join(f"{key_of}({key}): {value}" for key, value in zip(texts[::2], texts[1::2], strict=True))
+            check_key = self.global_name("check_key")
+            return ", ".join(f"{check_key}({key}): {value}" for key, value in zip(texts[::2], texts[1::2], strict=True))
 
         forms: dict[str, Callable[[], str]] = {
             "operator": lambda: self._operator(detail, operands),

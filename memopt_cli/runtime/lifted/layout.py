@@ -16,7 +16,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any, Final
 
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS, READING
-from memopt_cli.runtime.lifted.program import values_of
+from memopt_cli.runtime.lifted.program import values_among
 
 Block = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
 """Parameters, nodes and results.  Each value has a number; a result is such a number, or a constant in a 1-tuple."""
@@ -44,7 +44,7 @@ class Layout:
         """Return the values that ``block`` uses and does not compute; its parameters may be among them."""
         if id(block) not in self._uses:
             _, nodes, results = block
-            used = values_of(results).union(*map(self.used_by, nodes))
+            used = values_among(results).union(*map(self.used_by, nodes))
             self._uses[id(block)] = frozenset(used.difference(*(node[3] for node in nodes)))
         return self._uses[id(block)]
 
@@ -54,7 +54,7 @@ class Layout:
 
     def used_by(self, node: Node) -> set[int]:
         """Return the values that ``node`` uses, in its blocks too."""
-        return values_of(node[2]) | self.used_inside(node) if node[4] else values_of(node[2])
+        return values_among(node[2]) | self.used_inside(node) if node[4] else values_among(node[2])
 
     def places(self, block: Block, *, tail: bool = False) -> list[int]:
         """Return, for each node of ``block``, the index of the node whose statement contains its expression.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.lifted.operators import FUNCTIONS, is_data
-from memopt_cli.runtime.lifted.program import BadProgramError, check_program, check_size, is_further_call, nodes_of
+from memopt_cli.runtime.lifted.program import BadProgramError, check_program, check_size, is_further_call, walk_nodes
 from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.private_torch import MODULE_ATTRIBUTES, buffers_of, children_of, parameters_of
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
@@ -101,7 +101,7 @@ def check_lifted(module: LiftedModule) -> None:
     _check_state(module)
     _, _, methods, functions = type(module)._program
     for method in (*methods, *functions):
-        for node in nodes_of(method[3]):
+        for node in walk_nodes(method[3]):
             _check_node(node, module)
 
 
@@ -112,10 +112,10 @@ def make_module(program: tuple[Any, ...], constants: tuple[Tensor, ...]) -> Lift
     return module
 
 
-def operators_of(module: nn.Module) -> list[str]:
+def list_operators(module: nn.Module) -> list[str]:
     """Return the operators, such as ``aten::linear``, that methods of ``module`` call; none if it is not lifted."""
     _, _, methods, functions = module._program if isinstance(module, LiftedModule) else (0, "", (), ())
-    nodes = (node for method in (*methods, *functions) for node in nodes_of(method[3]))
+    nodes = (node for method in (*methods, *functions) for node in walk_nodes(method[3]))
     return [detail for kind, detail, *_ in nodes if kind == "operator"]
 
 

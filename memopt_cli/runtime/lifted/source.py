@@ -29,7 +29,7 @@ from memopt_cli.runtime.lifted.allowed import LIBRARIES
 from memopt_cli.runtime.lifted.expressions import Expressions, Names, literal
 from memopt_cli.runtime.lifted.layout import ATOMS, Block, Layout, Needed, Node
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS, FUNCTIONS
-from memopt_cli.runtime.lifted.program import nodes_of, tuple_name
+from memopt_cli.runtime.lifted.program import tuple_name, walk_nodes
 from memopt_cli.runtime.lifted.variables import Variables
 
 FOREVER: Final = 2**63 - 1
@@ -43,7 +43,7 @@ def generate(program: tuple[Any, ...]) -> tuple[str, Names]:
     _, _, methods, functions = program
     names: Names = {}
     known = {text for name in (*FUNCTIONS, *LIBRARIES) for text in (name, f"{name}_")}
-    named = {tuple_name(n[1][0]) for m in (*methods, *functions) for n in nodes_of(m[3]) if n[0] == "named"}
+    named = {tuple_name(n[1][0]) for m in (*methods, *functions) for n in walk_nodes(m[3]) if n[0] == "named"}
     taken = frozenset({*known, *named, "self", *(f[0] for f in functions)})
     writers = [_Writer(f, names, taken, "") for f in functions] + [_Writer(m, names, taken, "self") for m in methods]
     return "\n\n\n".join(writer.write() for writer in writers) + "\n", names

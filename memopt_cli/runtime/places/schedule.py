@@ -28,8 +28,8 @@ from memopt_cli.runtime.compressor import Packed, internal_tensors, is_dense
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.places.interface import DEVICE, DISK, Place, Sent, SentWithoutData, waiting, warn_once
 from memopt_cli.runtime.private_torch import (
+    count_holders,
     has_memory,
-    holders_of,
     is_fake,
     is_ordinary,
     memory_of,
@@ -213,7 +213,7 @@ class _Part:
             assert self._sent is not None
             storage = memory_of(self._tensors[0][0])
             own_holders = sum(memory_of(tensor) == storage for part in sent for tensor, _ in part._tensors)
-            if holders_of(self._tensors[0][0]) > own_holders:
+            if count_holders(self._tensors[0][0]) > own_holders:
                 return
             with waiting():
                 is_sent = self._sent.wait_until_sent()

@@ -155,10 +155,10 @@ def norm_operators(trace: StepTrace) -> list[NormOperator]:
         outputs = sum(trace.storages[index].nbytes > 0 for index in op.makes)
         return op.phase == "forward" and "batch_norm" in op.name and outputs > 1
 
-    def input_of(op: OpTrace) -> StorageTrace:
+    def largest_input(op: OpTrace) -> StorageTrace:
         return max((trace.storages[index] for index in op.reads), key=lambda storage: storage.nbytes)
 
-    norms = [(index, input_of(op)) for index, op in enumerate(trace.ops) if gathers(op)]
+    norms = [(index, largest_input(op)) for index, op in enumerate(trace.ops) if gathers(op)]
     return [NormOperator(index, storage.born, storage.nbytes) for index, storage in norms]
 
 
@@ -390,7 +390,7 @@ class CostModel:
             savers = [op for op in self._original.savers[index] if op < block.call.start]
             return any(not any(op in segment for segment in segments) for op in savers)
 
-        return set(filter(is_saved, (part for index in block.call.inputs for part in self._parts_of(index))))
+        return set(filter(is_saved, (part for index in block.call.inputs for part in self._sources(index))))
 
     def _outliving(self, call: ModuleCall) -> int:
         """Return the bytes of activations made in ``call`` that are alive at the end of the step."""
@@ -438,12 +438,10 @@ class CostModel:
         if codec != "parts":
             return packed
         storages = self.trace.storages
-        stored_bytes = {
-            index: sum(storages[part].nbytes for part in self._parts_of(index) & stored) for index in packed
-        }
+        stored_bytes = {index: sum(storages[part].nbytes for part in self._sources(index) & stored) for index in packed}
         return {index: max(0, storages[index].nbytes - nbytes) for index, nbytes in stored_bytes.items() if nbytes}
 
-    def _parts_of(self, storage: int) -> Set[int]:
+    def _sources(self, storage: int) -> Set[int]:
         """Return the storages from which an operator made ``storage``."""
         born = self.trace.storages[storage].born
         return set(self.trace.ops[born].reads) if born >= 0 else set()
@@ -456,7 +454,7 @@ class _Times:
     """
 
     def __init__(self, trace: StepTrace) -> None:
-        self.kinds = [_kind_of(op, trace) for op in trace.ops]
+        self.kinds = [_timing_key(op, trace) for op in trace.ops]
         """Kind of every operator."""
         seconds: dict[tuple[object, ...], list[float]] = defaultdict(list)
         for op, kind in zip(trace.ops, self.kinds, strict=True):
@@ -467,7 +465,7 @@ class _Times:
         """Median seconds for the kind of every operator."""
 
 
-def _kind_of(op: OpTrace, trace: StepTrace) -> tuple[object, ...]:
+def _timing_key(op: OpTrace, trace: StepTrace) -> tuple[object, ...]:
     tensors = (tuple(trace.storages[index].nbytes for index in indices) for indices in (op.reads, op.makes))
     return (op.name, op.phase, op.flops, *tensors)
 

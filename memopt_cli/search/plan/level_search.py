@@ -14,7 +14,7 @@ from memopt_cli.records import Plan, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.levels import NESTED
-from memopt_cli.search.plan.search_spaces import WORTH_LOWERING, SearchSpace, SearchSpaces, heads_of
+from memopt_cli.search.plan.search_spaces import WORTH_LOWERING, SearchSpace, SearchSpaces, find_heads
 
 _MAX_DRY_RUNS = 6
 """Maximum number of dry runs for one budget with packing, and as many without."""
@@ -65,7 +65,7 @@ class LevelRuns:
     def smallest(self, max_slowdown: float) -> PricedPlan | None:
         """Return the smallest plan so far with the heads of this search space; ``None`` if all exceed the slowdown."""
         heads = self.space.proposals.heads
-        same_heads = [priced for priced in self.dry_runs.up_to(self.level) if heads_of(priced.plan) == heads]
+        same_heads = [priced for priced in self.dry_runs.up_to(self.level) if find_heads(priced.plan) == heads]
         usable = [priced for priced in same_heads if priced.slowdown <= max_slowdown]
         return min(usable, key=lambda priced: (priced.peak_bytes, priced.slowdown), default=None)
 
@@ -77,12 +77,12 @@ class LevelRuns:
 
     def peak_to_beat(self, priced: PricedPlan) -> int:
         """Return the higher of the counted and the predicted peak of ``priced``; a plan predicted below may beat it."""
-        return max(priced.peak_bytes, self.space.proposals.peak_of(priced.plan))
+        return max(priced.peak_bytes, self.space.proposals.predict_peak(priced.plan))
 
     def may_be_smallest(self, plan: Plan, max_slowdown: float) -> bool:
         """Return whether a dry run of ``plan`` could give the lowest peak so far, as its prediction may be off."""
         best = self.smallest(max_slowdown)
-        return best is None or self.space.proposals.peak_of(plan) < (1 + _MODEL_ERROR) * self.peak_to_beat(best)
+        return best is None or self.space.proposals.predict_peak(plan) < (1 + _MODEL_ERROR) * self.peak_to_beat(best)
 
     def _failing(self, plan: Plan) -> SegmentPlan | None:
         """Find the one segment that makes ``plan`` fail, by bisection; ``None`` if no single segment does."""
@@ -137,7 +137,7 @@ class LevelSearch:
             if is_worth_a_run and self.runs.count(plan) is None and not self.runs.is_allowed(plan):
                 plan = None  # a segment of it was found to fail, and forbidden: solve again without
                 continue
-            peak_bytes = self.space.proposals.peak_of(plan)
+            peak_bytes = self.space.proposals.predict_peak(plan)
             without_gain = 0 if peak_bytes < (1 - WORTH_LOWERING) * lowest else without_gain + 1
             lowest = min(lowest, peak_bytes)
         self._rearrange(budget_bytes, max_slowdown)
@@ -167,7 +167,7 @@ class LevelSearch:
             plan = self._fastest(packed, target, budget_bytes, may_learn=may_learn)
             if plan is None:
                 break
-            predicted_bytes = self.space.proposals.peak_of(plan)
+            predicted_bytes = self.space.proposals.predict_peak(plan)
             peak_bytes = int(predicted_bytes * bias)
             if peak_bytes <= (1 + _MODEL_ERROR) * budget_bytes and self.runs.would_be_fastest(plan, budget_bytes):
                 counted = self.runs.count(plan)
@@ -232,7 +232,7 @@ class LevelSearch:
         plans = self.space.improvements.rearrange(best.plan, self.space.hopeful_rules())
         smaller = [plan for plan in plans if self._seems_below(plan, best)]
         fast_enough = [plan for plan in smaller if proposals.slowdown(plan) <= max_slowdown]
-        ranked = sorted(fast_enough, key=lambda plan: (proposals.peak_of(plan), proposals.slowdown(plan)))
+        ranked = sorted(fast_enough, key=lambda plan: (proposals.predict_peak(plan), proposals.slowdown(plan)))
         return ranked[: _MAX_REARRANGEMENTS if max_plans is None else min(_MAX_REARRANGEMENTS, max_plans)]
 
     def _seems_below(self, plan: Plan, priced: PricedPlan) -> bool:
@@ -245,4 +245,4 @@ class LevelSearch:
         if any(segment.spatial_split for segment in plan.segments):
             return True
         share = 1.0 if self.space.trials.allow(plan) else 1 - WORTH_LOWERING
-        return self.space.proposals.peak_of(plan) < share * self.space.proposals.peak_of(priced.plan)
+        return self.space.proposals.predict_peak(plan) < share * self.space.proposals.predict_peak(priced.plan)

@@ -49,7 +49,7 @@ def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace
     )
 
 
-def level_of(plan: Plan) -> int:
+def find_level(plan: Plan) -> int:
     """Return the least level that allows all that ``plan`` does."""
     if plan.is_empty:
         return 0

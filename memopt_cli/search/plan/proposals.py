@@ -142,7 +142,7 @@ class Proposals:
         self._tick()
         return self.model.predict(plan)
 
-    def peak_of(self, plan: Plan) -> int:
+    def predict_peak(self, plan: Plan) -> int:
         """Predict the allocated peak of ``plan`` in bytes."""
         return self.predict(plan).allocated_peak_bytes
 

@@ -112,7 +112,7 @@ class Original:
                 self.first_backward_reader.setdefault(index, number)
         self._inputs: dict[tuple[int, int], frozenset[int]] = {}
 
-    def inputs_of(self, call: ModuleCall) -> frozenset[int]:
+    def find_inputs(self, call: ModuleCall) -> frozenset[int]:
         """Return the storages made before ``call`` that its recomputation reads: its inputs, and earlier calls' state.
 
         Parameters gathered from other ranks (FSDP) are not among them: backward gathers them again.
@@ -168,7 +168,7 @@ class _Order:
             return self.length
         return self.instants[op - 1] + 1 if op > 0 else 0
 
-    def end_of(self, block: ReplayedSegment) -> int:
+    def recomputation_end(self, block: ReplayedSegment) -> int:
         """Return the instant at which the recomputation of ``block`` ends."""
         return block.offset + block.stop - block.call.start
 
@@ -221,7 +221,7 @@ class _Lives:
         self._order = order
         self._by_input: dict[int, list[ReplayedSegment]] = defaultdict(list)
         for block in blocks:
-            for index in original.inputs_of(block.call):
+            for index in original.find_inputs(block.call):
                 self._by_input[index].append(block)
 
     def savers_in(self, index: int) -> dict[ReplayedSegment | None, list[int]]:
@@ -286,9 +286,9 @@ class _Lives:
         """
         if block.parent is None and block.first_saver is not None:
             storage = self._original.trace.storages[index]
-            return max(self._order.end_of(block), self.release(storage, [block.first_saver]))
+            return max(self._order.recomputation_end(block), self.release(storage, [block.first_saver]))
         is_saved = any(block in _self_and_enclosing(saver) for saver in self.savers_in(index))
-        return self._order.after(block.call.backward_end) if is_saved else self._order.end_of(block)
+        return self._order.after(block.call.backward_end) if is_saved else self._order.recomputation_end(block)
 
     def escapes(
         self, storage: StorageTrace, savers: dict[ReplayedSegment | None, list[int]], block: ReplayedSegment
@@ -323,7 +323,7 @@ class _Passes:
         for norm in block.norms:
             instant = self._order.after(self._original.backward_end[norm])
             if instant < block.join:
-                input_bytes = max(_share_of(storages[index], block) for index in self._trace.ops[norm].makes)
+                input_bytes = max(_chunk_bytes(storages[index], block) for index in self._trace.ops[norm].makes)
                 ledger.extra[instant] = max(ledger.extra[instant], 2 * input_bytes - ledger.made[instant])
 
     def waiting_bytes(self, block: ReplayedSegment) -> int:
@@ -345,7 +345,7 @@ class _Passes:
             return 0
         ops = self._trace.ops[block.call.backward_start : block.call.backward_end]
         gradients = (index for op in ops if op.name == _NORM_BACKWARD for index in op.makes)
-        return max((_share_of(self._trace.storages[index], block) for index in gradients), default=0)
+        return max((_chunk_bytes(self._trace.storages[index], block) for index in gradients), default=0)
 
     def product_bytes(self, block: ReplayedSegment, norm: OpTrace) -> int:
         """Return the further bytes that the derivative of ``norm`` needs where chunks share batch statistics.
@@ -355,7 +355,7 @@ class _Passes:
         """
         if not any(around is not None and around.segment.batch_statistics for around in block.self_and_enclosing):
             return 0
-        return max((_share_of(self._trace.storages[index], block) for index in norm.makes), default=0)
+        return max((_chunk_bytes(self._trace.storages[index], block) for index in norm.makes), default=0)
 
 
 class _Parcels:
@@ -478,7 +478,7 @@ class Replay:
         savers = self._lives.savers_in(index)
         is_kept = inner is not None and storage.born in inner.kept
         parcel = self._parcels.by_storage.get(index) if self._parcels else None
-        kept_end, held_until = self._order.end_of(inner) if inner else 0, 0
+        kept_end, held_until = self._order.recomputation_end(inner) if inner else 0, 0
         for depth, block in enumerate(enclosing):
             if block is not None and storage.born >= block.stop:
                 continue  # its recomputation ends before it would make the storage
@@ -489,7 +489,7 @@ class Replay:
             # A storage that never leaves an inner segment exists for one of that segment's chunks at a time.
             confining = [b for b in enclosing[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
             begin = self._order.at(block, storage.born)
-            nbytes = _share_of(storage, confining[0] if confining else block)
+            nbytes = _chunk_bytes(storage, confining[0] if confining else block)
             pass_begin = self._pass_begin(block, savers.get(block, ()))
             if sent_end > end and parcel is not None:
                 self._add_sent(parcel, begin, end, sent_end, nbytes)
@@ -693,7 +693,7 @@ class Replay:
 _NORM_BACKWARD = "aten::native_batch_norm_backward"
 
 
-def _share_of(storage: StorageTrace, block: ReplayedSegment | None) -> int:
+def _chunk_bytes(storage: StorageTrace, block: ReplayedSegment | None) -> int:
     """Return the bytes of ``storage`` in the longest chunk of ``block``; all of them for ``None``."""
     if block is None:
         return storage.nbytes

@@ -68,7 +68,7 @@ class SearchSpace:
         while self.may_cut:
             solvers = proposals.supposing(self.hopeful_rules(), proposals.solvers.packings)
             plan = solvers.least(peak_to_beat, max_slowdown)
-            if plan is None or proposals.peak_of(plan) >= (1 - WORTH_LOWERING) * peak_to_beat:
+            if plan is None or proposals.predict_peak(plan) >= (1 - WORTH_LOWERING) * peak_to_beat:
                 break
             trials_before = trials.count
             if trials.confirm(plan):
@@ -126,7 +126,7 @@ class SearchSpaces:
 
     def of(self, plan: Plan) -> SearchSpace:
         """Return the search space that ``plan`` belongs to: with heads through their losses, or without."""
-        return self.highest if heads_of(plan) else self.plain
+        return self.highest if find_heads(plan) else self.plain
 
     def forbid(self, path: str, space: SearchSpace, level: int) -> None:
         """Rule out segments on the module at ``path`` from now on, and update ``space``, which is at ``level``."""
@@ -167,14 +167,14 @@ class SearchSpaces:
         """
         starts = {priced.plan: priced for priced in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            headed = add_heads(start.plan, start.peak_bytes, self._trace, self._peak_of)
-            if heads := heads_of(headed):
+            headed = add_heads(start.plan, start.peak_bytes, self._trace, self._count_peak)
+            if heads := find_heads(headed):
                 trace = self._probes.trace(Plan(segments=heads))
                 if isinstance(trace, StepTrace):
                     yield self._headed_by(headed, trace)
                 self._dry_runs.count(headed, self.plain.proposals)
 
-    def _peak_of(self, plan: Plan) -> float:
+    def _count_peak(self, plan: Plan) -> float:
         """Count the peak of ``plan`` by a dry run; infinite if the run fails."""
         counted = self._probes.count(plan)
         if isinstance(counted, NotTried):
@@ -183,7 +183,7 @@ class SearchSpaces:
 
     def _headed_by(self, headed: Plan, trace: StepTrace) -> SearchSpace:
         trace, slowdown = timed_like(trace, self._trace)
-        proposals = Proposals(trace, self._tick, heads=heads_of(headed), slowdown=slowdown)
+        proposals = Proposals(trace, self._tick, heads=find_heads(headed), slowdown=slowdown)
         for plan in (headed, Plan(segments=proposals.heads)):
             self._dry_runs.count(plan, proposals)
         return self._space(proposals)
@@ -206,6 +206,6 @@ class SearchSpaces:
         return replace(limits, segments=None if is_unlimited else max_segments(options, candidates))
 
 
-def heads_of(plan: Plan) -> tuple[SegmentPlan, ...]:
+def find_heads(plan: Plan) -> tuple[SegmentPlan, ...]:
     """Return the segments of ``plan`` that run through their losses."""
     return tuple(segment for segment in plan.segments if segment.through_loss)
