@@ -67,7 +67,7 @@ class StandIns:
         finally:
             self._live_bytes = None
 
-    def of(self, module: nn.Module) -> Callable[[], int] | None:
+    def live_bytes_counter(self, module: nn.Module) -> Callable[[], int] | None:
         """Return the counter of live bytes if ``module`` may have stand-ins, or else ``None``."""
         return None if module in self._unlike else self._live_bytes
 
@@ -88,7 +88,7 @@ def abridge_call(module: nn.Module, lengths: Sequence[int], axis: int, pieces: S
     """
     # The module itself may be unknown: a run of layers that is one segment is a module which is made later.
     stand_ins = next((known for part in module.modules() if (known := _known.get(part)) is not None), None)
-    live_bytes = stand_ins.of(module) if stand_ins is not None else None
+    live_bytes = stand_ins.live_bytes_counter(module) if stand_ins is not None else None
     if stand_ins is None or live_bytes is None or not all(map(is_fake, pieces)):
         return None
     counts = [count for _, group in itertools.groupby(lengths) for count in _abridged_counts(len([*group]))]

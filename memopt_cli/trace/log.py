@@ -76,7 +76,7 @@ class StorageLog(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.see(leaf, share=share)
         self._label(func, args, kwargs or {}, output)
-        workspace = self.workspaces.of(operator_name(func), shapes_of(args)) if self.workspaces and share else 0
+        workspace = self.workspaces.look_up(operator_name(func), shapes_of(args)) if self.workspaces and share else 0
         replaced_bytes = self._in_place.replaced_bytes(func, args, output) if differentiates else 0
         self.peaks.rise(storages.tick, storages.live_bytes - replaced_bytes, workspace)
         if is_counted:

@@ -108,7 +108,7 @@ class Workspaces:
                     run.smaller = smaller_run if is_counterpart else None
         return paired
 
-    def of(self, operator: str, shapes: Shapes) -> int:
+    def look_up(self, operator: str, shapes: Shapes) -> int:
         """Return the workspace bytes of ``operator`` on ``shapes``; for shapes not recorded, by the nearest run.
 
         Runs are near in this order: shapes that differ in the first dimension alone, as in chunks; in one other

@@ -55,7 +55,7 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
     with compiled_anew() if has_compiled else contextlib.nullcontext(), generators_kept(), _trainable(step) as training:
         model = training.model
         start = _prints(_parameters(model) | named_tensors_on(model))
-        values = AttributeValues.of(model)
+        values = AttributeValues.read(model)
         seed_everything(step.settings.seed)
         first_digest = _generator_digest(model)
 
@@ -140,7 +140,7 @@ def _attempt(step: Step, start: AttributeValues, between: Callable[[nn.Module], 
     except MemoptError as error:
         return StepPrint(effects=(), others=(), hooks=(), failed=error.message)
     after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
-    changes = _prints(AttributeValues.of(step.model).changes_since(start))
+    changes = _prints(AttributeValues.read(step.model).changes_since(start))
     return replace(record, effects=record.effects + after, others=record.others + changes)
 
 

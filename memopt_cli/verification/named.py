@@ -76,7 +76,7 @@ class AttributeValues:
     generator_states: Mapping[str, bytes]
 
     @classmethod
-    def of(cls, model: nn.Module) -> AttributeValues:
+    def read(cls, model: nn.Module) -> AttributeValues:
         """Read the current numbers and generators of ``model``."""
         states = {name: _state_bytes(generator) for name, generator in generators_by_name(model).items()}
         return cls(numbers_by_attribute(model), states)

@@ -42,7 +42,7 @@ class Expressions:
 
     def write_inline(self, node: Node) -> None:
         """Write the value of ``node`` inline wherever it is used, without a variable."""
-        self._inline[node[3][0]] = self.of(node)
+        self._inline[node[3][0]] = self.renderer(node)
 
     def is_inline(self, operand: Any) -> bool:
         """Return whether ``operand`` is a value that has no variable."""
@@ -76,7 +76,7 @@ class Expressions:
         text = self.text(operand)
         return text if isinstance(ast.parse(text, mode="eval").body, _SIMPLE) else f"({text})"
 
-    def of(self, node: Node) -> Callable[[], str]:
+    def renderer(self, node: Node) -> Callable[[], str]:
         """Return a function that returns the text of ``node`` as an expression, once its operands have variables."""
         kind, detail, operands, _, blocks = node
 
@@ -151,7 +151,7 @@ class Expressions:
     def _choice(self, condition: Any, blocks: tuple[Block, ...]) -> str:
         """Return ``a and b``, ``a or b`` or ``b if a else c``."""
         for block in blocks:
-            self._inline |= {node[3][0]: self.of(node) for node in block[1]}
+            self._inline |= {node[3][0]: self.renderer(node) for node in block[1]}
         then, otherwise = (block[2][0] for block in blocks)
         first = self._operand(condition)
         if repr(otherwise) == "(False,)":  # 0 equals False

@@ -212,7 +212,7 @@ class _Writer:
 
 
 def _write_expression(writer: _Writer, node: Node, after: Needed) -> None:
-    text = writer.expressions.of(node)()
+    text = writer.expressions.renderer(node)()
     needed = [value for value in node[3] if value in after or node[0] == "unpack"]
     names = writer.define(needed, after)
     for name, value in zip(names, needed, strict=True):

@@ -159,7 +159,7 @@ class Planner:
         priced = self.dry_runs.get(plan)
         with contextlib.suppress(TimeIsUp):
             space = self._spaces.at(level)
-            predicted_bytes = self._spaces.of(plan).proposals.predict_peak(plan)
+            predicted_bytes = self._spaces.space_for(plan).proposals.predict_peak(plan)
             peak_bytes = predicted_bytes if priced is None else max(priced.peak_bytes, predicted_bytes)
             solvers = space.proposals.supposing(space.hopeful_rules(), space.proposals.solvers.packings)
             least = solvers.least(peak_bytes, max_slowdown)
@@ -208,7 +208,7 @@ class Planner:
             return
         candidates: dict[Plan, tuple[float, int, Plan, SearchSpace]] = {}
         for priced in [priced for priced in self.dry_runs.up_to(level) if not priced.plan.sends]:
-            space = self._spaces.of(priced.plan)
+            space = self._spaces.space_for(priced.plan)
             error_bytes = priced.peak_bytes - space.proposals.predict_peak(priced.plan)
             for variant in sending_variants(priced.plan, self._place):
                 plan = self._fit_in_room(variant, space)
@@ -239,7 +239,7 @@ class Planner:
         """
         excess_bytes, refutations = 0, 0
         while (best := self.dry_runs.fastest(level, budget_bytes)) and refutations < _MAX_REFUTATIONS:
-            space = self._spaces.of(best.plan)
+            space = self._spaces.space_for(best.plan)
             error_bytes = best.peak_bytes - space.proposals.predict_peak(best.plan) + excess_bytes
             fits = functools.partial(self._fits, space, budget_bytes - error_bytes, best)
             relaxed = space.improvements.relax(best.plan, fits)

@@ -234,7 +234,7 @@ class Solver:
 
     def _schedules(self, block: Block, context: Context) -> list[Schedule]:
         """Return the Pareto set of ``block`` in ``context``; equal blocks are solved once."""
-        context = context.of(block)
+        context = context.narrow_to(block)
         key = self._allowed.means, self._choice.kinds[block], context
         if key not in self._cache.schedules:
             self._cache.schedules[key] = block, self._solve(block, context)

@@ -124,7 +124,7 @@ class SearchSpaces:
         self._allow(space, level)
         return space
 
-    def of(self, plan: Plan) -> SearchSpace:
+    def space_for(self, plan: Plan) -> SearchSpace:
         """Return the search space that ``plan`` belongs to: with heads through their losses, or without."""
         return self.highest if find_heads(plan) else self.plain
 

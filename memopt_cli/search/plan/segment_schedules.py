@@ -56,7 +56,7 @@ class Context:
     kept: frozenset[int] = frozenset()
     """Indices of the costly calls in the block whose outputs the innermost segment around them keeps."""
 
-    def of(self, block: Block) -> Context:
+    def narrow_to(self, block: Block) -> Context:
         """Return this context for ``block``, without kept calls outside of the block."""
         return replace(self, kept=self.kept & {c.op for c in block.costly}) if self.kept else self
 
