@@ -48,6 +48,9 @@ from memopt_cli.training.wrappers import unwrap
 
 _SEGMENT_FIELDS = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 """Fields that an entry of a plan shares with the configuration of its segment."""
+_ROOT = "(root)"
+"""Path of the model itself in messages."""
+_REMOVE_FIRST = "Remove the plan that the model has: memopt_cli.remove_plan(model)."
 
 
 def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> nn.Module:
@@ -132,7 +135,7 @@ def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
 
 def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]:
     """Return module -> its configurations by length, for a plan with ranges; the root is always among them."""
-    assert plan.by is not None, "it has ranges"
+    assert plan.by is not None, "called only for plans with ranges"
     if any(isinstance(settings_of(module), ConfigsByLength) for _, module in named_parts(model)):
         raise PlanError("a part of the model has a plan by length already", hint=_REMOVE_FIRST)
     if not takes_argument(model, plan.by.argument):
@@ -289,6 +292,3 @@ def _install(module: nn.Module, config: SegmentConfig | ConfigsByLength) -> None
         if isinstance(config, ConfigsByLength) and config.length is not None and not any(config.configs):
             hint = "A plan by length looks at what the whole model is given; use a plan without ranges."
         raise PlanError(f"module '{config.path}' cannot be a segment: {reason}", hint=hint) from reason
-
-
-_ROOT, _REMOVE_FIRST = "(root)", "Remove the plan that the model has: memopt_cli.remove_plan(model)."

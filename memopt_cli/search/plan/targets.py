@@ -10,6 +10,7 @@ from memopt_cli.errors import PlanError
 from memopt_cli.records import Dropped, ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.policy import Selection, describe_choice
+from memopt_cli.text.paths import quoted_path
 from memopt_cli.text.units import format_some
 
 _NEVER_CALLED = "the step never calls it"
@@ -59,7 +60,7 @@ def find_refusals(modules: Iterable[ModuleTrace], options: SearchOptions) -> dic
 
 def refusal_notes(refusals: Mapping[str, str]) -> list[str]:
     """Return a note on the modules in ``refusals`` (path -> why it cannot be a candidate), if there are any."""
-    modules = [f"'{path or '(root)'}' ({reason})" for path, reason in refusals.items()]
+    modules = [f"{quoted_path(path)} ({reason})" for path, reason in refusals.items()]
     return [f"These modules cannot be segments: {format_some(modules)}."] if modules else []
 
 
