@@ -48,6 +48,8 @@ _MIN_COMPARISON_S = 0.25
 """Smallest limit, in seconds, by :data:`_COMPARISON_SHARE`."""
 _MAX_COMPARISON_S = 1.0
 """Largest limit, in seconds, by :data:`_COMPARISON_SHARE`."""
+_GENERATOR_KEY = "random generator"
+"""Text in the names of effects that are states of random generators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,10 +197,6 @@ class Reference:
             tree = first_models(self.inputs.tree, self.inputs.models)
         _make_different(tree)
         return tree
-
-
-_GENERATOR_KEY = "random generator"
-"""Text in the names of effects that are states of random generators."""
 
 
 def _has_drawn(generators: Tensor) -> bool:

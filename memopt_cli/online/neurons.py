@@ -15,6 +15,11 @@ from memopt_cli.online.lanes import BATCHING_HINT, with_batch_axis
 from memopt_cli.online.states import declare_state, environ, is_number
 from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap
 
+_STATES_HINT = (
+    "Name every state that the cell takes and returns, in that order. For one named tuple of states, give a tuple of "
+    "that type with their shapes."
+)
+
 
 class _Spike(torch.autograd.Function):
     """A step at a threshold, with ``max(0, 0.3 (1 - |v - threshold|))`` as its derivative."""
@@ -180,12 +185,6 @@ class LeakyRateReadout(nn.Module):
         # Not ``torch.add(..., alpha=self.decay)``: torch.compile drops alpha where it adds to a matrix product.
         self.r = self.decay * self.r + self.linear(spikes)
         return self.r
-
-
-_STATES_HINT = (
-    "Name every state that the cell takes and returns, in that order. For one named tuple of states, give a tuple of "
-    "that type with their shapes."
-)
 
 
 class ExplicitState(nn.Module):

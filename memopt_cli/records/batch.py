@@ -14,6 +14,9 @@ from memopt_cli.records.request import StepRequest
 from memopt_cli.records.search import ResolvedSearch
 from memopt_cli.records.settings import StepSettings
 
+LONGEST_STEP_S: Final = 60.0
+"""Default of the longest step that is run to find a batch, in seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProbe:
@@ -110,9 +113,6 @@ class ReplicaAdvice:
 
 
 Objective = Literal["max", "throughput"]
-
-LONGEST_STEP_S: Final = 60.0
-"""Default of the longest step that is run to find a batch, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,11 @@ from memopt_cli.records.model import WantedGlobal
 from memopt_cli.records.trace import Phase
 from memopt_cli.text.units import format_bytes
 
+_NINE_OF_TEN = 1.28
+"""Standard errors above a mean below which nine of ten values lie, where they are normal."""
+_STANDARD_ERROR = 1.2533 * 1.4826
+"""For n normal values, the standard error of the median is 1.2533 sigma / √n, and sigma is 1.4826 median deviations."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -174,12 +179,6 @@ def slowdown_in(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     median = statistics.median(ratios)
     deviation = statistics.median(abs(ratio - median) for ratio in ratios)
     return median, _NINE_OF_TEN * _STANDARD_ERROR * deviation / math.sqrt(len(ratios))
-
-
-_NINE_OF_TEN = 1.28
-"""Standard errors above a mean below which nine of ten values lie, where they are normal."""
-_STANDARD_ERROR = 1.2533 * 1.4826
-"""For n normal values, the standard error of the median is 1.2533 sigma / √n, and sigma is 1.4826 median deviations."""
 
 
 # Each way in which a measurement may fail is a type of its own.

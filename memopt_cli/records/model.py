@@ -12,6 +12,9 @@ from memopt_cli.text.documents import quoted_flag
 if TYPE_CHECKING:
     from torch import nn
 
+STEP = "step"
+"""Format of the models in the user's own step, which brings its optimizers and losses."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
@@ -85,10 +88,6 @@ class ModelSource:
     read yet, or is a callable."""
     weights_sha256: str | None = None
     """Hash of the file of weights when it was first read.  ``None``: it has not been read yet, or there is none."""
-
-
-STEP = "step"
-"""Format of the models in the user's own step, which brings its optimizers and losses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

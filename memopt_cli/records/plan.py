@@ -26,6 +26,12 @@ CHANGES_NOTHING: Final = "The plan changes nothing: it has no segments, and pack
 MAX_NORMS = 2
 """Maximum number of batch norms in a module that runs in chunks: each costs another pass over all chunks, in forward
 and in backward."""
+BUDGETED: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+"""Backends of ``torch.compile`` that heed the memory budget: they divide graphs by PyTorch's partitioner, which reads
+it."""
+_RANGES_HINT = (
+    "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
+)
 
 
 class _ShortRepr:
@@ -130,11 +136,6 @@ class PlanRange(_ShortRepr):
     def plan(self) -> Plan:
         """Plan for a step of a size in the range."""
         return Plan(segments=self.segments, packed=self.packed, place=self.place)
-
-
-BUDGETED: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
-"""Backends of ``torch.compile`` that heed the memory budget: they divide graphs by PyTorch's partitioner, which reads
-it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -287,11 +288,6 @@ class Plan(_ShortRepr):
                 hint="Leave compile out of the plan.",
             )
         return self
-
-
-_RANGES_HINT = (
-    "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

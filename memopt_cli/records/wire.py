@@ -29,6 +29,7 @@ _TAGGED = (
 )
 """Records that are members of a union, such as ``Measurement | OutOfMemory``; plain data tells them apart by
 ``kind``."""
+_LONGEST_KEY = 60  # characters of a key that a message shows in full
 
 
 def to_data(value: Any) -> Any:
@@ -93,9 +94,6 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
 def _key_text(key: Any) -> str:
     """Format ``key`` for messages, as a part of a position in a file: ``segments[2].chunks``."""
     return key if isinstance(key, str) and len(key) <= _LONGEST_KEY and key.isprintable() else shorten(key)
-
-
-_LONGEST_KEY = 60  # characters of a key that a message shows in full
 
 
 @functools.cache

@@ -61,6 +61,25 @@ from memopt_cli.runtime.running import saving_aside
 from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.tree import tensors_of
 
+_DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+"""Functions that compute gradients: called inside forward, they would end at the norms, where a chunk's graph ends."""
+_HOOKS_ON_GRADIENTS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
+_COSTLY = frozenset(
+    function
+    for operator in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
+    for aten in (getattr(torch.ops.aten, operator),)
+    for function in (getattr(F, operator), aten, *(getattr(aten, overload) for overload in aten.overloads()))
+)
+"""Operators worth running once less.  Each makes a new tensor, so nothing else can write its output unseen."""
+_UNSEEN_WRITES = frozenset(
+    (
+        *(Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
+        *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage),
+    )
+)
+"""Functions that give access to a tensor's memory, which may then be written without a new version."""
+_USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -362,26 +381,6 @@ def _values(reached: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
         return values
     with saving_aside():
         return call().detach()
-
-
-_DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-"""Functions that compute gradients: called inside forward, they would end at the norms, where a chunk's graph ends."""
-_HOOKS_ON_GRADIENTS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
-_COSTLY = frozenset(
-    function
-    for operator in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
-    for aten in (getattr(torch.ops.aten, operator),)
-    for function in (getattr(F, operator), aten, *(getattr(aten, overload) for overload in aten.overloads()))
-)
-"""Operators worth running once less.  Each makes a new tensor, so nothing else can write its output unseen."""
-_UNSEEN_WRITES = frozenset(
-    (
-        *(Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
-        *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage),
-    )
-)
-"""Functions that give access to a tensor's memory, which may then be written without a new version."""
-_USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
 
 
 class _Links(torch.autograd.Function):

@@ -46,6 +46,8 @@ _TOP_BYTE = 7 if sys.byteorder == "little" else 0
 """Index in memory of the top byte of an integer of eight bytes."""
 _FIRST_SEARCHED = 2**10
 """Number of elements in the first piece that is searched for a value other than zero."""
+_MAX_NUMBERED_SPAN = 2**20
+"""The widest span whose distinct values are counted, to number them."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen, for speed: that takes three times as long to make
@@ -250,10 +252,6 @@ class IndexCompressor(SpikeCompressor):
         *coded, least = data
         span = coded[0] if len(coded) == 1 else coded[1].index_select(0, coded[0].to(torch.int32))
         return (span.to(dtype).view(-1, least.numel()) + least).flatten()
-
-
-_MAX_NUMBERED_SPAN = 2**20
-"""The widest span whose distinct values are counted, to number them."""
 
 
 def _number_values(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:

@@ -48,6 +48,11 @@ from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, cho
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
 from memopt_cli.runtime.tree import tensors_of
 
+_CONSTRUCTED = "_memopt_constructed"
+"""Attribute of a new segment between Python's calls of ``__new__`` and ``__init__``."""
+_MADE = "_memopt_made"
+"""Attribute of the class of a segment that is complete."""
+
 
 class PackingContainer(Installed):
     """Mixin of a module that recomputes nothing; what autograd saves inside it is packed, or sent to a place."""
@@ -93,10 +98,6 @@ class TCGCContainer(GCContainer):
         norms = n_chunk != 1 and any(batch_norms(module) for module in modules)
         config = SegmentConfig(chunks=n_chunk, seq_inputs=n_seq_inputs, seq_outputs=n_outputs, batch_statistics=norms)
         return _construct(cls, x_compressor, modules, config)
-
-
-_CONSTRUCTED = "_memopt_constructed"
-"""Attribute of a new segment between Python's calls of ``__new__`` and ``__init__``."""
 
 
 def _construct(
@@ -197,10 +198,6 @@ def _restore(original: type[nn.Module] | LiftedModule, settings: Settings) -> nn
 
 
 # ---------------------------------------------------------------------------------------------- the class
-
-
-_MADE = "_memopt_made"
-"""Attribute of the class of a segment that is complete."""
 
 
 class _SegmentClass(type):

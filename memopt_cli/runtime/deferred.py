@@ -42,6 +42,47 @@ from memopt_cli.runtime.private_torch import (
     without_memory,
 )
 
+_SAMPLE_SIZE = 64
+"""Number of weights that are compared to notice a change without a new version."""
+_MODIFIED = (
+    "{} modifies the output of a linear layer that runs in chunks through its loss; remove the layer from the plan"
+)
+_SIGNATURE: inspect.Signature = inspect.signature(F.cross_entropy)
+
+# Each function twice: as Python code calls it, and as the ATen operator that lifted modules call.
+_aten = torch.ops.aten
+_LINEAR: set[Any] = {F.linear, _aten.linear.default}
+_CASTS: set[Any] = {Tensor.float, Tensor.double, Tensor.to, Tensor.type}
+_CASTS |= {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.to.other, _aten._to_copy.default}
+_RESHAPES: set[Any] = {
+    *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.contiguous),
+    *(torch.reshape, torch.flatten),
+    *(_aten.view.default, _aten.reshape.default, _aten.flatten.using_ints, _aten.unflatten.int),
+    *(_aten.contiguous.default, _aten._unsafe_view.default),
+}
+_VIEWS: set[Any] = {Tensor.__getitem__, Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
+_VIEWS |= {_aten.transpose.int, _aten.permute.default, _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default}
+_MEMORY_READERS = {
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.tolist,
+    Tensor.__repr__,
+}
+"""Functions that read memory, which a deferred tensor does not have: they get the computed values instead."""
+_SHAPE_READERS = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.__len__,
+    Tensor.is_floating_point,
+    torch.numel,
+}
+_SHAPE_READERS |= {Tensor.is_contiguous, torch.is_floating_point, Tensor.stride, Tensor.get_device, Tensor.element_size}
+"""Functions that never read values, so nothing is computed for them."""
+
 
 @dataclass(slots=True, eq=False)
 class _Head:
@@ -97,10 +138,6 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
 def _sample(weight: Tensor) -> Tensor:
     flat = weight.detach().flatten()
     return flat[:: max(1, len(flat) // _SAMPLE_SIZE)].clone()
-
-
-_SAMPLE_SIZE = 64
-"""Number of weights that are compared to notice a change without a new version."""
 
 
 class Deferring(TorchFunctionMode):
@@ -251,11 +288,6 @@ def _level_of_reader() -> int:
     return level
 
 
-_MODIFIED = (
-    "{} modifies the output of a linear layer that runs in chunks through its loss; remove the layer from the plan"
-)
-
-
 def _compute(value: Any) -> Any:
     return tree_map(lambda t: t.read() if isinstance(t, DeferredLinear) else t, value)
 
@@ -294,41 +326,6 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
             )
             return func(deferred, *args, **kwargs)  # type: ignore[no-untyped-call]
     return NotImplemented
-
-
-# Each function twice: as Python code calls it, and as the ATen operator that lifted modules call.
-_aten = torch.ops.aten
-_LINEAR: set[Any] = {F.linear, _aten.linear.default}
-_CASTS: set[Any] = {Tensor.float, Tensor.double, Tensor.to, Tensor.type}
-_CASTS |= {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.to.other, _aten._to_copy.default}
-_RESHAPES: set[Any] = {
-    *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.contiguous),
-    *(torch.reshape, torch.flatten),
-    *(_aten.view.default, _aten.reshape.default, _aten.flatten.using_ints, _aten.unflatten.int),
-    *(_aten.contiguous.default, _aten._unsafe_view.default),
-}
-_VIEWS: set[Any] = {Tensor.__getitem__, Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
-_VIEWS |= {_aten.transpose.int, _aten.permute.default, _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default}
-_MEMORY_READERS = {
-    Tensor.data_ptr,
-    Tensor.untyped_storage,
-    Tensor.numpy,
-    Tensor.__array__,
-    Tensor.tolist,
-    Tensor.__repr__,
-}
-"""Functions that read memory, which a deferred tensor does not have: they get the computed values instead."""
-_SHAPE_READERS = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.__len__,
-    Tensor.is_floating_point,
-    torch.numel,
-}
-_SHAPE_READERS |= {Tensor.is_contiguous, torch.is_floating_point, Tensor.stride, Tensor.get_device, Tensor.element_size}
-"""Functions that never read values, so nothing is computed for them."""
 
 
 def _moved_index(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tensor | None:
@@ -461,9 +458,6 @@ def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:
     rows = _rows_of(logits._index).flatten()
     value: Tensor = _LinearCrossEntropy.apply(head.x, head.weight, head.bias, head, rows, loss)  # type: ignore[no-untyped-call]
     return value.to(like.dtype)
-
-
-_SIGNATURE: inspect.Signature = inspect.signature(F.cross_entropy)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

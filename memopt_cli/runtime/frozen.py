@@ -39,6 +39,7 @@ _MAX_OBJECTS: Final = 10_000
 """Maximum number of objects that are copied, not counting atoms: more objects are data, not state."""
 _MAX_ARRAY_BYTES: Final = 1 << 16
 """Maximum bytes of an array that is copied."""
+_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +191,6 @@ def find_slots(kind: Any) -> tuple[str, ...]:
 def slots_in(value: object) -> dict[str, Any]:
     """Return the attributes of ``value`` that its class declares by ``__slots__``."""
     return {name: getattr(value, name) for name in find_slots(type(value)) if hasattr(value, name)}
-
-
-_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,9 @@ import torch
 
 from memopt_cli.runtime.private_torch import is_started, put_cuda_generator, unseen
 
+_CPU = torch.device("cpu")
+_CPU_ALONE = [_CPU]
+
 
 class Generators:
     """Positions of the global random generators: Python's, NumPy's, and PyTorch's on the CPU and on devices."""
@@ -119,10 +122,6 @@ def put_at(generator: torch.Generator, position: torch.Tensor) -> None:
     """Set ``generator`` to ``position``."""
     with _lock:
         generator.set_state(position)
-
-
-_CPU = torch.device("cpu")
-_CPU_ALONE = [_CPU]
 
 
 def _position(device: torch.device) -> Any:

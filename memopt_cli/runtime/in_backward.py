@@ -33,6 +33,15 @@ from memopt_cli.runtime.waiting import remake_with
 _installed: MutableMapping[Optimizer, InBackward] = weakref.WeakKeyDictionary()
 """Optimizer that runs in backward -> its hooks."""
 _thread = threading.local()
+_WITHOUT = "take in_backward out of the plan"
+_TRIAL_STEPS = 3
+"""Number of steps in a trial."""
+_PARAMETERS_OF_A_KIND = 2
+"""Number of parameters in a trial of each kind (dimensions, dtype, device) in a group: two show a coupling."""
+_MAX_SIZE = 4
+"""Largest size of a dimension of the parameters in a trial."""
+_TRIAL_RATE = 0.01
+"""Learning rate in a trial if the optimizer's own is zero, which would show nothing."""
 
 
 def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
@@ -177,9 +186,6 @@ def _order_state(optimizer: Optimizer, earlier_states: int) -> None:
         state[parameter] = state.pop(parameter)
 
 
-_WITHOUT = "take in_backward out of the plan"
-
-
 @contextlib.contextmanager
 def _updating() -> Iterator[None]:
     _thread.is_updating = True
@@ -217,15 +223,6 @@ def _check_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------- what can step alone
-
-_TRIAL_STEPS = 3
-"""Number of steps in a trial."""
-_PARAMETERS_OF_A_KIND = 2
-"""Number of parameters in a trial of each kind (dimensions, dtype, device) in a group: two show a coupling."""
-_MAX_SIZE = 4
-"""Largest size of a dimension of the parameters in a trial."""
-_TRIAL_RATE = 0.01
-"""Learning rate in a trial if the optimizer's own is zero, which would show nothing."""
 
 
 def check_steps_alone(optimizer: Optimizer) -> None:

@@ -30,6 +30,7 @@ from memopt_cli.runtime.this_thread import this_thread
 
 _warned: WeakSet[nn.Module] = WeakSet()
 """Roots that have warned that an input is beyond the last range, or has no such dimension."""
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +125,6 @@ def with_length_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     """Return a block in which the length of these arguments is the current length, if ``module`` is a root."""
     ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
     return _NOTHING if ranges.length is None else at_length(_length_in(module, ranges, ranges.length, args, kwargs))
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 def _length_in(

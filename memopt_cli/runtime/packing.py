@@ -55,6 +55,8 @@ _PLANES_SIZE = 2**16
 
 
 _thread = threading.local()
+_PACKED_DTYPES = frozenset((*FLOATS, *WIDE_INTEGERS, torch.bool, torch.uint8, torch.int8))
+_BYTES = frozenset(map(float, range(256)))
 
 
 @contextlib.contextmanager
@@ -104,10 +106,6 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
     if len(values) == 1:
         return COMPRESSORS["two-valued"]
     return COMPRESSORS["uint8"] if all(value in _BYTES for value in values) else None
-
-
-_PACKED_DTYPES = frozenset((*FLOATS, *WIDE_INTEGERS, torch.bool, torch.uint8, torch.int8))
-_BYTES = frozenset(map(float, range(256)))
 
 
 def _sample(x: Tensor) -> list[float]:

@@ -26,6 +26,8 @@ from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
 from memopt_cli.runtime.selective import keep_refusal, why_misspelled
 
+_KINDS: Final = {bool: "true or false", int: "a whole number", str: "text", tuple: "a tuple of names of operators"}
+
 
 def refusal(module: nn.Module) -> str:
     """Return why ``module`` cannot be made a segment."""
@@ -111,9 +113,6 @@ def wrong_settings(config: SegmentConfig) -> str:
     if config.inexact and (config.batch_statistics or config.chunks < 2):
         return "inexact is for two chunks or more whose batch statistics are not gathered"
     return why_misspelled(config.keep)
-
-
-_KINDS: Final = {bool: "true or false", int: "a whole number", str: "text", tuple: "a tuple of names of operators"}
 
 
 def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:

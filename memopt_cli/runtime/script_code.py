@@ -85,6 +85,7 @@ _KINDS: Final[Mapping[Kind, re.Pattern[str]]] = {
         r"|\.storage_alignment|extra/.+"
     ),
 }
+_NONE: Final = ast.dump(ast.Name("NoneType", ast.Load()))
 
 
 class UnsafeScriptError(Exception):
@@ -363,9 +364,6 @@ def _is_optional(kind: ast.expr | None, wanted: str) -> bool:
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
             return ast.dump(inner) == wanted
     return ast.dump(kind) in (wanted, _NONE)
-
-
-_NONE: Final = ast.dump(ast.Name("NoneType", ast.Load()))
 
 
 # ---------------------------------------------------------------------------------------------- while it is loaded

@@ -57,6 +57,7 @@ Repeat = Callable[[Sequence[Tensor], Sequence[Any]], object]
 """A function that recomputes a forward from the tensors and the other objects among its arguments."""
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Autograd's hooks on saving: one that packs a tensor, and one that unpacks it."""
+_DIFFERS = "computes something else when it runs again for backward"
 
 
 class UnrepeatableError(RuntimeError):
@@ -424,9 +425,6 @@ class _Repetition:
             f"draws or reads something that memopt does not see (a tensor of shape {shape} had other values when it "
             "was recomputed, so the gradients of this step are wrong)"
         )
-
-
-_DIFFERS = "computes something else when it runs again for backward"
 
 
 class _Watch:

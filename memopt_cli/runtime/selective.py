@@ -54,6 +54,11 @@ Call = tuple[str, int]
 
 _KEPT_NAME = re.compile(r"(?P<namespace>\w+)::(?P<operator>\w+)(#(?P<call>[1-9]\d*))?")
 """``aten::convolution``, or ``aten::convolution#2`` for the second call of a segment alone."""
+_NO_OPERATOR = (
+    "there is no operator of that name; names are like aten::convolution, without the overload, or "
+    "aten::convolution#2 for the second call"
+)
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def keep_refusal(names: Sequence[str]) -> str:
@@ -69,12 +74,6 @@ def why_misspelled(names: Sequence[str]) -> str:
 def _first_refused(names: Sequence[str], refusal_of: Callable[[str], str]) -> str:
     refusals = ((name, refusal_of(name)) for name in names)
     return next((f"it should keep the output of {reprlib.repr(name)}: {why}" for name, why in refusals if why), "")
-
-
-_NO_OPERATOR = (
-    "there is no operator of that name; names are like aten::convolution, without the overload, or "
-    "aten::convolution#2 for the second call"
-)
 
 
 def _operator_refusal(name: str) -> str:
@@ -316,9 +315,6 @@ def _may_be_max_pool1d(func: Any, args: Any) -> bool:
 def uncounted() -> AbstractContextManager[None]:
     """Return a context manager in whose block calls of operators count for no segment."""
     return _NOTHING if this_thread.keeping is None else _innermost(None)
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @contextmanager

@@ -33,6 +33,7 @@ _READ: Final = tuple(read for read, _ in _SETTINGS)
 
 
 _PACKAGE: Final = __name__.partition(".")[0]
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @functools.cache
@@ -82,9 +83,6 @@ class Settings:
                 write(value)
         if self._cached is not None or wanted._cached is not None:
             cache_parametrizations(wanted._cached)
-
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class _Watching(TorchDispatchMode):

@@ -37,6 +37,16 @@ Code = types.FunctionType | type | types.ModuleType
 
 _searches: MutableMapping[Code, tuple[tuple[Owner, ...], bool]] = WeakKeyDictionary()
 """Code that was searched -> its variables, and whether it may draw."""
+_RANDOM: Final = ("random", "numpy.random")
+"""Python modules of the global generators.  Code may name them otherwise: ``import numpy.random as npr``."""
+_WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
+"""Attributes in which decorated functions, methods, properties and partial functions keep what they wrap."""
+_INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)
+_DESCRIPTORS: Final = (
+    *(*_INERT, types.FunctionType, functools.partialmethod, functools.singledispatchmethod),
+    *(types.MemberDescriptorType, types.GetSetDescriptorType),
+)
+"""Kinds of class attributes that are code, and keep no state themselves."""
 
 
 def find_variables(code: Code) -> tuple[Owner, ...]:
@@ -141,18 +151,6 @@ class _Search:
         if isinstance(value, Code):
             self._pending.append(value)
         return isinstance(value, (*_INERT, types.FunctionType, type))
-
-
-_RANDOM: Final = ("random", "numpy.random")
-"""Python modules of the global generators.  Code may name them otherwise: ``import numpy.random as npr``."""
-_WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
-"""Attributes in which decorated functions, methods, properties and partial functions keep what they wrap."""
-_INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)
-_DESCRIPTORS: Final = (
-    *(*_INERT, types.FunctionType, functools.partialmethod, functools.singledispatchmethod),
-    *(types.MemberDescriptorType, types.GetSetDescriptorType),
-)
-"""Kinds of class attributes that are code, and keep no state themselves."""
 
 
 def _owners_inside(value: Any) -> Iterable[Owner]:

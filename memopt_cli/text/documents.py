@@ -34,6 +34,14 @@ _MAX_JSON_VALUES = 2_000_000
 """Most separators of a JSON document: a value takes some 100 bytes of memory, however short its text is."""
 _DEEPEST = 200
 """Most levels of nested values, which Python walks by recursion."""
+_SPECIAL: Final = "it is not a regular file"
+_OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
+"""Parts of JSON text that may be unprintable, or that CI systems may take for a command."""
+_BREAKS: Final = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
+COMMAND: Final = re.compile(rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*:(?=:)|##\w*(?=\[)")
+"""Beginnings of commands of CI systems, without the last character: ``::error::``, ``##[error]``, ``##vso[``."""
+_HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Lone surrogates, except those by which Python represents the bytes of a path that is not UTF-8."""
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -158,9 +166,6 @@ def _refuse_content(descriptor: int, path: str) -> None:
         raise OSError(errno.EINVAL, _SPECIAL, str(path))
 
 
-_SPECIAL: Final = "it is not a regular file"
-
-
 def kept_below(path: str, folder: Path) -> bool:
     """Return whether ``path`` is relative and, all links followed, leads to a file below ``folder``.
 
@@ -276,10 +281,6 @@ def json_text(data: Any) -> str:
     return _OBEYED.sub(lambda found: "".join(map(_json_escape, found[0])), text) + "\n"
 
 
-_OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
-"""Parts of JSON text that may be unprintable, or that CI systems may take for a command."""
-
-
 def _json_escape(character: str) -> str:
     if character.isprintable() and character != "#":
         return character
@@ -304,11 +305,6 @@ def printable_data(data: Any) -> Any:
     if isinstance(data, dict):
         return {printable_data(key): printable_data(value) for key, value in data.items()}
     return [printable_data(item) for item in data] if isinstance(data, list) else data
-
-
-_BREAKS: Final = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
-COMMAND: Final = re.compile(rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*:(?=:)|##\w*(?=\[)")
-"""Beginnings of commands of CI systems, without the last character: ``::error::``, ``##[error]``, ``##vso[``."""
 
 
 def no_commands(text: str) -> str:
@@ -355,10 +351,6 @@ def _check_values(value: Any) -> None:
             if isinstance(item, dict | list | set | tuple)
             for inner in ((*item, *item.values()) if isinstance(item, dict) else item)
         ]
-
-
-_HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Lone surrogates, except those by which Python represents the bytes of a path that is not UTF-8."""
 
 
 def _finite(data: Any) -> Any:

@@ -32,6 +32,15 @@ MAX_RANKS: Final = 2**20
 """Maximum number of ranks of a layout."""
 LONGEST_S: Final = 1e6
 """Largest number of seconds that an option takes."""
+_SECONDS = Real(0, LONGEST_S, unit="seconds")
+_MODEL = (
+    "A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or package.module:callable "
+    "or file.py:function, which builds a model or a step of yours (memopt_cli.Step)."
+)
+_DIM = "Size of a symbol in the shapes: B=8. {}Repeatable."
+_PLAN_FILE = ("FILE", "file")
+_BUDGETS: Final = Choice(("speed", "balanced", "memory"))
+"""Shares of the modules that may become segments, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +76,6 @@ class Option:
         is_parsed = isinstance(self.kind, ValueKind) and not isinstance(self.kind, Offload)  # disk:FOLDER writes there
         return "data" if self.takes is None or is_parsed else self.risk
 
-
-_SECONDS = Real(0, LONGEST_S, unit="seconds")
-_MODEL = (
-    "A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or package.module:callable "
-    "or file.py:function, which builds a model or a step of yours (memopt_cli.Step)."
-)
-_DIM = "Size of a symbol in the shapes: B=8. {}Repeatable."
-_PLAN_FILE = ("FILE", "file")
-
-_BUDGETS: Final = Choice(("speed", "balanced", "memory"))
-"""Shares of the modules that may become segments, by name."""
 
 OPTIONS: Final[Mapping[str, Option]] = {
     # -------------------------------------------------------------------------------------------- the model

@@ -18,6 +18,17 @@ from memopt_cli.errors import MemoptError, error_chain
 from memopt_cli.text.options import OPTIONS, Option
 from memopt_cli.text.values import Real
 
+_CALLER: Final = 4
+"""Stack level of the user's script: above :func:`warn_unchanged` are memopt's function and its wrapper."""
+_MARK: Final = re.compile(r"`((?:memopt [a-z]|--?[a-z])[^`\n]*|file\.py:function)`")
+_OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
+    flag: (key.rpartition(".")[2], option)
+    for key, option in OPTIONS.items()
+    for flags in (option.flags or (f"--{key.rpartition('.')[2].replace('_', '-')}",))
+    for flag in flags.split("/")
+}
+"""Flag -> the option's name, and its row in the table."""
+
 
 @contextlib.contextmanager
 def said_in_python() -> Iterator[None]:
@@ -43,10 +54,6 @@ def warn_unchanged(why: str) -> None:
         warnings.warn(in_python(why), stacklevel=_CALLER)
 
 
-_CALLER: Final = 4
-"""Stack level of the user's script: above :func:`warn_unchanged` are memopt's function and its wrapper."""
-
-
 def notes_in_python(result: Any) -> Any:
     """Return ``result`` with its notes, or those of its summary, in Python's words."""
     if hasattr(result, "summary"):
@@ -69,17 +76,6 @@ def in_python(text: str) -> str:
     example, since functions write no model.
     """
     return _MARK.sub(_mark_in_python, text)
-
-
-_MARK: Final = re.compile(r"`((?:memopt [a-z]|--?[a-z])[^`\n]*|file\.py:function)`")
-
-_OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
-    flag: (key.rpartition(".")[2], option)
-    for key, option in OPTIONS.items()
-    for flags in (option.flags or (f"--{key.rpartition('.')[2].replace('_', '-')}",))
-    for flag in flags.split("/")
-}
-"""Flag -> the option's name, and its row in the table."""
 
 
 def _parse_mark(mark: str) -> tuple[list[str], list[tuple[str, str]]] | None:

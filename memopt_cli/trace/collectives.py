@@ -36,6 +36,15 @@ _KINDS = {
     "recv": "receive",
 }
 """Beginning of an operator's name, without underscores -> the kind of collective; other operators exchange nothing."""
+_LABELS: dict[str, tuple[str, tuple[int | str, ...]]] = {
+    "fsdp::all_gather_copy_in": ("gathered", (0, 1)),
+    "fsdp::split_with_sizes_copy": ("gathered", ("out",)),
+    "fsdp::chunk_cat": ("reduction", ("out",)),
+    "c10d::_reduce_scatter_base_": ("reduction", (0,)),
+}
+"""Operator -> the kind of the tensors that it fills for an exchange, and the arguments with such tensors.  The second
+argument of the first operator is its input, which is a copy if it casts.  The last operator fills gradients, which get
+their own label later."""
 
 
 @functools.cache
@@ -85,17 +94,6 @@ def exchange_buffers(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[t
 def _label_of(func: Any) -> tuple[str, tuple[int | str, ...]]:
     """Return the kind of the tensors that ``func`` fills for an exchange, and the arguments with such tensors."""
     return _LABELS.get(func.name().partition(".")[0], ("", ()))
-
-
-_LABELS: dict[str, tuple[str, tuple[int | str, ...]]] = {
-    "fsdp::all_gather_copy_in": ("gathered", (0, 1)),
-    "fsdp::split_with_sizes_copy": ("gathered", ("out",)),
-    "fsdp::chunk_cat": ("reduction", ("out",)),
-    "c10d::_reduce_scatter_base_": ("reduction", (0,)),
-}
-"""Operator -> the kind of the tensors that it fills for an exchange, and the arguments with such tensors.  The second
-argument of the first operator is its input, which is a copy if it casts.  The last operator fills gradients, which get
-their own label later."""
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ from memopt_cli.trace.workspace import ASIDE_LABEL
 
 _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 """Codecs that are tried for inputs of segments."""
+_COMPARED_PHASES = ("forward", "backward")
+"""Phases that must run the same operators; a step of a few samples may have no update."""
 
 
 class ContentsReader:
@@ -110,10 +112,6 @@ def with_parts(ops: Sequence[OpTrace], storages: Sequence[StorageTrace]) -> tupl
         return replace(storage, compressor="parts", packed_bytes=packed_bytes) if saved_bytes else storage
 
     return tuple(map(as_parts, storages))
-
-
-_COMPARED_PHASES = ("forward", "backward")
-"""Phases that must run the same operators; a step of a few samples may have no update."""
 
 
 def _ran_alike(full: StepTrace, small: StepTrace) -> bool:

@@ -38,14 +38,14 @@ _WRITES_IN = {
     "ClampBackward0": {"aten::masked_fill"},  # since PyTorch 2.14
 }
 """Formula -> further operators that the plain formula calls in place."""
+_MASK = 1 / 4
+"""Size of a mask, as a share of a float32 tensor."""
 
 
 def _without(*operators: str) -> dict[str, float]:
     return dict.fromkeys(operators, 0.0)
 
 
-_MASK = 1 / 4
-"""Size of a mask, as a share of a float32 tensor."""
 _SPREAD = _without("aten::isnan", "aten::logical_and")
 _SHARES: dict[str, dict[str, float]] = {
     "MaxBackward1": _SPREAD,

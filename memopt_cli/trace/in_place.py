@@ -20,6 +20,11 @@ from memopt_cli.trace.formulas import Formula, formula_at
 from memopt_cli.trace.operators import operator_name
 from memopt_cli.trace.storages import Peaks, Storage, Storages
 
+_ZEROS = torch.ops.aten._efficientzerotensor.default
+"""Operator whose result represents zeros without memory."""
+_OWN_MODULES = frozenset((__name__, "memopt_cli.trace.log", "torch._compile", "torch._dynamo.eval_frame"))
+"""Python modules whose frames lie between the caller of an operator and the dispatch mode that sees it."""
+
 
 class InPlace:
     """Corrects the peaks for the last operator of backward, if it writes in place in a plain step."""
@@ -103,10 +108,3 @@ def _adds_gradients(func: Any, args: Any) -> bool:
         return False
     caller = caller_beyond(_OWN_MODULES)
     return caller is not None and is_engine(caller)
-
-
-_ZEROS = torch.ops.aten._efficientzerotensor.default
-"""Operator whose result represents zeros without memory."""
-
-_OWN_MODULES = frozenset((__name__, "memopt_cli.trace.log", "torch._compile", "torch._dynamo.eval_frame"))
-"""Python modules whose frames lie between the caller of an operator and the dispatch mode that sees it."""

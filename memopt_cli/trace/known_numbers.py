@@ -44,6 +44,11 @@ _SOURCES = frozenset("arange eye full linspace logspace ones scalar_tensor tril_
 """Operators that make tensors from numbers."""
 _CONSTANT = _aten.lift_fresh.default
 """Operator that ``torch.tensor([1, 2])`` calls on a tensor with data."""
+_ASKS_WHETHER_NOT_FINITE = {_aten.isnan.default, _aten.isinf.default, _aten.isposinf.default, _aten.isneginf.default}
+_COMPARES = {_aten.eq.Tensor: True, _aten.ne.Tensor: False}
+"""Comparison -> its result for two equal numbers."""
+_COMPARES_WITH_NUMBER = {_aten.eq.Scalar: True, _aten.ne.Scalar: False}
+"""Comparison with a Python number -> its result if they are equal."""
 
 
 class NumbersKnown(TorchDispatchMode):
@@ -273,10 +278,5 @@ def _is_function(func: Any) -> bool:
     return "empty" not in schema_of(func).name
 
 
-_ASKS_WHETHER_NOT_FINITE = {_aten.isnan.default, _aten.isinf.default, _aten.isposinf.default, _aten.isneginf.default}
-_COMPARES = {_aten.eq.Tensor: True, _aten.ne.Tensor: False}
-"""Comparison -> its result for two equal numbers."""
-_COMPARES_WITH_NUMBER = {_aten.eq.Scalar: True, _aten.ne.Scalar: False}
-"""Comparison with a Python number -> its result if they are equal."""
 _TAKES: dict[Any, Callable[..., Tensor]] = {_aten.index.Tensor: _index_numbers, _aten.masked_select.default: _select}
 """Operator whose result has a size that masks decide -> a function for it that needs only the masks' values."""

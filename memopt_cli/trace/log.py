@@ -37,6 +37,10 @@ from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep, guessed_number
 from memopt_cli.training.step import Step, seed_everything
 
+_PRELIMINARY_KINDS = frozenset(("activations", "temporaries"))
+"""Kinds that a storage gets by the phase in which it is made, until its purpose is known."""
+_DEVICE = torch.ops.prim.device.default
+
 
 class StorageLog(TorchDispatchMode):
     """Counts every storage alive while it is active."""
@@ -279,9 +283,3 @@ def _label_gradients(log: StorageLog, model: nn.Module) -> None:
             storage = log.see(parameter.grad, "gradients")
             if storage is not None:
                 storage.kind = "gradients"
-
-
-_PRELIMINARY_KINDS = frozenset(("activations", "temporaries"))
-"""Kinds that a storage gets by the phase in which it is made, until its purpose is known."""
-
-_DEVICE = torch.ops.prim.device.default

@@ -14,6 +14,8 @@ from memopt_cli.runtime.private_torch import has_schema, schema_of, tree_leaves
 from memopt_cli.text.units import dtype_name
 
 _aten = torch.ops.aten
+_STATISTICS = ("running_mean", "running_var")
+"""Arguments that batch norm writes in training mode, although its schema does not say so."""
 
 
 def operator_name(func: Any) -> str:
@@ -63,10 +65,6 @@ def find_dtype(leaves: Iterable[Any]) -> str:
     dtypes = (leaf.dtype for leaf in leaves if isinstance(leaf, Tensor))
     floating = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
     return next(map(dtype_name, floating), "")
-
-
-_STATISTICS = ("running_mean", "running_var")
-"""Arguments that batch norm writes in training mode, although its schema does not say so."""
 
 
 @functools.cache

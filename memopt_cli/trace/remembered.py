@@ -35,6 +35,8 @@ _ALIASES = frozenset(
 )
 """Operators whose results are cached here, but not by PyTorch: it only caches single results that are new or declared
 views."""
+_UNCACHEABLE = object()
+"""Entry for a result that cannot be cached."""
 
 
 class _New(NamedTuple):
@@ -59,10 +61,6 @@ class _Several(NamedTuple):
 
     kind: type
     entries: tuple[Any, ...]
-
-
-_UNCACHEABLE = object()
-"""Entry for a result that cannot be cached."""
 
 
 class RememberingDryRun(DryRun):

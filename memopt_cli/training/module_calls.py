@@ -20,6 +20,18 @@ from memopt_cli.errors import StepError, first_line
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import tensors_of
 
+_HINTS: Final = {
+    "more than 1 value per channel": "Batch normalization trains on several samples: give a batch of at least 2.",
+    "positional arguments but": "Each input is an argument of forward: leave targets out, and use them in the loss, "
+    "`--loss file.py:function`.",
+}
+"""Words of an error -> the hint on it."""
+GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."
+_OF_INPUTS: Final = re.compile(
+    r"shape|size|d-?type|scalar type|dimension|argument|input|out of range|channels|\b\dD\b|expected", re.IGNORECASE
+)
+"""Words in errors about what a forward was given, by PyTorch, by Python and by libraries of models."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunningCall:
@@ -126,21 +138,6 @@ def _dtype_hint(call: RunningCall, given: Any) -> str:
     dtype = str(weight.dtype)[6:]
     spec = f"{'x'.join(map(str, model_input.shape))}@{dtype}"
     return f"Its weights are {dtype}: give such inputs, `-i {spec}`, or run the step in float32, `--precision fp32`."
-
-
-_HINTS: Final = {
-    "more than 1 value per channel": "Batch normalization trains on several samples: give a batch of at least 2.",
-    "positional arguments but": "Each input is an argument of forward: leave targets out, and use them in the loss, "
-    "`--loss file.py:function`.",
-}
-"""Words of an error -> the hint on it."""
-
-GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."
-
-_OF_INPUTS: Final = re.compile(
-    r"shape|size|d-?type|scalar type|dimension|argument|input|out of range|channels|\b\dD\b|expected", re.IGNORECASE
-)
-"""Words in errors about what a forward was given, by PyTorch, by Python and by libraries of models."""
 
 
 def _own_path(call: RunningCall, model: nn.Module) -> str:

@@ -29,6 +29,11 @@ _SWITCH: Final = re.compile(r"(?!save|load|resume|from)\w*(checkpoint|ckpt)\w*|w
 (torchvision's DenseNet)."""
 _SUSPENDED: Final = "_memopt_checkpoints_off"
 """Attribute of a model under a plan, which lists the switches that were on before."""
+_ON_AGAIN: Final = (
+    "The model checkpoints by itself under its plan ({}): what it recomputes itself is recomputed twice, or without "
+    "the plan, which takes more memory and time. Turn that off after the plan is applied, or do not turn it on, as "
+    "gradient_checkpointing_enable() and TrainingArguments(gradient_checkpointing=True) do."
+)
 
 
 def find_switches(model: nn.Module) -> tuple[str, ...]:
@@ -80,13 +85,6 @@ def warn_if_on(model: nn.Module) -> None:
     for _, part in named_parts(model):
         if settings_of(part) is not None:
             look_at_first_call(part, look)
-
-
-_ON_AGAIN: Final = (
-    "The model checkpoints by itself under its plan ({}): what it recomputes itself is recomputed twice, or without "
-    "the plan, which takes more memory and time. Turn that off after the plan is applied, or do not turn it on, as "
-    "gradient_checkpointing_enable() and TrainingArguments(gradient_checkpointing=True) do."
-)
 
 
 def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:

@@ -35,6 +35,8 @@ OnUpdate = Callable[[Optimizer], object]
 
 NUMBER_READ = torch.ops.aten._local_scalar_dense.default
 """Operator that reads a number out of a tensor."""
+NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
+LIST_OPTIMIZERS = "List the optimizers that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
 
 
 class OwnStep(Step):
@@ -130,10 +132,6 @@ class OwnStep(Step):
                 if parameter.grad is not None:
                     check_finite(parameter.grad, f"the gradient of '{name}'")
         return output
-
-
-NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
-LIST_OPTIMIZERS = "List the optimizers that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
 
 
 class _Watch:

@@ -38,6 +38,10 @@ from memopt_cli.training.wrappers import unwrap
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
 _AUTOCASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALES = 33
+"""Number of scales that are tried, from 2^16 down to 2^-16; a loss that is a sum may need one below 1."""
+_NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
+_FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script shows where they come from."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,12 +220,6 @@ def _unscale_without_data(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(1.0)
-
-
-SCALES = 33
-"""Number of scales that are tried, from 2^16 down to 2^-16; a loss that is a sum may need one below 1."""
-_NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
-_FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script shows where they come from."
 
 
 def _is_finite(parameter: Tensor) -> bool:

@@ -17,6 +17,8 @@ from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import buffers_of
 from memopt_cli.training.optimizers import closure_refusal, wants_closure
 
+_EXAMPLE = 'Write for example memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=train_step).'
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -46,9 +48,6 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step on the inputs ``args`` and ``kwargs``."""
         return self.run(*args, **kwargs)
-
-
-_EXAMPLE = 'Write for example memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=train_step).'
 
 
 def _check_models(models: Mapping[str, nn.Module]) -> None:

@@ -33,6 +33,10 @@ share of the largest gradient, not by their own size."""
 
 _NORM_EPSILON = 1e-5
 """Number that norms add to a variance, so that smaller variances do not matter."""
+AT_UPDATE = " at update "
+"""Words between the name of a gradient that an optimizer used and the number of the update."""
+_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_NARROWER = {wide: narrow for narrow, wide in _WIDER.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +118,6 @@ class UpdateGradients:
             if parameter.grad is not None:
                 name = f"gradient of {self._names[id(parameter)]}{AT_UPDATE}{self.count}"
                 self.gradients[name] = parameter.grad.detach().clone()
-
-
-AT_UPDATE = " at update "
-"""Words between the name of a gradient that an optimizer used and the number of the update."""
 
 
 def gradients_by_parameter(effects: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -297,10 +297,6 @@ def _widen(value: Any) -> Any:
 
 def _narrow(value: Any) -> Any:
     return value.to(_NARROWER.get(value.dtype, value.dtype)) if isinstance(value, Tensor) else value
-
-
-_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-_NARROWER = {wide: narrow for narrow, wide in _WIDER.items()}
 
 
 def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -17,6 +17,11 @@ from memopt_cli.model_batching.kernels import attention, linear
 from memopt_cli.model_batching.mapping import map_models
 from memopt_cli.runtime.private_torch import tree_leaves
 
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "linear": linear.linear,
+    "scaled_dot_product_attention": attention.scaled_dot_product_attention,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class GraphCall:
@@ -55,12 +60,6 @@ def _axes(flags: Any) -> Any:
     if isinstance(flags, dict):
         return {key: _axes(value) for key, value in flags.items()}
     return type(flags)(_axes(flag) for flag in flags)
-
-
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "linear": linear.linear,
-    "scaled_dot_product_attention": attention.scaled_dot_product_attention,
-}
 
 
 def shape_query(name: str) -> Callable[..., Any] | None:

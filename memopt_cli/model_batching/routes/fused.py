@@ -43,6 +43,8 @@ from memopt_cli.runtime.tree import join_tensors, split_tensors
 from memopt_cli.text.paths import quoted_path
 from memopt_cli.verification.effects import bit_equal, generator_state, generators_kept
 
+_RANDOM_FUNCTIONS = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"))
+
 
 class FusedRoute(Route):
     """A route that runs the fused graph of a stacked model."""
@@ -296,9 +298,6 @@ class _GraphFusion:
         operation = functools.partial(run)  # a new object for each node, since generated code finds it by its name
         operation.__name__ = operation.__qualname__ = f"_{node.name}"  # type: ignore[attr-defined]
         return self._graph.create_node("call_function", operation, tuple(args), dict(kwargs), node.name)
-
-
-_RANDOM_FUNCTIONS = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"))
 
 
 def _fused_segment(module: nn.Module, models: int) -> nn.Module:

@@ -26,6 +26,11 @@ from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.private_torch import MODULE_ATTRIBUTES, buffers_of, children_of, parameters_of
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
 
+_CLASSES: dict[str, type[LiftedModule]] = {}
+_NUMBERS = itertools.count()
+"""Numbers for the classes' files and modules, by which tracebacks and ``torch.compile`` find their code."""
+_NAMING: Final = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "IMPORT_NAME"})
+
 
 class LiftedModule(nn.Module):
     """The base of all lifted classes; each subclass is made from one program."""
@@ -70,11 +75,6 @@ def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
         check_program(program)
         _CLASSES[key] = _make_class(program)
     return _CLASSES[key]
-
-
-_CLASSES: dict[str, type[LiftedModule]] = {}
-_NUMBERS = itertools.count()
-"""Numbers for the classes' files and modules, by which tracebacks and ``torch.compile`` find their code."""
 
 
 def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedModule:
@@ -124,9 +124,6 @@ def global_names(code: types.CodeType) -> set[str]:
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     own = {step.argval for step in dis.get_instructions(code) if step.opname in _NAMING}
     return own.union(*map(global_names, inner))
-
-
-_NAMING: Final = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "IMPORT_NAME"})
 
 
 def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:

@@ -16,6 +16,9 @@ from typing import Final
 
 from memopt_cli.records import AllocatorRules, StorageTrace
 
+STEPS: Final = 2
+"""Number of simulated steps: the second one, like all later ones, finds the segments that the first has reserved."""
+
 
 class NoRoomError(Exception):
     """Raised if the device has no room for a block."""
@@ -151,10 +154,6 @@ def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
     """Return the lifetimes of ``storages``, without empty ones and those that end with the operator that makes them."""
     lasting = (s for s in storages if s.nbytes and (s.died is None or s.died > s.born))
     return [Lifetime(nbytes=s.nbytes, born=s.born, died=s.died) for s in lasting]
-
-
-STEPS: Final = 2
-"""Number of simulated steps: the second one, like all later ones, finds the segments that the first has reserved."""
 
 
 def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:

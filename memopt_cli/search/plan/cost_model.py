@@ -72,6 +72,9 @@ _FLOPS_PER_S = 5e10
 """Assumed operations per second where no operator was timed; only ratios of times matter then."""
 _MIN_OP_S = 15e-6
 """Minimum seconds of an operator, assumed where no operator was timed."""
+_MAX_CHUNKS = 256
+"""Maximum number of chunks of a segment.  More save little compared with the weights, and a dry run with 2048 took
+over a minute (four blocks of two layers, 64 features, batch 2048)."""
 
 
 def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
@@ -199,11 +202,6 @@ def statistics_passes(
 
 def _first_from(norms: Sequence[NormOperator], op: int) -> int:
     return bisect.bisect_left(norms, op, key=lambda norm: norm.op)
-
-
-_MAX_CHUNKS = 256
-"""Maximum number of chunks of a segment.  More save little compared with the weights, and a dry run with 2048 took
-over a minute (four blocks of two layers, 64 features, batch 2048)."""
 
 
 def chunk_counts(length: int, factor: int) -> Iterator[int]:

@@ -58,6 +58,40 @@ PROFILE_OF: dict[Preference, Profile] = {"speed": "safe", "balanced": "balanced"
 
 
 # ------------------------------------------------------------------------------------------------ options
+_CHECKED = {name for name, option in OPTIONS.items() if isinstance(option.kind, ValueKind)}
+"""Options whose values the table of options can check."""
+_WIDER_RANGES: dict[str, ValueKind] = {
+    "gc_target_budget_ratio": Real(most=1),
+    "max_candidates_per_round": Whole(0),
+    "max_gc_wrapped_modules": Whole(),
+}
+"""Option -> a wider range for SpikingJelly's calls, where 0 or less means none; the command line refuses 0 and less."""
+_EXPLANATIONS: dict[SelectionPolicy, str] = {
+    "no_candidates": "No module that the step calls matches and can be a segment.",
+    "explicit_zero_budget": "max_gc_wrapped_modules={limit} selects none of {n} candidates.",
+    "zero_ratio_budget": "gc_target_budget_ratio={ratio} selects none of {n} candidates.",
+    "all_candidates": "All {n} candidates are selected: nothing limits their number.",
+    "budget_covers_all": "All {n} candidates are selected: the budget covers them.",
+    "fallback_module_order": "The first {k} of {n} candidates in the model's order: their inputs are not known.",
+    "largest_input_activations": "The {k} of {n} candidates with the largest inputs.",
+    "least_predicted_peak": "{k} of {n} candidates: the set with the lowest predicted peak.",
+    "fastest_within_budget": "{k} of {n} candidates: the fastest plan found for this peak.",
+}
+STEP_NAMES = {1: "level1_gc", 2: "level2_spatial_split", 3: "level3_temporal_split", 4: "level4_greedy_unwrap"}
+"""Level -> its name among the applied steps of a summary."""
+_PREFER_ADVICE: dict[Preference, str] = {
+    "speed": "With prefer=speed little is recomputed; if memory is still short, prefer=balanced saves more.",
+    "balanced": "If memory is still short, prefer=memory saves more; if steps are too slow, try prefer=speed.",
+    "memory": "With prefer=memory every candidate may be recomputed; if steps are too slow, try prefer=balanced.",
+}
+_BUDGET_ADVICE: dict[str | None, str] = {
+    "speed": "checkpoint_budget=speed leaves half of the candidates as they are; balanced or memory saves more.",
+    "memory": "checkpoint_budget=memory recomputes every candidate; with balanced or speed, a step takes less time.",
+}
+_PROFILE_ADVICE: dict[str, str] = {
+    "safe": "profile=safe stops at level 1; profile=balanced or memory also splits the heaviest segments.",
+    "exhaustive": "profile=exhaustive searches without limits; profile=memory comes close in less time.",
+}
 
 
 def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedSearch:
@@ -90,16 +124,6 @@ def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedS
     options = _limit_profiling(_apply_budget(options, notes), given, notes)
     slowdown = given.get("max_slowdown")
     return ResolvedSearch(options=options, requested_level=requested, notes=tuple(notes), asked_slowdown=slowdown)
-
-
-_CHECKED = {name for name, option in OPTIONS.items() if isinstance(option.kind, ValueKind)}
-"""Options whose values the table of options can check."""
-_WIDER_RANGES: dict[str, ValueKind] = {
-    "gc_target_budget_ratio": Real(most=1),
-    "max_candidates_per_round": Whole(0),
-    "max_gc_wrapped_modules": Whole(),
-}
-"""Option -> a wider range for SpikingJelly's calls, where 0 or less means none; the command line refuses 0 and less."""
 
 
 def _apply_preference(given: dict[str, Any]) -> list[str]:
@@ -237,23 +261,7 @@ def _none_allowed(options: SearchOptions) -> SelectionPolicy:
     return "explicit_zero_budget" if by_count else "zero_ratio_budget"
 
 
-_EXPLANATIONS: dict[SelectionPolicy, str] = {
-    "no_candidates": "No module that the step calls matches and can be a segment.",
-    "explicit_zero_budget": "max_gc_wrapped_modules={limit} selects none of {n} candidates.",
-    "zero_ratio_budget": "gc_target_budget_ratio={ratio} selects none of {n} candidates.",
-    "all_candidates": "All {n} candidates are selected: nothing limits their number.",
-    "budget_covers_all": "All {n} candidates are selected: the budget covers them.",
-    "fallback_module_order": "The first {k} of {n} candidates in the model's order: their inputs are not known.",
-    "largest_input_activations": "The {k} of {n} candidates with the largest inputs.",
-    "least_predicted_peak": "{k} of {n} candidates: the set with the lowest predicted peak.",
-    "fastest_within_budget": "{k} of {n} candidates: the fastest plan found for this peak.",
-}
-
-
 # ------------------------------------------------------------------------------------------------ words for the summary
-
-STEP_NAMES = {1: "level1_gc", 2: "level2_spatial_split", 3: "level3_temporal_split", 4: "level4_greedy_unwrap"}
-"""Level -> its name among the applied steps of a summary."""
 
 
 def skipped_step(level: int, *, segments: int, tried: int, options: SearchOptions) -> str:
@@ -285,18 +293,3 @@ def _specific_advice(options: SearchOptions, selection: Selection | None) -> str
     if budget in _BUDGET_ADVICE and options.gc_target_budget_ratio == CHECKPOINT_BUDGETS.get(budget or "speed"):
         return _BUDGET_ADVICE[budget]  # no explicit limit overruled it
     return _PROFILE_ADVICE.get(options.profile or "", "")
-
-
-_PREFER_ADVICE: dict[Preference, str] = {
-    "speed": "With prefer=speed little is recomputed; if memory is still short, prefer=balanced saves more.",
-    "balanced": "If memory is still short, prefer=memory saves more; if steps are too slow, try prefer=speed.",
-    "memory": "With prefer=memory every candidate may be recomputed; if steps are too slow, try prefer=balanced.",
-}
-_BUDGET_ADVICE: dict[str | None, str] = {
-    "speed": "checkpoint_budget=speed leaves half of the candidates as they are; balanced or memory saves more.",
-    "memory": "checkpoint_budget=memory recomputes every candidate; with balanced or speed, a step takes less time.",
-}
-_PROFILE_ADVICE: dict[str, str] = {
-    "safe": "profile=safe stops at level 1; profile=balanced or memory also splits the heaviest segments.",
-    "exhaustive": "profile=exhaustive searches without limits; profile=memory comes close in less time.",
-}

@@ -27,6 +27,10 @@ from memopt_cli.search.plan.sending import (
     schedule_parcels,
 )
 
+MIN_PACKED_BYTES = 4096
+"""A tensor with fewer bytes is not packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
+_NORM_BACKWARD = "aten::native_batch_norm_backward"
+
 
 def chunk_state_bytes(segment: SegmentPlan, state_bytes: int) -> tuple[int, int]:
     """Return the bytes of the states that chunks of ``segment`` start from: between forward and backward, in backward.
@@ -85,10 +89,6 @@ class ReplayedSegment:
     def next_norm(self, op: int) -> int | None:
         """Return the first of :attr:`norms` after the operator ``op``; ``None`` if there is none."""
         return next((norm for norm in self.norms if norm > op), None)
-
-
-MIN_PACKED_BYTES = 4096
-"""A tensor with fewer bytes is not packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
 
 
 class Original:
@@ -688,9 +688,6 @@ class Replay:
                 inner = self._inner[index]
                 run(self._order.at(block, index), index, inner.shares if inner else 1)
         return running
-
-
-_NORM_BACKWARD = "aten::native_batch_norm_backward"
 
 
 def _chunk_bytes(storage: StorageTrace, block: ReplayedSegment | None) -> int:

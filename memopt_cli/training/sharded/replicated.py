@@ -32,6 +32,7 @@ _UNCOUNTED = ("mixed_precision", "delay_all_reduce_named_params", "bucket_cap_mb
 
 _ELSEWHERE = frozenset(("device_ids", "output_device"))
 """Arguments that name a device of the user's script, which are dropped: here, tensors are on the CPU."""
+_REDUCERS: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
 @contextlib.contextmanager
@@ -227,9 +228,6 @@ class Reducer:
             self._unused = set(range(len(self._parameters))) - set(order)
             self._seen = None
             self._make_buckets([*order, *sorted(self._unused)], self._limits)
-
-
-_REDUCERS: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -25,6 +25,18 @@ from memopt_cli.training.sharded.replicated import without_reducer
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
 """The user's function, which spreads a model over a mesh and returns it."""
+_COMPILED = {"predicted": "it runs only on data", "measured": "its tensors are not seen"}
+_RETURN = "Let the function return the model that trains."
+_CALL = "The function is called with the model and a DeviceMesh of {} with the axes {}."
+_NO_GROUP = "The group and the mesh exist already: do not make new ones in the function."
+_NOT_WATCHED = "it handles memory in ways that are not counted here"
+_UNPREDICTED = {
+    "deepspeed": _NOT_WATCHED,
+    "torch.distributed._composable.replicate": "it becomes DistributedDataParallel only in the first step",
+    "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
+}
+"""Package -> why its modules are refused."""
+_OTHERS = "Use fully_shard, parallelize_module or DistributedDataParallel."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +92,6 @@ def _spread(
     return spread_model
 
 
-_COMPILED = {"predicted": "it runs only on data", "measured": "its tensors are not seen"}
-
-
 def data_ranks(model: nn.Module) -> int:
     """Return the number of ranks that have samples of their own: over which ``fully_shard`` or DDP reduces gradients.
 
@@ -110,11 +119,6 @@ def _call(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: RankLayou
     return spread_model
 
 
-_RETURN = "Let the function return the model that trains."
-_CALL = "The function is called with the model and a DeviceMesh of {} with the axes {}."
-_NO_GROUP = "The group and the mesh exist already: do not make new ones in the function."
-
-
 def _refuse(spread_model: Any, what: str) -> None:
     """Raise :class:`StepError` if a part of ``spread_model`` is of a package whose memory is not counted."""
     parts = spread_model.modules() if isinstance(spread_model, nn.Module) else [spread_model]
@@ -132,16 +136,6 @@ def _without_older(what: str) -> contextlib.AbstractContextManager[None]:
         raise StepError(f"FullyShardedDataParallel (FSDP1) cannot be {what}: {_NOT_WATCHED}", hint=_OTHERS)
 
     return replaced(FullyShardedDataParallel, "__init__", lambda _: refuse)
-
-
-_NOT_WATCHED = "it handles memory in ways that are not counted here"
-_UNPREDICTED = {
-    "deepspeed": _NOT_WATCHED,
-    "torch.distributed._composable.replicate": "it becomes DistributedDataParallel only in the first step",
-    "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
-}
-"""Package -> why its modules are refused."""
-_OTHERS = "Use fully_shard, parallelize_module or DistributedDataParallel."
 
 
 def _is_spread(model: nn.Module) -> bool:
