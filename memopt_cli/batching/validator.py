@@ -89,7 +89,7 @@ _OPERATIONS: dict[str, Callable[[_Sizes], tuple[int, int]]] = {
 
 
 class BatchShapeValidator:
-    """Checks batch shapes, as strictly as ``config`` says."""
+    """Checks batch shapes with the strictness that ``config`` sets."""
 
     def __init__(self, *, config: ShapeValidation | None = None) -> None:
         self._config = config or ShapeValidation()

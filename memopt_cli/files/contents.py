@@ -336,7 +336,7 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
     if advice is None:
         return {"batch_size": described, "verified": True, "limited_by": "the given batch: no other is recommended"}
     if isinstance(advice, BatchEstimate):
-        batch, limited_by = advice.batch, "memory, as dry runs predict"
+        batch, limited_by = advice.batch, "memory, predicted by dry runs"
         if not advice.is_limited_by_memory:
             batch = described
             limited_by = f"the given batch: about {advice.batch} is predicted to fit, but {advice.because}"

@@ -20,7 +20,7 @@ class AbstractBatchModule(nn.Module):
     A subclass names the class that it replaces in ``base_class``.  Its parameters and buffers have the names of that
     class, and a leading dimension of ``batch`` models.  It computes ``forward`` on merged data: dimension 0 of every
     input and output is (image·model), the model fastest.  Values are loaded after construction.  The result is
-    compared with ``base_class`` run model by model, as the result of every route is.
+    compared with ``base_class`` run model by model, like the result of every route.
     """
 
     base_class: ClassVar[type[nn.Module]] = nn.Module

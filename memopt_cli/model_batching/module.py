@@ -39,7 +39,7 @@ class BatchModule(nn.Module):
     A BatchModule does not couple its models, but other code may.  The sum of their losses does not couple them, since a
     model's loss has no gradient in the others; SGD, Adam, AdamW and RMSprop do not either.  Adafactor and clipping by
     the global norm couple them (see :func:`~memopt_cli.model_batching.clipping.clip_grad_norm_per_model`).  A step of
-    an optimizer with momentum or weight decay changes every model, even without a gradient, as it changes a single
+    an optimizer with momentum or weight decay changes every model, even without a gradient, like a single
     model.
 
     Segments of a plan that is applied to ``model`` (or to ``models``) work: the loop and the fused kernels recompute

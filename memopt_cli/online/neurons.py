@@ -190,7 +190,7 @@ class LeakyRateReadout(nn.Module):
 class ExplicitState(nn.Module):
     """A wrapper that declares the states of a cell which takes and returns them: ``cell(input, *states)``.
 
-    The cell returns ``(output, *new states)``, as snnTorch's do: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.
+    The cell returns ``(output, *new states)``, like snnTorch's: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.
     For a cell that takes its states as one named tuple, as Norse's cells do, give a tuple of their shapes:
     ``ExplicitState(norse.LIFCell(), norse.LIFFeedForwardState(v=200, i=200))``.  If a cell returns only its new states,
     the first is the output: ``ExplicitState(snntorch.RLeaky(0.9, linear_features=200), {"spk": 200, "mem": 200})``.

@@ -187,5 +187,5 @@ def _check_real(state: str, cell: str, tensor: Tensor) -> None:
 def _is_close(a: Tensor, b: Tensor) -> bool:
     finite = a.isfinite() & b.isfinite()
     scale = max(1.0, b[finite].abs().max().item()) if finite.any() else 1.0
-    # The precision of float32, whatever the dtype: surrogates may compute in float32, as snnTorch's do.
+    # The precision of float32, whatever the dtype: surrogates may compute in float32, like snnTorch's.
     return torch.allclose(a[finite], b[finite], rtol=0, atol=scale * torch.finfo(torch.float32).eps ** 0.5)

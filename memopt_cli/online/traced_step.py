@@ -51,7 +51,7 @@ class TracedStep(Interception):
             past_state: State(model.get_submodule(past_state.cell), past_state.name)
             for past_state in structure.unfollowed_sources
         }
-        """State that does not depend on traced weights, as each step checks -> its place in the model."""
+        """State that does not depend on traced weights, which each step checks -> its place in the model."""
         self._parts = StepParts(structure, self.gate)
         """The parts of the step that runs; every step starts with new ones."""
 

@@ -34,7 +34,7 @@ class BatchProbe:
     route: str = ""
     """Class that ran the copies (``BatchModule``); empty for a single model."""
     waited: float = 0.0
-    """Share of the time in which the steps waited for a processor, as on a busy machine."""
+    """Share of the time in which the steps waited for a processor, because the machine was busy."""
 
     @property
     def samples_per_s(self) -> float:
@@ -333,7 +333,7 @@ class BatchRequest(StepRequest):
         excluded = {
             "`--strategy`": ("trains through time", bool(self.strategies)),
             "`--plan`": ("looks for the plan", self.plan_path is not None),
-            "`--objective max`": ("looks for most samples a second", self.objective == "max"),
+            "`--objective max`": ("looks for most samples per second", self.objective == "max"),
             "`--dim` with a range": ("finds one answer", self.dim_range is not None),
             "`--replicas`": ("trains one model", self.replicas is not None),
             "`--lengths`": ("finds one size of batch", self.lengths_path is not None),

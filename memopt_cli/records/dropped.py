@@ -28,7 +28,7 @@ class TooSlow:
     error: float = 0.0
     """Uncertainty of the slowdown, which may be larger by this amount; 0 if unknown."""
     waited: float = 0.0
-    """Share of the time of the timed steps that they waited for a processor, as on a busy machine."""
+    """Share of the time of the timed steps that they waited for a processor, because the machine was busy."""
 
     @property
     def upper(self) -> float:

@@ -98,7 +98,7 @@ class SnapshotFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A change with which the step fits, as a run has shown, or a dry run where the step does not fit here."""
+    """A change with which the step fits: by a run, or by a dry run where the step does not fit here."""
 
     change: Literal["plan", "offload", "optimizer in backward", "micro-batches", "autocast"]
     text: str

@@ -143,7 +143,7 @@ class Measurement:
     slowdown_error: float = 0.0
     """Amount by which the slowdown may be larger or smaller.  0: the step was not timed in turns with the original."""
     waited: float = 0.0
-    """Share of the time of the timed steps that they waited for a processor, as on a busy machine."""
+    """Share of the time of the timed steps that they waited for a processor, because the machine was busy."""
     elsewhere_bytes: int = 0
     """Largest number of bytes that the plan lets wait in host memory or on the disk, which no peak counts."""
 

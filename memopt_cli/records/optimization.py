@@ -106,7 +106,7 @@ class OptimizeRequest(StepRequest):
         if self.dim_range is None and self.lengths is not None:
             raise OptionError(
                 "`--lengths` gives the lengths of the inputs, but no dimension has a range",
-                hint="Add it, as in `--dim S=64:2048`.",
+                hint="Add it, for example `--dim S=64:2048`.",
             )
         if self.backend is not None:
             self._check_compiled()

@@ -52,7 +52,7 @@ class CompiledStep:
 
     backend: str
     allocated_peak_bytes: int
-    """Peak by the allocator, which alone sees tensors in compiled code."""
+    """Peak by the allocator; nothing else sees tensors in compiled code."""
     step_s: float
     broken: str
     """PyTorch's reason for a graph break in the model without a plan, after which some parts, or all, run uncompiled;

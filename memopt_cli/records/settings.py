@@ -57,7 +57,7 @@ class StepSettings:
 
     @property
     def may_update_in_backward(self) -> bool:
-        """Whether the step has an optimizer that can use each gradient alone, as backward makes it."""
+        """Whether the step has an optimizer that can use each gradient separately, as soon as backward makes it."""
         return self.has_optimizer and not self.all_gradients_flag
 
     def check_in_backward(self) -> None:

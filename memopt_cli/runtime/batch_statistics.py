@@ -531,7 +531,7 @@ class StateBeforePasses:
             self._norms.add(id(tensor))
 
     def restore_norms(self) -> None:
-        """Put back the state of the batch norms alone.
+        """Put back only the state of the batch norms.
 
         Raises :class:`NotGatheredError` if the module has other batch norms now.
         """

@@ -57,7 +57,7 @@ def rows_untried() -> Iterator[None]:
 
 
 Starting = Callable[[], AbstractContextManager[object]]
-"""A function that returns a context manager in whose block a module is in its starting state."""
+"""A function that returns a context manager that puts a module into its starting state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Piece:
 
     @property
     def half_lengths(self) -> tuple[int, int]:
-        """The lengths of the two halves, of which the first is the longer one, as with chunks."""
+        """The lengths of the two halves, of which the first is the longer one, like the first chunk."""
         return self.length - self.length // 2, self.length // 2
 
 
@@ -103,7 +103,7 @@ def is_due(module: nn.Module) -> bool:
 def mixing(pieces: Iterable[Piece]) -> Complaint:
     """Return why a module cannot run in chunks, by the first of ``pieces`` whose shape its forward takes.
 
-    A piece with an output of one value alone proves nothing, and the next one is tried: spikes may come late.
+    A piece whose output has only one value proves nothing, and the next one is tried: spikes may come late.
     """
     reason = ""
     for piece in pieces:
@@ -124,7 +124,7 @@ def _try(piece: Piece) -> Complaint | None:
     """Return why the module of ``piece`` cannot run in chunks; ``None`` if its outputs prove nothing.
 
     The trial takes place in the middle of a step, whose plan has no bytes to spare.  So it holds the outputs of the
-    whole run, and beside them only one other run at a time.
+    whole run, and in addition only one other run at a time.
     """
     whole = _run_whole(piece, piece.sequences())
     shapes, after_cut = _cut_in_half(piece)

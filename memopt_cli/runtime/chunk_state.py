@@ -64,7 +64,7 @@ def difference(
 ) -> Complaint:
     """Return why the state that ``moved`` forbids chunks of ``module``.
 
-    ``moved``: names of state; ``starting``: makes a context manager in whose block the module is in its starting state;
+    ``moved``: names of state; ``starting``: makes a context manager that puts the module into its starting state;
     ``whole``, ``halves``: run the module on the same piece, uncut and in two halves.
     """
     names = sorted(moved)
@@ -126,7 +126,7 @@ def _is_alike(before: Any, whole: Any, halves: Any) -> bool:
     if not whole.dtype.is_floating_point:
         return is_unchanged(whole, halves)
     is_like_before = isinstance(before, Tensor) and (before.shape, before.dtype) == (whole.shape, whole.dtype)
-    # The change is measured from ``before``, unless that is infinite, as the extremes of a quantization observer are.
+    # The change is measured from ``before``, unless that is infinite, like the extremes of a quantization observer.
     change = largest(whole - before if is_like_before and before.isfinite().all() else whole)
     rounding = _MAX_ROUNDINGS * torch.finfo(whole.dtype).eps * largest(whole)
     return largest(whole - halves) <= _MAX_CHANGE_SHARE * change + rounding

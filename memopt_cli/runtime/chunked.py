@@ -103,7 +103,7 @@ def _run_chunks(
     if chunks < 2 or _runs_whole(module, args, kwargs):
         return _run_one_chunk(module, forward, args, kwargs, parcel)
     record_cut(module, config.chunks, length)
-    # It may have become a segment in eval mode, where its norms were no reason to refuse it.
+    # It may have become a segment in eval mode, where its norms were not a reason to refuse it.
     if reason := norm_refusal(module, config, chunks):
         raise ValueError(f"{label_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
     lengths = chunk_lengths(length, chunks)
@@ -307,7 +307,7 @@ class _FirstChunk:
             inspect.signature(self._forward).bind(*range(config.seq_inputs), *states, **self._kwargs)
         except TypeError:
             return f"returns {len(output)} outputs, and its forward cannot take the last ones for the next chunk"
-        except ValueError:  # a function without a signature, as those written in C
+        except ValueError:  # a function without a signature, such as one written in C
             pass
         return ""
 
@@ -328,7 +328,7 @@ class _FirstChunk:
         raise _NotInChunksError(f"{likely_cause}fails on a chunk ({line})", undo, is_certain=is_certain)
 
     def _uncut(self) -> Iterator[str]:
-        """Yield the names of keyword arguments that are as long as the tensors that are cut, as a mask is."""
+        """Yield the names of keyword arguments that are as long as the tensors that are cut, such as a mask."""
         axis = config_of(self._module).axis
         for name, value in self._kwargs.items():
             if isinstance(value, Tensor) and -value.dim() <= axis < value.dim() and value.shape[axis] == self._length:
@@ -431,7 +431,7 @@ def _whole_arguments(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any
     """
     named = [(f"its argument {position}", value) for position, value in enumerate(states, cut + 1)]
     named += [(f"its argument {name}", value) for name, value in kwargs.items()]
-    # Tensors are no obstacle: a chunk hands them on changed by returning them, as a recurrent layer does its state.
+    # Tensors do no harm: a chunk hands them on changed by returning them, like a recurrent layer's state.
     yield from ((name, value) for name, value in named if not isinstance(value, Tensor | tuple))
 
 

@@ -352,8 +352,8 @@ def _difference(restored: Any, x: Tensor) -> str:
     for property in ("dtype", "shape"):
         after, before = (str(getattr(t, property)).removeprefix("torch.") for t in (restored, x))
         if after != before:
-            return f"its decompress gives back {property} {after} where compress was given {before}"
-    return "" if same_bits(restored, x) else "its decompress gives back other values than compress was given"
+            return f"its decompress gives back {property} {after} where compress got {before}"
+    return "" if same_bits(restored, x) else "its decompress gives back values that differ from those that compress got"
 
 
 def _takes_shape(codec: Codec) -> bool:
@@ -388,7 +388,7 @@ class PartsCompressor(SpikeCompressor):
     """Concatenations, by reference to the parts that are stored elsewhere already, and copies of the other parts.
 
     The decoder of a U-Net concatenates its own feature map with a feature map of the encoder.  The latter is stored
-    already, as the input of the encoder's next layer::
+    already, for example as the input of the encoder's next layer::
 
         down = block(x)              stored whole, as the input of pool
         low = pool(down)
@@ -478,7 +478,7 @@ def _has_bits(stored: Packed, piece: Tensor) -> bool:
         pieces = piece.split([part.shape[stored.dim] for part in stored.parts], stored.dim)
         return all(map(_has_bits, stored.parts, pieces))
     (x,) = stored.data
-    # A negated view has other bits than its values.
+    # The bits of a negated view are not those of its values.
     if version_counter(x) != stored.version or x.device != piece.device or x.is_neg():
         return False
     if x.device.type == "cpu":
@@ -570,7 +570,7 @@ def load(codec: SpikeCompressor, packed: Packed) -> Tensor:
 
 
 class internal_tensors:
-    """A block in which new tensors are memopt's own, as copies and packed tensors are, and not the model's."""
+    """A block in which new tensors are memopt's own, such as copies and packed tensors, and not the model's."""
 
     __slots__ = ("_outer",)
 
@@ -600,7 +600,7 @@ def _piece_size(flat: Tensor) -> int:
     """Return the number of elements of ``flat`` that are packed at a time, a multiple of 8.
 
     On the CPU such a piece stays in the caches, and is large enough to share among threads.  On a GPU larger pieces
-    take fewer calls, but their intermediate results count at the peak: up to 10 bytes an element, 40 MiB.
+    take fewer calls, but their intermediate results count at the peak: up to 10 bytes per element, 40 MiB.
     """
     max_size = 2**19 if flat.device.type == "cpu" else 2**22
     return min(max_size, -(-flat.numel() // 8) * 8)

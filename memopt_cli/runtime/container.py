@@ -223,7 +223,7 @@ class _SegmentClass(type):
 def _is_of_segment(kind: type, name: str) -> bool:
     """Tell whether the attribute ``name`` of ``kind`` is its own, not one of the class of the module.
 
-    It is while ``kind`` is being made, as by ``__init_subclass__``, and in a class that others derive from a segment's.
+    It is while ``kind`` is being made (``__init_subclass__``), and in a class that others derive from a segment's.
     """
     return _MADE not in vars(kind) or name in vars(kind) or (name.startswith("__") and name.endswith("__"))
 
@@ -255,7 +255,7 @@ def _make_segment_class(original: type[nn.Module], mixin: type[Installed]) -> ty
         return uncompiled(run, self, call, args, kwargs)
 
     def construct(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-        # ``type(module)(...)``, as slicing a Sequential does, makes a plain module, not a second segment.
+        # ``type(module)(...)``, which slicing a Sequential calls, makes a plain module, not a second segment.
         return original(*args, **kwargs)
 
     def represent(self: nn.Module) -> str:
@@ -369,7 +369,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         output = call_checkpointed(stage, stage, arguments, kwargs, inputs, config.keep, learned=learned[index])
         if parcel is not None:
             parcel.complete()
-        # Keywords and codec are for the input of the first stage alone.
+        # Keywords and codec are only for the input of the first stage.
         kwargs, codec = {}, COMPRESSORS["null"]
     return output
 

@@ -252,7 +252,7 @@ class DeferredLinear(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` on the index alone if it needs no values, like a reshape; else compute the values first."""
+        """Run ``func`` on the index only if it needs no values, like a reshape; else compute the values first."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func is Tensor.__setitem__ and isinstance(first, DeferredLinear):

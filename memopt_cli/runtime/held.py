@@ -88,7 +88,7 @@ class HeldSlots:
         self._objects: Frozen | None = None
         """One pickle of the objects in :attr:`moving` and of the arguments.  ``None``: there are neither."""
         self._contents: dict[Slot, Frozen] = {}
-        """Slot -> a pickle of its object alone, to find out whether forward changes that object."""
+        """Slot -> a separate pickle of its object, to find out whether forward changes that object."""
         self.names: dict[int, list[Any]] = {}
         """Index of an owner in which something moves -> the names of all its slots, in their order."""
         self.tensors: dict[int, HeldTensor] = {}
@@ -126,7 +126,7 @@ class HeldSlots:
         for number, copy in copy_values([self.originals[number] for number in copied]).items():
             self.tensors[number].copy = copy
         for number, held in self.tensors.items():
-            if held.copy is None or self._is_watched:  # a watched call drops the copies of what forward leaves alone
+            if held.copy is None or self._is_watched:  # a watched call drops the copies of what forward does not change
                 held.alias = self.originals[number].detach()
 
     def _hold(self, tensor: Tensor) -> Any:
@@ -141,7 +141,7 @@ class HeldSlots:
         return held
 
     def _may_write(self, index: int, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` in the owner at ``index`` is copied in a watched call, as forward may write to it.
+        """Return whether ``tensor`` in the owner at ``index`` is copied in a watched call: forward may write to it.
 
         In a watched call nothing is known, so every tensor of the module is copied.  A large one elsewhere (a data set,
         say) is not: if forward writes to it, :meth:`written` finds its version raised, and forward cannot be undone.

@@ -202,7 +202,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-    """Call the step of ``optimizer`` for ``parameter`` alone, one of those in ``group``."""
+    """Call the step of ``optimizer`` only for ``parameter``, one of those in ``group``."""
     groups, together = optimizer.param_groups, group["params"]
     optimizer.param_groups, group["params"] = [group], [parameter]
     try:

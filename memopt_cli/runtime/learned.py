@@ -50,7 +50,7 @@ class Reading:
     """The values of slots when forward starts."""
 
     stays: list[Slots]
-    """For each owner, the slots that forward leaves alone, as far as is known."""
+    """For each owner, the slots that forward does not change, as far as is known."""
     before: dict[int, Slots]
     """Index of an owner in which something moves -> all its slots; in a watched forward, of every owner."""
     moves: dict[int, Slots]

@@ -86,7 +86,7 @@ class ConfigsByLength:
 
 
 def present_length() -> float:
-    """Return the length of the current input.  Infinite: it is unknown, as for a module that is called by itself."""
+    """Return the length of the current input.  Infinite if unknown: a module is called by itself."""
     return this_thread.length
 
 

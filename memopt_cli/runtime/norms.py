@@ -28,7 +28,7 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
 
 
 class OtherNormsError(Exception):
-    """Batch norms get other channels for a part of an input than for the whole; the message is a ``Complaint``."""
+    """Batch norms get different channels for a part of an input and for the whole; the message is a ``Complaint``."""
 
 
 class SameStatistics(TorchFunctionMode):

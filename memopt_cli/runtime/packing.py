@@ -311,10 +311,10 @@ class PackedSaves:
 
     def _pack_new(self, tensor: Tensor) -> _PackedRegion | None:
         """Pack ``tensor``.  ``None``: no codec makes it smaller."""
-        with internal_tensors(), torch.no_grad():  # the samples, too, are no operators of the model
+        with internal_tensors(), torch.no_grad():  # taking samples is not an operator of the model, either
             codec = codec_for(tensor)
             whole = tensor if codec else _dense_base(tensor)
-            # A view that shows only a part of its base is not packed by parts.  The number of elements alone would not
+            # A view that shows only a part of its base is not packed by parts.  Numbers of elements would not
             # tell: the last row of a matrix, expanded to all rows, has as many as the matrix.
             if _region(whole) != _region(tensor):
                 return None

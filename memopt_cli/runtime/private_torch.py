@@ -125,7 +125,7 @@ def is_made_of_others(kind: type) -> bool:
 
 
 def walk_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that hold the values of ``tensor``: itself, or those that it consists of, as a ``DTensor``."""
+    """Yield the tensors that hold the values of ``tensor``: itself, or its parts if it is like a ``DTensor``."""
     if not is_made_of_others(type(tensor)):
         yield tensor
         return
@@ -136,7 +136,7 @@ def walk_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 stands_for_zeros: Final[Callable[[Tensor], bool]] = Tensor._is_zerotensor
-"""Whether a tensor is PyTorch's special zero tensor without memory, as some tangents are."""
+"""Whether a tensor is PyTorch's special zero tensor without memory, like some tangents."""
 
 is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 """Whether autograd takes a tensor for a view of another one."""
@@ -294,12 +294,12 @@ schema_of: Final[Callable[[Any], Any]] = attrgetter("_schema")
 
 
 def has_schema(operator: Any) -> bool:
-    """Return whether ``operator`` has a schema: higher-order operators, as of ``torch.compile``, have none."""
+    """Return whether ``operator`` has a schema: higher-order operators, such as ``torch.compile``'s, have none."""
     return hasattr(operator, "_schema")
 
 
 def has_kernel(operator: OpOverload) -> bool:
-    """Return whether the dispatcher can run ``operator``, and not TorchScript's interpreter alone."""
+    """Return whether the dispatcher can run ``operator``, and not only TorchScript's interpreter."""
     return bool(torch._C._dispatch_has_kernel(operator.name()))
 
 

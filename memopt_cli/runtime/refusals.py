@@ -75,7 +75,7 @@ def misfit(module: nn.Module, config: SegmentConfig) -> str:
 def why_misplaced(module: nn.Module, config: SegmentConfig) -> str:
     """Return the reason why ``config`` is wrong for ``module``, whatever its mode and PyTorch's version.
 
-    A module that is loaded gets this check alone: it may have become a segment in another mode or version.
+    A module that is loaded gets only this check: it may have become a segment in another mode or version.
     """
     if reason := wrong_settings(config):
         return reason

@@ -22,7 +22,7 @@ def check_script(archive: bytes) -> None:
     """Read the code of a TorchScript archive as text and check every operator that it names.
 
     Raises :class:`UnsafeScriptError` for a record, operator, class or name that is not known to be harmless, and for
-    code that cannot be read; :class:`RuntimeError` if the bytes are no such archive.
+    code that cannot be read; :class:`RuntimeError` if the bytes are not such an archive.
     """
     # By PyTorch's own reader, so that the code that is checked is the code that ``torch.jit.load`` compiles.
     reader = open_archive(archive)
@@ -73,7 +73,7 @@ class ScriptLeaf(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._push()
         # Unoptimized: TorchScript's executor profiles its first runs, and differentiates later ones by itself.  Those
-        # round differently, and a recomputation would save other tensors than its forward.
+        # round differently, and a recomputation would save tensors that differ from its forward's.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             output = self.script(*args, **kwargs)
         for part, script in _pairs(self, self.script):

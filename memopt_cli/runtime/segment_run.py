@@ -285,7 +285,7 @@ class SegmentRun:
         """Keep the saved tensors for backward, packed by ``hooks`` around the segment: forward cannot be recomputed.
 
         Inputs of segments inside are not packed: hooks may return them with other strides, and these segments would
-        then run on other strides than in forward.
+        then run on strides that differ from forward's.
         """
         for saved in self._live_saved():
             tensor, saved.run = saved.tensor, None
@@ -390,7 +390,7 @@ class _Repetition:
     hold_input = pack
 
     def run(self, repeat: Callable[[], object]) -> None:
-        """Call ``repeat``, which ends early.  Raises :class:`RuntimeError` if it saves other tensors than forward."""
+        """Call ``repeat``, which ends early.  Raises :class:`RuntimeError` if it saves different tensors."""
         try:
             with saved_tensors_hooks(self.pack, unchanged):
                 repeat()

@@ -53,7 +53,7 @@ Call = tuple[str, int]
 
 
 _KEPT_NAME = re.compile(r"(?P<namespace>\w+)::(?P<operator>\w+)(#(?P<call>[1-9]\d*))?")
-"""``aten::convolution``, or ``aten::convolution#2`` for the second call of a segment alone."""
+"""``aten::convolution``, or ``aten::convolution#2`` for only the second call of a segment."""
 _NO_OPERATOR = (
     "there is no operator of that name; names are like aten::convolution, without the overload, or "
     "aten::convolution#2 for the second call"
@@ -91,7 +91,7 @@ def _operator_refusal(name: str) -> str:
     if any(result.alias_info is not None for result in schema_of(overload).returns):
         return "it returns a view, which takes no memory"
     # Autocast caches casts of weights, so forward and recomputation may run different numbers of them.
-    return "autocast may run it in forward alone" if packet is torch.ops.aten._to_copy else ""
+    return "autocast may run it in forward only" if packet is torch.ops.aten._to_copy else ""
 
 
 @dataclass(slots=True)
@@ -313,7 +313,7 @@ def _may_be_max_pool1d(func: Any, args: Any) -> bool:
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Return a context manager in whose block calls of operators count for no segment."""
+    """Return a context manager that counts calls of operators for no segment."""
     return _NOTHING if this_thread.keeping is None else _innermost(None)
 
 

@@ -57,7 +57,7 @@ class Settings:
         self._comparable = self._present, self._autocast, self._is_watched, self._modes, cached
 
     def in_force(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in whose block these values hold; afterwards those from before do."""
+        """Return a context manager that sets these values, and afterwards restores those from before."""
         present = Settings()
         return _NOTHING if present._comparable == self._comparable else self._restored_after(present)
 

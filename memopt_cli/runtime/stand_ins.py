@@ -213,7 +213,7 @@ class AbridgedCall:
         return [None if form is None else form.times(count, self.axis) for form in forms]
 
     def check_backward(self, index: int) -> None:
-        """Check, as backward comes to a stand-in, that the chunk after it left its inputs' gradients and no more."""
+        """Check, when backward comes to a stand-in, that the chunk after it left its inputs' gradients and no more."""
         grown_bytes = sum(form.nbytes for form in self._gradients[index] if form is not None) - self._held_bytes[index]
         if self._live_bytes() - self._began_bytes.get(index, 0) != grown_bytes:
             self._stand_ins.refuse(self._module)

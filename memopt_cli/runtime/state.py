@@ -88,14 +88,14 @@ class StartingState:
             reading = known.read_all()
         self._known = known
         self._stays = reading.stays
-        """For each owner, the slots that forward leaves alone, and their values."""
+        """For each owner, the slots that forward does not change, and their values."""
         self._held: HeldSlots | None = None
         """The values of the slots that move.  ``None``: no slot moves."""
         if reading.moves or others:
             with internal_tensors():
                 self._held = HeldSlots(known, reading, others, is_watched=self.is_watched)
         self._reads = [(t, version_of(t)) for t in known.tensors] if known.tensors else []
-        """The tensors in slots that forward leaves alone, but may read, and their versions."""
+        """The tensors in slots that forward does not change, but may read, and their versions."""
         self._settings = Settings()
         self._parameters = Parameters(known.parameters, learned.parameters, is_watched=self.is_watched)
         learned.parameters = None if self.is_watched else self._parameters
@@ -269,9 +269,9 @@ class StartingState:
         self._generators.restore()
 
     def _keep_flags(self, before: Mapping[int, Slots]) -> None:
-        """Keep the flags in ``before`` by which a forward notes that it has added hooks, as the hooks stay as well.
+        """Keep the flags in ``before`` by which a forward notes that it has added hooks, since the hooks stay as well.
 
-        Without its flag, the next forward would add the hooks again, as models of transformers do that collect hidden
+        Without its flag, the next forward would add the hooks again, like models of transformers that collect hidden
         states.
         """
         for index, slots in before.items():
@@ -335,7 +335,7 @@ _is_on_cpu = attrgetter("is_cpu")
 _readers: MutableMapping[Tensor, WeakSet[StartingState]] = WeakTensorKeyDictionary()
 """Tensor -> the calls that hold it without a copy; they get the copy of the next call that writes to it."""
 _ever_written: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
-"""Tensors to which a forward has written, as keys.  Calls that are not watched register as readers of these alone."""
+"""Tensors to which a forward has written, as keys.  Calls that are not watched register as readers of only these."""
 
 
 def has_recurrent_dropout(module: nn.Module) -> bool:

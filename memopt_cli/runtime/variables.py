@@ -11,7 +11,7 @@ The search follows the names in the code, and in the code of the functions and c
             return scale(x)     # ``scale`` is a function: the names in its code are searched, too
 
 Code of libraries (Python's, PyTorch's, any installed package) is not followed.  A name too many does no harm: a
-variable that does not change is left alone.
+variable that does not change is not touched.
 """
 
 from __future__ import annotations

@@ -26,14 +26,14 @@ from memopt_cli.errors import printable as printable
 from memopt_cli.text.units import MAX_DIGITS, format_bytes
 
 MAX_BYTES = 64 << 20
-"""Most bytes of a document that people read, or that memopt wrote for them."""
+"""Maximum size in bytes of a document that people read, or that memopt wrote for them."""
 _MAX_YAML_BYTES = 1 << 20  # of a YAML file
 _MAX_YAML_VALUES = 60_000
-"""Most separators of a YAML file, enough for a plan of some 6000 segments; PyYAML reads slowly, in Python."""
+"""Maximum number of separators of a YAML file, enough for a plan of some 6000 segments; PyYAML, in Python, is slow."""
 _MAX_JSON_VALUES = 2_000_000
-"""Most separators of a JSON document: a value takes some 100 bytes of memory, however short its text is."""
+"""Maximum number of separators of a JSON document: a value takes some 100 bytes of memory, however short it is."""
 _DEEPEST = 200
-"""Most levels of nested values, which Python walks by recursion."""
+"""Maximum depth of nested values, which Python walks by recursion."""
 _SPECIAL: Final = "it is not a regular file"
 _OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
 """Parts of JSON text that may be unprintable, or that CI systems may take for a command."""
@@ -86,7 +86,7 @@ _ExactDumper.add_representer(str, _ExactDumper.represent_text)
 def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
     """Read a regular file or a pipe of at most ``most`` bytes; ``None`` allows as many as the machine has memory for.
 
-    Devices are refused, as they may have no end.  Raises :class:`OSError` with a reason for people.
+    Devices are refused, since they may have no end.  Raises :class:`OSError` with a reason for people.
     """
     with _open(path) as file:
         if most is None:
@@ -105,7 +105,7 @@ def _require_room(state: os.stat_result, path: str | os.PathLike[str]) -> None:
     reason = f"it has {format_bytes(state.st_size)}, and this machine {format_bytes(room)} of memory"
     stored = state.st_blocks * 512
     if stored < state.st_size // 2:
-        reason += f"; only {format_bytes(stored)} of it were ever written, as of a download that was broken off"
+        reason += f"; only {format_bytes(stored)} of it were ever written, as if a download was broken off"
     raise OSError(errno.EFBIG, reason, str(path))
 
 

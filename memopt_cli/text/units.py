@@ -14,7 +14,7 @@ _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)} | {
     unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL)
 }
 MAX_DIGITS = 80
-"""Most characters of a whole number that fits 64 bits, underscores and base included."""
+"""Maximum number of characters of a whole number that fits 64 bits, underscores and base included."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 

@@ -84,7 +84,7 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
     """Time the operators of ``step``, and return them in their order; gradients are removed.
 
     A short step is taken several times, and each operator gets its shortest time.  On a GPU, a step takes less than its
-    operators one by one, as kernels run while the next ones are launched.  So there the times are scaled down to add up
+    operators one by one: kernels run while the next ones are launched.  So there the times are scaled down to add up
     to the time of a whole step.
     """
     device, start = step.settings.device, StartingState(step.model)
@@ -139,7 +139,7 @@ def _time_run(run: Callable[[], Any], device: str) -> tuple[Any, float]:
 
 @functools.cache
 def packing_bytes_per_s(device: str) -> float:
-    """Measure how fast ``device`` packs and unpacks dropout masks, in bytes a second; once in a process."""
+    """Measure how fast ``device`` packs and unpacks dropout masks, in bytes per second; once in a process."""
     mask = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float() / 0.9
     codec = COMPRESSORS["two-valued"]
     flush = torch.zeros(_CACHES_BYTES // 4, device=device)
@@ -167,11 +167,11 @@ def with_link(trace: StepTrace, place: PlaceName, device: str) -> StepTrace:
 
 @functools.cache
 def _rates(target: Place, device: str) -> tuple[float, float, float]:
-    """Measure copies from ``device`` to ``target``: bytes a second there and back, CPU seconds a byte; 0 if refused."""
+    """Measure copies from ``device`` to ``target``: bytes per second both ways, CPU seconds per byte; 0 if refused."""
     tensor = torch.ones(_SENT_BYTES, dtype=torch.uint8, device=device)
     out_s, in_s, copying_s, rounds = 0.0, 0.0, 0.0, -1
     while out_s + in_s < _MIN_COPYING_S or rounds < 1:
-        cpu_s = time.process_time()  # of all threads, as others copy while this one waits
+        cpu_s = time.process_time()  # of all threads, since others copy while this one waits
         sent = target.send(tensor.untyped_storage(), 0, _SENT_BYTES)
         if sent is None:
             return 0.0, 0.0, 0.0

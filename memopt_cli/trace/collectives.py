@@ -114,7 +114,7 @@ def resizes_seen(report: Callable[[torch.UntypedStorage], object]) -> Iterator[N
 
 @contextlib.contextmanager
 def staging_unseen() -> Iterator[None]:
-    """Hide from all dispatch modes the tensors that a backend makes in ``wait()``, as gloo does to copy results.
+    """Hide from all dispatch modes the tensors that a backend makes in ``wait()``; gloo copies results there.
 
     They are not tensors of the step, just as the workspaces of kernels are not.
     """

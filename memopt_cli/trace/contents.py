@@ -91,7 +91,7 @@ def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
     full = replace(full, modules=modules)
     if not _ran_alike(full, small):
         return full, (
-            "a step of a few samples runs other operators than the full one, so it is not known whether saved tensors "
+            "a step of a few samples differs from the full one in operators, so it is not known whether saved tensors "
             "can be packed: they are assumed not to be"
         )
     small_storages = (small.storages[index] for index in _comparable_storages(small))

@@ -1,7 +1,7 @@
 """A training step on tensors without data (PyTorch's fake tensors): the dry run.
 
 It runs the model's code and makes the same storages as a real step, but takes no memory and computes nothing.  Code
-that reads a number from a tensor cannot go on without data, unless that number follows from code and inputs alone
+that reads a number from a tensor cannot go on without data, unless that number follows only from code and inputs
 (:mod:`memopt_cli.trace.known_numbers`).
 """
 

@@ -137,7 +137,7 @@ class NumbersKnown(TorchDispatchMode):
         return is_fake(tensor) and tensor.layout is torch.strided and memory_of(tensor) in self._made
 
     def _note(self, tensors: list[Tensor], made: _Made) -> None:
-        """Note that ``tensors`` are the results of ``made``; views need no note, as their storage has one."""
+        """Note that ``tensors`` are the results of ``made``; views need no note, since their storage has one."""
         for index, tensor in enumerate(tensors):
             is_new = is_fake(tensor) and tensor.layout is torch.strided and memory_of(tensor) not in self._made
             if is_new and tensor.numel() <= _MAX_VALUES:
@@ -272,7 +272,7 @@ def _is_source(func: Any) -> bool:
 
 @functools.cache
 def _is_function(func: Any) -> bool:
-    """Return whether the results of ``func`` depend on its arguments alone: not on generators or old memory."""
+    """Return whether the results of ``func`` depend only on its arguments: not on generators or old memory."""
     if not has_schema(func) or func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return "empty" not in schema_of(func).name

@@ -125,7 +125,7 @@ class _Records:
     def freed(self, lives: list[tuple[int, int, int | None]]) -> list[int | None]:
         """Return for each storage the tick at which the model itself released it.
 
-        ``lives`` come from a forward in which autograd saved nothing.  If it made other storages than the recorded
+        ``lives`` come from a forward in which autograd saved nothing.  If its storages differ from the recorded
         forward, the last uses in forward are returned instead.
         """
         births = [(s.born, s.nbytes) for s in self._log.storages.made[: len(lives)]]
@@ -137,7 +137,7 @@ class _Records:
     def last_uses(self) -> list[int | None]:
         """Return for each storage that autograd saves the tick of its last use in forward; for others, of their death.
 
-        For a user's own step nothing better is known, as it cannot run without autograd.
+        For a user's own step nothing better is known, since it cannot run without autograd.
         """
         log = self._log
         ran = ((tick, op.record) for tick, op in enumerate(log.ops[: log.last_forward_end], 1))

@@ -1,6 +1,6 @@
 """A cache of operators' results in dry runs, which makes dry runs faster.
 
-On tensors without data, a result depends on the shapes and settings of the arguments alone, and a step runs the same
+On tensors without data, a result depends only on the shapes and settings of the arguments, and a step runs the same
 operators on the same shapes over and over.  PyTorch has such a cache as well, but a look-up takes longer than most
 kernels run.  PyTorch decides what may be cached: an entry is made here where PyTorch made one.
 """

@@ -42,10 +42,10 @@ class Peaks:
     """The most bytes alive at any instant so far, and their ticks."""
 
     tensor_bytes: int = 0
-    """Most bytes of storages alive: the tensor peak."""
+    """Maximum bytes of storages alive at once: the tensor peak."""
     tensor_tick: int = 0
     allocated_bytes: int = 0
-    """Most bytes of storages alive plus the workspace of the running operator: the allocated peak."""
+    """Maximum bytes of storages alive at once plus the workspace of the running operator: the allocated peak."""
     allocated_tick: int = 0
     phases: dict[Phase, PhasePeak] = field(default_factory=dict)
     """Phase -> its own peaks."""

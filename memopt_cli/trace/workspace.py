@@ -111,8 +111,8 @@ class Workspaces:
     def look_up(self, operator: str, shapes: Shapes) -> int:
         """Return the workspace bytes of ``operator`` on ``shapes``; for shapes not recorded, by the nearest run.
 
-        Runs are near in this order: shapes that differ in the first dimension alone, as in chunks; in one other
-        dimension; shapes with as many dimensions, as in chunks of chunks; all others.  Of equally near runs, the run of
+        Runs are near in this order: shapes that differ only in the first dimension, like chunks; in one other
+        dimension; shapes with as many dimensions, like chunks of chunks; all others.  Of equally near runs, the run of
         the nearest number of elements is taken.  Tensors that only one of two runs has, such as an optional gradient,
         are not compared.
         """

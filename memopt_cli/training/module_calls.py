@@ -125,7 +125,7 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
 
 
 def _dtype_hint(call: RunningCall, given: Any) -> str:
-    """Return the hint if the weights of the module of ``call`` have another floating dtype than its input, else "".
+    """Return the hint if the module of ``call`` has weights and an input of different floating dtypes, else "".
 
     ``given``: the inputs of the model.
     """

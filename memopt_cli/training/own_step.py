@@ -91,7 +91,7 @@ class OwnStep(Step):
         models.zero_grad(set_to_none=True)
         if models.leaves is None:
             start = StartingState(models)
-            if any(map(is_fake, models.parameters())):  # without data: one step tells, as no scaler skips it
+            if any(map(is_fake, models.parameters())):  # without data: one step tells, since no scaler skips it
                 with _NumbersGuessed() as guessing:
                     self.run(guessing.enter)
             else:
@@ -216,7 +216,7 @@ class _Watch:
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer``, a fused one, skips its update, as a scaler found gradients that are not finite."""
+    """Return whether the fused ``optimizer`` skips its update because a scaler found gradients that are not finite."""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, Tensor) and not is_fake(found_inf) and bool(found_inf.any())
 

@@ -83,7 +83,7 @@ def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
 
 
 def compiled_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return a note if parts of ``model`` are compiled, as they are measured without compilation."""
+    """Return a note if parts of ``model`` are compiled, since they are measured without compilation."""
     if not any(map(is_compiled, model.modules())):
         return ()
     return ("Parts of the model are compiled (torch.compile): the step is measured without compilation.",)

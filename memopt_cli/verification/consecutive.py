@@ -88,7 +88,7 @@ def _take_first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
 @contextlib.contextmanager
 def _trainable(step: Step) -> Iterator[Step]:
     """Yield ``step`` with an optimizer that moves parameters, and restore the parameters afterwards."""
-    if isinstance(step, OwnStep):  # a copy, as its function holds its own optimizers: the copy makes new ones
+    if isinstance(step, OwnStep):  # a copy, since its function holds its own optimizers; the copy makes new ones
         yield replace(step, model=copy_module(step.model))
         return
     with parameters_kept(step.model):

@@ -59,7 +59,7 @@ def effects(step: Step) -> dict[str, Tensor]:
     For a user's own step, these are the gradients that it passes to its optimizers, and the gradients that it leaves.
 
     The caller's inputs and random generators stay unchanged.  The model's gradients are removed before and afterwards,
-    also if the step fails half-way; the model keeps the state that the step leaves.
+    even if the step fails half-way; the model keeps the state that the step leaves.
     """
     step.model.zero_grad(set_to_none=True)
     try:
@@ -79,7 +79,7 @@ def _plain_effects(step: Step) -> dict[str, Tensor]:
     inputs = map_leaves(_fresh_leaf if step.compares_inputs else as_leaf, (step.args, step.kwargs))
     args, kwargs = copy_tensors(inputs)
     step = replace(step, args=args, kwargs=kwargs)
-    # TorchScript runs unoptimized, as in segments: its profiling executor has derivatives that round differently.
+    # TorchScript runs unoptimized, like in segments: its profiling executor has derivatives that round differently.
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
         output = step.forward()
     outputs = dict(enumerate(tensors_of(output)))
@@ -233,7 +233,7 @@ def in_double(value: Any) -> Any:
 
 
 class DoubleThroughout(TorchDispatchMode):
-    """Dispatch mode that doubles the width of requested dtypes, as a model's own ``x.float()`` would round.
+    """Dispatch mode that doubles the width of requested dtypes, since a model's own ``x.float()`` would round.
 
     An operator that has no kernel for float64, such as the grouped product of a mixture of experts, runs in float32.
     Its inputs under two plans differ by less than float32 can show, so that its outputs are nearly always equal.

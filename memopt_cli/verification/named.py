@@ -34,7 +34,7 @@ def numbers_by_name(name: str, value: Any) -> dict[str, Tensor]:
 
 
 def _walk_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and numbers in ``value`` with their paths; from unknown containers, the tensors alone."""
+    """Yield the tensors and numbers in ``value`` with their paths; from unknown containers, only the tensors."""
     if isinstance(value, Tensor) or type(value) in _NUMBERS:
         yield name, value
     elif isinstance(value, Mapping):
@@ -58,7 +58,7 @@ def compute_deferred(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def named_tensors_on(model: nn.Module) -> dict[str, Tensor]:
     """Return gradients, buffers, tensors in attributes of ``model``, and the global random generators, by name.
 
-    Unlike :func:`memopt_cli.verification.effects.tensors_on`, it names state by path, as two models may keep different
+    Unlike :func:`memopt_cli.verification.effects.tensors_on`, it names state by path: two models may keep different
     tensors.
     """
     buffers = dict(model.named_buffers())

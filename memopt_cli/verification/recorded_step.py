@@ -167,7 +167,7 @@ def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
 
 
 def _noise(first: dict[str, Tensor], second: dict[str, Tensor], device: str) -> float:
-    """Return twice the difference of two runs of the original, as atomic additions on a GPU may cause.
+    """Return twice the difference of two runs of the original; atomic additions on a GPU may cause one.
 
     Raises :class:`StepError` for a difference on the CPU: nothing can be verified for such a model.
     """

@@ -95,7 +95,7 @@ def _masks(step: Step) -> AbstractContextManager[Step]:
 
 
 def _is_mask(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a mask: zeros and ones, not floating, as floating ones are spikes."""
+    """Return whether ``leaf`` is a mask: zeros and ones, not floating, since floating ones are spikes."""
     if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or not leaf.dim():
         return False
     return leaf.shape[-1] > 1 and bool(((leaf == 0) | (leaf == 1)).all())

@@ -5,7 +5,7 @@ that nothing in between can change the value::
 
     aten::mul.int(a, b) -> c, aten::floordiv.int(c, 2) -> d    becomes    d = a * b // 2
 
-The product depends on numbers alone, and may move any distance.  An attribute or an item of a list moves only if no
+The product depends only on numbers, and may move any distance.  An attribute or an item of a list moves only if no
 statement lies in between, since that might change it.  Operators on tensors never move, so that they run in their
 order; only the last one of a function may stand in its ``return``.
 """

@@ -343,7 +343,7 @@ _DATA: Final = (Tensor, bool, int, float, str, torch.dtype, torch.device)
 
 
 def checked_data(value: Any) -> Any:
-    """Return ``value``, which becomes an attribute.  Raises :class:`ScriptError` if it is not data, as a module."""
+    """Return ``value``, which becomes an attribute.  Raises :class:`ScriptError` if it is not data but a module."""
     if not is_data(value):
         raise ScriptError(f"the program sets an attribute to a {type(value).__name__}, which is not data")
     return value

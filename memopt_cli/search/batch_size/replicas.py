@@ -22,7 +22,7 @@ _MIN_RATIO = 1.25
 class ReplicaSearch:
     """The search for one answer.
 
-    The peak is assumed to be ``a + c * copies``, fitted to the last two runs, as each copy adds its own parameters,
+    The peak is assumed to be ``a + c * copies``, fitted to the last two runs: each copy adds its own parameters,
     gradients and activations.
     """
 
@@ -82,9 +82,7 @@ class ReplicaSearch:
             return self.limits.name
         if peak_bytes * CHOICE_RATIO > self.limits.runnable_bytes:
             free = format_bytes(self.limits.runnable_bytes)
-            return (
-                f"this machine, where {free} are free and choosing a route takes {CHOICE_RATIO} times a step's memory"
-            )
+            return f"this machine, where {free} are free and choosing a route takes the memory of {CHOICE_RATIO} steps"
         if last.step_s * size / last.replicas > self.limits.longest_step_s:
             return f"{self.limits.time_name} ({self.limits.longest_step_s:g} s)"
         return ""

@@ -1,6 +1,6 @@
 """Batch samplers that group sequences of like length, for ``DataLoader(batch_sampler=…)``: every index once an epoch.
 
-The order depends on the seed and the epoch alone, so that all ranks of a distributed run agree on it.  Each rank gets
+The order depends only on the seed and the epoch, so that all ranks of a distributed run agree on it.  Each rank gets
 its share, the same number of batches on every rank.
 """
 

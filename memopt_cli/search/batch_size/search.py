@@ -17,14 +17,14 @@ from memopt_cli.search.batch_size.runs import Limits, Runs
 _FIRST_RUN_RATIO = 4
 """Ratio of the answer by dry runs to the first batch that is run, if the answer is far above the user's batch.  The
 first run shows the time of a step, and its memory apart from tensors; it is no larger than the user's batch.  An answer
-near the user's batch is run at once, as a smaller run would hardly change it."""
+near the user's batch is run at once, since a smaller run would hardly change it."""
 _MIN_TIMED_RATIO = 1.5
 """A larger batch limited by time is run if it is this many times the best so far: small ones are slower per sample."""
 _SAFE_SHARE = 0.98
 """Share of the budget that the last run aims at if no run has fitted yet, since an answer that ran is worth more than a
 closer estimate.  A batch that fits this share by dry runs is taken to fit."""
 _SIMILAR_SHARE = 0.25
-"""The speed of one batch stands for the speed of another that differs by less than this share."""
+"""The speed of one batch stands for that of a batch whose size differs by less than this share."""
 _FORESIGHT_RATIO = 1.5
 """Ratio of a batch to the answer after one run, for which a dry run is made in advance: more runs may raise it."""
 
@@ -118,7 +118,7 @@ class BatchSearch:
         return describe(run) if isinstance(run, StepFailed | Crashed) else ""
 
     def refusal(self) -> StepFailed | None:
-        """Return the failure at other batches if the step runs at the user's batch alone; else ``None``.
+        """Return the failure at other batches if the step runs only at the user's batch; else ``None``.
 
         The next smaller and larger batch are run if their dry runs fail, as long as runs are left.
         """

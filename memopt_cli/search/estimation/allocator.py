@@ -160,7 +160,7 @@ def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:
     """Run ``allocator`` through training steps with blocks of these ``lives``.
 
     Blocks that exist before and after the step stay.  Blocks that a step makes and that outlive it are freed at its
-    end, as gradients are before the next step.  Raises :class:`NoRoomError` if a block does not fit.
+    end, like gradients before the next step.  Raises :class:`NoRoomError` if a block does not fit.
     """
     permanent = [life for life in lives if life.born < 0 and life.died is None]
     for life in permanent:

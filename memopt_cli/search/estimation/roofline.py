@@ -28,7 +28,7 @@ def operator_s(op: OpTrace, device: DeviceProfile) -> float:
 
 
 def choose_rate(op: OpTrace, device: DeviceProfile) -> float:
-    """Return the floating-point operations a second of ``op`` on ``device``; by default, the rate of fp32."""
+    """Return the floating-point operations per second of ``op`` on ``device``; by default, the rate of fp32."""
     rate = _RATES.get(op.dtype, "tf32" if any(part in op.name for part in _IN_TF32) else "fp32")
     return device.flops_per_s.get(rate, device.flops_per_s["fp32"])
 

@@ -263,7 +263,7 @@ class _Builder:
         )
 
     def _packed_inputs(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
-        """Return the bytes of the packed inputs and their codec; the step's own inputs count, as segments copy them."""
+        """Return the bytes of the packed inputs and their codec; the step's own inputs count: segments copy them."""
         codecs: tuple[CompressorName, ...] = (module.compressor, "parts")
         for codec in codecs:
             packed = packed_inputs(self._trace, module, call, codec) if codec != "null" else {}

@@ -41,7 +41,7 @@ from memopt_cli.search.plan.sending import LINK_BYTES_PER_S, SEND_S, waits_s
 _PACKING_BYTES_PER_S = 1e9
 """Assumed packing rate in bytes per second, where it was not measured: about as fast as copying the tensor twice."""
 OP_S = 2.3e-6
-"""Least seconds of an operator, however small its tensors are.  Each chunk after the first adds them in forward,
+"""Minimum seconds of an operator, however small its tensors are.  Each chunk after the first adds them in forward,
 recomputation and backward.  Fitted, like the next five constants, to tiny layers in 1 to 4 chunks
 (``benchmarks/overhead.py``).  Other machines are faster or slower: see
 :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
@@ -262,7 +262,7 @@ class CostModel:
         """Seconds before each operator starts; the last entry is the total."""
         self.norms = norm_operators(trace)
         self._least_s = [0.0, *accumulate(map(least_op_s, trace.ops))]
-        """Least seconds of all operators before each operator; the last entry is the total."""
+        """Cumulative minimum seconds of the operators before each operator; the last entry is the total."""
         self._modules_in = Counter(path for module in trace.modules for path in ancestry(module.path))
         """Path -> number of modules in the module there, itself included."""
         self._original = Original(trace)
@@ -504,8 +504,8 @@ def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec
 def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
     """List pairs of an operator of forward that autograd saves for, and the operator before which a rerun may stop.
 
-    If only inputs of an operator are saved, as for a linear layer, it need not run again: autograd saves inputs before
-    the operator runs.  If its output is saved, as for a ReLU, it must run again.
+    If only inputs of an operator are saved, like a linear layer's, it need not run again: autograd saves inputs before
+    the operator runs.  If its output is saved, like a ReLU's, it must run again.
     """
     ends: dict[int, int] = {}
     for index, storage in enumerate(trace.storages):

@@ -70,7 +70,7 @@ class LevelRuns:
         return min(usable, key=lambda priced: (priced.peak_bytes, priced.slowdown), default=None)
 
     def smallest_with_heads(self, max_slowdown: float) -> Plan:
-        """Return the smallest plan without heads, with this space's heads added, as the solver here may miss it."""
+        """Return the smallest plan without heads, with this space's heads added, which the solver here may miss."""
         plan, heads = self.dry_runs.smallest(NESTED, max_slowdown).plan, self.space.proposals.heads
         segments = (s for s in plan.segments if not any(is_within(head.path, s.path) for head in heads))
         return replace(plan, segments=(*segments, *heads))
@@ -80,7 +80,7 @@ class LevelRuns:
         return max(priced.peak_bytes, self.space.proposals.predict_peak(priced.plan))
 
     def may_be_smallest(self, plan: Plan, max_slowdown: float) -> bool:
-        """Return whether a dry run of ``plan`` could give the lowest peak so far, as its prediction may be off."""
+        """Return whether a dry run of ``plan`` could give the lowest peak so far: its prediction may be off."""
         best = self.smallest(max_slowdown)
         return best is None or self.space.proposals.predict_peak(plan) < (1 + _MODEL_ERROR) * self.peak_to_beat(best)
 
@@ -117,7 +117,7 @@ class LevelSearch:
         self._approach_by(False, budget_bytes, may_learn=True)
         if True in packings and self.runs.fastest(budget_bytes) is None:
             self._approach_by(True, budget_bytes, may_learn=True)
-        # Ends at once if a plan fits.  Else the plan of the least peak may fit, as the sums are a little off.
+        # Ends at once if a plan fits.  Else the plan of the least peak may fit, since the sums are a little off.
         self.descend(budget_bytes)
 
     def descend(self, budget_bytes: int, max_slowdown: float = math.inf) -> None:
@@ -203,7 +203,7 @@ class LevelSearch:
         """Return the plan of the least peak whose slowdown is at most ``max_slowdown``, its chunks confirmed."""
         proposals = self.space.proposals
         while True:
-            # Twice the peak, as the solver's sums are a little off.
+            # Twice the peak, since the solver's sums are a little off.
             plan = proposals.solvers.least(2 * proposals.model.peak_bytes, max_slowdown)
             if plan is None or self.space.trials.confirm(plan):
                 return plan

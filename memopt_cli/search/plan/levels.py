@@ -25,7 +25,7 @@ KEPT = 4
 def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: SegmentLimits) -> Allowed:
     """Return the permissions of ``level`` under ``options`` and ``limits``.
 
-    If the user named modules, level 1 may put segments on these modules alone, and higher levels also on their parts.
+    If the user named modules, level 1 may put segments only on these modules, and higher levels also on their parts.
     Raises :class:`PlanError` for a target that matches nothing that can be a segment.
     """
     named = named_modules(modules, options)

@@ -23,7 +23,7 @@ _LOSS = "aten::_log_softmax"
 def add_heads(start: Plan, peak_bytes: int, trace: StepTrace, count_peak: Callable[[Plan], float]) -> Plan:
     """Return ``start`` with the heads that lower its peak of ``peak_bytes``; ``start`` itself if none does.
 
-    Where two heads have equal peaks, one alone lowers nothing.  So a head that leaves the peak as it is stays as well.
+    Where two heads have equal peaks, one of them lowers nothing.  So heads that leave the peak as it is stay as well.
     ``count_peak`` counts the peak of a plan by a dry run.  Infinite: the dry run failed.
     """
     best, lowest = start, float(peak_bytes)

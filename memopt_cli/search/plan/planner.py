@@ -167,7 +167,7 @@ class Planner:
         return True
 
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
-        """Predict the least peak by the solver alone; ``None`` if it is not clearly below ``peak_bytes``."""
+        """Predict the least peak by the solver only; ``None`` if it is not clearly below ``peak_bytes``."""
         with contextlib.suppress(TimeIsUp):
             proposals = self._spaces.highest.proposals
             plan = proposals.solvers.least(peak_bytes)

@@ -379,7 +379,7 @@ class _Parcels:
         self.by_storage: dict[int, SentParcel] = {}
         """Storage -> the first parcel that it is in."""
         self.copied: dict[int, int] = {}
-        """Input of the step -> its bytes.  Copying it frees nothing on the device, as the caller holds it."""
+        """Input of the step -> its bytes.  Copying it frees nothing on the device, since the caller holds it."""
         # Entries: operator before which a tensor is stored, instant at which backward needs it, storage, parcel.
         stored: list[tuple[int, int, int, SentParcel]] = []
         for block in blocks:

@@ -214,7 +214,7 @@ def concatenate(before: Sequence[Schedule], after: Sequence[Schedule], bounds: B
 
 
 def _best_pairs(pairs: list[_Pair]) -> list[Schedule]:
-    """Return the Pareto set of ``pairs`` by kept bytes and time; peaks do not compete, as all are within the budget."""
+    """Return the Pareto set of ``pairs`` by kept bytes and time; peaks do not compete: all are within the budget."""
     pairs.sort(key=operator.itemgetter(0))
     best: list[_Pair] = []
     for pair in pairs:

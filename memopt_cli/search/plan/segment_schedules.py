@@ -139,7 +139,7 @@ class Segments:
 
         The output and its gradient are never cut.  The peak is the largest of three sums, in the order of the code:
 
-        - during backward: one chunk's share, and either the states or the chunks of the input's gradient, as backward
+        - during backward: one chunk's share, and either the states or the chunks of the input's gradient, for backward
           frees states while it makes such chunks;
         - at the end of backward: the chunks of the input's gradient, and the whole gradient;
         - at the end of forward: the chunks of the output, and the whole output.

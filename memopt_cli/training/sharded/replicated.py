@@ -124,7 +124,7 @@ class Reducer:
         self._limits = [FIRST_BUCKET_BYTES, cap] if wrapper.bucket_bytes_cap_default else [cap]
         self._seen: list[int] | None = None if self._finds_unused else []
         """Parameters in the order in which their gradients came in the first step; ``None`` after that step, and where
-        unused parameters are looked for, as buckets then stay."""
+        unused parameters are looked for, since buckets then stay."""
         self._unused: set[int] = set()
         """Parameters that the current step does not use."""
         self._is_reducing = self._has_begun = False
@@ -144,7 +144,7 @@ class Reducer:
         raise _not_predicted(name.strip("_"))
 
     def prepare_for_forward(self) -> None:
-        """Do nothing, as no forward needs preparation."""
+        """Do nothing: no forward needs preparation."""
 
     set_runtime_stats_and_log = prepare_for_forward
 
