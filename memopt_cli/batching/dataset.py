@@ -113,9 +113,9 @@ class DatasetRun:
         if self.strategy == "memory_adaptive":
             self.sizer.adapt_batch_size(performance_metrics={"throughput": rate})
         elif self.strategy == "throughput" and self._is_climbing and rows == self.sizer.batch_size:
-            self._climb(rate)
+            self._double_size(rate)
 
-    def _climb(self, rate: float) -> None:
+    def _double_size(self, rate: float) -> None:
         """Record ``rate``; double the size as long as that raises throughput and fits, then stay with the best size."""
         self._rates.append(rate)
         if len(self._rates) < _TIMED_BATCHES:

@@ -172,12 +172,12 @@ class AdaptiveBatchSizer:
         self._calls += 1
         if self._has_run_out:  # the readings of memory and throughput belong to the step that failed
             self._has_run_out = False
-            return self._settle(self._batch, self._reason)
+            return self._change_size(self._batch, self._reason)
         capacity_changed = current_memory_usage is None and self._follow_capacity()
         share = self._observe(current_memory_usage, performance_metrics or {})
         batch, reason = self._decide(share, current_loss, capacity_changed=capacity_changed)
         self._losses.add(current_loss)
-        return self._settle(batch, reason)
+        return self._change_size(batch, reason)
 
     def report_out_of_memory(self) -> int:
         """Halve the size, because the last step ran out of memory, and return it; it does not grow for five intervals.
@@ -245,7 +245,7 @@ class AdaptiveBatchSizer:
         self._highest_share = max(self._highest_share * factor, self._usages.expected(self._calls, self._batch))
         return True
 
-    def _settle(self, batch: int, reason: str) -> int:
+    def _change_size(self, batch: int, reason: str) -> int:
         """Change to ``batch``, within the bounds and as all ranks agree, and return the size."""
         own_batch = self._bounds.clamp(batch, self._calls)
         agreed_batch = agree_on_batch_size(own_batch, self._device) if self._distributed else own_batch

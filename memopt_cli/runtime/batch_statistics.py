@@ -57,7 +57,7 @@ from memopt_cli.runtime.private_torch import (
     suggest_memory_format,
     version_counter,
 )
-from memopt_cli.runtime.running import saving_aside
+from memopt_cli.runtime.running import bypassing_hooks
 from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.tree import tensors_of
 
@@ -379,7 +379,7 @@ def _values(reached: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
     values = reached.take()
     if values is not None:
         return values
-    with saving_aside():
+    with bypassing_hooks():
         return call().detach()
 
 

@@ -100,7 +100,7 @@ def is_due(module: nn.Module) -> bool:
     return count.bit_count() == 1 and count.bit_length() % 4 == 1
 
 
-def mixing(pieces: Iterable[Piece]) -> Complaint:
+def why_rows_mix(pieces: Iterable[Piece]) -> Complaint:
     """Return why a module cannot run in chunks, by the first of ``pieces`` whose shape its forward takes.
 
     A piece whose output has only one value proves nothing, and the next one is tried: spikes may come late.
@@ -133,7 +133,7 @@ def _try(piece: Piece) -> Complaint | None:
         return f"gives {joined} in two chunks along axis {piece.axis}, and {uncut} as a whole"
     if any(bool((part == part.flatten()[:1]).all()) for (part,) in whole.outputs):
         return None
-    return _dependence(piece, whole) or _restart(piece, whole, after_cut)
+    return _compare_halves(piece, whole) or _compare_restart(piece, whole, after_cut)
 
 
 def _cut_in_half(piece: Piece) -> tuple[list[tuple[int, ...]], list[Tensor]]:
@@ -143,7 +143,7 @@ def _cut_in_half(piece: Piece) -> tuple[list[tuple[int, ...]], list[Tensor]]:
     return cut.shapes, rows
 
 
-def _restart(piece: Piece, whole: _Result, after_cut: Sequence[Tensor]) -> Complaint:
+def _compare_restart(piece: Piece, whole: _Result, after_cut: Sequence[Tensor]) -> Complaint:
     """Return a complaint if the first row after a cut, ``after_cut``, differs from that row of the ``whole``."""
     # The module's own generator may draw numbers that ``is_random`` does not see.  It draws other numbers for half
     # the length than for the whole, and outputs then prove nothing.
@@ -157,7 +157,7 @@ def _restart(piece: Piece, whole: _Result, after_cut: Sequence[Tensor]) -> Compl
     return f"computes something else behind a cut along axis {piece.axis}"
 
 
-def _dependence(piece: Piece, whole: _Result) -> Complaint:
+def _compare_halves(piece: Piece, whole: _Result) -> Complaint:
     """Return a complaint if either half of the output changes with the other half of the input."""
     if piece.resumes or whole.hands_over or not whole.is_cut_at(piece):
         return ""

@@ -65,7 +65,7 @@ class ChunkStarts:
         self._chunks.append(_Chunk(start, tuple(t.requires_grad for t in tensors), run))
         return functools.partial(self._tensors, len(self._chunks) - 1)
 
-    def settle(self) -> None:
+    def check_repeatable(self) -> None:
         """Check, once every chunk has run, that all can be recomputed.
 
         Raises :class:`RuntimeError` if one drew random numbers.

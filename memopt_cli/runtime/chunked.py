@@ -43,12 +43,12 @@ from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
     SequenceChunk,
+    bypassing_hooks,
     is_checkpointed,
     is_in_segment,
     is_recomputing,
     is_transformed,
     recomputing,
-    saving_aside,
     within_chunk,
 )
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, choose_codec, ignore_start, needs_gradient
@@ -235,7 +235,7 @@ def _one_by_one(
         outputs.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
     if starts is not None:
-        starts.settle()
+        starts.check_repeatable()
     return list(zip(*outputs, strict=True)), output
 
 
@@ -290,7 +290,7 @@ class _FirstChunk:
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
         if not reason and tries_rows and chunk_rows.is_due(self._module):
-            reason = chunk_rows.mixing(self._pieces(starting))
+            reason = chunk_rows.why_rows_mix(self._pieces(starting))
         if reason:
             raise _NotInChunksError(
                 reason, functools.partial(self._start.restore, self._state_tensors, self._others), is_certain=True
@@ -318,7 +318,7 @@ class _FirstChunk:
         """
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
         is_explained = isinstance(error, NotGatheredError)  # whose own message says more, and which _run_passes handles
-        if self._start is None or is_explained or is_full or self._start.lost():
+        if self._start is None or is_explained or is_full or self._start.irreversible_effect():
             return
         uncut = ", ".join(self._uncut())
         line = str(error).partition("\n")[0]
@@ -361,7 +361,7 @@ class _FirstChunk:
         self._run(self._sequences())
 
     def _run(self, sequences: Sequence[Tensor]) -> Any:
-        with recomputing(self._module), saving_aside():
+        with recomputing(self._module), bypassing_hooks():
             return self._forward(*sequences, *self._states, **self._kwargs)
 
     def _run_halves(self, sequences: Callable[[], list[Tensor]] | None = None) -> list[Any]:
@@ -373,7 +373,7 @@ class _FirstChunk:
         for index, half in enumerate(zip(*(_halves(s, config.axis) for s in tensors), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
             start.restore_norms()
-            with recomputing(self._module), saving_aside():
+            with recomputing(self._module), bypassing_hooks():
                 outputs.append(within_chunk(chunk, self._forward, *half, *states, **self._kwargs))
             parts = outputs[-1] if isinstance(outputs[-1], tuple) else (outputs[-1],)
             states = parts[config.seq_outputs :] or states

@@ -34,7 +34,7 @@ class Generators:
         self._is_outside = outside
         self._positions = self._read()
         self.moved_outside = False
-        """Whether the generator of Python or NumPy moved before :meth:`settle`."""
+        """Whether the generator of Python or NumPy moved before :meth:`end_forward`."""
 
     def _read(self) -> dict[str | torch.device, Any]:
         """Return the positions; equal positions of one generator are one object."""
@@ -61,7 +61,7 @@ class Generators:
             else:
                 random.setstate(position)
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """Forget, when forward has ended, the generators that it did not move, if there are other threads.
 
         Other threads may draw from them before backward, and would draw the same numbers again if the generators were

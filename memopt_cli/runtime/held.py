@@ -95,7 +95,7 @@ class HeldSlots:
         """``id`` of a tensor -> the record of it."""
         self.originals: dict[int, Tensor] = {}
         """``id`` of a tensor -> the tensor itself, until forward has ended."""
-        self.lost: Complaint = ""
+        self.irreversible: Complaint = ""
         """Why forward cannot be undone."""
         self.is_surprised = False
         """Whether forward wrote to a tensor that was not copied, since no earlier call had written to it."""
@@ -121,7 +121,7 @@ class HeldSlots:
             # All in one pickle: two objects that refer to one list do so in the copy, too.
             self._objects = freeze((objects, self._others), self._hold)
             if iterator := self._objects.uncopyable_iterator:
-                self.lost = f"holds {iterator}, and may move it on"
+                self.irreversible = f"holds {iterator}, and may move it on"
             copied |= self._freeze_contents(objects)
         for number, copy in copy_values([self.originals[number] for number in copied]).items():
             self.tensors[number].copy = copy
@@ -177,7 +177,7 @@ class HeldSlots:
                 numbers.add(number)
                 if not is_copied and self._is_watched:
                     shape = tuple(self.originals[number].shape)
-                    self.lost = f"writes in place to a tensor of shape {shape} in an object"
+                    self.irreversible = f"writes in place to a tensor of shape {shape} in an object"
                 self.is_surprised |= not is_copied and not self._is_watched
         return numbers
 
@@ -270,7 +270,7 @@ class HeldSlots:
             return value
         if slot in self._contents and self._contents[slot].data == pickle_value(current):
             return current
-        return current if put_right(current, value) else value
+        return current if restore_contents(current, value) else value
 
 
 def _numbers_in(frozen: Frozen) -> set[int]:
@@ -278,7 +278,7 @@ def _numbers_in(frozen: Frozen) -> set[int]:
     return {held.number for held in frozen.shared.values() if isinstance(held, HeldTensor)}
 
 
-def put_right(target: Any, value: Any) -> bool:
+def restore_contents(target: Any, value: Any) -> bool:
     """Give the object ``target``, to which others may refer, the contents of ``value``; return whether it worked.
 
     An object may keep more than its attributes show, and ``__setstate__`` need not put it back: a generator of NumPy's

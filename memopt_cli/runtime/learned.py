@@ -233,7 +233,7 @@ class Known:
             self.stays[index] = {name: value for name, value in self.stays[index].items() if name not in names}
         self._prepare_comparison()
 
-    def tidy(self) -> None:
+    def drop_needless_owners(self) -> None:
         """Drop owners that need not be compared: empty dictionaries, and parts of moving objects, which are copied."""
         self.empty += [table for table in self.parameters if not table]
         self.parameters = [table for table in self.parameters if table]

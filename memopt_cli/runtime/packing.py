@@ -218,7 +218,7 @@ class PackedSaves:
             with saved_tensors_hooks(self.pack, self.unpack):
                 yield
         finally:
-            self.settle()
+            self.pack_waiting()
 
     @not_compiled
     def pack(self, tensor: Tensor) -> Any:
@@ -273,7 +273,7 @@ class PackedSaves:
         note_stored(tensor, stored)
         return stored
 
-    def settle(self) -> None:
+    def pack_waiting(self) -> None:
         """Pack the tensors that still wait, once every operator of the module has run."""
         self._pack_late(math.inf)
         if self._parcels is not None:

@@ -74,7 +74,7 @@ class Parameters:
         self.has_gradients = False
         """Whether forward itself called backward, which adds to the parameters' gradients."""
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """Note, when forward has ended, whether it wrote parameters, and the versions that backward must find."""
         versions, before = self._entries.versions(), self._versions
         if versions != before or (self._memory and self._memory != _memory_of_all(self.tensors)):

@@ -241,7 +241,7 @@ def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any])
             delattr(owner, name)
 
 
-def mend_copies_of_fakes() -> None:
+def patch_deepcopy() -> None:
     """Make ``copy.deepcopy`` of a dry run's tensor return another tensor of the dry run, from now on.
 
     PyTorch would copy its storage, which has a size but no memory, and write out of bounds.  The change is permanent,
@@ -546,16 +546,16 @@ def is_engine(caller: FrameType | None) -> bool:
     engine, or there is none, if the engine runs in a thread of its own.  PyTorch has no other way to tell that autograd
     adds up two gradients.
     """
-    caller = _beyond(caller, _NOT_COMPILED)
+    caller = _first_frame_outside(caller, _NOT_COMPILED)
     return caller is None or caller.f_code is _ENGINE
 
 
 def caller_beyond(names: frozenset[str]) -> FrameType | None:
     """Return the frame that called the caller of this, passing over modules whose name is in ``names``."""
-    return _beyond(sys._getframe(1), names)
+    return _first_frame_outside(sys._getframe(1), names)
 
 
-def _beyond(frame: FrameType | None, names: frozenset[str]) -> FrameType | None:
+def _first_frame_outside(frame: FrameType | None, names: frozenset[str]) -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__") in names:
         frame = frame.f_back
     return frame

@@ -170,6 +170,6 @@ def is_transformed() -> bool:
     return has_tangents() or is_transforming()
 
 
-def saving_aside() -> saved_tensors_hooks:
+def bypassing_hooks() -> saved_tensors_hooks:
     """Return hooks under which saved tensors bypass the enclosing hooks; for tensors that backward never needs."""
     return saved_tensors_hooks(unchanged, unchanged)

@@ -120,9 +120,11 @@ def call_checkpointed(
         if inputs.of_chunk:
             raise
         reason = str(error)
-        lost = start.lost() or ("changed something that it did not change before" if start.is_surprised else "")
-        if lost:
-            raise RuntimeError(f"{label_of(module)} {reason} and {lost}; take it out of the plan") from error
+        irreversible = start.irreversible_effect() or (
+            "changed something that it did not change before" if start.is_surprised else ""
+        )
+        if irreversible:
+            raise RuntimeError(f"{label_of(module)} {reason} and {irreversible}; take it out of the plan") from error
     run_plainly(module, reason)
     start.restore(state_tensors, arguments.others)
     # Forward may have run a backward before it failed, which added to these gradients.
@@ -239,7 +241,7 @@ def _call_replayed(
     try:
         return forward(*args, **kwargs)
     finally:
-        starts[0].settle()
+        starts[0].end_forward()
 
 
 def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:

@@ -157,22 +157,22 @@ class SegmentRun:
 
     # ------------------------------------------------------------------------------------------------- forward
 
-    def run_first(self, forward: functools.partial[Any], given: Sequence[Tensor], hooks: Hooks | None) -> Any:
+    def run_first(self, forward: functools.partial[Any], inputs: Sequence[Tensor], hooks: Hooks | None) -> Any:
         """Run ``forward`` for the first time.
 
-        ``given``: the tensors among its arguments; ``hooks``: the hooks on saving around the segment.  Raises
+        ``inputs``: the tensors among its arguments; ``hooks``: the hooks on saving around the segment.  Raises
         :class:`UnrepeatableError` if ``forward`` must run without the segment's hooks.
         """
-        versions = [version_of(t) for t in given]
+        versions = [version_of(t) for t in inputs]
         before = unrepeatable_runs()
         output = self._run(forward)
         if self._kept.other_kernel:
             raise UnrepeatableError(self._kept.other_kernel)
-        if reason := self._start.lost():
+        if reason := self._start.irreversible_effect():
             run_plainly(self._module, reason)
         if self._start.is_surprised:
             cannot_repeat()
-        overwrites = versions != [version_of(t) for t in given]
+        overwrites = versions != [version_of(t) for t in inputs]
         self._learned.overwrites_input |= overwrites
         # If forward wrote over its inputs, backward must not take that for an error: the segment around makes them
         # again, and this one overwrites them again.
@@ -199,7 +199,7 @@ class SegmentRun:
             raise
         finally:
             self.is_running = False
-            self._start.settle(has_failed=has_failed)
+            self._start.end_forward(has_failed=has_failed)
         return output
 
     @not_compiled  # autograd calls this, even from parts of the model that ``torch.compile`` compiles
@@ -320,9 +320,9 @@ class SegmentRun:
         compared = self._compared_index, self._compared_bytes
         again = _Repetition(self._module, self._refs, self._shapes, self._samples, *compared, runs_to_end=to_end)
         with torch.enable_grad(), taking_turns(*self._locked), as_of(self._began, self._length):
-            given = self.inputs()
+            inputs = self.inputs()
             with recomputing(self._module), self._start.replay(self.state_tensors()) as others, self._kept.replaying():
-                again.run(functools.partial(self._repeat, given, others))
+                again.run(functools.partial(self._repeat, inputs, others))
         if self._samples:
             self._learned.runs.note_comparison()
         self._samples = {}

@@ -63,7 +63,7 @@ class Settings:
 
     @contextlib.contextmanager
     def _restored_after(self, present: Settings) -> Iterator[None]:
-        present._become(self)
+        present._apply(self)
         try:
             with contextlib.ExitStack() as stack:
                 for kind, cast, current in zip(_autocast_kinds(), self._autocast, present._autocast, strict=True):
@@ -75,9 +75,9 @@ class Settings:
                     stack.enter_context(with_function_modes(self._modes))
                 yield
         finally:
-            Settings()._become(present)
+            Settings()._apply(present)
 
-    def _become(self, wanted: Settings) -> None:
+    def _apply(self, wanted: Settings) -> None:
         for (_, write), current, value in zip(_SETTINGS, self._present, wanted._present, strict=True):
             if current != value:
                 write(value)

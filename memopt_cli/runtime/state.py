@@ -9,10 +9,10 @@ up ``count`` in place (``self.count.add_(1)``)::
 
     forward 1   StartingState(module)   v = A, count = 0    taken: A by reference, and a copy of count
                 ... runs ...            v = B, count = 1
-                settle()
+                end_forward()
     forward 2   StartingState(module)   v = B, count = 1
                 ... runs ...            v = C, count = 2
-                settle()
+                end_forward()
     backward 2  with replay():          v = B, count = 1    forward runs again, up to C and 2
                 afterwards              v = C, count = 2    as if it had not
     backward 1  with replay():          v = A, count = 0
@@ -42,7 +42,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memopt_cli.runtime.compressor import internal_tensors
 from memopt_cli.runtime.copies import Copy, restored_tensors, version_of
 from memopt_cli.runtime.generators import Generators
-from memopt_cli.runtime.held import HeldSlots, HeldTensor, put_right
+from memopt_cli.runtime.held import HeldSlots, HeldTensor, restore_contents
 from memopt_cli.runtime.learned import Known, Learned, Reading, Slot, is_object
 from memopt_cli.runtime.module_state import Complaint, find_matrices, label_of, restored
 from memopt_cli.runtime.owners import Slots, is_same
@@ -60,8 +60,8 @@ class StartingState:
     """The state from which a forward started, kept as long as its recomputation may need it."""
 
     __slots__ = (
-        *("__weakref__", "_generators", "_received", "_held", "_known", "_learned", "_lost", "_module", "_parameters"),
-        *("_reads", "_settings", "_stays", "is_surprised", "is_watched"),
+        *("__weakref__", "_generators", "_received", "_held", "_irreversible", "_known", "_learned", "_module"),
+        *("_parameters", "_reads", "_settings", "_stays", "is_surprised", "is_watched"),
     )
 
     def __init__(
@@ -105,7 +105,7 @@ class StartingState:
         self._generators = Generators(devices, outside=self.is_watched or learned.draws_outside)
         self._received: dict[int, Copy] | None = None
         """``id`` of a tensor -> its values before a later call wrote to it.  ``None``: no call did."""
-        self._lost: Complaint = ""
+        self._irreversible: Complaint = ""
         """Why forward cannot be undone."""
         self.is_surprised = False
         """Whether forward changed what no earlier call had changed, so that nothing was held to put it back."""
@@ -119,7 +119,7 @@ class StartingState:
 
     # ------------------------------------------------------------------------------------------- after forward
 
-    def settle(self, *, has_failed: bool = False) -> None:
+    def end_forward(self, *, has_failed: bool = False) -> None:
         """Learn, once forward has ended, what it has changed; then drop all that a recomputation does not need.
 
         ``has_failed``: forward raised an error, so that the next call may do more than this one did.
@@ -143,12 +143,12 @@ class StartingState:
             self._register_as_reader(tensor for tensor, _ in self._reads)
         self.is_surprised |= any(known.empty)
         if any(known.without_hooks):
-            self._lost = _HOOKS
-        self._parameters.settle()
-        self._generators.settle()
+            self._irreversible = _HOOKS
+        self._parameters.end_forward()
+        self._generators.end_forward()
         if self.is_watched:
             on_cuda = any(device.type == "cuda" for device in self._generators.devices)
-            self._lost = _DROPOUT if on_cuda and has_recurrent_dropout(self._module) else self._lost
+            self._irreversible = _DROPOUT if on_cuda and has_recurrent_dropout(self._module) else self._irreversible
             if not has_failed:
                 self._learned.known = known
             self._learned.draws_outside |= self._generators.moved_outside or known.may_draw
@@ -163,14 +163,14 @@ class StartingState:
         for index in indices:
             names = held.changes(index, self._stays[index], written)
             if names and index in known.hooked:
-                self._lost = _HOOKS
+                self._irreversible = _HOOKS
             if new := names - known.moves[index]:
                 new_moves[index] = new
         if new_moves:
             known.note(new_moves)
-        self._lost = held.lost or self._lost
+        self._irreversible = held.irreversible or self._irreversible
         if self.is_watched:
-            known.tidy()
+            known.drop_needless_owners()
             self._stays = known.stays
             self._reads = [(t, version_of(t)) for t in known.tensors]
         else:
@@ -205,13 +205,13 @@ class StartingState:
         if written.version in versions and written.copy is not None:
             self._received = {**(self._received or {}), number: written.copy}
 
-    def lost(self) -> Complaint:
+    def irreversible_effect(self) -> Complaint:
         """Return what forward did that nothing can undo."""
         if self._parameters.written:
             return f"writes to its parameter {self._parameters.written} in place"
         if self._parameters.has_gradients:
             return "calls backward in its forward, which adds to the gradients of its parameters"
-        return self._lost
+        return self._irreversible
 
     # ---------------------------------------------------------------------------------------------- afterwards
 
@@ -261,7 +261,7 @@ class StartingState:
         if any(self._known.without_hooks):
             self._keep_flags(present)
         for argument, value in zip(others, copied, strict=False):
-            if not put_right(argument, value):
+            if not restore_contents(argument, value):
                 raise RuntimeError(
                     f"{label_of(self._module)} has advanced its argument, a {type(argument).__name__}, which cannot "
                     "be put back for a recomputation; take the module out of the plan"

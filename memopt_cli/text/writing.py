@@ -53,7 +53,7 @@ def _is_special(path: Path) -> bool:
     return is_named or (os.path.exists(path) and not os.path.isfile(path))
 
 
-def left_alone(plan: Path) -> list[str]:
+def note_existing_plan(plan: Path) -> list[str]:
     """Return a sentence on the file at the path of ``plan``, for an answer without a plan; nothing if there is none."""
     return [f"{plan} is of an earlier run and is left as it is."] if os.path.lexists(plan) else []
 

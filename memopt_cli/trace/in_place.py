@@ -61,7 +61,7 @@ class InPlace:
         self._target.is_replaced = True
         return self._target.nbytes
 
-    def settle(self) -> None:
+    def finish_operator(self) -> None:
         """Settle the account of the last operator.
 
         If something else still holds the target, a plain step makes a new storage as well, which then counts.  Masks
@@ -71,7 +71,7 @@ class InPlace:
             self._target.is_replaced = False
             if self._target.died is None:
                 if self._forced is None:
-                    self._peaks.rise(self._storages.tick, self._uncorrected_bytes, 0)
+                    self._peaks.raise_to(self._storages.tick, self._uncorrected_bytes, 0)
                 else:
                     self._storages.drop(self._forced)
         self._target = self._forced = None

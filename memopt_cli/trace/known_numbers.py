@@ -59,12 +59,12 @@ class NumbersKnown(TorchDispatchMode):
         self._made: dict[int, tuple[weakref.ref[Any], _Made, int]] = {}
         """Key of a storage without data -> that storage, the operator that makes it, and which of its results it is."""
 
-    def tell(self, tensor: Tensor, values: Tensor) -> None:
+    def note_values(self, tensor: Tensor, values: Tensor) -> None:
         """Note that ``tensor``, which has no data, has ``values``, which must not be written to."""
         self._note([tensor], _Made.of(values))
 
     @contextmanager
-    def known_to_libraries(self) -> Iterator[None]:
+    def readable_by_libraries(self) -> Iterator[None]:
         """Let the transformers library read known numbers in the block, as it does in a real step.
 
         To find out whether a mask is needed, the library reads the mask.  If the mask is fake, it makes one in any
@@ -93,7 +93,7 @@ class NumbersKnown(TorchDispatchMode):
         if func is _CONSTANT and not is_fake(args[0]):
             with unseen(), torch.no_grad():
                 values = args[0].clone()
-            self.tell(result, values)
+            self.note_values(result, values)
             return result
         if not self._made and not _is_source(func):  # nothing is known yet, so nothing follows from it
             return result
@@ -121,7 +121,7 @@ class NumbersKnown(TorchDispatchMode):
     def made_known(self, values: Tensor, device: torch.device) -> Tensor:
         """Make a tensor without data on ``device`` that is known to have ``values``."""
         made = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
-        self.tell(made, values)
+        self.note_values(made, values)
         return made
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:

@@ -62,7 +62,7 @@ class StorageLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_made_of_others, types)):
             return NotImplemented
-        self._in_place.settle()  # only now it shows whether something else holds what the last operator wrote to
+        self._in_place.finish_operator()  # only now it shows whether others hold what the last operator wrote to
         if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device  # two of three calls ask for this, and the fake mode below answers slowly
         updating = self.phase == "update" or is_updating()
@@ -82,9 +82,9 @@ class StorageLog(TorchDispatchMode):
         self._label(func, args, kwargs or {}, output)
         workspace = self.workspaces.look_up(operator_name(func), shapes_of(args)) if self.workspaces and share else 0
         replaced_bytes = self._in_place.replaced_bytes(func, args, output) if differentiates else 0
-        self.peaks.rise(storages.tick, storages.live_bytes - replaced_bytes, workspace)
+        self.peaks.raise_to(storages.tick, storages.live_bytes - replaced_bytes, workspace)
         if is_counted:
-            self.ran(func, args, kwargs or {}, output, workspace)
+            self.note_operator(func, args, kwargs or {}, output, workspace)
         return output
 
     def _label(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -95,20 +95,20 @@ class StorageLog(TorchDispatchMode):
             if storage is not None and storage.kind in _PRELIMINARY_KINDS:
                 storage.kind = kind
 
-    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
+    def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         """Do nothing; subclasses note an operator that ran."""
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count ``storage`` anew after Python code resized it, as FSDP does to free and restore parameters."""
-        self.settle()
+        self.finish_operator()
         storages, nbytes = self.storages, storage.nbytes()
         if storages.find_unresized(storage, storages.tick) is None and nbytes:
             storages.tick += 1
             self._begin(storage, None, None, 1.0)
-            self.peaks.rise(storages.tick, storages.live_bytes, 0)
-            self.grew(nbytes)
+            self.peaks.raise_to(storages.tick, storages.live_bytes, 0)
+            self.note_resize(nbytes)
 
-    def grew(self, nbytes: int) -> None:
+    def note_resize(self, nbytes: int) -> None:
         """Do nothing; subclasses note a resize to ``nbytes`` as if an operator had made them."""
 
     def see(
@@ -138,13 +138,13 @@ class StorageLog(TorchDispatchMode):
             self._made[path] += 1
         return record
 
-    def settle(self) -> None:
+    def finish_operator(self) -> None:
         """Finish the count of the last operator; to be called before the next one, and at the end of a phase."""
-        self._in_place.settle()
+        self._in_place.finish_operator()
 
     def enter(self, phase: Phase) -> None:
         """Begin ``phase`` of the step."""
-        self.settle()
+        self.finish_operator()
         self.phase = phase
         self.peaks.enter(phase, self.storages.live_bytes)
 
@@ -252,7 +252,7 @@ def run_step(step: Step, log: StorageLog) -> None:
         log.enter(phase)
 
     step.take(enter)
-    log.settle()
+    log.finish_operator()
     _label_gradients(log, step.model)
 
 

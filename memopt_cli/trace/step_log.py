@@ -94,7 +94,7 @@ class StepLog(StorageLog):
         self.fixed_bytes: dict[int, tuple[tuple[int, int], ...]] = {}
         """Storage -> :attr:`~memopt_cli.records.StorageTrace.fixed_bytes`."""
 
-    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
+    def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         phase, call = self._phase_and_call()
         path_of_call = self.calls[call].path if call is not None and call >= 0 else ""
         module = self.module_running() if call is None else path_of_call
@@ -125,7 +125,7 @@ class StepLog(StorageLog):
         )
         self.ops.append(LoggedOp(record, call))
 
-    def grew(self, nbytes: int) -> None:
+    def note_resize(self, nbytes: int) -> None:
         phase, call = self._phase_and_call()
         self.ops.append(LoggedOp(OpTrace(name=GREW, phase=phase, module=self.module_running()), call))
 

@@ -58,7 +58,7 @@ class Peaks:
         start = PhasePeak(phase=phase, tensor_peak_bytes=live_bytes, allocated_peak_bytes=live_bytes)
         self.phases[phase] = self.phases.get(phase, start).raised(live_bytes, live_bytes)
 
-    def rise(self, tick: int, live_bytes: int, workspace_bytes: int) -> None:
+    def raise_to(self, tick: int, live_bytes: int, workspace_bytes: int) -> None:
         """Raise the tensor peak to ``live_bytes``, and the allocated peak to the sum of both, if they are more."""
         with_workspace = live_bytes + workspace_bytes
         if self.phase is not None:

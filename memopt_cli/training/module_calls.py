@@ -102,7 +102,7 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
     """Return the exception to raise for ``error``, which the user's code raised in a step of ``model``.
 
     It names the module that rejected its input, and what that takes.  An error that speaks of no input, such as a
-    ``raise`` in the user's code, is told as what it is, with the line that raised it.
+    ``raise`` in the user's code, is reported as such, with the line that raised it.
     """
     stack = running_calls(error, model)
     if not stack:
@@ -118,19 +118,19 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
     last = stack[-1]
     path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
-    given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
-    hint = next((hint for said, hint in _HINTS.items() if said in str(error)), GIVE_ACCEPTED)
+    reason = f"{first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
+    hint = next((hint for words, hint in _HINTS.items() if words in str(error)), GIVE_ACCEPTED)
     hint = _dtype_hint(last, stack[0].inputs) or hint
-    return InputsRejectedError(f"{where} rejected its input {given}", hint=hint)
+    return InputsRejectedError(f"{where} rejected its input {_shapes(last.inputs)}: {reason}", hint=hint)
 
 
-def _dtype_hint(call: RunningCall, given: Any) -> str:
+def _dtype_hint(call: RunningCall, model_inputs: Any) -> str:
     """Return the hint if the module of ``call`` has weights and an input of different floating dtypes, else "".
 
-    ``given``: the inputs of the model.
+    ``model_inputs``: the inputs of the whole model.
     """
     weight, first = next(call.module.parameters(recurse=False), None), next(iter(tensors_of(call.inputs)), None)
-    model_input = next((tensor for tensor in tensors_of(given) if tensor.is_floating_point()), None)
+    model_input = next((tensor for tensor in tensors_of(model_inputs) if tensor.is_floating_point()), None)
     if weight is None or first is None or model_input is None or weight.dtype == first.dtype:
         return ""
     if not (weight.is_floating_point() and first.is_floating_point()):

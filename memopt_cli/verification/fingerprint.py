@@ -35,7 +35,7 @@ _SHIFT = 4099
 """Offset from the weights of one piece to the weights of the next: a prime number, so that swapped pieces differ."""
 
 
-def tensors_left(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
+def tensors_after_step(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
     """Return the tensors that a step left, not copied: ``output``, gradients, buffers, state and generators, by name.
 
     ``None``: a deferred output that nothing has read.  Reading it here would compute it.

@@ -272,7 +272,7 @@ def test_a_tensor_of_a_dry_run_has_a_mode_and_a_device() -> None:
 
 
 def test_a_tensor_of_a_dry_run_is_copied_deeply() -> None:
-    p.mend_copies_of_fakes()
+    p.patch_deepcopy()
     with p.FakeTensorMode():
         layer, plain = nn.Linear(2, 2), torch.zeros(3).requires_grad_()
         plain.sum().backward()

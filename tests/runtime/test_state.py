@@ -333,7 +333,7 @@ def test_copies_of_unchanged_tensors_are_dropped() -> None:
     start = StartingState(block)
     with torch.no_grad():
         block(torch.randn(3, 4, 2, 2))
-    start.settle()
+    start.end_forward()
     assert start._held is not None
     assert [held.copy is not None for held in start._held.tensors.values()] == [True] * 3  # statistics and counter
 

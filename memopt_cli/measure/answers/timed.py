@@ -49,7 +49,7 @@ from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, is_out_of_memory, seed_everything, synchronize
 from memopt_cli.verification.effects import UpdateGradients, parameters_kept, tensors_on
-from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_left
+from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_after_step
 
 _MIN_TIMED_S = 0.3
 _MAX_STEPS = 20
@@ -343,7 +343,7 @@ def _take_checked(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
         step.update()
     synchronize(bench.settings.device)
     seconds = time.perf_counter() - started
-    return seconds, fingerprint(tensors_left(bench.model, output) | updates)
+    return seconds, fingerprint(tensors_after_step(bench.model, output) | updates)
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ class LoopRoute:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the models on ``args`` and ``kwargs``, as :class:`~memopt_cli.model_batching.routes.interface.Route`."""
-        lent = self._lend()
+        lent = self._share_tensors()
         tensors, skeleton = split_tensors((args, kwargs))
         pieces = zip(*(t.unbind(0) for t in tensors), strict=True) if tensors else [()] * len(self._models)
         outputs = []
@@ -73,7 +73,7 @@ class LoopRoute:
         for state in self._start_states:
             state.restore()
 
-    def _lend(self) -> list[tuple[Slot, Sequence[Tensor]]]:
+    def _share_tensors(self) -> list[tuple[Slot, Sequence[Tensor]]]:
         views: dict[int, Sequence[Tensor]] = {}
         for lending in self._lendings:
             key = id(lending.slot.tensor)

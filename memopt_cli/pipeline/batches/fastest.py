@@ -58,7 +58,7 @@ from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.plan.dry_runs import TimeIsUp
 from memopt_cli.search.plan.scaled import ScaledStep
 from memopt_cli.text.units import format_bytes
-from memopt_cli.text.writing import check_targets, content, left_alone, write_all
+from memopt_cli.text.writing import check_targets, content, note_existing_plan, write_all
 
 _MAX_RUNS = 8
 """Maximum number of runs, the original's included."""
@@ -196,11 +196,11 @@ class _FastestSearch:
         )
         pairs = search.price(self.runs.largest_usable(case.search.runs.best))
         self.prepared.progress.stage("running the plans that may be faster")
-        search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
+        search.try_pairs(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
         if not self.runs.usable() and not self.probes.is_late():
             unit = self.limits.multiple_of
             plan = pricing.least(unit)
-            search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
+            search.try_pairs([] if plan.is_empty else [(plan, unit)], 0.0)
 
     def _run_finalists(self) -> None:
         """Run the best pairs once more, as a busy machine may have changed their order."""
@@ -234,7 +234,7 @@ class _FastestSearch:
             if best not in case.search.runs:
                 search.max_runs = max(search.max_runs, search.runs + 1)
             search.run_more(case, lambda batch_search: batch_search.also_run([best]))
-            search.run_more(case, lambda batch_search: batch_search.seek_faster(smaller, max_runs=search.left))
+            search.run_more(case, lambda batch_search: batch_search.find_faster(smaller, max_runs=search.left))
         return case
 
     def _run_original(self, batch: int) -> BatchProbe | Failure:
@@ -350,7 +350,7 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
     training = fastest_prepared(request, prepared)
     if training.answer.plan.is_empty:
         files = {batch_path: batch_file(training.header, fastest_data(training, None))}
-        training = replace(training, notes=(*training.notes, *left_alone(plan_path)))
+        training = replace(training, notes=(*training.notes, *note_existing_plan(plan_path)))
     else:
         files = {
             batch_path: batch_file(training.header, fastest_data(training, plan_path.name)),

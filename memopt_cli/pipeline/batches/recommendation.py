@@ -268,7 +268,7 @@ class _BatchSearch:
             best = case.search.runs.fitting[-1].batch // unit if case.search.runs.fitting else 0
             faster = [best // 2 * unit, best // 4 * unit] if best else []
             self.search.run_more(
-                case, functools.partial(BatchSearch.seek_faster, batches=faster, max_runs=-(-runs // cases_left))
+                case, functools.partial(BatchSearch.find_faster, batches=faster, max_runs=-(-runs // cases_left))
             )
 
     def _accumulate(self, main: Case) -> Accumulation | None:

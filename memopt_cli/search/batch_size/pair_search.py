@@ -109,7 +109,7 @@ class PairSearch:
                 break
         return list(largest.items())
 
-    def seek(self, pairs: Sequence[tuple[Plan, int]], best_rate: float) -> None:
+    def try_pairs(self, pairs: Sequence[tuple[Plan, int]], best_rate: float) -> None:
         """Run those ``pairs`` that may be faster than ``best_rate`` samples per second, the most promising first.
 
         Each round either sizes a pair by dry runs, which makes it a candidate, or runs a candidate.  A run corrects all

@@ -63,7 +63,7 @@ class BatchSearch:
                 break
             self.run(candidate)
 
-    def foresee(self) -> None:
+    def dry_run_ahead(self) -> None:
         """Make the dry runs in advance that the search is likely to need; to be called once a batch has run."""
         largest = self.model.largest_within(self.runs.limits.budget_bytes)
         next_run = min(self.runs.affordable(), largest)
@@ -84,7 +84,7 @@ class BatchSearch:
                 self.model.ignored.add(batch)
                 self.run(batch)
 
-    def seek_faster(self, batches: Sequence[int], max_runs: int) -> None:
+    def find_faster(self, batches: Sequence[int], max_runs: int) -> None:
         """Run ``batches``, in descending order, until a larger one is the fastest, in at most ``max_runs`` runs.
 
         A batch is skipped if a similar one has run.
@@ -146,7 +146,7 @@ class BatchSearch:
         candidate = self._at_least(self.runs.below_failures(self.model.largest_within(max_bytes)))
         if affordable is not None and affordable < candidate:
             return self._if_worth_a_run(affordable)
-        if not self.runs and self._begins_small(candidate, max_bytes):
+        if not self.runs and self._should_start_smaller(candidate, max_bytes):
             candidate = self._at_least(self.runs.rounded(min(self.batch, candidate // _FIRST_RUN_RATIO)))
         is_answered = candidate in self.runs or candidate < best + max(unit, SAME_BATCH_SHARE * best)
         return None if is_answered else candidate
@@ -167,7 +167,7 @@ class BatchSearch:
         is_enough = batch >= max(MIN_REFUSING_ONE, self.runs.limits.multiple_of)
         return batch if is_enough else self.model.smallest_batch
 
-    def _begins_small(self, candidate: int, max_bytes: int) -> bool:
+    def _should_start_smaller(self, candidate: int, max_bytes: int) -> bool:
         """Return whether a smaller batch should run before ``candidate``, which may not fit or may take too long."""
         is_far = candidate > _FIRST_RUN_RATIO * self.batch
         fits_safely = self.model.predict is not None and self.model.peak_bytes(candidate) <= _SAFE_SHARE * max_bytes

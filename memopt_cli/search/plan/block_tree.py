@@ -240,7 +240,7 @@ class _Builder:
         """Make a block of the operators in ``forward`` and ``backward``; a rerun of it ends before ``stop``."""
         sums, ops = self._bytes, [*forward, *backward]
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
-        passed, passed_whole = sums.passed(forward, backward)
+        passed, passed_whole = sums.bytes_paid_later(forward, backward)
         base = {i: sums.base[i] + passed[i] for i in ops}
         kept, packed = (paid[forward.stop] - paid[forward.start] for paid in (sums.paid, sums.paid_packed))
         outside = max(passed.values(), default=0), max((sums.whole[i] for i in ops), default=0)

@@ -82,7 +82,7 @@ class ChunkTrials:
         self._set_rules(rules)
         return False
 
-    def hopeful_rules(self) -> dict[str, tuple[ChunkRule, int]]:
+    def optimistic_rules(self) -> dict[str, tuple[ChunkRule, int]]:
         """Return :attr:`rules` with a guess for each module that is not decided yet: that it can run in chunks.
 
         It is guessed to be cut along the longer of its first two axes.  Unless inexact chunks are allowed, a module

@@ -370,7 +370,7 @@ class CostModel:
             first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
             trained_bytes = trained_input_bytes(self.trace, call)
             block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.input_bytes <= trained_bytes)
-        block.keeps_graph = self._outliving(call) > block.state_bytes > 0
+        block.keeps_graph = self._bytes_at_end(call) > block.state_bytes > 0
         block.first_saver = _first_saver(self._ends, call)
         block.length = self._length(segment)
         share = longest_share(segment.chunks, block.length)
@@ -390,7 +390,7 @@ class CostModel:
 
         return set(filter(is_saved, (part for index in block.call.inputs for part in self._sources(index))))
 
-    def _outliving(self, call: ModuleCall) -> int:
+    def _bytes_at_end(self, call: ModuleCall) -> int:
         """Return the bytes of activations made in ``call`` that are alive at the end of the step."""
         first, last = (bisect.bisect_left(self._outliving_born, edge) for edge in (call.start, call.end))
         return self._outliving_bytes[last] - self._outliving_bytes[first]

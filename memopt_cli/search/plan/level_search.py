@@ -229,7 +229,7 @@ class LevelSearch:
     def _rearrangements(self, best: PricedPlan, max_slowdown: float) -> list[Plan]:
         """Return the few plans of the lowest predicted peaks that differ from ``best`` by one rearrangement."""
         proposals, max_plans = self.space.proposals, self.options.max_candidates_per_round
-        plans = self.space.improvements.rearrange(best.plan, self.space.hopeful_rules())
+        plans = self.space.improvements.rearrange(best.plan, self.space.optimistic_rules())
         smaller = [plan for plan in plans if self._seems_below(plan, best)]
         fast_enough = [plan for plan in smaller if proposals.slowdown(plan) <= max_slowdown]
         ranked = sorted(fast_enough, key=lambda plan: (proposals.predict_peak(plan), proposals.slowdown(plan)))

@@ -161,7 +161,7 @@ class Planner:
             space = self._spaces.at(level)
             predicted_bytes = self._spaces.space_for(plan).proposals.predict_peak(plan)
             peak_bytes = predicted_bytes if priced is None else max(priced.peak_bytes, predicted_bytes)
-            solvers = space.proposals.supposing(space.hopeful_rules(), space.proposals.solvers.packings)
+            solvers = space.proposals.solvers_assuming(space.optimistic_rules(), space.proposals.solvers.packings)
             least = solvers.least(peak_bytes, max_slowdown)
             return least is not None and space.proposals.predict_peak(least) < (1 - _MIN_GAIN) * peak_bytes
         return True

@@ -101,12 +101,14 @@ def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedS
     Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs.  If that level
     comes from a profile, level 1 is used instead.
     """
-    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
-    for name in given.keys() & _CHECKED:
-        given[name] = accepted(name, given[name], _WIDER_RANGES.get(name))
-    notes = _apply_preference(given)
-    profile = given.get("profile")
-    options = SearchOptions(**{"max_slowdown": DEFAULT_SLOWDOWN, **(PROFILES[profile] if profile else {}), **given})
+    overridden: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+    for name in overridden.keys() & _CHECKED:
+        overridden[name] = accepted(name, overridden[name], _WIDER_RANGES.get(name))
+    notes = _apply_preference(overridden)
+    profile = overridden.get("profile")
+    options = SearchOptions(
+        **{"max_slowdown": DEFAULT_SLOWDOWN, **(PROFILES[profile] if profile else {}), **overridden}
+    )
     requested = options.level
     if requested > 1 and not has_inputs:
         if profile is None:
@@ -121,19 +123,19 @@ def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedS
         )
     if options.max_slowdown == math.inf:
         options = replace(options, max_slowdown=None)
-    options = _limit_profiling(_apply_budget(options, notes), given, notes)
-    slowdown = given.get("max_slowdown")
+    options = _limit_profiling(_apply_budget(options, notes), overridden, notes)
+    slowdown = overridden.get("max_slowdown")
     return ResolvedSearch(options=options, requested_level=requested, notes=tuple(notes), asked_slowdown=slowdown)
 
 
-def _apply_preference(given: dict[str, Any]) -> list[str]:
-    """Add to ``given`` the profile and the checkpoint budget of its ``prefer``, unless set; return a note on each."""
-    preference = given.get("prefer")
+def _apply_preference(overridden: dict[str, Any]) -> list[str]:
+    """Add to ``overridden`` the profile and checkpoint budget of its ``prefer``, unless set; return a note on each."""
+    preference = overridden.get("prefer")
     if preference is None:
         return []
     preset = {"profile": PROFILE_OF[preference], "checkpoint_budget": preference}
-    added = {name: value for name, value in preset.items() if name not in given}
-    given.update(added)
+    added = {name: value for name, value in preset.items() if name not in overridden}
+    overridden.update(added)
     return [f"prefer={preference} sets {name}={value}." for name, value in added.items()]
 
 
@@ -151,7 +153,7 @@ def _apply_budget(options: SearchOptions, notes: list[str]) -> SearchOptions:
     return replace(options, gc_target_budget_ratio=ratio)
 
 
-def _limit_profiling(options: SearchOptions, given: Mapping[str, Any], notes: list[str]) -> SearchOptions:
+def _limit_profiling(options: SearchOptions, overridden: Mapping[str, Any], notes: list[str]) -> SearchOptions:
     """Return ``options`` limited to one round of one candidate, unless they allow expensive profiling."""
     if options.allow_expensive_profiling or options.level <= 1:
         return options
@@ -161,8 +163,8 @@ def _limit_profiling(options: SearchOptions, given: Mapping[str, Any], notes: li
         "warmup_in_profile_workers": False,
     }
     for name, bound in bounds.items():
-        if given.get(name, bound) != bound:
-            notes.append(f"{name} is {bound} instead of {given[name]}, since allow_expensive_profiling is False.")
+        if overridden.get(name, bound) != bound:
+            notes.append(f"{name} is {bound} instead of {overridden[name]}, since allow_expensive_profiling is False.")
     return replace(options, **bounds)
 
 

@@ -224,7 +224,7 @@ class _Lives:
             for index in original.find_inputs(block.call):
                 self._by_input[index].append(block)
 
-    def savers_in(self, index: int) -> dict[ReplayedSegment | None, list[int]]:
+    def group_savers(self, index: int) -> dict[ReplayedSegment | None, list[int]]:
         """Group the operators that autograd keeps storage ``index`` for, by the innermost block around them."""
         savers: dict[ReplayedSegment | None, list[int]] = {}
         for op in self._original.savers[index]:
@@ -287,7 +287,7 @@ class _Lives:
         if block.parent is None and block.first_saver is not None:
             storage = self._original.trace.storages[index]
             return max(self._order.recomputation_end(block), self.release(storage, [block.first_saver]))
-        is_saved = any(block in _self_and_enclosing(saver) for saver in self.savers_in(index))
+        is_saved = any(block in _self_and_enclosing(saver) for saver in self.group_savers(index))
         return self._order.after(block.call.backward_end) if is_saved else self._order.recomputation_end(block)
 
     def escapes(
@@ -475,7 +475,7 @@ class Replay:
         """Enter ``storage``, made in forward: in the first forward, and again in every recomputation around it."""
         inner = self._inner[storage.born]
         enclosing = _self_and_enclosing(inner)
-        savers = self._lives.savers_in(index)
+        savers = self._lives.group_savers(index)
         is_kept = inner is not None and storage.born in inner.kept
         parcel = self._parcels.by_storage.get(index) if self._parcels else None
         kept_end, held_until = self._order.recomputation_end(inner) if inner else 0, 0

@@ -52,10 +52,10 @@ class SearchSpace:
         """Try modules at the peak of ``plan`` until one can run in chunks; return whether one can."""
         return self.may_cut and self.trials.learn(plan)
 
-    def hopeful_rules(self) -> Mapping[str, tuple[ChunkRule, int]]:
+    def optimistic_rules(self) -> Mapping[str, tuple[ChunkRule, int]]:
         """Return the rules for chunks, with a guess for each module that may still be tried."""
         may_try = self.may_cut and self.trials.may_try_more
-        return self.trials.hopeful_rules() if may_try else self.proposals.allowed.chunks
+        return self.trials.optimistic_rules() if may_try else self.proposals.allowed.chunks
 
     def lower(self, peak_to_beat: int, max_slowdown: float) -> Plan | None:
         """Return the smallest plan with chunks whose slowdown is at most ``max_slowdown``.
@@ -66,7 +66,7 @@ class SearchSpace:
         """
         proposals, trials = self.proposals, self.trials
         while self.may_cut:
-            solvers = proposals.supposing(self.hopeful_rules(), proposals.solvers.packings)
+            solvers = proposals.solvers_assuming(self.optimistic_rules(), proposals.solvers.packings)
             plan = solvers.least(peak_to_beat, max_slowdown)
             if plan is None or proposals.predict_peak(plan) >= (1 - WORTH_LOWERING) * peak_to_beat:
                 break
@@ -89,7 +89,9 @@ class SearchSpace:
         max_slowdown = best.slowdown - _MIN_TIME_SAVED
         if max_slowdown <= self.proposals.least_slowdown:
             return False
-        plan = self.proposals.supposing(self.hopeful_rules(), [False]).fastest(packed=False, budget_bytes=target)
+        plan = self.proposals.solvers_assuming(self.optimistic_rules(), [False]).fastest(
+            packed=False, budget_bytes=target
+        )
         return plan is not None and self.proposals.slowdown(plan) < max_slowdown
 
 

@@ -727,7 +727,7 @@ def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut
     plans = small("chain").planner(lambda path: rule_along(0))
     plans.least(3)
     search = plans._at(level)
-    rearranged = search.space.improvements.rearrange(segments("blocks.1"), search.space.hopeful_rules())
+    rearranged = search.space.improvements.rearrange(segments("blocks.1"), search.space.optimistic_rules())
     assert any(segment.chunks > 1 for plan in rearranged for segment in plan.segments) is cut
 
 
