@@ -46,7 +46,9 @@ def concatenate(batches: Sequence[Any]) -> Any:
     if len(batches) == 1:
         return batches[0]
     split = [split_tensors(batch) for batch in batches]
-    return join_tensors([torch.cat(parts) for parts in zip(*(t for t, _ in split), strict=True)], split[0][1])
+    columns = zip(*(tensors for tensors, _ in split), strict=True)
+    _, skeleton = split[0]
+    return join_tensors([torch.cat(column) for column in columns], skeleton)
 
 
 class RowQueue:

@@ -135,7 +135,8 @@ class OnlineAlgorithm(nn.Module):
         self._sizes.check(steps[0])
         if self.traces:
             self._past.check(self._carried_tensors())
-        with torch.enable_grad(), run.batch.like(steps[0][0]), run.traces_loaded():
+        first, *_ = steps[0]
+        with torch.enable_grad(), run.batch.like(first), run.traces_loaded():
             run.tie_to_past(self._scale_of_past())
             outputs = [run.step(self.model, step, self._next_scale()) for step in steps]
         self.accept_states()

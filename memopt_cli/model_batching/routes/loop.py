@@ -107,4 +107,5 @@ def stack_outputs(outputs: list[Any]) -> Any:
             f"the models return outputs of different shapes, which cannot be stacked: {'; '.join(shapes)}",
             hint="Batch the part of the model whose outputs have the same shape for every model.",
         )
-    return join_tensors([torch.stack(column) for column in columns], split[0][1])
+    _, skeleton = split[0]
+    return join_tensors([torch.stack(column) for column in columns], skeleton)

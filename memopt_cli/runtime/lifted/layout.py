@@ -12,7 +12,7 @@ order; only the last one of a function may stand in its ``return``.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS, READING
@@ -30,6 +30,11 @@ ATOMS: Final = ("parameter", "tensor", "device", "home", "none")
 """Kinds of nodes that are written where they are used, however often."""
 _MAX_HEIGHT: Final = 32
 """Maximum number of expressions nested in each other, since Python's parser has a limit."""
+
+
+def first_output(node: Node) -> int:
+    """Return the first value that ``node`` makes."""
+    return node[3][0]
 
 
 class Layout:
@@ -87,7 +92,7 @@ class Layout:
         barrier = end
         for index in range(end - 1, -1, -1):
             node = nodes[index]
-            user = _only(users.get(node[3][0], ())) if len(node[3]) == 1 else None
+            user = _only_user(node, users)
             if user is not None and heights[index] < _MAX_HEIGHT:
                 adjacent = barrier >= places[user]
                 moves = self._moves(node, adjacent) or (tail and adjacent and user == end and not node[4])
@@ -115,9 +120,8 @@ class Layout:
             inner = max((self._height(inner) for inner in node[4]), default=0) if node[0] == "if" else 0
             height = 1 + max((of_value.get(v, 0) for v in node[2] if type(v) is int), default=0) + inner
             heights.append(height)
-            moves = len(node[3]) == 1 and _only(users.get(node[3][0], ())) is not None and self._moves(node, True)
-            if moves and height < _MAX_HEIGHT:
-                of_value[node[3][0]] = height
+            if _only_user(node, users) is not None and self._moves(node, True) and height < _MAX_HEIGHT:
+                of_value[first_output(node)] = height
         self._heights[id(block)] = max(heights, default=0)
         return heights
 
@@ -134,8 +138,10 @@ class Layout:
         return detail in EXPRESSIONS and (EXPRESSIONS[detail].pure or (detail in READING and adjacent))
 
 
-def _only(users: Sequence[int]) -> int | None:
-    return users[0] if len(users) == 1 else None
+def _only_user(node: Node, users: Mapping[int, Sequence[int]]) -> int | None:
+    """Return the only one of ``users`` of the only output of ``node``; ``None`` if it has more outputs or users."""
+    of_output = users.get(first_output(node), ()) if len(node[3]) == 1 else ()
+    return of_output[0] if len(of_output) == 1 else None
 
 
 class Needed:

@@ -43,7 +43,8 @@ def generate(program: tuple[Any, ...]) -> tuple[str, Names]:
     _, _, methods, functions = program
     names: Names = {}
     known = {text for name in (*FUNCTIONS, *LIBRARIES) for text in (name, f"{name}_")}
-    named = {tuple_name(n[1][0]) for m in (*methods, *functions) for n in walk_nodes(m[3]) if n[0] == "named"}
+    nodes = (node for function in (*methods, *functions) for node in walk_nodes(function[3]))
+    named = {tuple_name(detail[0]) for kind, detail, *_ in nodes if kind == "named"}
     taken = frozenset({*known, *named, "self", *(f[0] for f in functions)})
     writers = [_Writer(f, names, taken, "") for f in functions] + [_Writer(m, names, taken, "self") for m in methods]
     return "\n\n\n".join(writer.write() for writer in writers) + "\n", names
@@ -233,7 +234,8 @@ def _write_set(writer: _Writer, node: Node, after: Needed) -> None:
 
 
 def _write_raise(writer: _Writer, node: Node, after: Needed) -> None:
-    writer.line(f"raise {writer.expressions.global_name('ScriptError')}({writer.expressions.text(node[2][0])})")
+    message, *_ = node[2]
+    writer.line(f"raise {writer.expressions.global_name('ScriptError')}({writer.expressions.text(message)})")
 
 
 def _outputs(writer: _Writer, node: Node, after: Needed) -> dict[str, int]:
@@ -256,8 +258,9 @@ def _bind_outputs(writer: _Writer, node: Node, outputs: dict[str, int]) -> None:
 
 
 def _branches(writer: _Writer, node: Node, outputs: dict[str, int], after: Needed, *, tail: bool) -> None:
-    condition, branches = writer.expressions.text(node[2][0]), []
-    for block in node[4]:
+    _, _, (operand, *_), _, blocks = node
+    condition, branches = writer.expressions.text(operand), []
+    for block in blocks:
         position = writer.variables.position()
         targets = {name: block[2][position] for name, position in outputs.items()}
         branches.append(writer.inner(block, after, after.ending, targets, tail=tail))
@@ -280,7 +283,8 @@ def _write_grad(writer: _Writer, node: Node, after: Needed) -> None:
 
 
 def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
-    (rounds, condition, *starts), ((parameters, _, results),) = node[2], node[4]
+    _, _, (rounds, condition, *starts), outputs, (block,) = node
+    parameters, _, results = block
     count, first = writer.expressions.text(rounds), writer.expressions.text(condition)
     carried = _carried_variables(writer, node, after)
     writer.assign(dict(zip(carried, starts, strict=True)))
@@ -294,13 +298,13 @@ def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
     if conditional:
         writer.line(f"{keep} = {first}")
         targets[keep] = results[0]
-    counted = parameters[0] in writer.layout.uses(node[4][0])
+    counted = parameters[0] in writer.layout.uses(block)
     index = writer.fresh(_variable(writer.hints[parameters[0]][0])) if counted else writer.fresh("_")
     if counted:
         writer.variables.bind(index, parameters[0])
-    inner = writer.inner(node[4][0], outer, parameters, targets)
+    inner = writer.inner(block, outer, parameters, targets)
     writer.variables.rewind(position)
-    for name, value in zip(carried, node[3], strict=True):
+    for name, value in zip(carried, outputs, strict=True):
         writer.variables.bind(name, value)
     if rounds == (FOREVER,) and not counted:
         writer.line(f"while {keep or True}:")

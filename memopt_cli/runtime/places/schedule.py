@@ -211,13 +211,14 @@ class _Part:
             if not self.may_go or any(version_of(tensor) != version for tensor, version in self._tensors):
                 return
             assert self._sent is not None
-            storage = memory_of(self._tensors[0][0])
+            first, _ = self._tensors[0]
+            storage = memory_of(first)
             own_holders = sum(memory_of(tensor) == storage for part in sent for tensor, _ in part._tensors)
-            if count_holders(self._tensors[0][0]) > own_holders:
+            if count_holders(first) > own_holders:
                 return
             with waiting():
                 is_sent = self._sent.wait_until_sent()
-            if is_sent and _address_of(self._tensors[0][0]) == self._address:
+            if is_sent and _address_of(first) == self._address:
                 self._tensors = []
             else:
                 self._stay()

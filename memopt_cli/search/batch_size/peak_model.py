@@ -48,9 +48,10 @@ class PeakModel:
         if len(compared) < 2:
             return predicted * self.measured_ratio()
         near, far = sorted(compared, key=lambda run: abs(run.batch - batch))[:2]
-        points = [(self.predicted(run.batch), run.allocated_peak_bytes) for run in (near, far)]
-        if points[0][0] == points[1][0] or math.isinf(predicted):  # both predicted alike: shift by the nearest's error
-            return predicted + points[0][1] - points[0][0]
+        near_predicted, far_predicted = self.predicted(near.batch), self.predicted(far.batch)
+        if near_predicted == far_predicted or math.isinf(predicted):  # shift by the error of the nearest
+            return predicted + near.allocated_peak_bytes - near_predicted
+        points = [(near_predicted, near.allocated_peak_bytes), (far_predicted, far.allocated_peak_bytes)]
         intercept, slope = fit_line(points)
         return intercept + slope * predicted
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from memopt_cli.records import ModuleCall, OpTrace, SegmentPlan, StepTrace, StorageTrace
 from memopt_cli.search.plan.sending import (
@@ -358,6 +359,18 @@ class _Passes:
         return max((_chunk_bytes(self._trace.storages[index], block) for index in norm.makes), default=0)
 
 
+class _StoredInParcel(NamedTuple):
+    """A tensor that is stored in a parcel."""
+
+    stored_before: int
+    """Operator before which the tensor is stored."""
+    needed_at: int
+    """Instant at which backward needs the tensor."""
+    storage: int
+    """Index of the tensor's storage."""
+    parcel: SentParcel
+
+
 class _Parcels:
     """The parcels in which a plan sends tensors to another place, such as host memory."""
 
@@ -380,26 +393,25 @@ class _Parcels:
         """Storage -> the first parcel that it is in."""
         self.copied: dict[int, int] = {}
         """Input of the step -> its bytes.  Copying it frees nothing on the device, since the caller holds it."""
-        # Entries: operator before which a tensor is stored, instant at which backward needs it, storage, parcel.
-        stored: list[tuple[int, int, int, SentParcel]] = []
+        stored: list[_StoredInParcel] = []
         for block in blocks:
             if block.parent is None and block.segment.place != "device" and block.segment.chunks == 1:
                 parcel = SentParcel(complete_at=order.after(block.call.end), needed_at=block.offset)
                 self.by_segment[block] = parcel
                 raw_inputs = (index for index in block.call.inputs if index not in block.packed)
-                stored += [(block.call.start, block.offset, index, parcel) for index in raw_inputs]
+                stored += [_StoredInParcel(block.call.start, block.offset, index, parcel) for index in raw_inputs]
         groups = list(self._groups(inner)) if sends_outside else []
         stored += [entry for group in groups for entry in group]
-        for _, needed_at, index, parcel in sorted(stored, key=lambda entry: entry[0]):
+        for _, needed_at, index, parcel in sorted(stored, key=lambda entry: entry.stored_before):
             storage = original.trace.storages[index]
             if storage.kind == "inputs" and storage.nbytes >= MIN_SENT_BYTES:
                 self.copied[index] = storage.nbytes
             elif storage.born >= 0 and storage.nbytes >= MIN_SENT_BYTES:
                 first = self.by_storage.setdefault(index, parcel)
                 first.needed_at = min(first.needed_at, needed_at)
-        schedule_parcels([*self.by_segment.values(), *(group[0][3] for group in groups)])
+        schedule_parcels([*self.by_segment.values(), *(first.parcel for first, *_ in groups)])
 
-    def _groups(self, inner: Sequence[ReplayedSegment | None]) -> Iterator[list[tuple[int, int, int, SentParcel]]]:
+    def _groups(self, inner: Sequence[ReplayedSegment | None]) -> Iterator[list[_StoredInParcel]]:
         """Yield an entry for each save in a parcel, parcel by parcel, for saves outside of segments."""
         storages, savers = self._original.trace.storages, self._original.savers
         large = (index for index, storage in enumerate(storages) if storage.nbytes >= MIN_PACKED_BYTES)
@@ -409,7 +421,7 @@ class _Parcels:
             following = saves[start + SAVES_OF_A_PARCEL][0] if start + SAVES_OF_A_PARCEL < len(saves) else None
             complete_at = self._order.instants[following if following is not None else group[-1][0]]
             parcel = SentParcel(complete_at=complete_at, needed_at=NEVER_NEEDED)
-            yield [(op, self._needed_at(index, op), index, parcel) for op, index in group]
+            yield [_StoredInParcel(op, self._needed_at(index, op), index, parcel) for op, index in group]
 
     def _needed_at(self, index: int, saver: int) -> int:
         """Return the instant at which backward asks for storage ``index``, which ``saver`` has saved."""
