@@ -30,7 +30,7 @@ Measure = Callable[[tuple[int, ...]], Trial | OutOfMemory]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpecs:
-    """Memory in bytes of the machine that the batch is for.  ``None``: as on this machine."""
+    """Memory in bytes of the machine that the batch is for; ``None`` if it is this machine's."""
 
     gpu_memory: float | None = None
     cpu_memory: float | None = None
@@ -38,7 +38,7 @@ class HardwareSpecs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Conditions that a feasible shape meets.  ``None``: no condition."""
+    """Conditions that a feasible shape meets; ``None`` if there are none."""
 
     max_memory: float = 0.9
     """Share of the specified memory, in (0, 1]."""

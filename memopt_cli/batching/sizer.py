@@ -38,7 +38,7 @@ class _Growth:
     old_batch: int
     """Batch size before the growth."""
     old_throughput: float | None
-    """Samples per second at that size.  ``None``: not known."""
+    """Samples per second at that size; ``None`` if unknown."""
 
 
 class AdaptiveBatchSizer:

@@ -22,7 +22,7 @@ _FLOAT_BYTES = 4  # of a float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareLimits:
-    """Limits of the hardware, or of the serving system.  ``None``: no limit."""
+    """Limits of the hardware, or of the serving system; ``None`` if unlimited."""
 
     max_batch_size: int | None = None
     max_seq_len: int | None = None

@@ -242,7 +242,7 @@ def untraced(module: M) -> M:
 
 
 def trace_kind(module: nn.Module) -> TraceKind | None:
-    """Return the kind of trace that the tag of ``module`` names.  ``None``: no tag."""
+    """Return the kind of trace that the tag of ``module`` names; ``None`` if there is no tag."""
     kind: TraceKind | None = getattr(module, _TAG, None)
     return kind
 

@@ -211,7 +211,7 @@ class BatchRequest(StepRequest):
     plan_path: str | None = None
     """Path of a plan under which a batch is recommended as well.  ``None``: without a plan only."""
     lengths_path: str | None = None
-    """Path of a file of sequence lengths.  ``None``: not given."""
+    """Path of a file of sequence lengths; ``None`` if not given."""
     strategies: tuple[StrategyName, ...] = ()
     """Strategies to learn sequences, whose memory is compared over ``dim_range``; empty to recommend a batch."""
     search: ResolvedSearch | None = None
@@ -223,7 +223,7 @@ class BatchRequest(StepRequest):
     layouts: tuple[RankLayout, ...] = ()
     """Layouts over several numbers of ranks; one rank of each is predicted.  Empty for a single device."""
     search_limit_s: float | None = None
-    """Seconds after which ``--search`` tries no more pairs.  ``None``: no limit."""
+    """Seconds after which ``--search`` tries no more pairs; ``None`` if unlimited."""
     backend: str | None = None
     """Backend of ``torch.compile`` that compiles the step.  ``None``: a step that is not compiled."""
     output: str | None = None

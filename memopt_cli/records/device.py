@@ -146,7 +146,7 @@ class Confirmation:
     """Device on which the step was measured."""
     measurement: Measurement
     predicted: DeviceEstimate | None
-    """Prediction in the plan's file.  ``None``: it has none."""
+    """Prediction in the plan's file; ``None`` if it has none."""
     confirms: bool = False
     """Whether the measurement can confirm the estimate, since it is of the same step on a GPU."""
     notes: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ class ExplainRequest:
     memory: int | float | None = None
     """Bytes, or a share of the free memory.  ``None``: the memory in the log or snapshot, or else 0.9."""
     log_path: str | None = None
-    """Path of a file with the text of an out-of-memory error.  ``None``: not given."""
+    """Path of a file with the text of an out-of-memory error; ``None`` if not given."""
     snapshot_path: str | None = None
     """Path of a pickle of ``torch.cuda.memory._snapshot()``.  ``None``: not given."""
     timeout_s: float = 600.0
@@ -111,7 +111,7 @@ class Suggestion:
     recommendation: BatchRecommendation | None = None
     """Recommendation of the micro-batches.  ``None``: another change."""
     predicted_bytes: int | None
-    """Peak of a dry run.  ``None``: there was none."""
+    """Peak of a dry run; ``None`` if there was none."""
     peak_bytes: int | None
     """Measured allocated peak.  ``None``: the step was not run."""
     seconds: float | None

@@ -101,10 +101,10 @@ class LoadedModel:
     sha256: str | None
     """Hash of the model file.  ``None``: a factory."""
     weights_sha256: str | None = None
-    """Hash of the file of weights.  ``None``: there is none."""
+    """Hash of the file of weights; ``None`` if there is none."""
     notes: tuple[str, ...] = ()
     example_spec: InputSpec | None = None
-    """Inputs that the file carries (``.pt2``).  ``None``: it carries none."""
+    """Inputs that the file carries (``.pt2``); ``None`` if it carries none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ class ShownFrontier:
     header: FileHeader
     """Origin of the plans: the model and its inputs."""
     weights_sha256: str | None
-    """Hash of the file of weights.  ``None``: there is none."""
+    """Hash of the file of weights; ``None`` if there is none."""
     key: str | None
     """Entry of the model's file (``--key``).  ``None``: the file itself."""
     settings: StepSettings
@@ -78,7 +78,7 @@ class OptimizeRequest(StepRequest):
     record_steps: bool = False
     """Whether to record a step before and after, for a report that shows them."""
     search_limit_s: float | None = None
-    """Seconds after which the search tries no more plans.  ``None``: no limit."""
+    """Seconds after which the search tries no more plans; ``None`` if unlimited."""
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
     flags: tuple[str, ...] | None = None
@@ -227,4 +227,4 @@ class OptimizeResult:
     steps: RecordedSteps | None = None
     """Recorded steps.  ``None``: no report shows them."""
     ended_by: MemoptError | None = None
-    """Error that ended the optimization after a plan was found.  ``None``: there was none."""
+    """Error that ended the optimization after a plan was found; ``None`` if there was none."""

@@ -236,7 +236,7 @@ class MemOptSummary:
     spent_s: float = 0.0
     """Wall time of the whole optimization."""
     budget_bytes: int | None = None
-    """Budget for the allocated peak.  ``None``: there was none."""
+    """Budget for the allocated peak; ``None`` if there was none."""
     frontier: list[ParetoPoint] = field(default_factory=list)
     """The original, then the plans of the frontier, fastest first; a plan that the user picked is the applied one."""
     interrupted: bool = False

@@ -255,7 +255,7 @@ class IndexCompressor(SpikeCompressor):
 
 
 def _number_values(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:
-    """Return ``span`` as numbers of its distinct values, one byte each, and the values.  ``None``: over 256 values.
+    """Return ``span`` as numbers of its distinct values, one byte each, and the values; ``None`` for over 256 values.
 
     In a wide image, a window has few different indices, which are far apart: in a 3x3 window of an image that is 1000
     wide they are 0, 1, 2, 1000, 1001, 1002, 2000, 2001 and 2002.

@@ -486,11 +486,11 @@ def _length(maker: Any, output: int, dim: int, dimensions: int) -> int | None:
 
 
 running_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
-"""The node whose derivative is being computed in this thread.  ``None``: outside of backward."""
+"""The node whose derivative is being computed in this thread; ``None`` outside of backward."""
 
 
 hooks_on_saving: Final[Callable[[], Any]] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
-"""The innermost (pack, unpack) hooks on what autograd saves now.  ``None``: there are none."""
+"""The innermost (pack, unpack) hooks on what autograd saves now; ``None`` if there are none."""
 
 
 graph_is_kept: Final[Callable[[], bool]] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -937,7 +937,7 @@ def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def cached_parametrizations() -> tuple[int, dict[Any, Any]] | None:
-    """Return the number of active blocks of ``parametrize.cached()``, and a copy of their cache.  ``None``: none is."""
+    """Return the number of active blocks of ``parametrize.cached()``, and a copy of their cache; ``None`` if zero."""
     return (parametrize._cache_enabled, dict(parametrize._cache)) if parametrize._cache_enabled else None
 
 

@@ -81,7 +81,7 @@ class _Saved:
     run: SegmentRun | None
     """The call that recomputes the tensor.  ``None``: the call cannot be recomputed."""
     tensor: Tensor | None
-    """The tensor.  ``None``: it is dropped."""
+    """The tensor; ``None`` if it is dropped."""
     version: int
     """The tensor's version when it was saved."""
     packed: Any = None

@@ -104,7 +104,7 @@ class _Output:
     signature: tuple[Any, ...]
     """Shapes and dtypes of the call's tensors: a recomputed call with other ones must not get this output."""
     position_after: Tensor | None
-    """Position of the generator after the call.  ``None``: it drew nothing."""
+    """Position of the generator after the call; ``None`` if it drew nothing."""
     watched: list[tuple[Tensor, int]]
     """Tensors that share memory with the output, and their versions when forward ended, to notice later writes."""
 

@@ -104,7 +104,7 @@ class StartingState:
         devices = () if all(map(_is_on_cpu, tensors)) else {t.device for t in tensors}
         self._generators = Generators(devices, outside=self.is_watched or learned.draws_outside)
         self._received: dict[int, Copy] | None = None
-        """``id`` of a tensor -> its values before a later call wrote to it.  ``None``: no call did."""
+        """``id`` of a tensor -> its values before a later call wrote to it; ``None`` if no call did."""
         self._irreversible: Complaint = ""
         """Why forward cannot be undone."""
         self.is_surprised = False

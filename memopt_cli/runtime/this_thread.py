@@ -28,7 +28,7 @@ class _ThisThread(threading.local):
     recomputing: tuple[nn.Module, ...] = ()
     """The segments that are recomputed, the outermost first."""
     outermost_segment: nn.Module | None = None
-    """The outermost segment that runs.  ``None``: outside of segments."""
+    """The outermost segment that runs; ``None`` outside of segments."""
     was_started_by_python: bool | None = None
     """Whether Python started the thread, and not autograd's engine.  ``None``: nobody has asked yet."""
     chunk: SequenceChunk | None = None

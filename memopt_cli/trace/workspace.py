@@ -36,7 +36,7 @@ class _Run:
     nbytes: int
     """Bytes of the run's workspace."""
     smaller: _Run | None = None
-    """Corresponding run in a step of a smaller batch.  ``None``: there is none."""
+    """Corresponding run in a step of a smaller batch; ``None`` if there is none."""
 
     def scaled(self, shapes: Shapes) -> int:
         """Return the bytes for other ``shapes``, on the line through this run and the smaller one.

@@ -59,7 +59,7 @@ class Step:
     make_optimizer: OptimizerMaker = no_optimizer
     """Makes an optimizer like ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
-    """Scaler of the loss, which skips updates whose gradients are not finite.  ``None``: no scaling."""
+    """Scaler of the loss, which skips updates whose gradients are not finite; ``None`` if not scaled."""
     buckets: Sequence[Tensor] = ()
     """Buckets in which DDP reduces gradients over ranks; listed here: no attribute of the model refers to them.  A
     step may replace them."""

@@ -40,7 +40,7 @@ class LiftedModule(nn.Module):
     _constants: tuple[Tensor, ...]
     """Tensors that are part of the program; they follow the module to its device and keep their dtype."""
     _device: torch.device | None
-    """The device to which the module was moved.  ``None``: it never was."""
+    """The device to which the module was moved; ``None`` if it never was."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return restore_lifted, (self._program, vars(self))

@@ -35,7 +35,7 @@ class Limits:
     multiple_of: int = 1
     """Number that must divide every batch."""
     max_samples: int | None = None
-    """Largest useful batch.  ``None``: no such bound."""
+    """Largest useful batch; ``None`` if unbounded."""
     probes: int = MAX_PROBES
 
     @property

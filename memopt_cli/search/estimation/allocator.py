@@ -46,7 +46,7 @@ class CachingAllocator:
 
     rules: AllocatorRules = field(default_factory=AllocatorRules)
     max_bytes: int | None = None
-    """Bytes of the device's memory.  ``None``: no bound."""
+    """Bytes of the device's memory; ``None`` if unbounded."""
     allocated_bytes: int = 0
     allocated_peak_bytes: int = 0
     reserved_bytes: int = 0

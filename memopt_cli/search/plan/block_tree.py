@@ -95,7 +95,7 @@ class _Node:
     """The call; for a round, a call that ends when the next block begins."""
     children: list[_Node] = field(default_factory=list)
     round_call: ModuleCall | None = None
-    """Operators of a round as a call: its forward up to the first backward, and its backward.  ``None``: no round."""
+    """A round as a call: its forward up to the first backward, and its backward; ``None`` if there is no round."""
 
 
 def _nest(calls: Sequence[ModuleCall]) -> _Node:

@@ -220,7 +220,7 @@ def chunk_counts(length: int, factor: int) -> Iterator[int]:
 
 
 def longest_share(chunks: int, length: int) -> float:
-    """Return the share that the longest of ``chunks`` has of an axis of ``length``.  ``length`` 0: not known."""
+    """Return the share that the longest of ``chunks`` has of an axis of ``length``, which is 0 if unknown."""
     return math.ceil(length / chunks) / length if length else 1 / chunks
 
 
@@ -402,7 +402,7 @@ class CostModel:
         return frozenset(kept_calls(self.trace, own, block.segment.keep))
 
     def _length(self, segment: SegmentPlan) -> int:
-        """Return the length of the axis along which ``segment`` is cut.  0: its input has no such axis."""
+        """Return the length of the axis along which ``segment`` is cut; 0 if its input lacks that axis."""
         shape = self.modules[segment.path].input_shape
         return shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
 
@@ -517,6 +517,6 @@ def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
 
 
 def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:
-    """Return the first operator of ``call`` that autograd saves for, by the list ``ends``.  ``None``: no such one."""
+    """Return the first operator of ``call`` that autograd saves for, by the list ``ends``; ``None`` if there is none."""
     first = bisect.bisect_left(ends, (call.start, 0))
     return ends[first][0] if first < len(ends) and ends[first][0] < call.end else None

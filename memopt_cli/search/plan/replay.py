@@ -65,7 +65,7 @@ class ReplayedSegment:
     """First operator in the segment that autograd saves something for, and so the last one that backward reaches.
     ``None``: autograd saves nothing."""
     length: int = 0
-    """Length of the axis along which the chunks are cut.  0: not known."""
+    """Length of the axis along which the chunks are cut; 0 if unknown."""
     shares: float = 1.0
     """Size of the whole divided by the size of the longest chunk, multiplied over this segment and all around it."""
     longest_adds_in_place: bool = False

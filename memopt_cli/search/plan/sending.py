@@ -39,7 +39,7 @@ class SentParcel:
     needed_at: int
     """Instant at which backward needs the parcel."""
     given_up_at: int | None = None
-    """Instant at which the parcel is given up.  ``None``: never, like the last parcel."""
+    """Instant at which the parcel is given up; ``None`` if never, like the last parcel."""
     fetch_at: int = 0
     """Instant at which the fetch of the parcel begins."""
 
