@@ -142,7 +142,7 @@ class BatchRow:
     outcome: BatchOutcome
     """Batch that fits; with copies, the batch of each copy at their fastest number."""
     replicas: ReplicaAdvice | None = None
-    """Numbers of copies that were tried.  ``None``: no ``--replicas``."""
+    """Numbers of copies that were tried; ``None`` without ``--replicas``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ class BatchRequest(StepRequest):
     strategies: tuple[StrategyName, ...] = ()
     """Strategies to learn sequences, whose memory is compared over ``dim_range``; empty to recommend a batch."""
     search: ResolvedSearch | None = None
-    """Limits on plans in a search for the fastest pair of a batch and a plan.  ``None``: no ``--search``."""
+    """Limits on plans in a search for the fastest pair of a batch and a plan; ``None`` without ``--search``."""
     card: DeviceProfile | None = None
     """Device that this machine lacks, for which everything is estimated.  ``None``: the device here."""
     fake: bool = False
@@ -387,7 +387,7 @@ class BatchRecommendation:
     verified: bool
     """Whether the recommended batch was run; otherwise it is an estimate."""
     accumulation: Accumulation | None
-    """Passes that make up a step of the optimizer.  ``None``: no ``--global-batch`` or ``--accumulate``."""
+    """Passes that make up a step of the optimizer; ``None`` without ``--global-batch`` and ``--accumulate``."""
     lengths: tuple[LengthBatching, ...]
     """Costs of the strategies to batch the user's sequences; empty without ``--lengths``."""
     notes: tuple[str, ...]

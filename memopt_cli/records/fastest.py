@@ -49,7 +49,7 @@ class FastestTraining:
     level: int
     """Highest level at which plans were searched."""
     accumulation: Accumulation | None
-    """Passes that make up a step of the optimizer.  ``None``: no ``--global-batch`` or ``--accumulate``."""
+    """Passes that make up a step of the optimizer; ``None`` without ``--global-batch`` and ``--accumulate``."""
     verification: Verification | None
     """Verification of the answer's plan; ``None`` if it has none."""
     priced: int

@@ -197,11 +197,11 @@ class ApplyResult:
 
     files: tuple[str, ...]
     verification: Verification | None = None
-    """Verification, of a plan by length at the largest length.  ``None``: no ``--verify``."""
+    """Verification, of a plan by length at the largest length; ``None`` without ``--verify``."""
     shorter: tuple[Verification, ...] = ()
     """Verifications of a plan by length at the largest length of each other range."""
     confirmation: Confirmation | None = None
-    """Measured step and prediction.  ``None``: no ``--confirm``."""
+    """Measured step and prediction; ``None`` without ``--confirm``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +225,6 @@ class OptimizeResult:
     in_memory: bool = False
     """Whether the model was in memory: an applied plan is on it, and no file is written."""
     steps: RecordedSteps | None = None
-    """Recorded steps.  ``None``: no report shows them."""
+    """Recorded steps; ``None`` if no report shows them."""
     ended_by: MemoptError | None = None
     """Error that ended the optimization after a plan was found; ``None`` if there was none."""

@@ -191,7 +191,7 @@ class Plan(_ShortRepr):
     ranges: tuple[PlanRange, ...] = ()
     """Ranges from the shortest to the longest; the last one also acts beyond its bound."""
     compile: CompilePlan | None = None
-    """Settings of ``torch.compile``, which compiles the model with its segments.  ``None``: no compiling."""
+    """Settings of ``torch.compile``, which compiles the model with its segments; ``None`` if it is not compiled."""
 
     def __post_init__(self) -> None:
         if (self.by is None) != (not self.ranges):

@@ -158,9 +158,9 @@ class StepProfile:
     notes: tuple[str, ...]
     trace: StepTrace
     estimate: DeviceEstimate | None = None
-    """Estimate for the device of ``--for``, which also gives the operators' times.  ``None``: no ``--for``."""
+    """Estimate for the device of ``--for``, which also gives the operators' times; ``None`` without ``--for``."""
     compiled: CompiledStep | None = None
-    """Same step compiled.  ``None``: no ``--compile``."""
+    """Same step compiled; ``None`` without ``--compile``."""
     ranks: tuple[RankPrediction, ...] = ()
     """Predictions for ranks; the other fields are then about :attr:`rank`.  Empty without ``--ranks``."""
 

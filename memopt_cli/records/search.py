@@ -59,7 +59,7 @@ class SearchOptions:
     gc_target_budget_ratio: float | None = None
     """Maximum number of outermost segments, as a share of the candidates.
 
-    ``None``: no limit.  0 or less: none.
+    ``None`` for no limit, 0 or less for no segment.
     """
     allow_inexact: bool = False
     """Whether chunks may use their own batch statistics where the whole batch's statistics cannot be gathered."""
@@ -140,7 +140,7 @@ class SearchGoal:
     """The goal of a search; by default it is the lowest peak that the level allows."""
 
     budget: Budget | None = None
-    """Budget within which the fastest plan is searched.  ``None``: no budget."""
+    """Budget within which the fastest plan is searched; ``None`` without a budget."""
     frontier: bool = False
     """Whether plans from the fastest to the smallest are searched and shown."""
     pick: int | None = None

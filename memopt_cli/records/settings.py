@@ -30,7 +30,7 @@ class StepSettings:
     micro_batches: int = 1
     """Number of micro-batches in a step of the optimizer.  Only the last is run; it adds to gradients that exist."""
     clip_norm: float | None = None
-    """Maximum total gradient norm (``clip_grad_norm_``).  ``None``: no clipping."""
+    """Maximum total gradient norm (``clip_grad_norm_``); ``None`` without clipping."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -517,6 +517,6 @@ def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
 
 
 def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:
-    """Return the first operator of ``call`` that autograd saves for, by the list ``ends``; ``None`` if there is none."""
+    """Return the first operator of ``call`` that autograd saves for, by the list ``ends``, if any."""
     first = bisect.bisect_left(ends, (call.start, 0))
     return ends[first][0] if first < len(ends) and ends[first][0] < call.end else None
