@@ -147,9 +147,8 @@ class OwnIsBetter:
 
     @property
     def because(self) -> str:
-        own = format_bytes(self.own_bytes)
-        times = (format_seconds(self.own_s), format_seconds(self.step_s))
-        return f"the model's own checkpoints take {own}: a step of {times[0]}, and {times[1]} under the plan"
+        own_step = f"{format_bytes(self.own_bytes)}: a step of {format_seconds(self.own_s)}"
+        return f"the model's own checkpoints take {own_step}, and {format_seconds(self.step_s)} under the plan"
 
     @property
     def remedy(self) -> str:

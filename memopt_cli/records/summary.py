@@ -313,8 +313,8 @@ class MemOptSummary:
             )
             speed = f" in at most {self.options['max_slowdown']:g} times the step" if slower else ""
             speed = ", however slow" if self.smaller is None else speed
-            found = f"no plan that was found lowers the peak of {peak}{fixed}{speed}"
-            return f"{found}: the model stays as it is" + (f".{slower}" if slower else "")
+            reason = f"no plan that was found lowers the peak of {peak}{fixed}{speed}"
+            return f"{reason}: the model stays as it is" + (f".{slower}" if slower else "")
         if self.gc_selection_policy == "no_candidates":
             return f"The model stays as it is. {self.gc_selection_explanation}"
         return ""

@@ -109,14 +109,14 @@ def why_rows_mix(pieces: Iterable[Piece]) -> Complaint:
     for piece in pieces:
         try:
             with torch.no_grad(), unseen():
-                found = _try(piece)
+                complaint = _try(piece)
         except OtherNormsError as error:
             reason = str(error)
         except Exception:  # the module's own code may not take this shape, which proves nothing about chunks
             reason = ""
         else:
-            if found is not None:
-                return found
+            if complaint is not None:
+                return complaint
     return reason
 
 

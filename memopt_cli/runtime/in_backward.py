@@ -88,8 +88,8 @@ def is_updating() -> bool:
 
 def optimizers_in_backward(model: nn.Module) -> Iterator[Optimizer]:
     """Return the optimizers that update parameters of ``model`` in backward."""
-    own = {*map(id, model.parameters())}
-    return (optimizer for optimizer, installed in list(_installed.items()) if own & installed.names.keys())
+    parameters = {*map(id, model.parameters())}
+    return (optimizer for optimizer, installed in list(_installed.items()) if parameters & installed.names.keys())
 
 
 class InBackward:
@@ -281,11 +281,11 @@ def _small_group(group: Mapping[str, Any], likes: dict[Tensor, Tensor]) -> dict[
         settings["lr"] = _TRIAL_RATE
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in group["params"]:
-        alike = kinds[parameter.dim(), parameter.dtype, parameter.device]
-        if len(alike) < _PARAMETERS_OF_A_KIND:
-            alike.append(_filled_tensor(parameter, len(alike)).requires_grad_())
-            likes[alike[-1]] = parameter
-    return {**settings, "params": [parameter for alike in kinds.values() for parameter in alike]}
+        likenesses = kinds[parameter.dim(), parameter.dtype, parameter.device]
+        if len(likenesses) < _PARAMETERS_OF_A_KIND:
+            likenesses.append(_filled_tensor(parameter, len(likenesses)).requires_grad_())
+            likes[likenesses[-1]] = parameter
+    return {**settings, "params": [parameter for likenesses in kinds.values() for parameter in likenesses]}
 
 
 def _filled_tensor(like: Tensor, seed: int) -> Tensor:

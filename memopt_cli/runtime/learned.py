@@ -138,10 +138,10 @@ class Known:
         # In dictionaries that are parts of objects, names are compared too: ``cache[new] = cache.pop(old)`` exchanges a
         # key, and leaves the values as they were.
         self._parts = Snapshot(parts, with_names=True) if parts else None
-        own = {id(parameter) for table in self.parameters for parameter in table.values()}
+        parameters = {id(parameter) for table in self.parameters for parameter in table.values()}
         # Also from tuples, which are not owners: a tuple cannot change, but a tensor in it can.
         stay = [v for slots in self.stays for v in leaves_in(slots.values()) if isinstance(v, Tensor)]
-        self.tensors = [t for t in stay if id(t) not in own and not is_of_transform(t)]
+        self.tensors = [t for t in stay if id(t) not in parameters and not is_of_transform(t)]
         """The tensors in slots that stay, without the modules' own parameters."""
 
     def is_still(self) -> bool:
@@ -215,9 +215,9 @@ class Known:
             moves = self.moves[index]
             if not self.stays[index] and slots.keys() <= moves:  # the usual case of buffers, first for speed
                 continue
-            rest = {name: value for name, value in slots.items() if name not in moves}
-            if names := changed(self.stays[index], rest):
-                both = [part[name] for part in (self.stays[index], rest) for name in names & part.keys()]
+            unmoved = {name: value for name, value in slots.items() if name not in moves}
+            if names := changed(self.stays[index], unmoved):
+                both = [part[name] for part in (self.stays[index], unmoved) for name in names & part.keys()]
                 if index in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in both):
                     return False
                 exchanged.update((index, name) for name in names)

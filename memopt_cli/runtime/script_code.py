@@ -177,12 +177,12 @@ def _check_names(tree: ast.AST) -> None:
     # otherwise against the code's own variables and the words of the language.
     chains = list(_chains(tree))
     roots = {id(chain[0]) for chain in chains}
-    own = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    own |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    own |= {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-    if own & _NO_VARIABLES:
-        raise UnsafeScriptError(f"a variable named {', '.join(sorted(own & _NO_VARIABLES))}")
-    known = own | _WORDS
+    defined = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    defined |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    defined |= {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    if defined & _NO_VARIABLES:
+        raise UnsafeScriptError(f"a variable named {', '.join(sorted(defined & _NO_VARIABLES))}")
+    known = defined | _WORDS
     for name, attributes in chains:
         _check_chain([name.id, *(a.attr for a in attributes)])
     for node in ast.walk(tree):

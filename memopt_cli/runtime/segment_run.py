@@ -259,8 +259,8 @@ class SegmentRun:
 
         The index is negative, counted from the end: if a later call saves more tensors, its last ones differ.
         """
-        own = (p for p in self._module.parameters() if type(p) is nn.Parameter and not is_of_transform(p))
-        parameters = set(map(memory_of, own))
+        own_parameters = (p for p in self._module.parameters() if type(p) is nn.Parameter and not is_of_transform(p))
+        parameters = set(map(memory_of, own_parameters))
         for index in sorted(self._samples, reverse=True):
             saved = self._refs[index]()
             tensor = None if saved is None else saved.tensor

@@ -172,8 +172,8 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 def assigned_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of the globals that ``code``, or a function that it defines, assigns or deletes."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
-    return frozenset(own).union(*map(assigned_in, inner))
+    stored = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    return frozenset(stored).union(*map(assigned_in, inner))
 
 
 def _is_constant(function: types.FunctionType) -> bool:

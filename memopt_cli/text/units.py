@@ -39,7 +39,7 @@ def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
 
 def format_count(number: int, noun: str) -> str:
     """Format a count: ``1 tensor``, ``2 tensors``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number} {noun if number == 1 else f'{noun}s'}"
 
 
 def format_some(texts: Sequence[str], most: int = 3) -> str:

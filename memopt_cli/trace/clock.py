@@ -224,16 +224,16 @@ def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepT
     Packing runs operators by the values that it meets, and when tensors are freed; so where only those of packing
     differ, they share their time.  If the model's differ, ``trace`` stays unchanged, and the note says why.
     """
-    own = [timed for timed in times if not timed.packs]
-    if [op.name for op in trace.ops if not op.packs] != [timed.name for timed in own]:
+    of_model = [timed for timed in times if not timed.packs]
+    if [op.name for op in trace.ops if not op.packs] != [timed.name for timed in of_model]:
         return trace, (
-            f"the step that was timed ran other operators ({len(times)}) than the recorded one ({len(trace.ops)}): "
+            f"the {len(times)} operators of the timed step differ from the {len(trace.ops)} of the recorded one: "
             "step times are estimated from floating-point operations"
         )
     if [op.name for op in trace.ops] != [timed.name for timed in times]:
         packed_s = sum(timed.seconds for timed in times if timed.packs) / max(1, sum(op.packs for op in trace.ops))
-        rest = iter(own)
-        times = [OperatorTime(op.name, packed_s, packs=True) if op.packs else next(rest) for op in trace.ops]
+        remaining = iter(of_model)
+        times = [OperatorTime(op.name, packed_s, packs=True) if op.packs else next(remaining) for op in trace.ops]
     ops = tuple(replace(op, seconds=timed.seconds) for op, timed in zip(trace.ops, times, strict=True))
     seconds = _forward_seconds(ops)
     modules = tuple(replace(module, forward_s=seconds[module.path]) for module in trace.modules)

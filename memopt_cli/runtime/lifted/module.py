@@ -122,8 +122,8 @@ def list_operators(module: nn.Module) -> list[str]:
 def global_names(code: types.CodeType) -> set[str]:
     """Return the names of globals and modules in ``code``, and in the functions within it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in _NAMING}
-    return own.union(*map(global_names, inner))
+    named_here = {step.argval for step in dis.get_instructions(code) if step.opname in _NAMING}
+    return named_here.union(*map(global_names, inner))
 
 
 def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
@@ -136,11 +136,11 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
         raise BadProgramError(f"Python cannot compile it ({err})") from err
     known = {**FUNCTIONS, **names}
-    own = {function[0] for function in functions}
+    defined = {function[0] for function in functions}
     # Python would look up any other name among its builtins, ``open`` and ``eval`` included.
-    if unknown := global_names(code) - {*known, *own}:
+    if unknown := global_names(code) - {*known, *defined}:
         raise BadProgramError(f"it names {', '.join(sorted(unknown))}, which no program may")
-    if double := own & known.keys():
+    if double := defined & known.keys():
         raise BadProgramError(f"it defines {', '.join(sorted(double))}, a name that is already in use")
     namespace = _namespace(number, known)
     exec(code, namespace)

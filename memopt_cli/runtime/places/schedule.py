@@ -104,11 +104,11 @@ class Parcel:
     def complete(self) -> None:
         """Free the tensors of earlier parcels.  The tensors of this parcel are freed when the next is complete."""
         earlier = [part for reference in _thread.parts_here if (part := reference()) is not None and part.may_go]
-        own = [part for reference in self._parts if (part := reference()) is not None]
+        current = [part for reference in self._parts if (part := reference()) is not None]
         for part in earlier:
-            part.give_up((*earlier, *own))
-        _thread.parts_here = [ref(part) for part in (*earlier, *own) if part.may_go]
-        if own:
+            part.give_up((*earlier, *current))
+        _thread.parts_here = [ref(part) for part in (*earlier, *current) if part.may_go]
+        if current:
             self._before, _thread.last = _thread.last, ref(self)
 
     def ask(self) -> None:

@@ -192,34 +192,34 @@ class _Builder:
         inputs = [s for s in call.inputs if storages[s].born >= 0]
         paid = [storages[s] for s in inputs if payers.get(s, call.start) >= call.start]
         rerun = self._model.rerun(call)
-        own = self._span(call.path, call.forward, call.backward, rerun.stop)
-        own.forward_bytes = self._bytes.forward_alone(call)
-        own.rerun = rerun
-        own.input_bytes = sum(storage.nbytes for storage in paid)
-        own.unsaved_input_bytes = sum(storages[s].nbytes for s in inputs if payers.get(s, call.end) >= call.end)
-        own.packing_s = packing_s(self._trace, sum(storage.packing_cost_bytes for storage in paid), len(inputs))
-        own.packed_input_bytes, own.compressor = self._packed_inputs(module, call)
-        own.input_shape = tuple(module.input_shape)
-        own.all_input_bytes = sum(storages[s].nbytes for s in call.inputs)
-        own.output_bytes = sum(storages[s].nbytes for s in {*call.outputs})
-        own.state_bytes = module.state_bytes
-        own.refusal = module.refusal if call.backward else "nothing in it is differentiated"
-        own.children = children
-        own.signature = hash(
+        block = self._span(call.path, call.forward, call.backward, rerun.stop)
+        block.forward_bytes = self._bytes.forward_alone(call)
+        block.rerun = rerun
+        block.input_bytes = sum(storage.nbytes for storage in paid)
+        block.unsaved_input_bytes = sum(storages[s].nbytes for s in inputs if payers.get(s, call.end) >= call.end)
+        block.packing_s = packing_s(self._trace, sum(storage.packing_cost_bytes for storage in paid), len(inputs))
+        block.packed_input_bytes, block.compressor = self._packed_inputs(module, call)
+        block.input_shape = tuple(module.input_shape)
+        block.all_input_bytes = sum(storages[s].nbytes for s in call.inputs)
+        block.output_bytes = sum(storages[s].nbytes for s in {*call.outputs})
+        block.state_bytes = module.state_bytes
+        block.refusal = module.refusal if call.backward else "nothing in it is differentiated"
+        block.children = children
+        block.signature = hash(
             (
-                own.signature if not children else None,
+                block.signature if not children else None,
                 tuple(child.signature for child in children),
-                own.kept_bytes,
-                own.packed_input_bytes,
-                own.input_bytes,
-                own.unsaved_input_bytes,
-                own.input_shape,
-                own.output_bytes,
-                own.refusal,
+                block.kept_bytes,
+                block.packed_input_bytes,
+                block.input_bytes,
+                block.unsaved_input_bytes,
+                block.input_shape,
+                block.output_bytes,
+                block.refusal,
                 module.class_name,
             )
         )
-        return own
+        return block
 
     def _children(self, call: ModuleCall, parts: Sequence[_Node]) -> Iterator[Block]:
         """Yield a block for each of ``parts``, which ``call`` makes directly, and for the operators between them."""

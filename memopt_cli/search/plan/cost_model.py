@@ -398,8 +398,8 @@ class CostModel:
     def _kept_operators(self, block: ReplayedSegment, inner_calls: Sequence[ModuleCall]) -> frozenset[int]:
         """Return the operators whose outputs ``block`` keeps; operators of ``inner_calls`` run again anyway."""
         inner_ops = {op for call in inner_calls for op in call.forward}
-        own = [op for op in range(block.call.start, block.stop) if op not in inner_ops]
-        return frozenset(kept_calls(self.trace, own, block.segment.keep))
+        outer_ops = [op for op in range(block.call.start, block.stop) if op not in inner_ops]
+        return frozenset(kept_calls(self.trace, outer_ops, block.segment.keep))
 
     def _length(self, segment: SegmentPlan) -> int:
         """Return the length of the axis along which ``segment`` is cut; 0 if its input lacks that axis."""

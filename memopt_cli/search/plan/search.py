@@ -104,8 +104,8 @@ class _Candidates:
 
         def kind(block: Block) -> int:
             may_be, must_be = self.may_be_segment(block, segment_paths), block.path in segment_paths
-            own = may_be, must_be, self._allowed.chunks.get(block.path)
-            kinds[block] = hash((block.signature, own, *map(kind, block.children)))
+            permissions = may_be, must_be, self._allowed.chunks.get(block.path)
+            kinds[block] = hash((block.signature, permissions, *map(kind, block.children)))
             return kinds[block]
 
         kind(self._root)

@@ -57,8 +57,8 @@ class Ranks:
             raise error
         if failures:
             first, failure = next(iter(failures.items()))
-            alike = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
-            raise failure if alike else _with_rank(failure, first, self.count)  # alike on all: blame no rank
+            is_common = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
+            raise failure if is_common else _with_rank(failure, first, self.count)  # alike on all: blame no rank
         return result
 
     @contextlib.contextmanager

@@ -162,10 +162,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """
     if isinstance(model, nn.ModuleList | nn.Sequential):
         children = [child for child in model.children() if next(child.parameters(), None) is not None]
-        alike = {kind for kind in map(type, children) if sum(type(child) is kind for child in children) > 1}
-        alike = {kind for kind in alike if isinstance(model, nn.ModuleList) or any(_is_composite(kind, children))}
-        inner = [child for child in children if type(child) not in alike]
-        return [child for child in children if type(child) in alike] + [
+        repeated = {kind for kind in map(type, children) if sum(type(child) is kind for child in children) > 1}
+        repeated = {kind for kind in repeated if isinstance(model, nn.ModuleList) or any(_is_composite(kind, children))}
+        inner = [child for child in children if type(child) not in repeated]
+        return [child for child in children if type(child) in repeated] + [
             block for child in inner for block in repeated_blocks(child)
         ]
     return [block for child in model.children() for block in repeated_blocks(child)]
