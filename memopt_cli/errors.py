@@ -125,6 +125,8 @@ class NothingFitsError(MemoryBudgetError):
     """The smallest batch or plan that a command may propose does not fit its budget."""
 
     exit_code = 6
+    least_bytes = 0
+    """Peak of the smallest plan found, which is above the budget; 0 if it is not known."""
 
 
 class WriteError(MemoptError):

@@ -25,6 +25,7 @@ from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.pipeline.live.group import on_every_rank
 from memopt_cli.pipeline.live.model import (
     FORMAT,
+    carried_note,
     detached_copy,
     difference_error,
     dropped_unmeasured,
@@ -33,7 +34,6 @@ from memopt_cli.pipeline.live.model import (
     notes_on_wrapping,
     prepared_model,
     step_of_copies,
-    taken_off_note,
 )
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.plans.findings import Findings
@@ -73,7 +73,7 @@ from memopt_cli.search.plan.targets import (
 from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.text.units import format_some
 from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_modules, record_inputs
-from memopt_cli.training.apply import apply_plan, without_plan
+from memopt_cli.training.apply import apply_plan, replacing_plan
 from memopt_cli.training.own_checkpoints import find_switches
 from memopt_cli.training.wrappers import unwrap
 
@@ -264,7 +264,7 @@ def apply_gc(
     )
     resolved = resolve(overrides)
     device = resolve_device() if device == "cuda" else device
-    with without_plan(net) as carried:
+    with replacing_plan(net) as carried:
         if dummy_input is None:
             modules = _list_modules(net, resolved, StepSettings(device=device))
         else:
@@ -273,7 +273,7 @@ def apply_gc(
                 modules = record_inputs(step)
         findings = _make_unmeasured(net, modules, resolved, device)
         apply_plan(net, findings.plan)
-    findings.notes[:0] = taken_off_note(carried)
+    findings.notes[:0] = carried_note(carried, findings.plan)
     findings.notes.extend(_missing_segment_notes(net, instance, findings))
     summary = summarize(findings, spent_s=time.monotonic() - started)
     warn_unchanged(summary.unchanged)
@@ -294,12 +294,12 @@ def get_module_and_parent(net: nn.Module, module_name: str) -> tuple[nn.Module, 
 
 def _apply_unmeasured(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings, progress: Progress) -> Findings:
     """Make segments of the modules that the caller named, without measuring, and install them on ``net``."""
-    with without_plan(net) as carried:
+    with replacing_plan(net) as carried:
         findings = _make_unmeasured(net, _list_modules(net, resolved, settings), resolved, settings.device)
         if not findings.plan.is_empty:
             findings = replace(findings, verification=_verify_on_guess(net, findings, settings, progress))
         apply_plan(net, findings.plan)
-    findings.notes[:0] = taken_off_note(carried)
+    findings.notes[:0] = carried_note(carried, findings.plan)
     return findings
 
 
@@ -321,10 +321,10 @@ def _search_and_apply(
         request = OptimizeRequest(
             source=prepared.subject.source, spec=None, settings=settings, search=resolved, recommend_batch=False
         )
-        with without_plan(net) as carried:
+        with replacing_plan(net) as carried:
             findings = find_and_verify(request, prepared, find_plan)
             apply_plan(net, findings.plan)  # within the block, so that the old plan goes back on if this fails
-        findings.notes[:0] = taken_off_note(carried)
+        findings.notes[:0] = carried_note(carried, findings.plan)
         if resolved.options.warmup_in_main_process:
             progress.stage("warming up")
             findings.notes.extend(_warm_up(net, prepared, findings.plan))

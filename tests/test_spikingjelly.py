@@ -613,8 +613,11 @@ class TestLevelOne:
         assert segments(net) == ["2"]
         assert summary.gc_selection_policy == "largest_input_activations"
         assert summary_of(net, nn.Linear, (torch.randn(8, 4),), prefer="speed").gc_wrap_count == 2
+        carried = segments(net)
         summary = summary_of(net, nn.Linear, (torch.randn(8, 4),), level=1, gc_target_budget_ratio=0.0)
-        assert not segments(net)
+        assert not summary.plan
+        assert segments(net) == carried
+        assert summary.notes[0].startswith("The model keeps the plan that it carries.")
         assert summary.skipped_steps == ["level1:no_improving_candidate"]
 
     def test_a_segment_that_computes_something_else_is_left_out_by_name(self) -> None:

@@ -48,7 +48,7 @@ from memopt_cli.pipeline.batches.fastest import fastest_prepared
 from memopt_cli.pipeline.batches.recommendation import recommend_prepared
 from memopt_cli.pipeline.comparisons.regression import check_prepared, record_prepared, step_of_baseline
 from memopt_cli.pipeline.live.group import on_every_rank
-from memopt_cli.pipeline.live.model import describe_inputs, find_and_verify, prepared_model, taken_off_note
+from memopt_cli.pipeline.live.model import carried_note, describe_inputs, find_and_verify, prepared_model
 from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.summary import summarize
@@ -77,7 +77,7 @@ from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text.options import accepted, accepted_if_given
 from memopt_cli.text.spelling import said_in_python, warn_unchanged
 from memopt_cli.text.writing import check_targets
-from memopt_cli.training.apply import apply_plan, without_plan
+from memopt_cli.training.apply import apply_plan, replacing_plan
 
 
 @said_in_python()
@@ -169,10 +169,13 @@ def optimize(
         Log the course of the search, by the logger ``memopt_cli``.
 
     Parameters, gradients, buffers, random numbers and the mode stay as they are; a plan that the model carries is
-    replaced.  Ctrl-C ends the search, and the best plan so far is measured, verified and applied; a second one, or one
-    before any plan was found, is a ``KeyboardInterrupt``, which leaves the model as it was.  Raises
-    ``VerificationError`` if the optimized model differs, ``NothingFitsError`` if no plan meets the budget,
-    and other errors of ``memopt_cli.errors``; then the model is as it was.
+    replaced by the plan that is found, and stays if none is.
+
+    Ctrl-C ends the search, and the best plan so far is measured, verified and applied; a second one, or one before any
+    plan was found, is a ``KeyboardInterrupt``, which leaves the model as it was.
+
+    Raises ``VerificationError`` if the optimized model differs, ``NothingFitsError`` if no plan meets the budget, and
+    other errors of ``memopt_cli.errors``; then the model is as it was.
     """
 
     def optimized() -> Optimized:
@@ -343,8 +346,9 @@ def recommend_batch(
 ) -> Recommended:
     """Find how large a batch fits, as ``memopt recommend-batch`` does; ``model`` stays as it is.
 
-    Of tensors among the inputs, only shape, dtype and the range of whole numbers are used: batches of other sizes are
-    filled at random.  ``memory``: the limit, ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's memory, or bytes.
+    Of tensors among the inputs, only shape, dtype and the range of whole numbers are used, and a negative number that
+    stands apart from it, as labels of -100: batches of other sizes are filled at random.  ``memory``: the limit,
+    ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's memory, or bytes.
     ``plan``: the rows are without this plan and with it; ``None``: the plan that the model carries, if it does.
     ``objective``: ``None`` means ``"max"``.  ``search``: find the batch and the plan that together train fastest, among
     plans of a ``level``; ``memopt_cli.apply_plan(model, found.plan)`` applies the plan.  ``compile``: a backend of
@@ -520,12 +524,12 @@ def _advise(request: OptimizeRequest, prepared: Prepared, findings: Findings) ->
 
 def _replace_plan(model: nn.Module, findings: Findings) -> None:
     """Apply the plan of ``findings`` to ``model`` in place of its current one, and set the folder that it sends to."""
-    with without_plan(model) as carried:
+    with replacing_plan(model) as carried:
         apply_plan(model, findings.plan.of_model)
     _, folder = findings.resolved.options.sends_to
     if folder is not None and findings.plan.sends:
         set_offload_folder(folder)
-    findings.notes[:0] = taken_off_note(carried)
+    findings.notes[:0] = carried_note(carried, findings.plan)
 
 
 @contextlib.contextmanager

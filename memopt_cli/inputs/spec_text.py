@@ -49,7 +49,7 @@ ADAPTER_SETTINGS = "adapter_config.json"
 
 _SYMBOL_PATTERN = re.compile(r"[A-Z][A-Za-z0-9_]*", re.ASCII)
 _SIZE_PATTERN = re.compile(r"0*[1-9][0-9]{0,17}", re.ASCII)
-_RANGE_PATTERN = re.compile(r"(-?[0-9]{1,19})\.\.(-?[0-9]{1,19})", re.ASCII)
+_RANGE_PATTERN = re.compile(r"(?:(-?[0-9]{1,19}),)?(-?[0-9]{1,19})\.\.(-?[0-9]{1,19})", re.ASCII)
 _SPIKE_RATE_PATTERN = re.compile(r"spikes:([0-9]+(?:\.[0-9]+)?)", re.ASCII)
 _PERCENT_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)%", re.ASCII)
 _TIME_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s)", re.ASCII)
@@ -279,17 +279,32 @@ def parse_dtype(text: str) -> str:
 
 def parse_values(text: str, dtype: str) -> str:
     """Return ``text`` if it names values that a tensor of ``dtype`` can hold; raises :class:`UsageError`."""
-    rate, bounds = _SPIKE_RATE_PATTERN.fullmatch(text), _RANGE_PATTERN.fullmatch(text)
+    rate, bounds = _SPIKE_RATE_PATTERN.fullmatch(text), parse_range(text)
     if bounds:
-        _check_bounds(int(bounds[1]), int(bounds[2]), dtype)
+        apart, low, high = bounds
+        _check_bounds(low, high, dtype)
+        if apart is not None:
+            _check_bounds(apart, apart + 1, dtype)
     elif rate and float(rate[1]) > 1:
         raise UsageError(f"the spike rate {rate[1]} is above 1", hint="Write a rate between 0 and 1: spikes:0.2.")
     elif not rate and text not in ("normal", "uniform", "zeros", "ones", PADDED):
-        known = f"spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, {PADDED}, LOW..HIGH (as 0..32000)"
+        ranges = "LOW..HIGH (as 0..32000, or -100,0..32000)"
+        known = f"spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, {PADDED}, {ranges}"
         raise UsageError(f"{shorten(text)} are not known values", hint=f"Known values: {known}.")
     elif text in ("normal", "uniform") and dtype in _INTEGER_RANGES:
         raise UsageError(f"{dtype} cannot hold '{text}' values", hint="Give a range of integers, for example =0..2.")
     return text
+
+
+def parse_range(text: str) -> tuple[int | None, int, int] | None:
+    """Parse ``LOW..HIGH`` or ``APART,LOW..HIGH`` to the number that stands apart, and the bounds.
+
+    ``None`` if ``text`` has another form.
+    """
+    match = _RANGE_PATTERN.fullmatch(text)
+    if match is None:
+        return None
+    return None if match[1] is None else int(match[1]), int(match[2]), int(match[3])
 
 
 def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:

@@ -34,6 +34,7 @@ from memopt_cli.loading.exported_graph import (
 )
 from memopt_cli.loading.exported_modules import Builder, Method, Scope
 from memopt_cli.loading.fixed_mode import mode_notes
+from memopt_cli.loading.input_spec import range_like
 from memopt_cli.loading.interface import Loaded, ModelFile
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.pickles.described import check_view, items_in
@@ -454,7 +455,7 @@ def _values(dtype: str, example: Tensor | None) -> str:
     if low == high and low in (0, 1):
         return "ones" if low else "zeros"
     if not floating:
-        return f"{min(int(low), 0)}..{max(int(high), 1) + 1}"
+        return range_like(example) if low < 0 else f"0..{max(int(high), 1) + 1}"
     if bool(((example == 0) | (example == 1)).all()):
         return f"spikes:{float(example.double().mean()):.4f}"
     return "normal"

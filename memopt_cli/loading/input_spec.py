@@ -25,6 +25,7 @@ from memopt_cli.inputs.spec_text import (
     is_factory,
     parse_dims,
     parse_dtype,
+    parse_range,
     parse_shape,
     parse_tensor,
     parse_values,
@@ -269,10 +270,34 @@ def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Gen
         return torch.rand(shape, generator=generator, dtype=dtype)
     if spec.values.startswith("spikes:"):
         return (torch.rand(shape, generator=generator) < float(spec.values.removeprefix("spikes:"))).to(dtype)
-    low, _, high = spec.values.partition("..")
+    bounds = parse_range(spec.values)
+    assert bounds is not None, "the values were checked when they were read"
+    apart, low, high = bounds
     if dtype.is_floating_point or dtype.is_complex:
-        return int(low) + (int(high) - int(low)) * torch.rand(shape, generator=generator, dtype=dtype)
-    return torch.randint(int(low), int(high), shape, generator=generator).to(dtype)
+        tensor = low + (high - low) * torch.rand(shape, generator=generator, dtype=dtype)
+    else:
+        tensor = torch.randint(low, high, shape, generator=generator).to(dtype)
+    if apart is not None:
+        tensor[torch.rand(shape, generator=generator) < _APART_SHARE] = apart
+    return tensor
+
+
+_APART_SHARE = 0.125
+"""Share of the numbers drawn that stand apart from the range, such as labels of -100, which a loss ignores."""
+
+
+def range_like(example: Tensor) -> str:
+    """Return the ``values`` of whole numbers like those in ``example``.
+
+    Its only negative number stands apart: numbers between -100 and the least class are no labels.
+    """
+    if not example.numel():
+        return "0..1"
+    low, high = int(example.min()), int(example.max())
+    others = example[example != low]
+    if low < 0 <= high and int(others.min()) >= 0:
+        return f"{low},{int(others.min())}..{high + 1}"
+    return f"{low}..{high + 1}"
 
 
 def _padded_mask(shape: tuple[int, ...]) -> Tensor:

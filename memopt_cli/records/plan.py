@@ -109,8 +109,8 @@ class InputDimension:
     """Symbol of the dimension, ``S``."""
     argument: int | str
     """Argument of the model's forward, as a position from 0 or a name."""
-    axis: int
-    """Axis of the tensor given there; a negative one counts from the last."""
+    axis: int | tuple[int, ...]
+    """Axis of the tensor given there; a negative one counts from the last.  Of several, the largest size counts."""
 
     def __post_init__(self) -> None:
         if isinstance(self.argument, int) and self.argument < 0:
@@ -218,6 +218,10 @@ class Plan(_ShortRepr):
             raise UsageError(
                 f"the bounds of ranges must ascend from 1, not {', '.join(map(str, bounds))}", hint=_RANGES_HINT
             )
+
+    def __bool__(self) -> bool:
+        """Return whether the plan changes something, so that ``if plan_of(model)`` is as it reads."""
+        return not self.is_empty
 
     @property
     def is_empty(self) -> bool:

@@ -97,11 +97,28 @@ def _in_bytes(summary: MemOptSummary) -> str:
             peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
             smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
-            return f"{peak} ({smaller}), {step} ({_slowdown(after, before)})"
+            return f"{_longest(summary)}{peak} ({smaller}), {step} ({_slowdown(after, before)}){_largest(summary)}"
         case _, Measurement():
-            return f"does not run → {format_bytes(after.allocated_peak_bytes)}, step {format_seconds(after.step_s)}"
+            runs = f"does not run → {format_bytes(after.allocated_peak_bytes)}, step {format_seconds(after.step_s)}"
+            return f"{_longest(summary)}{runs}{_largest(summary)}"
         case _:
             return f"level {summary.applied_level} has no measurement"
+
+
+def _longest(summary: MemOptSummary) -> str:
+    """Return ``S=64: `` for a plan by length, whose headline is of the longest inputs; empty for others."""
+    by = summary.plan.by if summary.plan is not None else None
+    return "" if by is None else f"{by.dim}={summary.ranges[-1].up_to}: "
+
+
+def _largest(summary: MemOptSummary) -> str:
+    """Return the largest peak of a plan by length, if shorter inputs take more than the longest; else empty."""
+    runs = [run for row in summary.ranges for run in row.runs]
+    largest = max(runs, key=lambda run: run.allocated_peak_bytes, default=None)
+    by = summary.plan.by if summary.plan is not None else None
+    if largest is None or by is None or largest.length == summary.ranges[-1].up_to:
+        return ""
+    return f", at most {format_bytes(largest.allocated_peak_bytes)} (at {by.dim}={largest.length})"
 
 
 def _describe_estimates(found: PlanEstimates) -> str:
@@ -623,7 +640,7 @@ def _precision(verification: Verification) -> str:
 
 
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
-    bare = ", without an optimizer's state (`--optimizer adamw` counts it)" * advice.without_optimizer
+    bare = ", without an optimizer's state (`--optimizer adamw` counts it)" if advice.without_optimizer else ""
     if isinstance(advice, BatchEstimate):
         if not advice.is_limited_by_memory:
             fits = f"about {advice.batch} is predicted to fit{bare}, but {advice.because}"

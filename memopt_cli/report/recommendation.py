@@ -27,7 +27,7 @@ def headline(recommendation: BatchRecommendation) -> Iterator[str]:
     """Yield the batch that fits, the fastest one if it is another, and the memory limit."""
     main = _main(recommendation)
     yield _fits(recommendation, main)
-    if (fastest := _fastest(main)) is not None:
+    if (fastest := _fastest(recommendation)) is not None:
         yield fastest
     if main.replicas is not None:
         yield _gain(main.replicas)
@@ -60,16 +60,31 @@ def _fits(recommendation: BatchRecommendation, main: BatchRow) -> str:
     return f"{copies}batch {largest} fits{where}, {end}"
 
 
-def _fastest(main: BatchRow) -> str | None:
-    """Return ``fastest of those run: batch 20, 200 samples/s; batch 40: 160``; ``None`` if the largest is fastest."""
+def _fastest(recommendation: BatchRecommendation) -> str | None:
+    """Return ``fastest of those run: batch 20, 200 samples/s; batch 40: 160``; ``None`` if the largest is fastest.
+
+    Runs without the plan count as well as those under it.
+    """
+    main = _main(recommendation)
     if not isinstance(main.outcome, BatchAdvice):
         return None
-    runs = {run.batch: run for run in main.outcome.probes}
-    fastest, largest = runs[main.outcome.fastest_batch], runs[main.outcome.recommended_batch]
+    fastest_by_row = [
+        (row, _run_of(row.outcome, row.outcome.fastest_batch))
+        for row in recommendation.rows
+        if isinstance(row.outcome, BatchAdvice) and row.dims == main.dims
+    ]
+    row, fastest = max(fastest_by_row, key=lambda entry: (entry[1].samples_per_s, entry[0] is main))
+    largest = _run_of(main.outcome, main.outcome.recommended_batch)
     if fastest is largest:
         return None
-    beside = f"batch {largest.batch}: {_rate(largest)}"
-    return f"fastest of those run: batch {fastest.batch}, {_rate(fastest)} samples/s; {beside}"
+    case = "" if row is main else " under the plan" if row.planned else " without the plan"
+    beside = f"batch {largest.batch}{_case(main) if case else ''}: {_rate(largest)}"
+    return f"fastest of those run: batch {fastest.batch}{case}, {_rate(fastest)} samples/s; {beside}"
+
+
+def _run_of(advice: BatchAdvice, batch: int) -> BatchProbe:
+    """Return the run of ``advice`` at ``batch``."""
+    return next(run for run in advice.probes if run.batch == batch)
 
 
 def _gain(advice: ReplicaAdvice) -> str:
@@ -101,7 +116,9 @@ def _replica_table(row: BatchRow) -> Table:
     for run in row.replicas.probes if row.replicas is not None else ():
         peak, step = format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s)
         each = rate(run.samples_per_s / run.replicas)
-        route = (run.route or "the model itself") + ", over the limit" * (run.allocated_peak_bytes > budget_bytes)
+        route = run.route or "the model itself"
+        if run.allocated_peak_bytes > budget_bytes:
+            route += ", over the limit"
         table.add_row(str(run.replicas), str(run.batch), peak, step, _rate(run), each, route)
     return table
 
@@ -124,11 +141,10 @@ def _case_table(recommendation: BatchRecommendation) -> Table:
 def _cells(row: BatchRow) -> tuple[str, ...]:
     match row.outcome:
         case BatchAdvice() as advice:
-            runs = {run.batch: run for run in advice.probes}
-            fastest = runs[advice.fastest_batch]
+            fastest, largest = (_run_of(advice, size) for size in (advice.fastest_batch, advice.recommended_batch))
             return (
                 str(advice.recommended_batch),
-                format_bytes(runs[advice.recommended_batch].allocated_peak_bytes),
+                format_bytes(largest.allocated_peak_bytes),
                 str(fastest.batch),
                 _rate(fastest),
                 format_bytes(advice.slope_bytes) if advice.slope_bytes > 0 else "not linear",  # other kernels ran
@@ -192,7 +208,7 @@ def settings(recommendation: BatchRecommendation) -> Iterator[str]:
         yield f"memopt_cli.apply_plan(model, {recommendation.plan!r})  # before it trains"
     if recommendation.backend:
         yield f"model.compile(backend={recommendation.backend!r})  # before it trains"
-    fastest = _fastest(_main(recommendation))
+    fastest = _fastest(recommendation)
     if fastest is not None and recommendation.objective == "max":
         yield f"# for batch {batch}; the objective 'throughput' prints them for the {fastest}"
     advice = _main(recommendation).replicas

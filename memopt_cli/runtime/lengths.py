@@ -44,16 +44,21 @@ class LengthOf:
     """The symbol of the dimension in messages, such as ``S``."""
     argument: int | str
     """The position of the argument from 0, or its name."""
-    axis: int
-    """The dimension of that argument; a negative one counts from the last."""
+    axis: int | tuple[int, ...]
+    """The dimension of that argument; a negative one counts from the last.  Of several, the largest size counts."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ValueError(f"a dimension has the symbol {reprlib.repr(self.name)}")
         if type(self.argument) not in (int, str) or (isinstance(self.argument, int) and self.argument < 0):
             raise ValueError(f"the argument {reprlib.repr(self.argument)} is neither a position nor a name")
-        if type(self.axis) is not int:
+        if not self.axes or not all(type(axis) is int for axis in self.axes):
             raise ValueError(f"the axis {reprlib.repr(self.axis)} is not a whole number")
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The dimensions whose largest size is the length."""
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +137,14 @@ def _length_in(
 ) -> float:
     """Return the length of the arguments.  Infinite, with one warning: they do not have that dimension."""
     x = _argument(type(module).forward, length.argument, args, kwargs)
-    if not isinstance(x, Tensor) or x.is_nested or not -x.dim() <= length.axis < x.dim():
+    if not isinstance(x, Tensor) or x.is_nested or not all(-x.dim() <= axis < x.dim() for axis in length.axes):
         kind = f"of class {type(x).__name__}"
         if isinstance(x, Tensor):
             kind = "a nested tensor" if x.is_nested else f"a tensor of {x.dim()} dimensions"
-        _warn(module, f"{length.name} is dimension {length.axis} of the argument {length.argument!r}, which is {kind}")
+        dimensions = " and ".join(map(str, length.axes))
+        _warn(module, f"{length.name} is dimension {dimensions} of the argument {length.argument!r}, which is {kind}")
         return math.inf
-    size = x.shape[length.axis]
+    size = max(x.shape[axis] for axis in length.axes)
     if size > ranges.up_to[-1]:
         _warn(module, f"{length.name} is {size}, beyond the {ranges.up_to[-1]} for which the plan was made")
     return size

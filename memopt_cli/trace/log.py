@@ -10,8 +10,10 @@ Some operators write in place in a plain step and make a new storage under a dis
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -257,7 +259,10 @@ def run_step(step: Step, log: StorageLog) -> None:
 
 
 def resident_bytes(step: Step) -> int:
-    """Return the bytes of parameters, gradients if there are any, buffers, inputs and optimizer state of ``step``."""
+    """Return the bytes of parameters, gradients if there are any, buffers, inputs and optimizer state of ``step``.
+
+    Targets that the loss holds are counted with the inputs: the step reads them, whoever made them.
+    """
     parameters = list(step.model.parameters())
     return unique_bytes(
         (
@@ -265,9 +270,28 @@ def resident_bytes(step: Step) -> int:
             *(p.grad for p in parameters),
             *step.model.buffers(),
             *tensors_of((step.args, step.kwargs)),
+            *(t for t in tensors_held_by(step.loss) if t.device in {p.device for p in parameters}),
             *optimizer_tensors(step),
         )
     )
+
+
+def tensors_held_by(function: Callable[..., Any] | None) -> list[Tensor]:
+    """Return the tensors that ``function`` refers to itself: in a closure, as globals, arguments or attributes."""
+    if isinstance(function, nn.Module):
+        return [*function.parameters(), *function.buffers()]
+    if isinstance(function, functools.partial):
+        return [*_tensors_in((*function.args, *function.keywords.values())), *tensors_held_by(function.func)]
+    if not inspect.isfunction(function):  # a method of an object, or one that is called itself
+        return _tensors_in(getattr(getattr(function, "__self__", function), "__dict__", {}).values())
+    names = inspect.getclosurevars(function)
+    return _tensors_in((*names.nonlocals.values(), *names.globals.values(), *(function.__defaults__ or ())))
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among ``values``, and in lists, tuples and dictionaries among them."""
+    parts = (tuple(v.values()) if isinstance(v, dict) else v if isinstance(v, list | tuple) else (v,) for v in values)
+    return [part for some in parts for part in some if isinstance(part, Tensor)]
 
 
 def optimizer_tensors(step: Step) -> list[Tensor]:

@@ -220,11 +220,14 @@ def remove_plan(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def without_plan(model: nn.Module) -> Iterator[Plan]:
-    """Remove the plan of ``model``, and yield that plan; if the block fails, the model gets the plan back."""
+def replacing_plan(model: nn.Module) -> Iterator[Plan]:
+    """Remove the plan of ``model``, and yield that plan; the model gets it back unless the block installs another."""
     with restoring_plan(model) as plan:
+        optimizers = list(optimizers_in_backward(model))
         remove_plan(model)
         yield plan
+        if plan_of(model).is_empty:
+            _reinstall(model, plan, optimizers)
 
 
 @contextlib.contextmanager
@@ -235,10 +238,14 @@ def restoring_plan(model: nn.Module) -> Iterator[Plan]:
         yield plan
     except BaseException:
         remove_plan(model)
-        apply_plan(model, plan.of_model)
-        for optimizer in optimizers:
-            install_in_backward(optimizer, model)
+        _reinstall(model, plan, optimizers)
         raise
+
+
+def _reinstall(model: nn.Module, plan: Plan, optimizers: list[Optimizer]) -> None:
+    apply_plan(model, plan.of_model)
+    for optimizer in optimizers:
+        install_in_backward(optimizer, model)
 
 
 def remove_segments(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
@@ -77,6 +77,36 @@ def module_hooks(
         is_over = True
         for handle in handles:
             handle.remove()
+
+
+def skipped_layers_notes(model: nn.Module) -> list[str]:
+    """Return a note on each group of layers of ``model`` of which some have gradients and others have none.
+
+    A step with layer drop or stochastic depth skips layers at random, and one with experts those without tokens, so
+    the peak of the step that was run is not that of every step.  Gradients show it without watching any call.
+    """
+    ran = {name: p.grad is not None for name, p in model.named_parameters() if p.requires_grad}
+    like_ran = {_NUMBER.sub("*", name) for name, has_gradient in ran.items() if has_gradient}
+    groups: dict[str, None] = {}
+    for name, has_gradient in ran.items():
+        if has_gradient or _NUMBER.sub("*", name) not in like_ran:
+            continue
+        layers = (name[: number.end()] for number in _NUMBER.finditer(name))
+        outermost = next((path for path in layers if not _has_any(ran, f"{path}.")), "")
+        if outermost:
+            groups.setdefault(_NUMBER.sub("*", outermost))
+    return [
+        f"Of '{group}', the step that was measured runs some and skips others, as with layer drop: a step that runs "
+        "all of them needs more memory."
+        for group in groups
+    ]
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def _has_any(ran: Mapping[str, bool], prefix: str) -> bool:
+    return any(has_gradient for name, has_gradient in ran.items() if name.startswith(prefix))
 
 
 class InputsRejectedError(StepError):

@@ -287,6 +287,16 @@ def test_a_plan_that_the_model_carries_is_replaced(x: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
+def test_a_plan_that_the_model_carries_stays_where_none_is_found(x: Tensor) -> None:
+    carried = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),))
+    model = memopt_cli.apply_plan(made(), carried)
+    found = memopt_cli.optimize(model, x, level=1, budget="8GiB")
+    assert not found.plan
+    assert memopt_cli.plan_of(model) == carried
+    assert found.summary.notes[0].startswith("The model keeps the plan that it carries.")
+
+
+@pytest.mark.usefixtures("in_process")
 def test_a_plan_that_the_model_carries_is_run_or_said_to_be_left_out(x: Tensor) -> None:
     plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),))
     model = memopt_cli.apply_plan(made(), plan)

@@ -23,6 +23,7 @@ from memopt_cli.loading.input_spec import (
     find_spec,
     guessed_spec,
     make_inputs,
+    range_like,
     read_spec_file,
 )
 from memopt_cli.records import InputSpec, ModelSource
@@ -272,9 +273,36 @@ def test_floating_values(dtype: str, values: str) -> None:
         assert real.std() > 0.1
 
 
-@pytest.mark.parametrize(("text", "expected"), [("@int64=2..5", {2, 3, 4}), ("@bool", {0, 1}), ("@uint8", {0, 1})])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("@int64=2..5", {2, 3, 4}),
+        ("@int64=-100,0..3", {-100, 0, 1, 2}),
+        ("@bool", {0, 1}),
+        ("@uint8", {0, 1}),
+    ],
+)
 def test_integer_values(text: str, expected: set[int]) -> None:
     assert set(made(spec(f"200{text}"))[0][0].int().tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        ([3, -100, 1, -100], "-100,1..4"),
+        ([-2, -100, 1], "-100..2"),
+        ([-100, -100], "-100..-99"),
+        ([5, 2], "2..6"),
+        ([], "0..1"),
+    ],
+)
+def test_values_like_those_given(given: list[int], values: str) -> None:
+    assert range_like(torch.tensor(given, dtype=torch.long)) == values
+
+
+def test_a_number_apart_must_suit_the_dtype() -> None:
+    with pytest.raises(UsageError, match=r"uint8 cannot hold -100\.\.-99"):
+        parse_tensor("4@uint8=-100,0..5")
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bool", "float32"])

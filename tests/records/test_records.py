@@ -119,7 +119,12 @@ input_specs = st.one_of(
 )
 bound = operator.attrgetter("up_to")
 parts = {"packed": st.booleans(), "segments": st.lists(segments, max_size=3).map(tuple)}
-dimensions = st.builds(InputDimension, dim=names.filter(str.strip), argument=names | st.integers(0, 9), axis=counts)
+dimensions = st.builds(
+    InputDimension,
+    dim=names.filter(str.strip),
+    argument=names | st.integers(0, 9),
+    axis=counts | st.lists(counts, min_size=1).map(tuple),
+)
 ranges = st.lists(st.builds(PlanRange, up_to=st.integers(1, 99), **parts), min_size=1, max_size=3, unique_by=bound)
 plans = st.builds(Plan, **parts) | st.builds(
     Plan, by=dimensions, ranges=ranges.map(lambda some: tuple(sorted(some, key=bound)))

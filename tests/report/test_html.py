@@ -24,6 +24,7 @@ from memopt_cli.records import (
     FingerprintCheck,
     InputDimension,
     Instant,
+    LengthRun,
     LevelRow,
     Measurement,
     MemOptSummary,
@@ -43,6 +44,7 @@ from memopt_cli.records import (
     StorageTrace,
     TimeUse,
 )
+from memopt_cli.report import optimization
 from memopt_cli.report.fastest import headline, remarks, run_rows
 from memopt_cli.report.html import fastest_page, optimize_page, profile_page, require_plotly
 from memopt_cli.report.html.figure import bytes_axis
@@ -416,6 +418,16 @@ def test_a_plan_by_length_has_a_row_for_each_range_and_the_tree_of_the_longest()
     assert "65 256 10% 69.0 MiB 69.0 MiB 1.25 s 1.25× 1 recomputed, 1 in chunks (1 packed)" in text
     assert "segment 4 chunks, axis 1" in text
     assert "A plan for each range" not in optimize_page(a_result())
+
+
+def test_the_headline_of_a_plan_by_length_names_the_longest_and_the_largest_peak() -> None:
+    summary = by_length().summary
+    said = optimization.headline
+    assert said(summary).startswith("S=256: 117.0 MiB → 69.0 MiB (")
+    assert "at most" not in said(summary)
+    inside = (LengthRun(length=128, allocated_peak_bytes=80 * MIB),)
+    summary.ranges[1] = replace(summary.ranges[1], inside=inside)
+    assert ", at most 80.0 MiB (at S=128), " in said(summary)
 
 
 def test_a_profile_under_a_plan_by_length_shows_what_acts_at_its_own() -> None:

@@ -104,6 +104,13 @@ def test_the_answer(change: dict[str, object], line: str) -> None:
     assert line in shown(replace(FOUND, **change))  # type: ignore[arg-type]
 
 
+def test_the_fastest_run_may_be_one_without_the_plan() -> None:
+    slower = tuple(replace(run, step_s=2 * run.step_s) for run in ADVICE.probes)
+    planned = BatchRow(planned=True, dims={}, outcome=replace(ADVICE, probes=slower, fastest_batch=40))
+    lines = shown(replace(FOUND, rows=(*FOUND.rows, planned), chosen=1))
+    assert lines[1] == ("fastest of those run: batch 20 without the plan, 200 samples/s; batch 40 under the plan: 80")
+
+
 def test_a_batch_limited_by_a_failure_is_not_called_the_largest_that_fits() -> None:
     outcome = replace(ADVICE, limited_by="a run at batch 90: killed by SIGSEGV")
     lines = shown(replace(FOUND, rows=(BatchRow(planned=False, dims={}, outcome=outcome),)))

@@ -226,6 +226,18 @@ def test_the_length_is_found_by_position_and_by_name() -> None:
             assert found == ["blocks.0"]
 
 
+@pytest.mark.parametrize("shape", [(4, 8), (8, 4)])
+def test_the_largest_of_several_axes_is_the_length(shape: tuple[int, int], tmp_path: Path) -> None:
+    by = InputDimension(dim="S", argument="ids", axis=(0, 1))
+    model = apply_plan(Net(), Plan(by=by, ranges=PLAN.ranges))
+    torch.save(model, tmp_path / "model.pt")
+    for either in (model, memopt_cli.load(tmp_path / "model.pt", trust=memopt_cli.Trust(packages=("tests",)))):
+        assert plan_of(either).by == by
+        with recomputations(either) as found:
+            either(torch.zeros(shape, dtype=torch.long)).backward()
+        assert found == ["blocks.0"]
+
+
 def test_beyond_the_last_range_it_warns_once_and_goes_on_as_in_the_last() -> None:
     model = apply_plan(Net(), PLAN)
     with silent(), torch.no_grad():

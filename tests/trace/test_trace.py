@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -291,6 +292,40 @@ def counted_as_allocated(step: Step) -> None:
     allocated = measure_allocated(lambda _: take(), "cpu", resident_bytes(step)).peak_bytes
     assert count(step).tensor_peak_bytes == allocated
     assert FakeStep(step).count().tensor_peak_bytes == allocated
+
+
+TARGETS = torch.zeros(1000)
+
+
+def of_global(output: Tensor) -> Tensor:
+    return (output - TARGETS).sum()
+
+
+class Holding:
+    def __init__(self) -> None:
+        self.targets = [TARGETS[:10], TARGETS[10:]]
+
+    def __call__(self, output: Tensor) -> Tensor:
+        return output.sum()
+
+    def of_method(self, output: Tensor) -> Tensor:
+        return output.sum()
+
+
+def losses_with_targets() -> list[Any]:
+    targets = {"y": TARGETS}
+    in_closure = lambda output: (output - targets["y"]).sum()  # noqa: E731
+    by_argument = functools.partial(nn.functional.mse_loss, target=TARGETS)
+    weighted = nn.CrossEntropyLoss(weight=TARGETS)
+    by_default = lambda output, y=TARGETS: (output - y).sum()  # noqa: E731
+    return [of_global, Holding(), Holding().of_method, in_closure, by_argument, weighted, by_default]
+
+
+@pytest.mark.parametrize("loss", losses_with_targets())
+def test_targets_that_the_loss_holds_are_resident(loss: Any) -> None:
+    step = step_of(nn.Linear(2, 2, bias=False), (torch.zeros(3, 2),))
+    assert resident_bytes(replace(step, loss=loss)) == resident_bytes(step) + TARGETS.nbytes
+    assert resident_bytes(replace(step, loss=lambda output: output.sum())) == resident_bytes(step)
 
 
 def test_resident_bytes_count_each_storage_once() -> None:

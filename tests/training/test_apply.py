@@ -15,7 +15,7 @@ from memopt_cli.errors import PlanError, StepError, VerificationError
 from memopt_cli.records import InputSpec, Plan, SegmentPlan, TensorSpec
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
-from memopt_cli.training.apply import apply_plan, plan_of, remove_plan, without_plan
+from memopt_cli.training.apply import apply_plan, plan_of, remove_plan, replacing_plan
 from tests.zoo.models import Parts
 from tests.zoo.records import a_header
 
@@ -284,7 +284,7 @@ def test_a_plan_that_was_taken_off_is_put_back_where_something_fails(error: type
     carried = plan_of(model)
 
     def fails() -> None:
-        with without_plan(model):
+        with replacing_plan(model):
             assert plan_of(model).is_empty
             apply_plan(model, Plan(segments=(SegmentPlan(path="1"),)))
             raise error
@@ -297,9 +297,11 @@ def test_a_plan_that_was_taken_off_is_put_back_where_something_fails(error: type
     assert all(parameter.grad is None for parameter in model.parameters()), "updated in backward"
 
 
-def test_a_plan_that_was_taken_off_stays_off_where_nothing_fails() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    apply_plan(model, Plan(segments=(SegmentPlan(path="0"),)))
-    with without_plan(model):
-        pass
-    assert plan_of(model).is_empty
+@pytest.mark.parametrize("plan", [Plan(), Plan(segments=(SegmentPlan(path="1"),))])
+def test_a_plan_that_was_taken_off_stays_off_where_another_is_put_on(plan: Plan) -> None:
+    model, carried = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Plan(segments=(SegmentPlan(path="0"),))
+    apply_plan(model, carried)
+    with replacing_plan(model):
+        assert not plan_of(model)
+        apply_plan(model, plan)
+    assert plan_of(model) == (plan or carried)

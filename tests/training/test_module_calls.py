@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from torch import Tensor, nn, ones
+from torch import Tensor, nn, ones, zeros_like
 
 from memopt_cli.errors import StepError
-from memopt_cli.training.module_calls import InputsRejectedError, failed_step, running_calls
+from memopt_cli.training.module_calls import InputsRejectedError, failed_step, running_calls, skipped_layers_notes
 from tests.zoo.models import Parts
 
 
@@ -70,3 +70,33 @@ def test_an_error_that_speaks_of_an_input_has_a_hint_on_inputs(complaint: str) -
 def test_hints_on_a_batch_of_one_and_on_a_target_among_the_inputs() -> None:
     assert "a batch of at least 2" in error_of(nn.Sequential(nn.BatchNorm1d(3)), ones(1, 3)).hint
     assert "leave targets out" in error_of(nn.Linear(3, 3), ones(2, 3), ones(2)).hint
+
+
+def test_layers_without_gradients_beside_others_like_them_are_skipped() -> None:
+    model = nn.ModuleDict(
+        {
+            "layers": nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)),
+            "experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(2)),
+            "unused": nn.Linear(2, 2),
+            "frozen": nn.ModuleList(nn.Linear(2, 2).requires_grad_(index == 0) for index in range(2)),
+        }
+    )
+    assert skipped_layers_notes(model) == []
+    for parameter in model.parameters():
+        parameter.grad = zeros_like(parameter) if parameter.requires_grad else None
+    model["unused"].zero_grad()
+    assert skipped_layers_notes(model) == []
+    model["layers"][1].zero_grad()
+    (note,) = skipped_layers_notes(model)
+    assert note.startswith("Of 'layers.*', the step that was measured runs some and skips others")
+    model["experts"][0].zero_grad()
+    assert skipped_layers_notes(model) == [note, note.replace("layers", "experts")]
+
+
+def test_a_layer_that_ran_in_part_is_not_skipped() -> None:
+    model = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2))
+    for parameter in model.parameters():
+        parameter.grad = zeros_like(parameter)
+    model[0][1].zero_grad()
+    (note,) = skipped_layers_notes(model)
+    assert note.startswith("Of '*.*', the step")

@@ -31,6 +31,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import forget_unsafe
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.training.apply import apply_plan, in_backward_error, remove_segments
+from memopt_cli.training.module_calls import skipped_layers_notes
 from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, begin, input_dtype, make_scaler
@@ -208,6 +209,11 @@ class Bench:
             scaler=self._scaler,
             report=lambda message: self.messages.setdefault(message),
         )
+
+    def note_skipped_layers(self) -> None:
+        """Tell the user of layers that the step whose gradients are in memory has skipped."""
+        for note in skipped_layers_notes(self.model):
+            self.messages.setdefault(note)
 
     def step_at(self, batch: int, dims: Mapping[str, int]) -> Step:
         """Make a step at the sizes ``batch`` and ``dims``; of inputs from a file it takes the first samples."""

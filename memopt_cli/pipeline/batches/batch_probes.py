@@ -94,8 +94,9 @@ def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...
 
 def limit_text(limits: Limits, prepared: Prepared) -> str:
     """Return the budget of ``limits`` in words, which end with what it leaves out."""
-    is_without = bool(optimizer_state_notes(prepared))
-    return limits.text + ", without an optimizer's state, which `--optimizer adamw` counts" * is_without
+    if not optimizer_state_notes(prepared):
+        return limits.text
+    return f"{limits.text}, without an optimizer's state, which `--optimizer adamw` counts"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,10 +186,11 @@ class BatchProbes:
     def operators_per_sample(self) -> float:
         """Number of operators that each further sample adds; 0 while unknown.
 
-        It stays unknown under a plan with chunks: there more operators may mean more chunks, since a batch smaller than
-        the number of chunks runs in fewer of them.
+        It stays unknown under a plan with chunks or codecs, whose own operators vary: a batch smaller than the number
+        of chunks runs in fewer of them, and small tensors are not packed.
         """
-        if len(self.operators) < 2 or self.plan.has_chunks:
+        is_packed = self.plan.packs or any(segment.compressor != "null" for segment in self.plan.everywhere)
+        if len(self.operators) < 2 or self.plan.has_chunks or is_packed:
             return 0.0
         (small_batch, operators_at_small), *_, (large_batch, operators_at_large) = sorted(self.operators.items())
         return (operators_at_large - operators_at_small) / (large_batch - small_batch)

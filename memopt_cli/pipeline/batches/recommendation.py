@@ -232,19 +232,19 @@ class _BatchSearch:
         outcomes = [(case, case.search.outcome()) for case in reversed(cases)]
         for kind in (BatchAdvice, BatchEstimate):
             if cases_of_kind := [case for case, outcome in outcomes if isinstance(outcome, kind)]:
-                return max((case for case in cases_of_kind if case.dims == cases_of_kind[0].dims), key=self._worth)
+                rivals = [case for case in cases_of_kind if case.dims == cases_of_kind[0].dims]
+                return max(rivals, key=self._speed if self._is_memory_left(rivals) else self._worth)
         smallest = outcomes[-1][1]
         assert isinstance(smallest, NoBatchFits)
         copies = f" for {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
         planned = (case.search.outcome() for case in cases[1:] if case.planned and case.dims == cases[0].dims)
         under_plan = next((outcome.reason for outcome in planned if isinstance(outcome, NoBatchFits)), "")
+        reasons = f"{smallest.reason}; under the plan, {under_plan}" if under_plan else smallest.reason
         # With these, a batch of 1 may take more than a larger one in a single pass.
-        accumulates = self.prepared.subject.settings.micro_batches > 1
+        if self.prepared.subject.settings.micro_batches > 1:
+            reasons += ", with the gradients of earlier micro-batches in memory"
         raise NothingFitsError(
-            f"not even a batch of {smallest.batch}{copies}{cases[0].text} fits in {self.search.limits.text}: "
-            f"{smallest.reason}"
-            + f"; under the plan, {under_plan}" * bool(under_plan)
-            + ", with the gradients of earlier micro-batches in memory" * accumulates,
+            f"not even a batch of {smallest.batch}{copies}{cases[0].text} fits in {self.search.limits.text}: {reasons}",
             hint="Raise `--memory`, give smaller inputs"
             + (". See memopt explain." if under_plan else ", or add `--plan` with a plan of memopt optimize."),
         )
@@ -254,8 +254,29 @@ class _BatchSearch:
         if self.request.aim == "throughput" and case.search.runs.fitting:
             return case.search.runs.fastest.samples_per_s
         outcome = case.search.outcome()
-        batch = outcome.estimated_batch if isinstance(outcome, BatchAdvice) else self._chosen_batch(case)
+        batch = self._chosen_batch(case)
+        if isinstance(outcome, BatchAdvice) and self._is_machine_small:
+            batch = outcome.estimated_batch
         return batch * case.probes.replicas
+
+    @property
+    def _is_machine_small(self) -> bool:
+        """Whether steps that fit into the memory asked about may not fit here, where they cannot be run."""
+        return self.search.limits.runnable_bytes < self.search.limits.budget_bytes
+
+    def _is_memory_left(self, cases: Sequence[Case]) -> bool:
+        """Return whether time alone limits the batch in all ``cases``: then a plan that saves memory is of no use."""
+        outcomes = [case.search.outcome() for case in cases]
+        return not self._is_machine_small and all(
+            isinstance(outcome, BatchAdvice) and outcome.estimated_batch > outcome.recommended_batch
+            for outcome in outcomes
+        )
+
+    def _speed(self, case: Case) -> float:
+        """Return the samples a second of the batch of ``case`` that would be recommended."""
+        run = case.search.runs[self._chosen_batch(case)]
+        assert isinstance(run, BatchProbe), "the recommended batch was run"
+        return run.samples_per_s
 
     def _seek_faster(self, cases: Sequence[Case]) -> None:
         """Run smaller batches of the cases that may be recommended, since a smaller batch may train faster."""

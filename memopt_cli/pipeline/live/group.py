@@ -10,7 +10,7 @@ from torch import nn
 
 from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.records import Plan
-from memopt_cli.training.apply import apply_plan, plan_of, restoring_plan, without_plan
+from memopt_cli.training.apply import apply_plan, plan_of, replacing_plan, restoring_plan
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,7 @@ def on_every_rank(
 
 
 def _replace(model: nn.Module, plan: Plan) -> None:
-    with without_plan(model):
+    with replacing_plan(model):
         apply_plan(model, plan.of_model)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError, first_line, type_in_words
 from memopt_cli.inputs.spec_text import format_tensor, parse_tensor
-from memopt_cli.loading.input_spec import batch_of
+from memopt_cli.loading.input_spec import batch_of, range_like
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, isolate_state
@@ -253,8 +253,8 @@ def _require_batch(inputs: Arguments) -> None:
 def describe_inputs(inputs: Arguments) -> InputSpec:
     """Describe ``inputs`` as on the command line: the first dimension of the first tensor is the batch.
 
-    Integers will be drawn from the range of the given ones.  Raises :class:`OptionError` for an argument that is no
-    tensor.
+    Integers will be drawn as :func:`~memopt_cli.loading.input_spec.range_like` says.  Raises :class:`OptionError` for
+    an argument that is no tensor.
     """
     _require_batch(inputs)
     arguments = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)
@@ -267,10 +267,8 @@ def _describe_input(name: str | None, value: Any) -> TensorSpec:
             f"an input is {type_in_words(value)}, and batches of another size cannot be made of it",
             hint='Describe the inputs by text: "Bx3x64x64", with dims={"B": 8}.',
         )
-    values = "normal"
-    if not value.is_floating_point() and not value.is_complex():
-        low, high = (int(value.min()), int(value.max()) + 1) if value.numel() else (0, 1)
-        values = f"{low}..{high}"
+    is_whole = not value.is_floating_point() and not value.is_complex()
+    values = range_like(value) if is_whole else "normal"
     dtype = dtype_name(value.dtype)
     tensor = TensorSpec(name=name, shape=tuple(value.shape), dtype=dtype, values=values)
     return parse_tensor(format_tensor(tensor))  # refuses what cannot be described
@@ -308,9 +306,13 @@ def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
     return "", (str(main_script()),) if needs_script else ()
 
 
-def taken_off_note(carried: Plan) -> list[str]:
-    """Return a note that a plan which the model carried is gone; none where it carried none."""
-    return [] if carried.is_empty else ["The model carried a plan already; it was taken off first."]
+def carried_note(carried: Plan, found: Plan) -> list[str]:
+    """Return a note on what became of the plan that the model ``carried``, beside the one ``found``; none for none."""
+    if carried.is_empty:
+        return []
+    if found.is_empty:
+        return ["The model keeps the plan that it carries. memopt_cli.remove_plan(model) removes it."]
+    return ["The model carried a plan already; it was taken off first."]
 
 
 def find_and_verify(

@@ -60,10 +60,12 @@ def nothing_fits(
     budget, smallest = format_apart(budget_bytes, least_bytes)
     flags = "`--budget` or `--level`" if can_rise else "`--budget`"
     smaller = ", or take a smaller batch (`--dim B=…` where the shape says B)" if can_shrink else ""
-    return NothingFitsError(
+    error = NothingFitsError(
         f"no plan found takes {budget} or less{source}; the smallest plan found takes about {smallest}",
         hint="\n".join([f"Raise {flags}{smaller}.", *stays]),
     )
+    error.least_bytes = least_bytes
+    return error
 
 
 def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_gradients: bool) -> Iterator[str]:

@@ -29,9 +29,10 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.inputs.spec_text import format_tensor
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, MeasureJob
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.plans.findings import Findings
+from memopt_cli.pipeline.plans.plan_measurements import measurement_in
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
@@ -40,6 +41,7 @@ from memopt_cli.records import (
     Budget,
     Counted,
     DimRange,
+    Failure,
     InputDimension,
     InputSpec,
     LengthRun,
@@ -53,6 +55,7 @@ from memopt_cli.records import (
     SearchGoal,
     StepFailed,
     Verification,
+    describe,
 )
 from memopt_cli.search.batch_size.length_strategies import read_histogram
 from memopt_cli.search.plan.bounds import Work, inner_bounds
@@ -60,6 +63,8 @@ from memopt_cli.text.units import format_bytes
 
 _EVEN_LENGTHS = 64
 """Approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
+_FEWEST_LENGTHS = 8
+"""Number of steps between two of those lengths, from the shortest to the longest, unless the range has fewer."""
 _MAX_ORIGINAL_RUNS = 3
 """Maximum number of lengths at which the original is run to see whether it fits."""
 _RUNS_INSIDE = 4
@@ -73,7 +78,9 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
     """
     if request.lengths is None:
         low, high = varied.low, varied.high
-        unit = low if high % low == 0 else 1  # 64:2048 suggests that all lengths are multiples of 64
+        unit = math.gcd(low, high)  # 64:2048 suggests that all lengths are multiples of 64
+        while unit > 1 and high - low < unit * _FEWEST_LENGTHS:
+            unit = unit // 2 if unit % 2 == 0 else 1  # 32:64 does not suggest that there is none between
         step = unit * max(1, -(-(high - low) // (unit * _EVEN_LENGTHS)))
         return dict.fromkeys((*range(low, high, step), high), 1.0)
     source, counts = "lengths", request.lengths
@@ -92,13 +99,15 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
 def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
     """Return the input and the axis at which a plan reads its length: the first in ``spec`` to name ``symbol``.
 
+    Where it names it for several axes, as for an image of S×S, all are read: the step is as large as the largest.
     Raises :class:`UsageError` where no shape names it.
     """
     position = 0
     for tensor in spec.tensors:
         if symbol in tensor.shape:
             argument = position if tensor.name is None else tensor.name
-            return InputDimension(dim=symbol, argument=argument, axis=tensor.shape.index(symbol))
+            axes = tuple(axis for axis, size in enumerate(tensor.shape) if size == symbol)
+            return InputDimension(dim=symbol, argument=argument, axis=axes if len(axes) > 1 else axes[0])
         position += tensor.name is None
     shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
     raise UsageError(
@@ -141,12 +150,12 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
         for length_range in ranges
     )
     plan = Plan(by=dimension, ranges=tuple(plan_ranges))
+    over = [run for length_range in ranges for run in _over_budget(length_range, findings.budget_bytes)]
     if all(length_range.plan.is_empty for length_range in ranges):
         plan = Plan()
         original = ranges[-1].original.outcome
         exceeds = isinstance(original, Measurement) and original.allocated_peak_bytes > findings.budget_bytes
         who = "With its own checkpoints, the model" if exceeds else "The original"
-        over = [run for length_range in ranges for run in _over_budget(length_range, findings.budget_bytes)]
         findings.notes += [
             f"At {varied.symbol}={run.length} it takes {format_bytes(run.allocated_peak_bytes)}, above the budget, "
             "and no plan was found that fits there."
@@ -159,7 +168,12 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
     if request.lengths is None and plan.ranges:
         findings.notes.append("All lengths count as equally frequent; give their frequencies with `--lengths`.")
     return replace(
-        findings, plan=plan, ranges=rows, interrupted=search.interrupted, notes=[*findings.notes, *search.notes]
+        findings,
+        plan=plan,
+        ranges=rows,
+        over_budget=over,
+        interrupted=search.interrupted,
+        notes=[*findings.notes, *search.notes],
     )
 
 
@@ -208,8 +222,11 @@ def _range_of(up_to: int, findings: Findings) -> _Range:
 
 
 def _over_budget(length_range: _Range, budget_bytes: int) -> list[LengthRun]:
-    """Return the runs inside ``length_range`` that took more than ``budget_bytes``."""
-    return [run for run in length_range.inside if run.allocated_peak_bytes > budget_bytes]
+    """Return the runs of the plan of ``length_range`` that took more than ``budget_bytes``."""
+    runs, outcome = length_range.inside, length_range.applied.outcome
+    if isinstance(outcome, Measurement) and not length_range.plan.is_empty:
+        runs = [*runs, LengthRun(length=length_range.up_to, allocated_peak_bytes=outcome.allocated_peak_bytes)]
+    return [run for run in runs if run.allocated_peak_bytes > budget_bytes]
 
 
 def _is_verified(findings: Findings) -> bool:
@@ -338,12 +355,14 @@ class _ByLength:
     def _ends_range(self, ranges: list[_Range], index: int, length: int, budget_bytes: int) -> bool:
         """Run the plan of ``ranges[index]`` at ``length``; return whether a range that ends there was inserted."""
         longer, symbol = ranges[index], self.varied.symbol
-        measurement = self._measure(MeasureJob(plan=longer.plan, steps=1, warm_up=False), length)
-        if measurement is None:
-            self.notes.append(f"At {symbol}={length}, the plan up to {symbol}={longer.up_to} could not be run.")
+        outcome = self._measure(MeasureJob(plan=longer.plan, steps=1, warm_up=False), length)
+        if not isinstance(outcome, Measurement):
+            self.notes.append(
+                f"At {symbol}={length}, the plan up to {symbol}={longer.up_to} could not be run: {describe(outcome)}."
+            )
             return False
-        peak_bytes = measurement.allocated_peak_bytes
-        shorter = self._range_up_to(length) if peak_bytes > budget_bytes else None
+        peak_bytes = outcome.allocated_peak_bytes
+        shorter = self._range_up_to(length, present_bytes=peak_bytes) if peak_bytes > budget_bytes else None
         if shorter is None or shorter.plan == longer.plan:
             longer.inside.append(LengthRun(length=length, allocated_peak_bytes=peak_bytes))
             return False
@@ -354,11 +373,22 @@ class _ByLength:
         ranges.insert(index, shorter)
         return True
 
-    def _range_up_to(self, length: int) -> _Range | None:
-        """Find a plan for the range that ends at ``length``.  ``None`` if none was found; a note says why."""
+    def _range_up_to(self, length: int, present_bytes: int = 0) -> _Range | None:
+        """Find a plan for the range that ends at ``length``.  ``None`` if none was found; a note says why.
+
+        ``present_bytes``: the peak there under the plan for longer inputs, where that exceeds the budget.  If no plan
+        fits, the smallest is taken, provided that it takes less.
+        """
+        request = self.request
         try:
             findings = self.find(length)
         except MemoptError as err:
+            if isinstance(err, NothingFitsError) and 0 < err.least_bytes < present_bytes:
+                self.notes.append(f"At {self.varied.symbol}={length}, {err.message}: that is taken there.")
+                self.request = replace(request, goal=SearchGoal(budget=Budget(nbytes=err.least_bytes)))
+                smallest = self._range_up_to(length)
+                self.request = request
+                return smallest
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
             return None
         if not _is_verified(findings):
@@ -388,15 +418,15 @@ class _ByLength:
                     return
                 length_that_fits, counted_bytes = largest
                 warm_up = self.request.search.options.warmup_in_profile_workers
-                measurement = self._measure(MeasureJob(plan=ORIGINAL, warm_up=warm_up), length_that_fits)
-                if measurement is not None and measurement.allocated_peak_bytes <= budget_bytes:
-                    yield self._range_of_original(
-                        longest.original, length_that_fits, measurement, measurement.allocated_peak_bytes
-                    )
-                    return
+                outcome = self._measure(MeasureJob(plan=ORIGINAL, warm_up=warm_up), length_that_fits)
+                if isinstance(outcome, Measurement):
+                    peak_bytes = outcome.allocated_peak_bytes
+                    if peak_bytes <= budget_bytes:
+                        yield self._range_of_original(longest.original, length_that_fits, outcome, peak_bytes)
+                        return
+                    # The workspaces were a larger share than assumed: correct the share by this run.
+                    share = peak_bytes / counted_bytes
                 candidates = [length for length in candidates if length < length_that_fits]
-                # The workspaces were a larger share than assumed: correct the share by this run.
-                share *= 1.0 if measurement is None else measurement.allocated_peak_bytes / (share * counted_bytes)
 
     @contextlib.contextmanager
     def _dry_peaks(self, *, is_fake: bool) -> Iterator[Callable[[int], float | None]]:
@@ -461,11 +491,10 @@ class _ByLength:
         )
         return _Range(up_to=length, original=row, applied=row)
 
-    def _measure(self, job: MeasureJob, length: int) -> Measurement | None:
+    def _measure(self, job: MeasureJob, length: int) -> Measurement | Failure:
         of_what = "the original" if job.plan.is_empty else "the plan"
         self.prepared.progress.update(0, None, f"{of_what} at {self.varied.symbol}={length}")
-        answer = self.at(length).ask(job)
-        return answer.measurement if isinstance(answer, Measured) else None
+        return measurement_in(self.at(length).ask(job))
 
     def estimate(self, ranges: Sequence[_Range]) -> Iterator[str]:
         """Yield a sentence on how much shorter the ranges make an epoch than one plan for all lengths would."""

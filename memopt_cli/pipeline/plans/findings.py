@@ -10,6 +10,7 @@ from memopt_cli.pipeline.prepare import TAKEN_OFF_NOTE, Prepared, inputs_note, s
 from memopt_cli.records import (
     CompiledRow,
     Dropped,
+    LengthRun,
     LevelRow,
     Measurement,
     OptimizeRequest,
@@ -66,6 +67,8 @@ class Findings:
     """Predictions for the ranks of ``--ranks``, where nothing is measured.  ``None``: no such flag."""
     ranges: list[RangeRow] = field(default_factory=list)
     """Ranges of a plan by length; none for other plans."""
+    over_budget: list[LengthRun] = field(default_factory=list)
+    """Lengths at which the plan by length exceeds the budget, and none was found that fits."""
     compiled: list[CompiledRow] = field(default_factory=list)
     """Plans that were measured for ``--compile``; none without it."""
     dropped: list[Dropped] = field(default_factory=list)

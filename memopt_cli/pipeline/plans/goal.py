@@ -40,8 +40,6 @@ _OOM_DIVISOR = 4
 """After a plan runs out of memory, the next target is lowered by the target divided by this.
 
 The error does not say how much memory was missing."""
-_DOUBT_SHARE = 0.02
-"""A plan whose predicted peak exceeds the budget by at most this share is measured as the last resort."""
 FRONTIER_SLOWDOWN = 10.0
 """Highest slowdown of a plan on the frontier without ``--max-slowdown``.
 
@@ -96,14 +94,15 @@ class GoalSearch:
         for _ in range(_MAX_MEASURED):
             priced = self._fastest(target)
             if priced is not None:
-                if priced.slowdown > self._max_slowdown and _first_unrun(tried):
+                if priced.slowdown > self._max_slowdown and _first_unrun(tried, budget_bytes):
                     break
                 require_fast(priced, self._max_slowdown)
             elif smallest is None:
-                # No plan is predicted to fit: try the smallest once, whose peak dry runs may overestimate.
+                # No plan is predicted to fit: run the smallest once, whose peak dry runs may overestimate, as they do
+                # not see how far the data of saved tensors can be packed.
                 smallest = self._planner.least(self._level, self._max_slowdown)
-                limit = tried[-1][0].peak_bytes - 1 if tried else budget_bytes * (1 + _DOUBT_SHARE)
-                priced = smallest if not smallest.plan.is_empty and smallest.peak_bytes <= limit else None
+                is_new = not tried or smallest.peak_bytes < tried[-1][0].peak_bytes
+                priced = smallest if is_new and not smallest.plan.is_empty else None
             if priced is None:
                 break
             self._show_measuring(priced)
@@ -133,7 +132,7 @@ class GoalSearch:
         smallest: PricedPlan | None,
     ) -> NothingFitsError:
         """Return the error to raise where no plan that was ``tried``, nor the ``smallest``, fits."""
-        if unrun := _first_unrun(tried):
+        if unrun := _first_unrun(tried, budget_bytes):
             return unrun
         measured_bytes = [outcome.allocated_peak_bytes for _, outcome in tried if isinstance(outcome, Measurement)]
         if tried and tried[-1][0].peak_bytes <= budget_bytes and not measured_bytes:
@@ -233,7 +232,7 @@ class GoalSearch:
             self._show_measuring(priced, index, len(priced_plans))
             points.append(self._point(priced))
         timed_points = self._in_turns(points)
-        slow = [point for before, point in zip(points, timed_points, strict=True) if self._is_too_slow(before, point)]
+        slow = [point for point in timed_points if self._is_too_slow(point)]
         if slow:
             self.search.findings.notes.append(
                 "Some plans are not on the frontier, as their steps were measured to take more than "
@@ -242,13 +241,10 @@ class GoalSearch:
             )
         return [point for point in timed_points if point not in slow]
 
-    def _is_too_slow(self, first: ParetoPoint, timed: ParetoPoint) -> bool:
-        """Return whether a plan is too slow to be shown, by its first measurement and by its confirmed one.
-
-        Without ``--max-slowdown``, only a plan that is too slow both times is hidden: the user has set no limit.
-        """
-        slowdowns = [timed.upper] if self.max_slowdown is not None else [first.slowdown, timed.slowdown]
-        return all(slowdown is not None and slowdown > self.max_shown_slowdown for slowdown in slowdowns)
+    def _is_too_slow(self, point: ParetoPoint) -> bool:
+        """Return whether ``point`` is too slow to be shown; for ``--max-slowdown`` by the upper end of its slowdown."""
+        slowdown = point.slowdown if self.max_slowdown is None else point.upper
+        return slowdown is not None and slowdown > self.max_shown_slowdown
 
     def _point(self, priced: PricedPlan) -> ParetoPoint:
         original = self.search.original.outcome
@@ -310,10 +306,12 @@ def _excess(outcome: Measurement | OutOfMemory, target_bytes: int, budget_bytes:
     return target_bytes // _OOM_DIVISOR if outcome.was_tried else outcome.needed_bytes - outcome.free_bytes
 
 
-def _first_unrun(tried: Sequence[tuple[PricedPlan, Measurement | OutOfMemory]]) -> NotRunHereError | None:
-    """Return the error for the fastest plan that was not run here; ``None`` if all were."""
+def _first_unrun(
+    tried: Sequence[tuple[PricedPlan, Measurement | OutOfMemory]], budget_bytes: int
+) -> NotRunHereError | None:
+    """Return the error for the fastest plan predicted to fit that was not run here; ``None`` if all were."""
     for priced, outcome in tried:
-        if isinstance(outcome, OutOfMemory) and not outcome.was_tried:
+        if isinstance(outcome, OutOfMemory) and not outcome.was_tried and priced.peak_bytes <= budget_bytes:
             return NotRunHereError.of(priced, outcome)
     return None
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from memopt_cli.errors import Interrupted, MemoptError, Terminated
+from memopt_cli.errors import Interrupted, MemoptError, NothingFitsError, Terminated
 from memopt_cli.files.contents import recommended_data, summary_json
 from memopt_cli.files.outputs import OutputPaths
 from memopt_cli.inputs.spec_text import parse_factory
@@ -35,6 +35,7 @@ from memopt_cli.records import (
     Trust,
 )
 from memopt_cli.records.plan_file import plan_yaml
+from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import Fill, content, note_existing_plan, write_all
 
 
@@ -81,7 +82,22 @@ class ResultWriter:
         if self.findings.interrupted:
             what_is_written = "the plan is the best" if self.request.goal.applies else "the frontier is made"
             return Interrupted(f"interrupted; {what_is_written} of what had been tried")
-        return None
+        return self._over_budget()
+
+    def _over_budget(self) -> MemoptError | None:
+        """Return the error for a plan by length that exceeds the budget at some length; ``None`` for others."""
+        findings, varied = self.findings, self.request.dim_range
+        if not findings.over_budget or varied is None or findings.budget_bytes is None:
+            return None
+        runs = ", ".join(
+            f"{format_bytes(run.allocated_peak_bytes)} at {varied.symbol}={run.length}" for run in findings.over_budget
+        )
+        return self._with_hint(
+            NothingFitsError(
+                f"no plan was found within {format_bytes(findings.budget_bytes)} at every length: a step takes {runs}",
+                hint="Raise `--budget`, or pad inputs of such a length to one that fits.",
+            )
+        )
 
     def _run_stages(self) -> None:
         """Run the stages, the most valuable first."""

@@ -78,9 +78,16 @@ def test_what_was_told_by_others_may_be_counted() -> None:
     assert session.asked == [10, 20, 40, 30]
 
 
-def test_few_samples_run_in_fewer_chunks_and_are_no_loop() -> None:
-    in_chunks = Plan(segments=(SegmentPlan(path="0", chunks=8),))
-    probes = probes_of(session := Session(operators_per_sample=400), in_chunks)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(segments=(SegmentPlan(path="0", chunks=8),)),
+        Plan(segments=(SegmentPlan(path="0", compressor="bit"),)),
+        Plan(packed=True),
+    ],
+)
+def test_operators_of_the_plan_are_no_loop(plan: Plan) -> None:
+    probes = probes_of(session := Session(operators_per_sample=400), plan)
     assert probes.predict(1) == 1100
     assert probes.predict(8) == 1800
     assert probes.predict(1000) == 101_000

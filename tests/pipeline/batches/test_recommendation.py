@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline import prepare as prepare_module
 from memopt_cli.pipeline import recommend_batch
+from memopt_cli.pipeline.batches import recommendation
 from memopt_cli.records import (
     Accumulation,
     BatchAdvice,
@@ -428,3 +430,40 @@ def test_accumulation(asked: tuple[int, int, int], found: tuple[int, int]) -> No
     made = accumulate(*asked)
     assert (made.batch, made.steps) == found
     assert made.batch * made.steps >= made.global_batch == asked[0]
+
+
+@pytest.mark.parametrize(
+    ("batches", "estimates", "runnable", "planned"),
+    [
+        ((13, 4), (13, 32), 1 << 30, False),  # time limits the plan's runs
+        ((13, 16), (13, 32), 1 << 30, True),
+        ((13, 16), (26, 32), 1 << 30, False),  # memory limits neither, and the plan is slower
+        ((13, 4), (13, 32), 1 << 10, True),  # this machine is too small for the runs
+    ],
+)
+def test_the_recommended_of_two_cases(
+    batches: tuple[int, int], estimates: tuple[int, int], runnable: int, planned: bool
+) -> None:
+    cases: Any = []
+    for index, (batch, estimate) in enumerate(zip(batches, estimates, strict=True)):
+        advice = BatchAdvice(
+            recommended_batch=batch,
+            fastest_batch=batch,
+            estimated_batch=estimate,
+            probes=(),
+            intercept_bytes=0.0,
+            slope_bytes=1.0,
+            budget_bytes=1 << 20,
+            device_bytes=1 << 30,
+            limited_by="",
+        )
+        run = BatchProbe(batch=batch, allocated_peak_bytes=1, step_s=float((1 + index) * batch))
+        search = SimpleNamespace(outcome=lambda advice=advice: advice, runs={batch: run})
+        cases.append(SimpleNamespace(planned=index > 0, dims={}, search=search, probes=SimpleNamespace(replicas=1)))
+    request: Any = SimpleNamespace(aim="max", dim_range=None)
+    limits = SimpleNamespace(runnable_bytes=runnable, budget_bytes=1 << 20)
+    given: Any = None
+    job = recommendation._BatchSearch(
+        request=request, prepared=given, longest={}, search=cast(Any, SimpleNamespace(limits=limits))
+    )
+    assert job._main_case(cases).planned is planned

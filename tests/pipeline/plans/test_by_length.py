@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,12 +18,25 @@ import yaml
 from torch import nn
 
 import memopt_cli
+from memopt_cli.errors import NothingFitsError
 from memopt_cli.files.contents import read_plan
 from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.plans import by_length
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.records import DimRange, InputSpec, LevelRow, MemOptSummary, Plan, SegmentPlan, TensorSpec, from_data
+from memopt_cli.records import (
+    Budget,
+    DimRange,
+    InputSpec,
+    LevelRow,
+    MemOptSummary,
+    Plan,
+    SearchGoal,
+    SegmentPlan,
+    TensorSpec,
+    TimedOut,
+    from_data,
+)
 from memopt_cli.runtime.lengths import ConfigsByLength
 from memopt_cli.search.plan.bounds import Work, inner_bounds
 from memopt_cli.search.plan.policy import resolve
@@ -285,6 +298,28 @@ def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
     assert "no input has the dimension S, whose size chooses the range of a plan by length" in done.err
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "lengths"),
+    [
+        (64, 2048, range(64, 2049, 64)),
+        (32, 64, range(32, 65, 4)),  # a U-Net that halves its input twice
+        (16, 512, range(16, 513, 16)),
+        (48, 1024, range(48, 1025, 16)),
+        (5, 7, (5, 6, 7)),
+        (1, 1000, (*range(1, 1000, 16), 1000)),
+    ],
+)
+def test_lengths_between_the_ends_represent_a_range(low: int, high: int, lengths: Sequence[int]) -> None:
+    request: Any = SimpleNamespace(lengths=None)
+    assert list(by_length.lengths_of(request, DimRange(symbol="S", low=low, high=high))) == list(lengths)
+
+
+def test_a_length_of_several_axes_is_read_at_all_of_them() -> None:
+    tensors = (TensorSpec(shape=("B", 3, "S", "S")), TensorSpec(shape=("B", "S")))
+    spec = InputSpec(tensors=tensors, dims={"B": 1, "S": 8}, source="--input")
+    assert by_length.dimension_of(spec, "S").axis == (2, 3)
+
+
 def test_the_root_of_a_plan_by_length_knows_where_the_length_stands() -> None:
     by = memopt_cli.records.InputDimension(dim="S", argument=0, axis=1)
     model = memopt_cli.apply_plan(deep_net(1), Plan(by=by, ranges=(memopt_cli.records.PlanRange(up_to=4),)))
@@ -333,7 +368,9 @@ class NeedsMoreInside(nn.Module):
 def test_a_shorter_length_above_the_budget_is_named(optimize: Memopt) -> None:
     torch.save(NeedsMoreInside(), "net.pt")
     done = optimize(*RANGE, *BY_SEGMENTS, "--lengths", "lengths.txt", "--allow-package", "tests")
-    assert done.code == 0, done.err
+    assert done.code == 6, done.err
+    assert "error: no plan was found within " in done.err
+    assert "The verified plan is in net.memopt.plan.yaml." in done.err
     assert ", 500, 512, the lengths that were run; above it at others: " in done.out
     assert "MiB at S=330. No plan was found that fits there" in done.out
     assert "MiB (at 330)" in done.out
@@ -363,6 +400,49 @@ def test_a_range_ends_where_the_plan_of_the_longest_exceeds_the_budget(monkeypat
     assert [part.up_to for part in ranges] == [70, 100]
     assert [[run.length for run in part.inside] for part in ranges] == [[50, 40, 20, 10], []]
     assert by_length._over_budget(ranges[0], 100) == []
+
+
+@pytest.mark.parametrize(("least", "up_to"), [(110, [90, 100]), (130, [100])])
+def test_where_no_plan_fits_the_smallest_known_is_taken(
+    least: int, up_to: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(self: Any, request: Any, prepared: int) -> Any:
+        if request.goal.budget.nbytes < least:
+            error = NothingFitsError("no plan found takes 100 B or less")
+            error.least_bytes = least
+            raise error
+        rows = [a_row(0, measured(200, 1.0), Plan(), dry_runs=0), a_row(1, measured(least, 1.1), SMALLEST, dry_runs=0)]
+        return Findings(**FOUND, rows=rows, applied_level=1, verification=verified())
+
+    varied, given = DimRange(symbol="S", low=80, high=100), cast(Any, None)
+    request = SimpleNamespace(goal=SearchGoal(budget=Budget(nbytes=100)), interruptible=True)
+    progress = SimpleNamespace(stage=lambda text: None)
+    search = by_length._ByLength(cast(Any, request), given, varied, {}, functools.partial(found, given), given)
+    search.prepared = cast(Any, SimpleNamespace(progress=progress))
+    monkeypatch.setattr(by_length, "replace", lambda old, **new: SimpleNamespace(**{**vars(old), **new}))
+    monkeypatch.setattr(by_length._ByLength, "at", lambda self, length: length)
+    monkeypatch.setattr(by_length._ByLength, "_measure", lambda self, job, length: measured(120, 1.0))
+    longest = a_row(1, measured(90, 1.1), Plan(packed=True), dry_runs=0)
+    ranges = [by_length._Range(up_to=100, original=longest, applied=longest)]
+    assert search._ends_range(ranges, 0, 90, 100) is (least < 120)
+    assert [part.up_to for part in ranges] == up_to
+    over = [run for part in ranges for run in by_length._over_budget(part, 100)]
+    assert [(run.length, run.allocated_peak_bytes) for run in over] == [(90, min(least, 120))]
+    assert search.request.goal.budget == Budget(nbytes=100)
+
+
+def test_a_run_that_fails_inside_a_range_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = searching(DimRange(symbol="S", low=10, high=100))
+    monkeypatch.setattr(by_length._ByLength, "_measure", lambda *given: TimedOut(limit_s=600.0))
+    longest = a_row(1, measured(90, 1.1), Plan(packed=True), dry_runs=0)
+    assert not search._ends_range([by_length._Range(up_to=100, original=longest, applied=longest)], 0, 50, 100)
+    assert search.notes == [
+        "At S=50, the plan up to S=100 could not be run: the step ran past its time limit of 600 s."
+    ]
+
+
+SMALLEST = Plan(segments=(SegmentPlan(path="0"),))
+FOUND: dict[str, Any] = {"resolved": resolve({}), "asked_codecs": (), "model_format": "pickle", "device": "cpu"}
 
 
 @pytest.mark.parametrize(

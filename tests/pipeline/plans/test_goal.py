@@ -290,18 +290,22 @@ def test_a_peak_of_gradients_is_said_to_be_halved_by_a_cast(frees: bool, more: s
     assert weights == f"Parameters and gradients are most of its peak: model.bfloat16() halves both.{more}"
 
 
-def test_the_least_plan_is_measured_where_its_dry_run_is_hardly_above() -> None:
-    search, asked = goal(lambda peak: measured(peak - 5))
-    row = search.within(296)
-    assert (asked, row.predicted_allocated_peak_bytes) == ([300], 300)
-    search, asked = goal(measured)
-    with pytest.raises(NothingFitsError, match="the smallest plan found takes about 300 B"):
-        search.within(296)
-    assert asked == [300]
+def test_the_least_plan_is_measured_before_a_budget_is_refused() -> None:
     search, asked = goal(lambda peak: measured(peak - 50))
-    with pytest.raises(NothingFitsError):
-        search.within(290)
-    assert asked == []
+    row = search.within(250)
+    assert (asked, row.predicted_allocated_peak_bytes) == ([300], 300)
+    search, asked = goal(lambda peak: measured(peak - 50))
+    with pytest.raises(NothingFitsError, match="the smallest plan found takes about 250 B"):
+        search.within(240)
+    assert asked == [300]
+
+
+@pytest.mark.parametrize("outcome", [OutOfMemory(detail=""), unrun(300, 100)])
+def test_a_least_plan_that_cannot_be_run_is_said_to_be_too_large(outcome: OutOfMemory) -> None:
+    search, asked = goal(lambda peak: outcome)
+    with pytest.raises(NothingFitsError, match=r"no plan found takes 240 B or less; .* takes about 300 B"):
+        search.within(240)
+    assert asked == [300]
 
 
 def test_a_measurement_that_fails_is_not_called_too_large() -> None:
@@ -384,21 +388,23 @@ def test_the_upper_end_of_an_interval_counts_where_a_limit_was_given(most: float
     assert (len(points) == 2) == is_shown
 
 
-@pytest.mark.parametrize("seems_s", [18.0, 3.0])
-def test_a_plan_that_a_busy_machine_made_slow_is_on_the_frontier_as_it_is_timed_in_turns(seems_s: float) -> None:
-    times = {1000: 1.0, 700: seems_s}
+@pytest.mark.parametrize(
+    ("first_s", "in_turns_s", "is_shown"), [(18.0, 4.0, True), (3.0, 4.0, True), (3.0, 26.0, False)]
+)
+def test_a_frontier_shows_plans_as_they_are_timed_in_turns(first_s: float, in_turns_s: float, is_shown: bool) -> None:
+    times = {1000: 1.0, 700: first_s}
     search, _ = goal(lambda peak: measured(peak, times[peak]))
 
     def in_turns(plans: tuple[Plan, ...], most: float) -> None:
         assert plans == (priced(700).plan,)
-        times[1000], times[700] = 2.0, 4.0
+        times[1000], times[700] = 2.0, in_turns_s
 
     search.search.planner.plans = (priced(1000), priced(700))
     measurements = measurements_by(search.measurements.measure, time_in_turns=in_turns)
-    first, second = replace(search, measurements=measurements).frontier(search.search.planner.plans)
-    assert (first.slowdown, second.slowdown) == (1.0, 2.0)
-    assert (first.original_step_s, second.original_step_s) == (2.0, 2.0)
-    assert search.search.findings.notes == []
+    points = replace(search, measurements=measurements).frontier(search.search.planner.plans)
+    assert [point.slowdown for point in points] == ([1.0, 2.0] if is_shown else [1.0])
+    assert {point.original_step_s for point in points} == {2.0}
+    assert bool(search.search.findings.notes) != is_shown
 
 
 def test_a_frontier_that_cannot_be_timed_in_turns_says_so() -> None:

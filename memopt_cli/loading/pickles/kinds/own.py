@@ -163,7 +163,7 @@ def _is_length(value: Any) -> bool:
 
 def _is_setting(value: Any) -> bool:
     if isinstance(value, Tuple):
-        return all(isinstance(item, str) and _is_setting(item) for item in value.items)
+        return all(isinstance(item, int | str) and _is_setting(item) for item in value.items)
     return isinstance(value, bool | int) or (isinstance(value, str) and value.isprintable())
 
 
