@@ -83,17 +83,17 @@ class _ExactDumper(yaml.SafeDumper):
 _ExactDumper.add_representer(str, _ExactDumper.represent_text)
 
 
-def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
-    """Read a regular file or a pipe of at most ``most`` bytes; ``None`` allows as many as the machine has memory for.
+def read_bytes(path: str | os.PathLike[str], max_bytes: int | None = None) -> bytes:
+    """Read a regular file or a pipe of at most ``max_bytes``; ``None`` allows as many as the machine has memory for.
 
     Devices are refused, since they may have no end.  Raises :class:`OSError` with a reason for people.
     """
     with _open(path) as file:
-        if most is None:
+        if max_bytes is None:
             _require_room(os.fstat(file.fileno()), path)
-        data = file.read() if most is None else file.read(most + 1)
-    if most is not None and len(data) > most:
-        raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
+        data = file.read() if max_bytes is None else file.read(max_bytes + 1)
+    if max_bytes is not None and len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes >> 20} MiB", str(path))
     return data
 
 
@@ -109,19 +109,19 @@ def _require_room(state: os.stat_result, path: str | os.PathLike[str]) -> None:
     raise OSError(errno.EFBIG, reason, str(path))
 
 
-def read_end(path: str | os.PathLike[str], most: int) -> bytes:
-    """Read the last ``most`` bytes of a regular file or a pipe.  Raises :class:`OSError` if it cannot be read."""
+def read_end(path: str | os.PathLike[str], nbytes: int) -> bytes:
+    """Read the last ``nbytes`` bytes of a regular file or a pipe.  Raises :class:`OSError` if it cannot be read."""
     with _open(path) as file:
         if file.seekable():
-            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-        return read_tail(file, most)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - nbytes))
+        return read_tail(file, nbytes)
 
 
-def read_tail(file: BinaryIO, most: int) -> bytes:
-    """Read ``file`` to its end, and return the last ``most`` bytes; at no time are more than a few more held."""
+def read_tail(file: BinaryIO, nbytes: int) -> bytes:
+    """Read ``file`` to its end, and return the last ``nbytes`` bytes; at no time are more than a few more held."""
     end = b""
     while block := file.read(1 << 20):
-        end = (end + block)[-most:]
+        end = (end + block)[-nbytes:]
     return end
 
 
@@ -366,6 +366,6 @@ def _one_line(err: Exception) -> str:
     return abridge(" ".join(str(err).split()) or type(err).__name__, 400)
 
 
-def abridge(text: str, most: int) -> str:
-    """Return the beginning and the end of ``text``, if it has more than ``most`` characters."""
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+def abridge(text: str, max_length: int) -> str:
+    """Return the beginning and the end of ``text``, if it has more than ``max_length`` characters."""
+    return text if len(text) <= max_length else f"{text[: max_length // 2]} ... {text[-max_length // 2 :]}"

@@ -42,10 +42,10 @@ def format_count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else f'{noun}s'}"
 
 
-def format_some(texts: Sequence[str], most: int = 3) -> str:
-    """Format at most ``most`` of ``texts``: ``a, b, c and 2 more``."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return f"{', '.join(texts[:most])}{more}"
+def format_some(texts: Sequence[str], max_shown: int = 3) -> str:
+    """Format at most ``max_shown`` of ``texts``: ``a, b, c and 2 more``."""
+    more = f" and {len(texts) - max_shown} more" if len(texts) > max_shown else ""
+    return f"{', '.join(texts[:max_shown])}{more}"
 
 
 def dtype_name(dtype: object) -> str:

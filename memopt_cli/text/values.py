@@ -30,10 +30,10 @@ class ValueKind:
 
 @dataclass(frozen=True, slots=True)
 class Whole(ValueKind):
-    """A whole number from ``least`` to ``most``."""
+    """A whole number from ``minimum`` to ``maximum``."""
 
-    least: int = -(2**63)
-    most: int = 2**63 - 1
+    minimum: int = -(2**63)
+    maximum: int = 2**63 - 1
 
     def parse(self, text: str) -> int:
         """Return the number that ``text`` spells."""
@@ -46,27 +46,27 @@ class Whole(ValueKind):
     def check(self, value: object) -> int:
         """Return ``value``, a whole number of any library (NumPy, PyTorch), as an ``int``; ``True`` is refused."""
         number = whole_number(value)
-        if number is None or not self.least <= number <= self.most:
+        if number is None or not self.minimum <= number <= self.maximum:
             raise ValueError(self._words(number or 0))
         return number
 
     def _words(self, found: int = 0) -> str:
         if found >= 2**63:
             return "a whole number below 2**63"
-        if self.most < 2**63 - 1:
-            return f"a whole number from {self.least} to {self.most}"
-        return "a whole number" if self.least == -(2**63) else f"a whole number of at least {self.least}"
+        if self.maximum < 2**63 - 1:
+            return f"a whole number from {self.minimum} to {self.maximum}"
+        return "a whole number" if self.minimum == -(2**63) else f"a whole number of at least {self.minimum}"
 
 
 @dataclass(frozen=True, slots=True)
 class Real(ValueKind):
-    """A number from ``least`` to ``most``, in a ``unit``."""
+    """A number from ``minimum`` to ``maximum``, in a ``unit``."""
 
-    least: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    maximum: float = math.inf
     unit: str = ""
     above: bool = False
-    """Whether numbers must be above ``least``, and not only at least that."""
+    """Whether numbers must be above ``minimum``, and not only at least that."""
     unlimited: bool = False
     """Whether infinity is taken, too; on the command line it is spelled ``none``."""
 
@@ -80,22 +80,22 @@ class Real(ValueKind):
     def check(self, value: object) -> float:
         """Return ``value``, a number of any library, as a ``float``; ``True`` is refused."""
         number = real_number(value)
-        if number is None or not (self.least <= number <= self.most and (self.unlimited or math.isfinite(number))):
+        if number is None or not (self.minimum <= number <= self.maximum and (self.unlimited or math.isfinite(number))):
             raise ValueError(f"{self._words()}{', or math.inf' if self.unlimited else ''}")
-        if self.above and number == self.least:
+        if self.above and number == self.minimum:
             raise ValueError(self._words())
         return number
 
     def _words(self) -> str:
         if self.above:
-            return f"a finite number above {self.least:g}"
+            return f"a finite number above {self.minimum:g}"
         kind = f"a number of {self.unit}" if self.unit else "a number"
-        if math.isinf(self.most):
-            return f"{kind} of at least {self.least:g}"
+        if math.isinf(self.maximum):
+            return f"{kind} of at least {self.minimum:g}"
         return (
-            f"{kind} of at most {self.most:g}"
-            if math.isinf(self.least)
-            else f"{kind} from {self.least:g} to {self.most:g}"
+            f"{kind} of at most {self.maximum:g}"
+            if math.isinf(self.minimum)
+            else f"{kind} from {self.minimum:g} to {self.maximum:g}"
         )
 
 

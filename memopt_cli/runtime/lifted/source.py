@@ -177,8 +177,8 @@ class _Writer:
 
     def _forget(self, values: Iterable[int], needed: Container[int]) -> None:
         """Release the variables of ``values``, except values that are still ``needed``."""
-        dead = self.variables.held(value for value in values if value not in needed)
-        names = [(self.variables.name(value), self.hints[value][1]) for value in dead]
+        unneeded = self.variables.held(value for value in values if value not in needed)
+        names = [(self.variables.name(value), self.hints[value][1]) for value in unneeded]
         for name, _ in names:
             self.variables.release(str(name))
         if heavy := [str(name) for name, is_heavy in names if is_heavy]:

@@ -61,7 +61,7 @@ PROFILE_OF: dict[Preference, Profile] = {"speed": "safe", "balanced": "balanced"
 _CHECKED = {name for name, option in OPTIONS.items() if isinstance(option.kind, ValueKind)}
 """Options whose values the table of options can check."""
 _WIDER_RANGES: dict[str, ValueKind] = {
-    "gc_target_budget_ratio": Real(most=1),
+    "gc_target_budget_ratio": Real(maximum=1),
     "max_candidates_per_round": Whole(0),
     "max_gc_wrapped_modules": Whole(),
 }
