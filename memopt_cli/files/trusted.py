@@ -1,7 +1,7 @@
 """Remembering the trust that a user typed for a model file; it is offered again, and never applied by itself.
 
 Nothing that travels with a model may vouch for it, so the trust is kept in the user's own state folder.  There is one
-file for each pair of a path and a content: a model that is replaced, or copied elsewhere, must be trusted anew.
+file for each pair of a path and a content: a model that is replaced, or copied elsewhere, must be trusted again.
 """
 
 from __future__ import annotations
@@ -52,6 +52,6 @@ def _record_path(location: str, sha256: str) -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether ``folder`` is the user's, and nobody else may write to it."""
+    """Return whether ``folder`` is the user's, and no other user may write to it."""
     state = folder.stat()
     return state.st_uid == os.getuid() and not state.st_mode & _FOR_OTHERS

@@ -177,7 +177,7 @@ class OnlineAlgorithm(nn.Module):
         return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *buffers)]
 
     def accept_states(self) -> None:
-        """Take the current states and traces for the result of the last step, whoever has set them."""
+        """Accept the current states and traces as the result of the last step, even if the user has set them."""
         self._past.remember(self._carried_tensors())
 
 

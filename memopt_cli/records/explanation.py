@@ -68,7 +68,7 @@ class OutOfMemoryText:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that a step can surely use: those that tensors held and those that were free; 0 if not known."""
+        """Bytes that a step is certain to get: those that tensors held and those that were free; 0 if unknown."""
         return self.allocated_bytes + self.free_bytes if self.allocated_bytes else 0
 
 

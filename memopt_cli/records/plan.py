@@ -152,7 +152,7 @@ class CompilePlan(_ShortRepr):
     """Mode of inductor, such as ``max-autotune``.  ``None``: its default."""
     activation_memory_budget: float | None = None
     """PyTorch's memory budget: share, 0 to 1, of the bytes saved for backward that may stay; the rest is recomputed.
-    ``None``: the process's setting, 1 unless somebody changed it."""
+    ``None``: the process's setting, 1 unless it was changed."""
 
     def __post_init__(self) -> None:
         budget = self.activation_memory_budget

@@ -1,6 +1,6 @@
 """Find rows that mix: modules that must not run in chunks, since a row of their output needs rows of another chunk.
 
-A cumulative sum, attention, or a loop over time steps that is written in forward would start anew in each chunk, and
+A cumulative sum, attention, or a loop over time steps that is written in forward would start again in each chunk, and
 silently compute something else.  Two trials on a piece of the input, without gradients, find that::
 
     whole                   cumsum([1, 2, 3, 4])    1 3 6 10

@@ -248,7 +248,7 @@ class _NotInChunksError(Exception):
     """A module computes something else in chunks, or leaves other state behind."""
 
     def __init__(self, reason: Complaint, undo: Callable[[], None], *, is_certain: bool) -> None:
-        """Give the ``reason``.  ``undo``: puts state back; ``is_certain``: chunks are surely at fault."""
+        """Give the ``reason``.  ``undo``: puts state back; ``is_certain``: chunks are certainly at fault."""
         super().__init__(reason)
         self.undo, self.is_certain = undo, is_certain
 

@@ -2,7 +2,7 @@
 
 A codec makes a claim about a tensor ("every element is 0 or 1"), checks it on the bits at run time, and stores the
 tensor raw if the claim does not hold.  So every tensor comes back bit-identical, with its dtype, shape and strides.
-A fake tensor, in a dry run, has no bits to check: there every claim is taken to hold.
+A fake tensor, in a dry run, has no bits to check: there every claim is assumed to hold.
 """
 
 from __future__ import annotations
@@ -466,7 +466,7 @@ def _split(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
 
 
 def _find_stored(edge: Edge | None, piece: Tensor) -> Packed | None:
-    """Return the stored tensor to which ``edge`` leads, if it has the very bits of ``piece``; otherwise ``None``."""
+    """Return the stored tensor to which ``edge`` leads, if it has the bits of ``piece``; otherwise ``None``."""
     stored = None if edge is None else _stored_by_edge().get(edge)
     return stored if stored is not None and _has_bits(stored, piece) else None
 

@@ -127,7 +127,7 @@ def put_at(generator: torch.Generator, position: torch.Tensor) -> None:
 def _position(device: torch.device) -> Any:
     """Return the position of the default generator of ``device``, not as a tensor, which would show in a measured peak.
 
-    It is a ``bytearray``, which compares with memory; nobody writes to it.
+    It is a ``bytearray``, which compares with memory; nothing writes to it.
     """
     with _lock:
         if device is _CPU:

@@ -253,7 +253,7 @@ class HeldSlots:
         return slots, others
 
     def put_back(self, slot: Slot, current: Any, value: Any) -> Any:
-        """Return the value to put into ``slot`` for good: ``current`` if it equals ``value`` or can be made equal.
+        """Return the value to put into ``slot`` permanently: ``current`` if it equals ``value`` or can be made equal.
 
         Others may refer to the ``current`` object, so it is exchanged only if there is no other way.
         """

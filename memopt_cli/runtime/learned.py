@@ -314,7 +314,7 @@ def is_plain_state(value: Any) -> bool:
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the class of ``value``, or a function's code: forward is taken to do the same with values of one kind."""
+    """Return the class of ``value``, or a function's code: forward should do the same with values of one kind."""
     return value.__code__ if isinstance(value, types.FunctionType) else type(value)
 
 

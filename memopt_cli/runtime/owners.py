@@ -47,7 +47,7 @@ class Owner:
         raise NotImplementedError
 
     def holds(self, slots: Slots) -> bool:
-        """Return whether the values are the very objects of ``slots``."""
+        """Return whether the values are the same objects as those of ``slots``."""
         return is_same(self.read(), slots)
 
     def mapping(self) -> dict[Any, Any] | None:
@@ -106,7 +106,7 @@ class Snapshot:
         self._lengths = [*map(len, self._mappings)]
 
     def is_present(self) -> bool:
-        """Return whether the owners hold the very same objects now."""
+        """Return whether the owners hold the same objects now."""
         if [*map(len, self._mappings)] != self._lengths:
             return False
         try:
@@ -222,7 +222,7 @@ class ScriptAttributes(Owner):
 
     def _slots(self) -> ScriptSlots:
         module = self._module()
-        assert module is not None, "whoever reads it holds the module"
+        assert module is not None, "the reader holds the module"
         return ScriptSlots(module)
 
     def read(self) -> Slots:

@@ -232,7 +232,7 @@ class PackedSaves:
         if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
             return _Unpacked(tensor)
         if self._parcels is not None:
-            # The parameters that FSDP gathers for forward are not parameters of the module, hence not untouched.
+            # The parameters that FSDP gathers for forward are not the module's, so they are not in ``_untouched``.
             if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
                 return _Unpacked(tensor)
             self._parcels.note_save()

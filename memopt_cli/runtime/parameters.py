@@ -110,7 +110,7 @@ class Parameters:
             _exchange(table, entries)
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Return a context manager that gives the modules these parameters, which need gradients as then.
+        """Return a context manager that gives the modules these parameters, with ``requires_grad`` as in that call.
 
         Afterwards the modules hold their current parameters again, even if the forward in the block exchanged
         parameters for itself, and ended before it put them back.

@@ -188,7 +188,7 @@ def is_fake(value: Any) -> bool:
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is of PyTorch's own class or of a dry run: other classes may define operators anew."""
+    """Return whether ``tensor`` is of PyTorch's own class or of a dry run: other classes may redefine operators."""
     return type(tensor) is Tensor or isinstance(tensor, FakeTensor)
 
 
@@ -564,7 +564,7 @@ def _first_frame_outside(frame: FrameType | None, names: frozenset[str]) -> Fram
 # ---------------------------------------------------------------------------------------------- hooks on saving
 
 
-class as_written:  # used like a function, hence in lower case
+class as_written:  # used like a function, so in lower case
     """A block in which TorchScript runs unoptimized, as by ``torch.jit.optimized_execution(False)``."""
 
     __slots__ = ("_optimizes",)

@@ -307,7 +307,7 @@ class _Variables:
                 self._types.setdefault(node.id, []).append(None)
 
     def allow(self, cast: ast.Call) -> bool:
-        """Return whether the value of ``cast`` surely has the type to which it is cast."""
+        """Return whether the value of ``cast`` is certain to have the type to which it is cast."""
         if len(cast.args) != 2 or cast.keywords:
             return False
         kind, source = cast.args

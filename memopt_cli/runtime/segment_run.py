@@ -269,7 +269,7 @@ class SegmentRun:
         return None
 
     def _note_glance(self) -> None:
-        """Note a few bytes of the last activation, if they can be read at next to no cost."""
+        """Note a few bytes of the last activation, if they can be read at almost no cost."""
         if self._learned.compared is None or self.gathers:  # passes over the same chunks save different tensors
             return
         index = len(self._refs) + self._learned.compared

@@ -250,7 +250,7 @@ class StartingState:
                 generators.restore()
 
     def restore(self, state_tensors: Sequence[Tensor] = (), others: Sequence[Any] = ()) -> None:
-        """Put the module, the generators and ``others`` into the starting state for good, to run forward anew.
+        """Put the module, the generators and ``others`` into the starting state to run forward again; they stay in it.
 
         ``others``: the arguments that are not tensors, which belong to the caller.  Raises :class:`RuntimeError` if one
         of them cannot be put back.

@@ -135,7 +135,7 @@ def _open(path: str | os.PathLike[str]) -> BinaryIO:
 def _open_at_once(path: str, flags: int) -> int:
     """Open a file without waiting, and refuse one that cannot be read to an end.
 
-    A named pipe that nobody writes to counts as empty.  The file is examined after it was opened: if it were examined
+    A named pipe without a writer counts as empty.  The file is examined after it was opened: if it were examined
     by name before, another file could take its place in between.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

@@ -23,7 +23,7 @@ def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
 
     ``KiB`` … are powers of 1024, ``kB`` … powers of 1000, and a bare number is bytes.  Case does not matter, and a
     fraction of a byte is dropped.  Raises :class:`UsageError` for anything else, and for 8 EiB or more; if a limit
-    ``needs_unit``, for a bare number other than 0 as well, which nobody meant as bytes.
+    ``needs_unit``, also for a bare number other than 0, which was hardly meant as bytes.
     """
     match = _SIZE.fullmatch(text)
     if needs_unit and match is not None and not match.group(2) and match.group(1).strip("0."):

@@ -91,7 +91,7 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
 
 
 def _fill(path: Path, fill: Fill) -> None:
-    # O_EXCL and O_NOFOLLOW: somebody may have put a link in its place, through which another file would be written.
+    # O_EXCL and O_NOFOLLOW: a link may have been put in its place, through which another file would be written.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(path, "wb", opener=lambda name, _: os.open(name, flags, _MODE)) as file:
         fill(file)

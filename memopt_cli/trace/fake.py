@@ -78,7 +78,7 @@ def _copied_without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         with mode, NumbersKnown():
             try:
                 return model.make_again()
-            except MemoptError as error:  # its hint blames the user's function, which only fails without data
+            except MemoptError as error:  # its hint is about the user's function, which only fails without data
                 raise RuntimeError(error.message) from error
     copied = {id(g): g.clone_state() for g in _find_generators(model)}  # the mode would copy them without their state
     with FakeCopyMode(mode):

@@ -101,7 +101,7 @@ class StorageLog(TorchDispatchMode):
         """Do nothing; subclasses note an operator that ran."""
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count ``storage`` anew after Python code resized it, as FSDP does to free and restore parameters."""
+        """Count ``storage`` again after Python code resized it, as FSDP does to free and restore parameters."""
         self.finish_operator()
         storages, nbytes = self.storages, storage.nbytes()
         if storages.find_unresized(storage, storages.tick) is None and nbytes:
@@ -261,7 +261,7 @@ def run_step(step: Step, log: StorageLog) -> None:
 def resident_bytes(step: Step) -> int:
     """Return the bytes of parameters, gradients if there are any, buffers, inputs and optimizer state of ``step``.
 
-    Targets that the loss holds are counted with the inputs: the step reads them, whoever made them.
+    Targets that the loss holds are counted with the inputs: the step reads them, wherever they were made.
     """
     parameters = list(step.model.parameters())
     return unique_bytes(

@@ -34,7 +34,7 @@ class Storage:
     died: int | None = None
     """Tick at which it was freed; ``None`` while it is alive."""
     is_replaced: bool = False
-    """Whether a plain step writes the last operator's result into this storage, if nobody else holds it."""
+    """Whether a plain step writes the last operator's result into this storage, if nothing else holds it."""
 
 
 @dataclass(slots=True)

@@ -101,7 +101,7 @@ class Workspaces:
             for run in runs:
                 paired.record(operator, run.shapes, run.nbytes)
             smaller_runs = smaller._runs.get(operator, [])
-            if len(smaller_runs) == len(runs):  # otherwise nobody knows which runs correspond
+            if len(smaller_runs) == len(runs):  # otherwise it is unknown which runs correspond
                 for run, smaller_run in zip(paired._runs[operator], smaller_runs, strict=True):
                     have_same_ranks = list(map(len, run.shapes)) == list(map(len, smaller_run.shapes))
                     is_counterpart = have_same_ranks and _differ_in_size(run.shapes, smaller_run.shapes)

@@ -43,7 +43,7 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
 
 
 def _hooks_on(model: nn.Module) -> str:
-    """Return a text that identifies the hooks of ``model``: when they change, PyTorch compiles anew and sees them."""
+    """Return a text that identifies the hooks of ``model``: when they change, PyTorch compiles again and sees them."""
     return str([[*vars(model)[name]] for name in _HOOKS])
 
 

@@ -47,7 +47,7 @@ def find_switches(model: nn.Module) -> tuple[str, ...]:
 
 
 def turn_off(model: nn.Module) -> tuple[str, ...]:
-    """Turn the switches of ``model`` off for good, and return those that were on."""
+    """Turn the switches of ``model`` off permanently, and return those that were on."""
     switches = find_switches(model)
     _set(model, switches, on=False)
     return switches

@@ -354,7 +354,7 @@ class _NeededInLoop:
 
 
 def _known_data(block: Block, known: set[int]) -> set[int]:
-    """Return the values in ``block`` that are surely data: results of operators, attributes and constants.
+    """Return the values in ``block`` that are certain to be data: results of operators, attributes and constants.
 
     An argument, the return value of a module, and an item of a container may be anything, so the code checks them
     before it sets an attribute to one (``checked_data``).

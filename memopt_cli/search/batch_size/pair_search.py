@@ -113,7 +113,7 @@ class PairSearch:
         """Run those ``pairs`` that may be faster than ``best_rate`` samples per second, the most promising first.
 
         Each round either sizes a pair by dry runs, which makes it a candidate, or runs a candidate.  A run corrects all
-        other predictions, so the most promising pair is chosen anew each time.
+        other predictions, so the most promising pair is chosen again each time.
         """
         waiting, candidates = list(pairs), list[PairCandidate]()
         while self.runs_left() > 0 and not self.is_over():

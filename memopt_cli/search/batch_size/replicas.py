@@ -11,7 +11,7 @@ from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.text.units import format_bytes, format_copies
 
 CHOICE_RATIO = 4
-"""Memory that is taken for a moment to choose a route (how the copies run as one), divided by a step's memory."""
+"""Memory that choosing a route (how the copies run as one) takes for a moment, divided by a step's memory."""
 _PATIENCE = 2
 """Maximum number of runs in a row that train no faster than one with fewer copies."""
 _MIN_RATIO = 1.25

@@ -22,7 +22,7 @@ _MIN_TIMED_RATIO = 1.5
 """A larger batch limited by time is run if it is this many times the best so far: small ones are slower per sample."""
 _SAFE_SHARE = 0.98
 """Share of the budget that the last run aims at if no run has fitted yet, since an answer that ran is worth more than a
-closer estimate.  A batch that fits this share by dry runs is taken to fit."""
+closer estimate.  A batch that fits this share by dry runs is assumed to fit."""
 _SIMILAR_SHARE = 0.25
 """The speed of one batch stands for that of a batch whose size differs by less than this share."""
 _FORESIGHT_RATIO = 1.5
@@ -139,7 +139,7 @@ class BatchSearch:
         best = self.runs.best
         if not best and self.runs.limits.probes - len(self.runs) == 1:  # the last run should fit
             max_bytes = int(max_bytes * _SAFE_SHARE)
-        # If the largest batch in time surely fits, there is no need to look for the largest in memory by dry runs.
+        # If the largest batch in time is certain to fit, the largest in memory need not be found by dry runs.
         affordable = self.runs.affordable() if self.runs.measured else None
         if affordable is not None and self._fits_safely(affordable, max_bytes):
             return self._if_worth_a_run(affordable)
@@ -152,7 +152,7 @@ class BatchSearch:
         return None if is_answered else candidate
 
     def _fits_safely(self, batch: int, max_bytes: int) -> bool:
-        """Return whether ``batch`` is near one that ran, and surely fits in ``max_bytes``."""
+        """Return whether ``batch`` is near one that ran, and certain to fit in ``max_bytes``."""
         is_near = batch <= _FIRST_RUN_RATIO * self.runs.measured[-1].batch and self.runs.below_failures(batch) == batch
         return is_near and self.model.peak_bytes(batch) <= _SAFE_SHARE * max_bytes
 

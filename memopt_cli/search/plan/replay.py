@@ -246,7 +246,7 @@ class _Lives:
         """Return the instant at which autograd releases ``storage``: after the backward of the first of ``savers``.
 
         The recording has that instant exactly if the original has the same first saver, and only autograd kept the
-        storage alive.  Otherwise it is taken to be the end of the backward of the module around the saver.
+        storage alive.  Otherwise it is assumed to be the end of the backward of the module around the saver.
         """
         first = min(savers)
         if first == min(storage.saved_by, default=None) and storage.died != storage.freed:

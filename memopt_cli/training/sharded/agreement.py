@@ -58,7 +58,7 @@ class Ranks:
         if failures:
             first, failure = next(iter(failures.items()))
             is_common = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
-            raise failure if is_common else _with_rank(failure, first, self.count)  # alike on all: blame no rank
+            raise failure if is_common else _with_rank(failure, first, self.count)  # the same on all ranks: name none
         return result
 
     @contextlib.contextmanager

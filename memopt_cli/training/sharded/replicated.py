@@ -149,7 +149,7 @@ class Reducer:
     set_runtime_stats_and_log = prepare_for_forward
 
     def _rebuild_buckets(self) -> bool:
-        """Return ``False``: the buckets were made anew after the first step already."""
+        """Return ``False``: the buckets were already made again after the first step."""
         return False
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
@@ -219,7 +219,7 @@ class Reducer:
                 gradient.copy_(view)
 
     def _finish(self) -> None:
-        """End the backward of a step; after the first, make the buckets anew in the order of its gradients."""
+        """End the backward of a step; after the first, make the buckets again in the order of its gradients."""
         self._is_reducing = self._has_begun = False
         if self._finds_unused:
             dist.all_reduce(self._used, group=self._group)
