@@ -48,9 +48,9 @@ class Generators:
                 positions["NumPy"] = _shared_position("NumPy", pickle.dumps(state))
         return positions
 
-    def restore(self, present: Generators | None = None) -> None:
-        """Put the generators back to these positions; ``present``: their positions now, if known."""
-        current = self._read() if present is None else present._positions
+    def restore(self, now: Generators | None = None) -> None:
+        """Put the generators back to these positions; ``now``: their positions now, if known."""
+        current = self._read() if now is None else now._positions
         for generator, position in self._positions.items():
             if current.get(generator) is position:
                 continue
@@ -79,12 +79,12 @@ class Generators:
 
     def now(self) -> Generators:
         """Return the current positions of these generators."""
-        present: Generators = object.__new__(Generators)
-        present.devices, present._is_outside, present.moved_outside = self.devices, self._is_outside, False
-        present._positions = self._read()
-        if len(self._positions) < len(present._positions):
-            present._positions = {key: present._positions[key] for key in self._positions}
-        return present
+        now: Generators = object.__new__(Generators)
+        now.devices, now._is_outside, now.moved_outside = self.devices, self._is_outside, False
+        now._positions = self._read()
+        if len(self._positions) < len(now._positions):
+            now._positions = {key: now._positions[key] for key in self._positions}
+        return now
 
     def moved(self) -> bool:
         """Return whether one of these generators has moved."""

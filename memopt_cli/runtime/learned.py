@@ -146,14 +146,14 @@ class Known:
 
     def is_still(self) -> bool:
         """Return whether no state was exchanged in the owners in which nothing was seen to move."""
-        return self._state.is_present() and (self._parts is None or self._parts.is_present())
+        return self._state.is_current() and (self._parts is None or self._parts.is_current())
 
     def _is_unchanged(self) -> bool:
         """Return whether neither state nor structure (such as dictionaries of hooks) was exchanged in these owners.
 
         No recomputation puts structure back, so it is compared once a call.
         """
-        return self._all.is_present() and (self._parts is None or self._parts.is_present())
+        return self._all.is_current() and (self._parts is None or self._parts.is_current())
 
     def is_part(self, index: int) -> bool:
         """Return whether the owner at ``index`` is a part of an object in a slot of another owner."""

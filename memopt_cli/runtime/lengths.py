@@ -90,7 +90,7 @@ class ConfigsByLength:
         return self.configs[min(bisect.bisect_left(self.up_to, length), len(self.up_to) - 1)]
 
 
-def present_length() -> float:
+def current_length() -> float:
     """Return the length of the current input.  Infinite if unknown: a module is called by itself."""
     return this_thread.length
 
@@ -116,7 +116,7 @@ def segment_of(module: nn.Module) -> SegmentConfig | None:
     For a module by length these are the settings for the current length; outside of a step, for the longest range.
     """
     config: SegmentConfig | ConfigsByLength | None = getattr(module, SEGMENT_KEY, None)  # PyTorch 2.8: not by ``vars``
-    return config.at(present_length()) if isinstance(config, ConfigsByLength) else config
+    return config.at(current_length()) if isinstance(config, ConfigsByLength) else config
 
 
 def config_of(module: nn.Module) -> SegmentConfig:

@@ -105,7 +105,7 @@ class Snapshot:
         self._values += of_readers
         self._lengths = [*map(len, self._mappings)]
 
-    def is_present(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the owners hold the same objects now."""
         if [*map(len, self._mappings)] != self._lengths:
             return False

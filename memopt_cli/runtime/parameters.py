@@ -31,7 +31,7 @@ class _Entries:
 
     def are_in_place(self) -> bool:
         """Return whether the dictionaries hold these entries, and no others."""
-        return self._snapshot.is_present()
+        return self._snapshot.is_current()
 
     def versions(self) -> list[int | None]:
         """Return the current version of each parameter.  ``None``: it is sharded or lazy."""
@@ -93,10 +93,10 @@ class Parameters:
 
     def check(self) -> None:
         """Raise :class:`RuntimeError` if a parameter was modified in place since forward ended."""
-        present = self._entries.versions()
-        if present == self._versions:
+        versions = self._entries.versions()
+        if versions == self._versions:
             return
-        for name, p, before, now in zip(self._entries.names, self.tensors, self._versions, present, strict=True):
+        for name, p, before, now in zip(self._entries.names, self.tensors, self._versions, versions, strict=True):
             if before != now:
                 raise RuntimeError(
                     f"the parameter {name} of shape {tuple(p.shape)} was modified in place between forward and "

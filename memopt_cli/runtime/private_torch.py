@@ -924,7 +924,7 @@ function_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stac
 @contextlib.contextmanager
 def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
     """Activate ``modes``, and no other function modes, inside the block."""
-    present = [_pop_mode() for _ in function_modes()][::-1]
+    active = [_pop_mode() for _ in function_modes()][::-1]
     for mode in modes:
         _push_mode(mode)
     try:
@@ -932,7 +932,7 @@ def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
     finally:
         for _ in modes:
             _pop_mode()
-        for mode in present:
+        for mode in active:
             _push_mode(mode)
 
 

@@ -181,9 +181,9 @@ def _run(parent: nn.Module, names: list[str]) -> Run:
 
 
 def _add(parent: nn.Module, name: str, run: Run) -> None:
-    for present_name, present_run in _update_runs(parent).items():
-        if children_of(present_run).keys() & children_of(run).keys():
-            raise ValueError(f"it shares children with the run {present_name}")
+    for existing_name, existing_run in _update_runs(parent).items():
+        if children_of(existing_run).keys() & children_of(run).keys():
+            raise ValueError(f"it shares children with the run {existing_name}")
     if type(parent) is nn.Sequential:
         parent.__class__ = GroupedSequential
     if not isinstance(parent, GroupedSequential):

@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.in_backward import updates_in_backward
 from memopt_cli.runtime.learned import Learned
-from memopt_cli.runtime.lengths import present_length
+from memopt_cli.runtime.lengths import current_length
 from memopt_cli.runtime.module_state import Complaint, label_of
 from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.private_torch import (
@@ -123,7 +123,7 @@ class SegmentRun:
         """
         self._module, self._learned, self._start, self._repeat = module, learned, start, repeat
         self._kept, self._keeps = kept, type(kept) is KeptOutputs
-        self._began, self._length = this_moment(), present_length()
+        self._began, self._length = this_moment(), current_length()
         outermost = outermost_segment() or module
         self._locked = (module,) if outermost is module else (outermost, module)
         """The segments whose locks a recomputation takes."""

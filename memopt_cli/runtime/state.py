@@ -227,7 +227,7 @@ class StartingState:
         known, generators = self._known, self._generators.now()
         # If nothing has changed since forward where nothing was seen to move, only the other owners are exchanged.
         is_still = known.stays is self._stays and not self._received and known.is_still()
-        present = known.read_owners(known.movers if is_still else known.indices)
+        current_slots = known.read_owners(known.movers if is_still else known.indices)
         # Dictionaries that were empty when forward started, and are not any more: for example, a hook was added since.
         filled: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         if any(known.without_hooks) or any(known.empty):
@@ -236,13 +236,13 @@ class StartingState:
             try:
                 for table, _ in filled:
                     table.clear()
-                others = self._put(state_tensors, present)
+                others = self._put(state_tensors, current_slots)
                 self._generators.restore(generators)
                 yield others
             finally:
                 if is_still and not known.is_still():  # this time forward has changed more than before: put back all
-                    present = {index: self._stays[index] for index in known.indices} | present
-                for index, slots in present.items():
+                    current_slots = {index: self._stays[index] for index in known.indices} | current_slots
+                for index, slots in current_slots.items():
                     if not known.owners[index].holds(slots):
                         known.owners[index].write(slots)
                 for table, entries in filled:
@@ -256,10 +256,10 @@ class StartingState:
         of them cannot be put back.
         """
         self._parameters.put()
-        present = self._known.read_owners(self._known.indices)
-        copied = self._put(state_tensors, present, None if self._held is None else self._held.put_back)
+        current_slots = self._known.read_owners(self._known.indices)
+        copied = self._put(state_tensors, current_slots, None if self._held is None else self._held.put_back)
         if any(self._known.without_hooks):
-            self._keep_flags(present)
+            self._keep_flags(current_slots)
         for argument, value in zip(others, copied, strict=False):
             if not restore_contents(argument, value):
                 raise RuntimeError(
@@ -276,18 +276,18 @@ class StartingState:
         """
         for index, slots in before.items():
             owner = self._known.owners[index]
-            present = owner.read()
-            flags = {name: value for name, value in slots.items() if value is True and name not in present}
+            current_slots = owner.read()
+            flags = {name: value for name, value in slots.items() if value is True and name not in current_slots}
             if flags:
-                owner.write(present | flags)
+                owner.write(current_slots | flags)
 
     def _put(
         self,
         state_tensors: Sequence[Tensor],
-        present: Mapping[int, Slots],
+        current_slots: Mapping[int, Slots],
         value_for: Callable[[Slot, Any, Any], Any] | None = None,
     ) -> list[Any]:
-        """Write the starting state to the slots, whose values are ``present``, and return copies of ``others``.
+        """Write the starting state to the slots, whose values are ``current_slots``, and return copies of ``others``.
 
         ``value_for``: returns the new value of a slot, given its current value and a copy of the one to restore.
         ``None``: it is the copy.
@@ -301,7 +301,7 @@ class StartingState:
             copies = {n: one.copy for n, one in held.tensors.items() if one.copy is not None}
             made = restored_tensors(copies | received if received else copies)
             moving, others = held.thaw(partial(_tensor_for, made, state_tensors))
-        for index, current in present.items():
+        for index, current in current_slots.items():
             wanted = self._stays[index]
             if received:
                 wanted = {name: restored(value, made) for name, value in wanted.items()}

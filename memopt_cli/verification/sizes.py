@@ -84,14 +84,14 @@ def _runs(sizes: Sizes, cuts: Observe) -> bool:
 
 def _enlarge(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:
     """Yield ``sizes`` with one size larger, for a segment that lacks chunks, or uneven chunks."""
-    present = cuts(sizes)
-    even_segments = [key for key, cut in present.items() if not _is_uneven(cut.length, cut.chunks)]
+    current_cuts = cuts(sizes)
+    even_segments = [key for key, cut in current_cuts.items() if not _is_uneven(cut.length, cut.chunks)]
     if not even_segments:
         return
     larger_by_one = ({**sizes, name: size + 1} for name, size in sizes.items())
-    cuts_of_larger = [cuts(larger) if _runs(larger, cuts) else present for larger in larger_by_one]
+    cuts_of_larger = [cuts(larger) if _runs(larger, cuts) else current_cuts for larger in larger_by_one]
     for key in even_segments:
-        length, chunks = present[key].length, present[key].chunks
+        length, chunks = current_cuts[key].length, current_cuts[key].chunks
         steps = [_steps(length, larger[key].length - length, chunks) for larger in cuts_of_larger]
         candidates = [{**sizes, name: sizes[name] + more} for name, more in zip(sizes, steps, strict=True) if more]
         if candidates:
