@@ -16,6 +16,11 @@ from memopt_cli.records.request import StepRequest
 from memopt_cli.records.settings import StepSettings
 from memopt_cli.records.trace import Phase, StepTrace
 
+SEGMENT = "a segment"
+"""Name of a segment that keeps a tensor for backward, in place of autograd."""
+PACKING = "packing"
+"""Name of the packing of a tensor outside of segments, in place of autograd."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest(StepRequest):
@@ -87,9 +92,6 @@ class ModuleUse:
     seconds: float
     """Seconds of the module's operators in forward and backward; 0 where only tensors without data ran."""
 
-
-SEGMENT, PACKING = "a segment", "packing"
-"""Parts of a plan that keep tensors for backward, in place of autograd."""
 
 TimeUseName = Literal[
     "forward", "backward", "clip", "update", "recomputation", "packing and copies", "beside operators"
