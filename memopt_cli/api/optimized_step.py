@@ -21,7 +21,7 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.records.progress import log_progress
-from memopt_cli.text.options import accepted
+from memopt_cli.text.options import check_option
 from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.user_step import Step, join_models
@@ -58,7 +58,7 @@ def optimize_step(
     optimized step differs from the original, and other errors of ``memopt_cli.errors`` if it cannot be taken.
     """
     started = time.monotonic()
-    limit_s = accepted("timeout", timeout)
+    limit_s = check_option("timeout", timeout)
     settings = StepSettings(device=process_device())
     request = OptimizeRequest(
         source=ModelSource(location=STEP),

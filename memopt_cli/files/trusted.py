@@ -35,7 +35,7 @@ def remember_trust(location: str, sha256: str, trust: Trust) -> None:
             write_all({path: content(json_text(to_data(typed)).encode())}, force=True)
 
 
-def remembered_trust(location: str) -> Trust | None:
+def recall_trust(location: str) -> Trust | None:
     """Return the trust last typed for ``location`` with its current content, or ``None`` if none is remembered."""
     with contextlib.suppress(OSError, RuntimeError, ValueError, MemoptError):
         path = _record_path(location, hashlib.sha256(read_bytes(location)).hexdigest())

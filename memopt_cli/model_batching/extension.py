@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.text.paths import quoted_path
+from memopt_cli.text.paths import quote_module
 
 B = TypeVar("B", bound="AbstractBatchModule")
 
@@ -61,7 +61,7 @@ class AbstractBatchModule(nn.Module):
             actual_shape = _shape(targets.get(name), None)
             if expected_shape != actual_shape:
                 raise UsageError(
-                    f"{type(self).__name__} at {quoted_path(path)} has '{name}' of shape {actual_shape}; for "
+                    f"{type(self).__name__} at {quote_module(path)} has '{name}' of shape {actual_shape}; for "
                     f"{self.batch} models of {type(original).__name__} it should be {expected_shape}"
                 )
             with torch.no_grad():

@@ -16,7 +16,7 @@ from memopt_cli.model_batching.selection import select
 from memopt_cli.model_batching.stacked import StateDict, load_stacked, share_first, stack_model, unstack
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import map_leaves
-from memopt_cli.text.paths import quoted_path
+from memopt_cli.text.paths import quote_module
 
 _Mode = tuple[Any, ...]
 
@@ -162,7 +162,7 @@ def refuse_batched(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, BatchModule):
             raise UsageError(
-                f"module {quoted_path(path)} is a BatchModule, which chooses how to run its copies when it is called: "
+                f"module {quote_module(path)} is a BatchModule, which chooses how to run its copies when it is called: "
                 "a recorded step does not describe the next one",
                 hint="Optimize the model that it batches, and batch the result: segments work inside a BatchModule.",
             )

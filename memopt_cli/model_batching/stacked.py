@@ -15,7 +15,7 @@ from memopt_cli.model_batching.extension import AbstractBatchModule, find_batch_
 from memopt_cli.runtime import uninitialized
 from memopt_cli.runtime.private_torch import buffers_of, parameters_of
 from memopt_cli.runtime.runs import child_path
-from memopt_cli.text.paths import quoted_path
+from memopt_cli.text.paths import quote_module
 
 StateDict = Mapping[str, Tensor]
 
@@ -170,7 +170,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     for path, module in model.named_modules():
         reason = _refusal(module)
         if reason:
-            raise UsageError(f"module {quoted_path(path)} ({type(module).__name__}) cannot be batched: {reason}")
+            raise UsageError(f"module {quote_module(path)} ({type(module).__name__}) cannot be batched: {reason}")
 
 
 def _refusal(module: nn.Module) -> str:

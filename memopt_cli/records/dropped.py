@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from memopt_cli.records.measurement import Failure, describe
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.verification import Verification
-from memopt_cli.text.paths import quoted_path
+from memopt_cli.text.paths import quote_module
 from memopt_cli.text.units import format_apart, format_bytes, format_count, format_seconds
 
 
@@ -89,7 +89,7 @@ class LeftOut:
         """Sentence that says which part was left out, and why."""
         if self.segment is None:
             return f"Tensors saved outside of segments are not packed: with packing, {self.difference}."
-        return f"{quoted_path(self.segment)} is not a segment: as a segment, {self.difference}."
+        return f"{quote_module(self.segment)} is not a segment: as a segment, {self.difference}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Differs:
 
     @property
     def remedy(self) -> str:
-        paths = [quoted_path(part.segment) for part in self.left_out if part.segment is not None]
+        paths = [quote_module(part.segment) for part in self.left_out if part.segment is not None]
         module = paths[0] if paths else "a module"
         return (
             f"If {module} reads or changes state outside of modules (a file, a C extension), keep the state in an "

@@ -188,7 +188,7 @@ class BatchStatistics:
         """
         if self._start.has_drawn():
             raise NotGatheredError("draws random numbers before a batch norm, others in chunks than as a whole")
-        self._norms = (*self._norms, _Norm(merged([chunk.statistics for chunk in reached]), reached))
+        self._norms = (*self._norms, _Norm(merge_statistics([chunk.statistics for chunk in reached]), reached))
         self._start.add_norm(reached[0].running)
         self._start.restore()
 
@@ -226,7 +226,7 @@ class BatchStatistics:
         return run
 
 
-def merged(parts: Sequence[Statistics]) -> Statistics:
+def merge_statistics(parts: Sequence[Statistics]) -> Statistics:
     """Return the statistics of all values together, given the statistics of ``parts`` of them (Chan et al. 1979).
 
     The mean is the mean of the means, weighted by counts.  The variance is the mean of the variances, weighted alike,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memopt_cli.runtime.copies import Copy, copy_values, is_unchanged, version_of
 from memopt_cli.runtime.frozen import Frozen, freeze, pickle_value
-from memopt_cli.runtime.learned import Known, Reading, Slot, changed, is_object, is_plain_state
+from memopt_cli.runtime.learned import Known, Reading, Slot, find_changes, is_object, is_plain_state
 from memopt_cli.runtime.module_state import Complaint, leaves_in
 from memopt_cli.runtime.owners import Slots
 
@@ -187,7 +187,7 @@ class HeldSlots:
         ``written``: the result of :meth:`written`.
         """
         before, after = self._before.get(index, before), self._known.owners[index].read()
-        names = changed(before, after)
+        names = find_changes(before, after)
         if written:
             of_written = {n for n, value in before.items() if any(id(leaf) in written for leaf in leaves_in([value]))}
             self._known.written |= {(index, name) for name in of_written}

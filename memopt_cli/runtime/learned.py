@@ -216,7 +216,7 @@ class Known:
             if not self.stays[index] and slots.keys() <= moves:  # the usual case of buffers, first for speed
                 continue
             unmoved = {name: value for name, value in slots.items() if name not in moves}
-            if names := changed(self.stays[index], unmoved):
+            if names := find_changes(self.stays[index], unmoved):
                 both = [part[name] for part in (self.stays[index], unmoved) for name in names & part.keys()]
                 if index in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in both):
                     return False
@@ -298,7 +298,7 @@ def ensure_learned(module: nn.Module) -> Learned:
     return learned
 
 
-def changed(before: Slots, after: Slots) -> set[Any]:
+def find_changes(before: Slots, after: Slots) -> set[Any]:
     """Return the names whose value is not the same object in ``before`` and ``after``, or is missing in one of them."""
     if is_same(before, after):
         return set()

@@ -116,7 +116,7 @@ def check_code(records: Mapping[str, str]) -> dict[str, ast.Module]:
 
     Raises :class:`UnsafeScriptError`, which names what is not allowed.
     """
-    trees = {record: parsed_code(text) for record, text in records.items()}
+    trees = {record: parse_code(text) for record, text in records.items()}
     for tree in trees.values():
         _check_names(tree)
         _check_calls(tree)
@@ -125,7 +125,7 @@ def check_code(records: Mapping[str, str]) -> dict[str, ast.Module]:
     return trees
 
 
-def parsed_code(text: str) -> ast.Module:
+def parse_code(text: str) -> ast.Module:
     """Return ``text`` parsed.  Raises :class:`UnsafeScriptError` if PyTorch's parser might read it in another way."""
     try:
         if not _TEXT.fullmatch(text):
@@ -151,7 +151,7 @@ def _has_comment(text: str) -> bool:
     return any(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text).readline))
 
 
-def parsed_type(text: str) -> ast.expr:
+def parse_type(text: str) -> ast.expr:
     """Return the type ``text`` parsed.  Raises :class:`UnsafeScriptError` for a text that PyTorch does not write."""
     try:
         if len(text) > _MAX_TYPE_LENGTH or not _TYPE.fullmatch(text):

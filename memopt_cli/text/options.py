@@ -592,7 +592,7 @@ def find_option(command: str, name: str) -> Option:
     return OPTIONS.get(f"{command}.{name}") or OPTIONS[name]
 
 
-def accepted(name: str, value: object, kind: ValueKind | None = None) -> Any:
+def check_option(name: str, value: object, kind: ValueKind | None = None) -> Any:
     """Check the argument ``value`` for the option ``name``, and return it as a plain value, such as a tensor's number.
 
     ``kind``: the check if ``name`` is not an option, such as the size of a dimension.
@@ -606,6 +606,6 @@ def accepted(name: str, value: object, kind: ValueKind | None = None) -> Any:
         raise OptionError(f"{name} is {for_message(value)}", hint=f"Give {refusal}.") from None
 
 
-def accepted_if_given(name: str, value: object) -> Any:
-    """Return the value by :func:`accepted`; ``None`` for ``None``."""
-    return None if value is None else accepted(name, value)
+def check_option_if_given(name: str, value: object) -> Any:
+    """Return the value by :func:`check_option`; ``None`` for ``None``."""
+    return None if value is None else check_option(name, value)

@@ -12,7 +12,7 @@ from memopt_cli.text.units import format_count
 _NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 
-def quoted_path(path: str) -> str:
+def quote_module(path: str) -> str:
     """Return ``path`` in quotes for messages; the model itself, whose path is empty, is ``'(root)'``."""
     return f"'{path or '(root)'}'"
 

@@ -75,7 +75,7 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
     try:
         for path, fill in files.items():
             with _os_errors(path):
-                staged[path] = _sibling(path)
+                staged[path] = _temporary_path(path)
                 _fill(staged[path], fill)
         check_targets(files, force=force)  # another process may have written there meanwhile
         try:
@@ -101,7 +101,7 @@ def _fill(path: Path, fill: Fill) -> None:
 
 def _rename_all(staged: Mapping[Path, Path], *, force: bool) -> None:
     """Rename all files, or none.  Raises :class:`FileExistsError` for a file that may not be replaced."""
-    backups = {path: _sibling(path) for path in staged}
+    backups = {path: _temporary_path(path) for path in staged}
     begun: list[Path] = []
     try:
         for path, temporary in staged.items():
@@ -152,7 +152,7 @@ def _restore(path: Path, backup: Path, *, renamed: bool) -> None:
         path.unlink()
 
 
-def _sibling(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     """Return an unpredictable temporary name in the folder of ``path``."""
     return path.with_name(f".{path.name[:_LONGEST_STEM]}.{secrets.token_hex(8)}.memopt")
 

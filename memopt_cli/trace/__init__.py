@@ -15,7 +15,7 @@ from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode, place
 from memopt_cli.trace.inputs import codecs_failing_on_zeros, record_inputs
 from memopt_cli.trace.log import Codecs, StorageLog, resident_bytes
 from memopt_cli.trace.meter import Meter, meter_on
-from memopt_cli.trace.modules import codec_paths, listed_modules, requested_compressor
+from memopt_cli.trace.modules import codec_paths, list_modules, requested_compressor
 from memopt_cli.trace.recording import record
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "codecs_failing_on_zeros",
     "count",
     "fake_mode",
-    "listed_modules",
+    "list_modules",
     "match_codecs",
     "meter_on",
     "packing_bytes_per_s",

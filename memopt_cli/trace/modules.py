@@ -147,7 +147,7 @@ def _own_codec(module: nn.Module) -> OwnCompressor:
     return OwnCompressor(cast("Codec", module.x_compressor))
 
 
-def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
+def list_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
     """List every module of ``model`` in its order, as if none was called: without inputs and outputs."""
     return tuple(
         ModuleTrace(

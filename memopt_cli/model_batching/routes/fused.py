@@ -40,7 +40,7 @@ from memopt_cli.runtime import (
 )
 from memopt_cli.runtime.private_torch import has_hooks, tree_flatten, tree_leaves
 from memopt_cli.runtime.tree import join_tensors, split_tensors
-from memopt_cli.text.paths import quoted_path
+from memopt_cli.text.paths import quote_module
 from memopt_cli.verification.effects import bit_equal, generator_state, generators_kept
 
 _RANDOM_FUNCTIONS = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"))
@@ -52,7 +52,7 @@ class FusedRoute(Route):
     def __init__(self, tree: nn.Module, models: int) -> None:
         for path, module in named_parts(tree):
             if has_hooks(module):
-                raise RouteRefusedError(f"module {quoted_path(path)} has hooks, which a graph would not run")
+                raise RouteRefusedError(f"module {quote_module(path)} has hooks, which a graph would not run")
         self._module = FusedModule(tree, models)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,7 +173,7 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
     changed = [path for path, attributes in _attributes(entry.model).items() if attributes != before.get(path)]
     if changed:
         raise RouteRefusedError(
-            f"module {quoted_path(changed[0])} keeps state in attributes, which a graph would not update"
+            f"module {quote_module(changed[0])} keeps state in attributes, which a graph would not update"
         )
     return graph, entry
 
@@ -266,7 +266,7 @@ class _GraphFusion:
         config = settings_of(module)
         if isinstance(config, ConfigsByLength):
             raise RouteRefusedError(
-                f"module {quoted_path(path)} has a plan by length, which depends on the model's input"
+                f"module {quote_module(path)} has a plan by length, which depends on the model's input"
             )
         if config is not None and not config.through_loss:
             return _fused_segment(module, self._models)

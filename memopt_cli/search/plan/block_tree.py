@@ -272,7 +272,7 @@ class _Builder:
         return 0, "null"
 
 
-def repeated_paths(root: Block) -> set[str]:
+def find_repeated_paths(root: Block) -> set[str]:
     """Return the paths of modules that are called more than once a step."""
     calls = Counter(block.path for block in root if block.path)
     return {path for path, count in calls.items() if count > 1}

@@ -468,7 +468,7 @@ def _timing_key(op: OpTrace, trace: StepTrace) -> tuple[object, ...]:
     return (op.name, op.phase, op.flops, *tensors)
 
 
-def timed_like(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
+def copy_times(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
     """Return ``trace`` with operators timed as in ``first``, and the ratio of its step time to the one of ``first``.
 
     Two recordings of nearly the same step are seconds apart, and the machine may be half as fast in one: the sums of

@@ -12,7 +12,7 @@ from memopt_cli.records import ModuleTrace, Plan, SearchOptions
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.schedules import SegmentLimits, count_segments
 from memopt_cli.search.plan.segment_schedules import Allowed
-from memopt_cli.search.plan.targets import named_modules
+from memopt_cli.search.plan.targets import find_named_modules
 
 NESTED = 2
 """Lowest level with segments in other segments."""
@@ -28,7 +28,7 @@ def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace
     If the user named modules, level 1 may put segments only on these modules, and higher levels also on their parts.
     Raises :class:`PlanError` for a target that matches nothing that can be a segment.
     """
-    named = named_modules(modules, options)
+    named = find_named_modules(modules, options)
     named_paths = None if named is None else {module.path for module in named}
 
     def is_target(path: str) -> bool:

@@ -22,7 +22,7 @@ from memopt_cli.records import (
     SearchOverrides,
     SelectionPolicy,
 )
-from memopt_cli.text.options import OPTIONS, accepted
+from memopt_cli.text.options import OPTIONS, check_option
 from memopt_cli.text.values import Real, ValueKind, Whole
 
 DEFAULT_SLOWDOWN = 1.33
@@ -103,7 +103,7 @@ def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedS
     """
     overridden: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     for name in overridden.keys() & _CHECKED:
-        overridden[name] = accepted(name, overridden[name], _WIDER_RANGES.get(name))
+        overridden[name] = check_option(name, overridden[name], _WIDER_RANGES.get(name))
     notes = _apply_preference(overridden)
     profile = overridden.get("profile")
     options = SearchOptions(

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from memopt_cli.search.plan.block_tree import Block, repeated_paths
+from memopt_cli.search.plan.block_tree import Block, find_repeated_paths
 from memopt_cli.search.plan.schedules import (
     MAX_INNER_SCHEDULES,
     MAX_SCHEDULES,
@@ -86,7 +86,7 @@ class _Candidates:
         self._allowed = allowed
         # In a user's own step nearly all modules are called several times.  There each call is decided by itself, and
         # the plan makes a module a segment if any of its calls wants that.
-        self._repeated = set() if root.is_round else repeated_paths(root)
+        self._repeated = set() if root.is_round else find_repeated_paths(root)
 
     def choices(self) -> list[_Choice]:
         """List the decisions to try on modules that are called several times.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepTrace
 from memopt_cli.search.plan.chunk_trials import ChunkTrials
-from memopt_cli.search.plan.cost_model import timed_like
+from memopt_cli.search.plan.cost_model import copy_times
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan, TimeIsUp
 from memopt_cli.search.plan.improvements import Improvements
 from memopt_cli.search.plan.interface import NotTried, Probes
@@ -22,7 +22,7 @@ from memopt_cli.search.plan.loss_heads import add_heads
 from memopt_cli.search.plan.policy import max_segments
 from memopt_cli.search.plan.proposals import Proposals
 from memopt_cli.search.plan.schedules import SegmentLimits
-from memopt_cli.search.plan.targets import named_modules
+from memopt_cli.search.plan.targets import find_named_modules
 
 WORTH_LOWERING = 0.02
 """A peak counts as lower than another if it is lower by at least this share."""
@@ -100,7 +100,7 @@ class SearchSpaces:
 
     def __init__(self, trace: StepTrace, probes: Probes, dry_runs: DryRuns, options: SearchOptions) -> None:
         self._trace = trace
-        self._named = named_modules(trace.modules, options)
+        self._named = find_named_modules(trace.modules, options)
         self._probes = probes
         self._dry_runs = dry_runs
         self._options = options
@@ -184,7 +184,7 @@ class SearchSpaces:
         return counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
 
     def _headed_by(self, headed: Plan, trace: StepTrace) -> SearchSpace:
-        trace, slowdown = timed_like(trace, self._trace)
+        trace, slowdown = copy_times(trace, self._trace)
         proposals = Proposals(trace, self._tick, heads=find_heads(headed), slowdown=slowdown)
         for plan in (headed, Plan(segments=proposals.heads)):
             self._dry_runs.count(plan, proposals)

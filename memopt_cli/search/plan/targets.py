@@ -10,7 +10,7 @@ from memopt_cli.errors import PlanError
 from memopt_cli.records import Dropped, ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.policy import Selection, describe_choice
-from memopt_cli.text.paths import quoted_path
+from memopt_cli.text.paths import quote_module
 from memopt_cli.text.units import format_some
 
 _NEVER_CALLED = "the step never calls it"
@@ -30,7 +30,7 @@ def plain_segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
     return SegmentPlan(path=module.path, compressor=module.compressor if compress else "null")
 
 
-def named_modules(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
+def find_named_modules(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
     """Return the outermost modules that ``options`` name.  ``None``: they name none, so that memopt may choose any."""
     if options.targets:
         return match_targets(modules, options.targets)
@@ -43,7 +43,7 @@ def describe_selection(
     modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions, *, by_goal: bool
 ) -> Selection:
     """Describe which candidates ``plan`` selects, and why modules that the user named cannot be candidates."""
-    named = named_modules(modules, options)
+    named = find_named_modules(modules, options)
     candidates = len(named) if named is not None else sum(not module.refusal for module in modules)
     by_path = {module.path: module for module in modules}
     segments = find_outermost([by_path[segment.path] for segment in plan.segments])
@@ -60,7 +60,7 @@ def find_refusals(modules: Iterable[ModuleTrace], options: SearchOptions) -> dic
 
 def refusal_notes(refusals: Mapping[str, str]) -> list[str]:
     """Return a note on the modules in ``refusals`` (path -> why it cannot be a candidate), if there are any."""
-    modules = [f"{quoted_path(path)} ({reason})" for path, reason in refusals.items()]
+    modules = [f"{quote_module(path)} ({reason})" for path, reason in refusals.items()]
     return [f"These modules cannot be segments: {format_some(modules)}."] if modules else []
 
 

@@ -145,7 +145,7 @@ def _is_spread(model: nn.Module) -> bool:
 
 def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shard every repeated block of ``model``, then the rest, by FSDP2 (HSDP on a mesh of two axes)."""
-    for block in repeated_blocks(model):
+    for block in find_repeated_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -154,7 +154,7 @@ def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 _BUILT_IN: dict[str, Shard] = {"fsdp": _fully_sharded, "ddp": lambda model, mesh: DistributedDataParallel(model)}
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+def find_repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of ``model`` to shard one by one, such as the layers of a transformer.
 
     They are modules with parameters, several of the same class in an ``nn.ModuleList`` or ``nn.Sequential``.  Of a
@@ -166,9 +166,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         repeated = {kind for kind in repeated if isinstance(model, nn.ModuleList) or any(_is_composite(kind, children))}
         inner = [child for child in children if type(child) not in repeated]
         return [child for child in children if type(child) in repeated] + [
-            block for child in inner for block in repeated_blocks(child)
+            block for child in inner for block in find_repeated_blocks(child)
         ]
-    return [block for child in model.children() for block in repeated_blocks(child)]
+    return [block for child in model.children() for block in find_repeated_blocks(child)]
 
 
 def _is_composite(kind: type, children: list[nn.Module]) -> list[bool]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt_cli.records import OpTrace, Plan, SegmentPlan, StepSettings, StepTrace
-from memopt_cli.search.plan.cost_model import timed_like
+from memopt_cli.search.plan.cost_model import copy_times
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.loss_heads import add_heads, loss_heads
 from memopt_cli.training.apply import apply_plan, remove_plan
@@ -224,7 +224,7 @@ def test_a_machine_that_is_faster_in_the_second_recording_does_not_make_the_head
         return StepTrace(modules=(), tensor_peak_bytes=0, resident_bytes=0, batch=1, ops=ops)
 
     first, second = step(["aten::softmax"], 1.0), step(["aten::chunk", "aten::chunk"], 0.5)
-    timed, slowdown = timed_like(second, first)
+    timed, slowdown = copy_times(second, first)
     assert [op.seconds for op in timed.ops] == [1.0] * 4
     assert slowdown == 4 / 3
-    assert timed_like(step([], 0.0), step([], 0.0))[1] == 1.0
+    assert copy_times(step([], 0.0), step([], 0.0))[1] == 1.0
