@@ -185,12 +185,15 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
 def first_line(error: BaseException) -> str:
     """Return ``error`` as one line: its type, and the first line of its text, cut to :data:`_LONGEST_LINE` characters.
 
-    A line that ends with a colon is joined with the next: ``backend='tvm' raised:`` says nothing by itself.
+    A line that ends with a colon is joined with the next: ``backend='tvm' raised:`` says nothing by itself.  The file
+    of a SyntaxError is named with its folder, which its own text leaves out.
     """
     if isinstance(error, SystemExit):
         return f"it called sys.exit({shorten(error.code)})"
-    text = ""
-    for line in filter(None, map(str.strip, str(error).splitlines())):
+    whole, text = str(error), ""
+    if isinstance(error, SyntaxError) and error.filename:
+        whole = f"{error.msg} ({error.filename}, line {error.lineno})"
+    for line in filter(None, map(str.strip, whole.splitlines())):
         text = f"{text} {line}".lstrip()
         if not line.endswith(":"):
             break

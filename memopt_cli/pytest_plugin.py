@@ -54,11 +54,18 @@ class TrainMemory:
     ) -> Counted:
         """Count the tensor peak of one step on ``model(*args, **inputs)``, in bytes, and which modules hold it.
 
+        A dict or a tuple alone in ``args`` holds the arguments of forward, as for ``memopt_cli.profile``.
+
         ``loss`` is called with the output.  Without it, the loss is a scalar output, an entry ``loss`` or the only
         scalar among the outputs; failing that, backward starts from random gradients of the outputs.  ``optimizer``:
         one whose state counts, named as for ``--optimizer``.  The model keeps its device, mode and state; its gradients
         are ``None`` afterwards.
         """
+        alone = args[0] if len(args) == 1 else None
+        if isinstance(alone, Mapping) and inputs is None:
+            args, inputs = (), alone
+        elif isinstance(alone, tuple):
+            args = alone
         __tracebackhide__ = True  # pytest shows the line of the test, not those of memopt and PyTorch
         from memopt_cli.training.module_calls import InputsRejectedError
 
@@ -66,7 +73,7 @@ class TrainMemory:
             with said_in_python():
                 counted, messages = _count(model, args, inputs or {}, loss, optimizer, seed)
         except InputsRejectedError as error:
-            error.hint = "Give one tensor for each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32))."
+            error.hint = "Give each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32)), or a dict."
             raise error.with_traceback(None) from None
         except MemoptError as error:
             raise error.with_traceback(None) from None

@@ -147,6 +147,7 @@ BEFORE_A_STEP = [
     ("optimize faulty:Fine --weights missing.pt", 2, ["--weights", "there is no file 'missing.pt'"]),
     ("optimize good.pt -i 2xx3", 2, ["2xx3"]),
     ("optimize good.pt -i Bx3", 2, ["without a size: B", "--dim B=8"]),
+    ("optimize good.pt -i Bx3 --dim batch=4", 2, ["without a size: B", "Did you mean --dim B=4, not --dim batch=4?"]),
     ("optimize good.pt -i 2xHxW --dim H=3 -i BxTxW", 2, ["without a size: W, B, T", "--dim W=8 --dim B=8 --dim T=8"]),
     ("optimize good.pt -i 2x3@float33", 2, ["float33"]),
     ("optimize good.pt -i 2x3=loud", 2, ["loud"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import pkgutil
 import re
@@ -66,6 +67,13 @@ def test_tests_that_documentation_names_exist() -> None:
     assert named
     for file, function in named:
         assert f"def {function}(" in (root / file).read_text(), f"{file} has no {function}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_listing_of_python_parses(page: Path) -> None:
+    """Also one that is not run."""
+    for found in re.finditer(r"^( *)```python\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE):
+        ast.parse(re.sub(f"^{found[1]}", "", found[2], flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -129,11 +129,13 @@ def test_loss_optimizer_and_keywords(run) -> None:  # type: ignore[no-untyped-de
                 super().__init__()
                 self.inner = net()
 
-            def forward(self, x, *, scale):
+            def forward(self, x, scale):
                 return {"out": self.inner(x) * scale}
 
         def test_net(train_memory):
             plain = train_memory(Named(), inputs={"x": X, "scale": 2.0})
+            for given in ({"x": X, "scale": 2.0}, (X, 2.0)):
+                assert train_memory(Named(), given) == plain
             calls = []
 
             def loss(output):
@@ -172,7 +174,7 @@ def test_a_step_that_fails_says_where(run) -> None:  # type: ignore[no-untyped-d
     """)
     done.assert_outcomes(failed=1)
     done.stdout.fnmatch_lines(
-        ["*module '0' (Linear) rejected its input 64x255@float32*", "*Give one tensor for each argument of forward*"]
+        ["*module '0' (Linear) rejected its input 64x255@float32*", "*Give each argument of forward*"]
     )
     assert "memopt_cli/" not in done.stdout.str()  # no frame of memopt's
 

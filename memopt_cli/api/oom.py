@@ -15,6 +15,8 @@ import torch
 
 from memopt_cli.api.arguments import path_given
 from memopt_cli.batching.memory import status_bytes
+from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
+from memopt_cli.pipeline.out_of_memory.process_limits import ProcessLimit, limits_line
 from memopt_cli.runtime.private_torch import memory_history, memory_snapshot
 from memopt_cli.search.batch_size.capacity import device_capacity
 from memopt_cli.text.documents import quoted_path
@@ -37,17 +39,31 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
     allocated what; stacks are recorded inside the block for that.  Existing files are replaced.  A note on the error
     says which command to type.  Raises ``OptionError`` for a path of another type.
     """
-    base, sizes_before = path_given("path", path), _process_sizes()
+    base = path_given("path", path)
+    if not torch.cuda.is_available():
+        # An optimizer loads much of PyTorch. Loaded here, it counts as held before the block, not as tensors' memory.
+        torch.optim.SGD([torch.zeros(1, requires_grad=True, device="cpu")])
+    sizes_before = _process_sizes()
     with memory_history() if torch.cuda.is_available() else contextlib.nullcontext():
         try:
             yield
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or _is_of_loading(error):
                 error.add_note(_keep_files(error, base, sizes_before))
             raise
 
 
-def _keep_files(error: Exception, base: Path, sizes_before: tuple[int, ...]) -> str:
+def _is_of_loading(error: BaseException | None) -> bool:
+    """Return whether ``error``, or an error that it was raised from, is of a DataLoader's workers without memory."""
+    while error is not None:
+        found = read_oom(str(error))
+        if found is not None and found.is_of_loading:
+            return True
+        error = error.__cause__
+    return False
+
+
+def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> str:
     """Write the files that explain ``error``, and return a note with the command to type, or why writing failed."""
     try:
         files = _files(error, base, sizes_before)
@@ -55,6 +71,8 @@ def _keep_files(error: Exception, base: Path, sizes_before: tuple[int, ...]) -> 
     except Exception as failed:  # such as a full disk, which must not hide the out-of-memory error
         return f"memopt could not write the files that explain it: {failed}"
     told = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
+    if _is_of_loading(error):
+        return f"memopt explain {told}"
     command = " ".join(filter(None, ["memopt explain MODEL -i SHAPE", _script(), _optimizer(error), told]))
     return (
         f"memopt explain {told}\n"
@@ -97,7 +115,7 @@ def _optimizer(error: Exception) -> str:
     return ""
 
 
-def _files(error: Exception, base: Path, sizes_before: tuple[int, ...]) -> dict[Path, tuple[str, bytes]]:
+def _files(error: Exception, base: Path, sizes_before: dict[str, int]) -> dict[Path, tuple[str, bytes]]:
     """Return path -> the flag of ``memopt explain`` that reads the file, and its contents, for ``error``."""
     log, snapshot = base.with_name(f"{base.name}.log"), base.with_name(f"{base.name}.snapshot.pickle")
     text = "".join(traceback.format_exception(error))
@@ -109,19 +127,30 @@ def _files(error: Exception, base: Path, sizes_before: tuple[int, ...]) -> dict[
     return files
 
 
-def _process_sizes() -> tuple[int, ...]:
-    """Return the bytes of this process's address space and of its resident set; empty where Linux does not tell."""
-    return (status_bytes("VmSize"), status_bytes("VmRSS")) if sys.platform == "linux" else ()
+def _process_sizes() -> dict[str, int]:
+    """Return the sizes of this process in bytes, by the names that Linux gives them; empty on other systems."""
+    names = ("VmSize", "VmPeak", "VmRSS", "VmHWM") if sys.platform == "linux" else ()
+    return {name: status_bytes(name) for name in names}
 
 
-def _limits(sizes_before: tuple[int, ...]) -> str:
+def _limits(sizes_before: dict[str, int]) -> str:
     """Return a line with this process's limits and sizes, now and before the block, that ``memopt explain`` reads."""
     if not sizes_before:
         return ""
-    (space, resident), (space_before, resident_before) = _process_sizes(), sizes_before
-    memory, (space_limit, _) = device_capacity("cpu"), resource.getrlimit(resource.RLIMIT_AS)
-    return (
-        f"memopt: RLIMIT_AS (ulimit -v) {'unlimited' if space_limit == resource.RLIM_INFINITY else space_limit}, "
-        f"VmSize {space}, before the block {space_before}; "
-        f"memory {memory.device_bytes} ({memory.limited_by}), VmRSS {resident}, before the block {resident_before}\n"
+    sizes, memory, (space, _) = _process_sizes(), device_capacity("cpu"), resource.getrlimit(resource.RLIMIT_AS)
+
+    def limit(name: str, limit_bytes: int, size: str, peak: str) -> ProcessLimit:
+        # The error has freed memory on its way here, so the peak counts, unless it was reached before the block.
+        largest = peak if sizes[peak] > sizes_before[peak] else size
+        return ProcessLimit(
+            name=name,
+            limit_bytes=limit_bytes,
+            before_bytes=sizes_before[size],
+            size=largest,
+            size_bytes=sizes[largest],
+        )
+
+    return limits_line(
+        None if space == resource.RLIM_INFINITY else limit("RLIMIT_AS (ulimit -v)", space, "VmSize", "VmPeak"),
+        limit(memory.limited_by, memory.device_bytes, "VmRSS", "VmHWM"),
     )

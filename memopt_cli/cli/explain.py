@@ -8,6 +8,7 @@ import typer
 
 from memopt_cli.cli.options import DESCRIBING, InputOptions, LoadingOptions, ShownOptions, StepOptions, with_options
 from memopt_cli.cli.retyped import typed_flags
+from memopt_cli.errors import NothingFitsError
 from memopt_cli.measure import processes
 from memopt_cli.records import ExplainRequest
 
@@ -49,3 +50,5 @@ def explain(
     with shown.progress() as (progress, ask):
         explanation = pipeline.explain(request, progress=progress, ask=ask)
     shown.report().show(explanation, sys.stdout)
+    if explanation.instant is not None and not explanation.suggestions:
+        raise typer.Exit(NothingFitsError.exit_code)

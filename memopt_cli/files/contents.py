@@ -252,10 +252,19 @@ def _require_comparable(baseline: Baseline) -> Baseline:
 
     Comparing looks for renames at every level of every path, so thousands of levels would keep memopt busy for minutes.
     """
-    if baseline.conditions is not None and (layout := baseline.conditions.layout) is not None:
+    layout = None if baseline.conditions is None else baseline.conditions.layout
+    if layout is not None:
         check_layout(layout)
     _check_shorter(baseline)
     memories = (baseline.memory, *(step.memory for step in baseline.shorter))
+    counted = (memory for memory in memories if memory.peak is not None and layout is None)
+    for memory in counted:
+        total = sum(to_data(memory.breakdown).values())
+        if total != memory.tensor_peak_bytes:
+            raise UsageError(
+                f"its categories add up to {total} bytes, not to its tensor peak of {memory.tensor_peak_bytes}: was it "
+                "edited?"
+            )
     deepest = max((module.path.count(".") for memory in memories for module in memory.modules), default=0)
     if deepest > _MAX_LEVELS:
         raise UsageError(f"its modules are nested {deepest} levels deep; memopt compares at most {_MAX_LEVELS}")

@@ -112,9 +112,11 @@ def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Non
     symbols = [size for tensor in tensors for size in tensor.shape if isinstance(size, str)]
     if unsized := [symbol for symbol in dict.fromkeys(symbols) if symbol not in dims]:
         flags = " ".join(f"--dim {symbol}=8" for symbol in unsized)
-        raise UsageError(
-            f"the inputs have dimensions without a size: {', '.join(unsized)}", hint=f"Add for example `{flags}`."
-        )
+        hint = f"Add for example `{flags}`."
+        for name in dims.keys() - symbols:
+            if name[0].upper() in unsized:  # ``b`` or ``batch`` for ``B``
+                hint = f"Did you mean `--dim {name[0].upper()}={dims[name]}`, not `--dim {name}={dims[name]}`?"
+        raise UsageError(f"the inputs have dimensions without a size: {', '.join(unsized)}", hint=hint)
 
 
 def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:

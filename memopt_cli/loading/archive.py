@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
-from memopt_cli.loading.interface import TRUNCATED
+from memopt_cli.loading.interface import CUT_OFF, TRUNCATED
 from memopt_cli.text.units import format_bytes
 
 _END = struct.Struct("<4s4H2LH")
@@ -178,7 +178,7 @@ def _count_records(data: bytes) -> int:
         if position != end or signature64 != b"PK\x06\x06":
             raise ValueError("the archive is damaged: it has two ends")
     if data.startswith(b"PK\x03\x04") and b"PK\x05\x06" not in data[-_LONGEST_END:]:
-        raise ValueError("it is truncated, as after an interrupted save or download")
+        raise ValueError(CUT_OFF)
     if signature != b"PK\x05\x06" or comment or start + size != end:
         raise ValueError("the archive is damaged: its end is not where it should be")
     return int(count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -28,11 +28,12 @@ from memopt_cli.loading.pickles.entries import (
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.torchscript import TorchScript
-from memopt_cli.loading.user_code import GUARD, UserCode, command_line_of, make_importable
+from memopt_cli.loading.user_code import UserCode, command_line_of, import_failure, make_importable
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
 from memopt_cli.text.documents import quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import is_function
+from memopt_cli.text.units import format_some
 from memopt_cli.training.module_calls import raised_at
 from memopt_cli.training.step import is_out_of_memory
 from memopt_cli.training.user_step import Step, StepModels
@@ -50,7 +51,7 @@ def build(location: str) -> nn.Module:
     :class:`~memopt_cli.training.user_step.Step`.
     """
     if is_function(location):
-        make_importable(Path(location).resolve().parent, first=False)
+        make_importable(Path(location.rpartition(":")[0]).resolve().parent)
         factory = user_function(location, "MODEL")
     else:
         factory = _import_module(location)
@@ -64,11 +65,8 @@ def _import_module(location: str) -> Callable[[], Any]:
         with command_line_of(module):
             factory: Any = importlib.import_module(module)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
-        hint = "Run memopt from the folder that holds it, or add `--code-path FOLDER`."
-        raise FileFormatError(
-            f"{location}: importing {module} failed: {first_line(err)}",
-            hint=hint if isinstance(err, ModuleNotFoundError) else GUARD,
-        ) from err
+        reason, hint = import_failure(err)
+        raise FileFormatError(f"{location}: importing {module} failed: {reason}", hint=hint) from err
     for part in name.split("."):
         factory = getattr(factory, part, None)
     if not callable(factory):
@@ -152,7 +150,8 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
     except ValueError as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint="It may be damaged.") from err
     own = model.state_dict().keys()
-    fitting = [where for where, tensors in state_dicts.items() if _prefix(own, list(tensors)) is not None]
+    fitting = [where for where, tensors in state_dicts.items() if _prefix(own, tensors) is not None]
+    fitting = [where for where in fitting if len(state_dicts[where]) == len(own)] or fitting
     if not state_dicts:
         refuse_other(root, whole, file.path)
         raise FileFormatError(
@@ -182,30 +181,36 @@ _WITH_CODE: Final[Mapping[str, Format]] = {"TorchScript": TorchScript(), "a prog
 
 
 def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
-    """Return ``weights`` under the model's own names, without the prefix that a wrapper put before each."""
-    prefix = _prefix(own.keys(), list(weights))
+    """Return ``weights`` under the model's own names, without the prefix that a wrapper put before each.
+
+    Weights without the prefix are not the model's but the wrapper's, such as those of a Lightning module's loss, and
+    are left out.
+    """
+    prefix = _prefix(own.keys(), weights)
     if prefix is None or weights.keys() == own.keys():
         return weights
-    notes.append(
-        f"The names of the weights begin with {prefix!r}: they are loaded without it, under the model's own names."
-        if prefix
-        else "The weights are of a compiled model."
-    )
-    return {_plain(name).removeprefix(prefix): tensor for name, tensor in weights.items()}
+    named = {_plain(name): tensor for name, tensor in weights.items()}
+    if prefix:
+        notes.append(
+            f"The names of the weights begin with {prefix!r}: they are loaded without it, under the model's own names."
+        )
+    elif named.keys() != weights.keys():
+        notes.append("The weights are of a compiled model.")
+    if others := [name for name in named if not name.startswith(prefix)]:
+        notes.append(f"Weights of the file that are not the model's are left out: {format_some(others, _SHOWN)}.")
+    return {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
 
 
-def _prefix(own: Collection[str], names: Sequence[str]) -> str | None:
-    """Return the prefix, such as ``module.``, that each of ``names`` adds to ``own``; ``None`` if they differ more."""
+def _prefix(own: Collection[str], names: Collection[str]) -> str | None:
+    """Return the only prefix, such as ``module.``, that ``names`` add to each of ``own``; ``None`` if there is none."""
     plain_names = {_plain(name) for name in names}
-    if not own or len(plain_names) != len(own):
+    if not own or len(plain_names) != len(names):
         return None
     first = next(iter(own))
-    for name in plain_names:
-        if name.endswith(first):
-            prefix = name[: len(name) - len(first)]
-            if plain_names == {prefix + other for other in own}:
-                return prefix
-    return None
+    prefixes = {name.removesuffix(first) for name in plain_names if name.endswith(first)}
+    prefixes = {prefix for prefix in prefixes if not prefix or prefix.endswith(".")}
+    found = [prefix for prefix in prefixes if all(prefix + name in plain_names for name in own)]
+    return "" if "" in found else found[0] if len(found) == 1 else None
 
 
 def _plain(name: str) -> str:

@@ -45,7 +45,7 @@ from memopt_cli.text.units import format_some
 from memopt_cli.training.step import dtype_in
 from memopt_cli.training.user_step import StepModels
 
-_LONG_NAMES = {"batch": "B", "batch_size": "B", "seq": "S", "seq_len": "S", "steps": "T", "time": "T"}
+_LONG_NAMES = {"b": "B", "batch": "B", "batch_size": "B", "seq": "S", "seq_len": "S", "steps": "T", "time": "T"}
 """Names that an input script may use for the usual symbols."""
 
 _MAX_READ = 1 << 22
@@ -90,7 +90,10 @@ def find_spec(
             spec = replace(spec, dims=spec.dims | given.dims, optional_dims=given.optional_dims)
     spec = _without_unused(spec)
     if spec.script is not None:
-        _script_call(spec.script, spec.dims)
+        # Commands that vary the batch know it by its symbol, ``B``, not by the name of the argument, ``batch``.
+        named = {BATCH if _LONG_NAMES.get(name) == BATCH else name: size for name, size in spec.dims.items()}
+        _script_call(spec.script, named)
+        spec = replace(spec, dims=named)
     require_sizes(spec.tensors, spec.dims)
     check_spec(spec)  # the example inputs of a model file were not checked when they were read
     return spec if spec.data_file is None else replace(spec, data_sha256=_sha256(_data_of(spec.data_file)))

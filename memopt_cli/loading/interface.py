@@ -14,7 +14,8 @@ from memopt_cli.text.misnamed import build_hint
 from memopt_cli.text.units import format_count
 from memopt_cli.training.wrappers import Wrapper
 
-# Hints on damaged files, and on files that want more than is allowed.
+# What is said of damaged files, and of files that want more than is allowed.
+CUT_OFF: Final = "it is truncated, as after an interrupted save or download"
 TRUNCATED: Final = "Save it or download it again."
 UNCHECKED: Final = "If you saved it yourself, `--trust-pickle` loads it without any check."
 

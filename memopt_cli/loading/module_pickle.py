@@ -48,6 +48,7 @@ from memopt_cli.runtime.lifted.program import BadProgramError
 from memopt_cli.runtime.script_code import UnsafeScriptError
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.misnamed import moved_hint
+from memopt_cli.text.units import format_some
 
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint allow all of them."""
@@ -74,7 +75,7 @@ class ModulePickle:
         try:
             model = _make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
         except ClassNotFoundError as err:
-            err.hint = f"{err.hint} {moved_hint(file.path, trust.code_paths)}".strip()
+            err.hint = f"{err.hint} {moved_hint(file.path, (err.looked_in, *trust.code_paths))}".strip()
             raise
         if not isinstance(model, nn.Module):
             raise FileFormatError(f"{file.path} holds {type_in_words(model)}, not a model", hint=_SAVE_AGAIN)
@@ -333,6 +334,12 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
 
 
 def list_names(denied: Mapping[Global, Denied]) -> str:
-    """Say why the first few names in ``denied`` were denied, and how many more there are."""
-    texts = [f"{name} {verdict.reason}" for name, verdict in denied.items()]
+    """Say why the first few names in ``denied`` were denied, each reason once, and how many more there are."""
+    alike: dict[str, list[str]] = {}
+    for name, verdict in denied.items():
+        alike.setdefault(verdict.reason, []).append(str(name))
+    texts = [
+        f"{name} {reason}" + (f" (as for {format_some(others, _SHOWN - 1)})" if others else "")
+        for reason, (name, *others) in alike.items()
+    ]
     return "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

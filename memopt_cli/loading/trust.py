@@ -128,7 +128,7 @@ def unknown(use: Use) -> Denied | Missing:
     if not here and not _is_installed(wanted.package):
         return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):
-        return Denied("is code in this folder, which no flag names yet", Trust(code_paths=(".",)))
+        return Denied("is code in this folder, which you have not named yet", Trust(code_paths=(".",)))
     # A name that the source only imports may also be a function; this shows when the package is imported later.
     is_function = use.how == "called" and (wanted.name.startswith(_CYTHON) or _defined_as(wanted) == "def")
     remedy = Trust(globals=(str(wanted),)) if is_function else Trust(packages=(wanted.package,))

@@ -14,20 +14,31 @@ from typing import Any, Final
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickles.nodes import Global
 from memopt_cli.text.optimizer_text import notebook_refusal
+from memopt_cli.training.module_calls import raised_at
 
 _COPIED: Final[dict[str, Any]] = {}
 """Name -> the definition that was copied to ``__main__``; it may be replaced by that of the next script."""
 
 
-GUARD: Final = (
-    "It is imported for what it defines: code that parses arguments, trains or saves belongs under "
-    'if __name__ == "__main__":.'
-)
-"""The hint for a file of the user's that fails while it is imported."""
+def import_failure(error: BaseException) -> tuple[str, str]:
+    """Return the reason why code of the user's could not be imported, with the line of ``error``, and a hint."""
+    reason = first_line(error) + raised_at(error)
+    if isinstance(error, ModuleNotFoundError):
+        missing = str(error.name).partition(".")[0]
+        return reason, f"Add the folder that has {missing}: `--code-path FOLDER`; if it is a package, install it."
+    if isinstance(error, ImportError | SyntaxError):
+        return reason, "Plain Python fails there, too: correct that line."
+    guard = 'code that parses arguments, trains or saves belongs under if __name__ == "__main__":.'
+    return reason, f"It is imported for what it defines: {guard}"
 
 
 class ClassNotFoundError(FileFormatError):
-    """A class of the file is not installed, and not in the code that the user named."""
+    """A class of the file is not installed, and not in the code that the user named.
+
+    ``looked_in``: the file of the user's in which it should be; empty if it may be in any that the user named.
+    """
+
+    looked_in = ""
 
 
 class UserCode:
@@ -75,7 +86,10 @@ class UserCode:
             if value is not None and (home is module or home is sys.modules["__main__"] or self._owns(home)):
                 return value
         names = ", ".join(path.name for path in self._paths)
-        raise ClassNotFoundError(f"{names} defines no {wanted.name}, which the file was saved with")
+        error = ClassNotFoundError(f"{names} defines no {wanted.name}, which the file was saved with")
+        if (file := self._file_of(wanted.module)) is not None:
+            error.looked_in = os.path.relpath(file)
+        raise error
 
     def require_single(self, wanted: Global) -> None:
         """Raise :class:`UsageError` if ``wanted`` has two definitions, in the scripts or in the user's session.
@@ -131,11 +145,8 @@ class UserCode:
             with command_line_of(str(path)):
                 module = importlib.import_module(name)
         except (Exception, SystemExit) as err:  # the user's module may raise anything
-            hint = GUARD
-            if isinstance(err, ModuleNotFoundError):
-                missing = str(err.name).partition(".")[0]
-                hint = f"Add the folder that has {missing}: `--code-path FOLDER`; if it is a package, install it."
-            raise FileFormatError(f"importing {path} failed: {first_line(err)}", hint=hint) from err
+            reason, hint = import_failure(err)
+            raise FileFormatError(f"importing {path} failed: {reason}", hint=hint) from err
         if path is None or _file(module) != path:
             raise FileFormatError(
                 f"the module {name} of the code path is shadowed by {getattr(module, '__file__', 'a built-in module')}",
@@ -176,6 +187,8 @@ def command_line_of(name: str) -> Iterator[None]:
 
 def make_importable(folder: Path, *, first: bool = True) -> None:
     """Put ``folder`` on ``sys.path``: ``first``, as Python does for a script, or last, so that it hides nothing."""
+    if first and str(folder) in sys.path:
+        sys.path.remove(str(folder))
     if str(folder) not in sys.path:
         sys.path.insert(0 if first else len(sys.path), str(folder))
         importlib.invalidate_caches()

@@ -10,10 +10,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Final
 
-from memopt_cli.errors import UsageError, first_line
-from memopt_cli.loading.user_code import GUARD, command_line_of
+from memopt_cli.errors import UsageError
+from memopt_cli.loading.user_code import command_line_of, import_failure, is_session, make_importable
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.misnamed import definitions
 
@@ -42,33 +42,50 @@ def user_function(
 
 
 _HINT = "Give `file.py:function`."
+TAKEN: Final = "memopt_user_"
+"""Prefix of the name of a module whose file is named like another module: nothing can import it by that name."""
+_RAN: Final[dict[Path, tuple[ModuleType, tuple[int, int]]]] = {}
+"""File that ran -> its module, and the time and the size of the file then."""
 
 
 def _module_of(path: str, flag_text: str) -> ModuleType:
     """Run the file at ``path`` as a module, once for all functions in it, and again only if the file has changed.
 
     All functions of a file must see the same classes.  Therefore a file that the user's code has imported already is
-    not run again, and later imports of the file get this module.  ``said``: the option, for errors.
+    not run again, and later imports of the file get this module.  While it runs, its folder comes first among those
+    that Python imports from, as when Python runs the file.  ``flag_text``: the option, for errors.
     """
-    name, stamp = f"{_PREFIX}{Path(path).stem}", _stamp(path)
-    earlier = sys.modules.get(name)
-    if earlier is not None and vars(earlier).get(_STAMP) == stamp:
+    file = Path(path).resolve()
+    if (earlier := _unchanged(file)) is not None:
         return earlier
     main = sys.modules.get("__main__")  # the script that runs; multiprocessing registers it also as ``__mp_main__``
-    imported = (m for key, m in [*sys.modules.items()] if key != name and m is not main and _is_at(m, path))
+    past = _RAN.get(file, (None, None))[0]
+    imported = (m for m in [*sys.modules.values()] if m is not main and m is not past and _is_at(m, path))
     if (module := next(imported, None)) is not None:
         return module
-    spec = importlib.util.spec_from_file_location(name, path)
+    name = file.stem
+    is_taken = name in sys.stdlib_module_names or sys.modules.get(name, past) is not past
+    if is_taken or (main is not None and is_session(main)):  # to other code, the name means another module
+        name = f"{TAKEN}{name}"
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # ``dataclass`` looks up the module of its class there
+    folder, stamp = str(file.parent), _stamp(file)
+    sys.path.insert(0, folder)
     try:
         with command_line_of(path):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
-        raise UsageError(f"{flag_text}: running {path} failed: {first_line(err)}", hint=GUARD) from err
-    vars(module)[_STAMP] = stamp
+        sys.modules.pop(name, None)
+        reason, hint = import_failure(err)
+        raise UsageError(f"{flag_text}: running {path} failed: {reason}", hint=hint) from err
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+    make_importable(file.parent, first=False)  # for what its functions import when they are called
+    _RAN[file] = module, stamp
     if not any(isinstance(finder, _ByOtherNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ByOtherNames())
     return module
@@ -81,15 +98,16 @@ class _ByOtherNames(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec of the module that ran, if its file has not changed."""
-        earlier = sys.modules.get(_PREFIX + fullname.rpartition(".")[2])
-        found = earlier and PathFinder.find_spec(fullname, path, target)
-        if not found or not found.origin or vars(earlier).get(_STAMP) != _stamp(found.origin):
+        if all(file.stem != fullname.rpartition(".")[2] for file in _RAN):
+            return None
+        found = PathFinder.find_spec(fullname, path, target)
+        if not found or not found.origin or _unchanged(Path(found.origin).resolve()) is None:
             return None
         return ModuleSpec(fullname, self, origin=found.origin)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module that ran."""
-        return sys.modules[_PREFIX + spec.name.rpartition(".")[2]]
+        return _RAN[Path(str(spec.origin)).resolve()][0]
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: the module has run."""
@@ -100,11 +118,12 @@ def _is_at(module: ModuleType, path: str) -> bool:
     return os.path.basename(file) == os.path.basename(path) and Path(file).resolve() == Path(path).resolve()
 
 
-def _stamp(path: str) -> tuple[str, int, int]:
-    state = Path(path).resolve().stat()
-    return str(Path(path).resolve()), state.st_mtime_ns, state.st_size
+def _unchanged(file: Path) -> ModuleType | None:
+    """Return the module that ``file`` ran as, unless it has not run, or has changed since."""
+    module, stamp = _RAN.get(file, (None, None))
+    return module if stamp == _stamp(file) else None
 
 
-_PREFIX = "memopt_user_"
-_STAMP = "_memopt_stamp"
-"""Attribute of a module: the path, the time and the size of its file."""
+def _stamp(file: Path) -> tuple[int, int]:
+    state = file.stat()
+    return state.st_mtime_ns, state.st_size

@@ -21,7 +21,7 @@ from memopt_cli.errors import ChangedFileError, MemoptError
 from memopt_cli.measure.jobs import Job, Saved, SaveJob, Subject, answer_of
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.worker import Worker, failure_of
-from memopt_cli.records import Failure, from_data, to_data
+from memopt_cli.records import Failure, from_data, to_short_data
 from memopt_cli.runtime.private_torch import FakeTensorMode
 from memopt_cli.verification.effects import generators_kept
 
@@ -99,7 +99,7 @@ class LocalSession(Session):
 
 def _over_the_wire(record: Any, kind: type[Answer]) -> Answer:
     """Return ``record`` as it would arrive through a pipe, so that both kinds of session see equal values."""
-    return from_data(kind, json.loads(json.dumps(to_data(record))))
+    return from_data(kind, json.loads(json.dumps(to_short_data(record))))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,7 @@ from memopt_cli.loading.memory_snapshot import read_snapshot
 from memopt_cli.loading.pickles.kinds.modules import imported_libraries
 from memopt_cli.loading.pretrained import files_of_weights
 from memopt_cli.loading.returned import check_returned
+from memopt_cli.loading.user_function import TAKEN
 from memopt_cli.measure.jobs import (
     ORIGINAL,
     Accepted,
@@ -53,9 +55,16 @@ def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
     environment, path = _environment(), list(sys.path)
     with built_without_data(fake_mode()) if subject.data == "none" else contextlib.nullcontext():
         facts = facts_of(load_model(subject.source), job)
-    if environment != _environment() or sys.path[: len(path)] != path:
-        return facts  # the model's code changed where modules are found: a library's name may mean something else now
-    return replace(facts, libraries=imported_libraries(sys.modules))
+    if environment != _environment():
+        return facts  # the model's code changed how a library is imported
+    names = imported_libraries(sys.modules)
+    return replace(facts, libraries=tuple(name for name in names if _is_on(path, name.partition(".")[0])))
+
+
+def _is_on(path: list[str], package: str) -> bool:
+    """Return whether ``package`` comes from a folder of ``path``, not from one in front of it, as the user's."""
+    found = PathFinder.find_spec(package, path)
+    return found is not None and found.origin == getattr(sys.modules.get(package), "__file__", None)
 
 
 def _environment() -> dict[str, str]:
@@ -159,16 +168,27 @@ def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
     The part of the plan for the optimizer is left out: the training script makes the optimizer, not the model file.
     """
     remove_plan(model)
+    _refuse_unloadable(model)
     # A plan names modules by their paths, which are equal in all models of a :class:`BatchModule`.
     apply_plan(model.models if isinstance(model, BatchModule) else model, plan.of_model)
     reset_hidden_state(model)
     try:
         torch.save(model, file)
     except (pickle.PicklingError, AttributeError, TypeError) as err:  # what pickle raises for an object that it refuses
+        raise StepError(f"the model could not be saved: {first_line(err)}", hint=_WITHOUT_FILE) from err
+
+
+_WITHOUT_FILE = "With `--plan-only`, no model is written. In the training script: memopt_cli.apply_plan(model, PLAN)."
+
+
+def _refuse_unloadable(model: nn.Module) -> None:
+    names = (type(module).__module__ for module in model.modules())
+    if name := next((name for name in names if name.startswith(TAKEN)), None):
+        file = f"{name.removeprefix(TAKEN)}.py"
         raise StepError(
-            f"the model could not be saved: {first_line(err)}",
-            hint="With `--plan-only`, no model is written. In the training script: memopt_cli.apply_plan(model, PLAN).",
-        ) from err
+            f"the model is not saved: another module has the name of {file}, so its classes could not be found again",
+            hint=f"Rename {file}. {_WITHOUT_FILE}",
+        )
 
 
 def _refuse_names(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.without_data import StepTooLargeError
 from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
 from memopt_cli.measure.wire import Pieces, memory_of
-from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data
+from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data, to_short_data
 from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text import documents
 from memopt_cli.text.documents import quoted_flag
@@ -137,7 +137,7 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
             answer = _send_file(worker, job, replies) if isinstance(job, SaveJob) else worker.do(job)
             if isinstance(answer, ModelFacts) and unconfined:
                 answer = replace(answer, notes=(*answer.notes, unconfined))
-            reply = {"kind": "answer", "answer": to_data(answer), "messages": worker.messages}
+            reply = {"kind": "answer", "answer": to_short_data(answer), "messages": worker.messages}
         except ChangedFileError as error:
             changed = FileChanged(message=error.message, hint=error.hint)
             reply = {"kind": type(changed).__name__, **to_data(changed)}

@@ -35,6 +35,7 @@ from memopt_cli.pipeline.fingerprints.gaps import (
     is_nowhere_finite,
     largest_gap,
     largest_gap_of_first_step,
+    rename_notes,
     unsteady_names,
     with_equal_names,
     with_shared_values,
@@ -104,6 +105,7 @@ def compare_prepared(
     if candidate_run.failed:
         cause = sides.cause_of_failure(job, candidate_run)
         return replace(comparison, failed=candidate_run.failed, differs_in_step=len(candidate_run.steps), cause=cause)
+    comparison = replace(comparison, notes=(*comparison.notes, *rename_notes(first_run, candidate_run)))
     sides.unsteady_names = unsteady_names(*with_equal_names(first_run, second_run))
     second_run, _ = sides.with_common_names(second_run, candidate_run)
     first_run, candidate_run = sides.with_common_names(first_run, candidate_run)

@@ -209,22 +209,23 @@ def remembered_inputs(location: str) -> InputSpec | None:
     """Return the inputs that were typed last for the model at ``location``; ``None`` if no file beside it has any.
 
     The plan, the summary and the frontier that ``memopt optimize`` wrote hold them.  These files may have come with the
-    model, so only inputs that name no code and no other file are taken.  A file that cannot be read, or is about a
-    model of another name, is skipped without an error, since the user has not named it.
+    model, so only inputs that name no code and no other file are taken.  A file that cannot be read, or neither has the
+    name of the model nor is about one of its name, is skipped without an error, since the user has not named it.
     """
     paths, model_path = output_paths(location, None), Path(location)
     name = model_path.absolute().name
     names = {name, name.replace(".memopt.", ".")}  # an optimized model has the inputs of its original
     headers: list[tuple[float, FileHeader, Path]] = []
-    # The files beside an optimized model lie under its own name.
-    own_files = (model_path.parent / f"{model_path.stem}.{end}" for end in ("plan.yaml", "summary.json"))
+    # The files beside an optimized model lie under its own name, and are about its original, whatever that is called.
+    own_files = tuple(model_path.parent / f"{model_path.stem}.{end}" for end in ("plan.yaml", "summary.json"))
     for path in (paths.plan, paths.summary, paths.frontier, *own_files):
         with contextlib.suppress(OSError, ValueError, MemoptError):
             written = path.stat().st_mtime
             header = read_plan(path)[0] if path.suffix == ".yaml" else read_header(path)
             headers.append((written, header, path))
     for _, header, path in sorted(headers, key=lambda entry: -entry[0]):
-        if Path(header.model).absolute().name in names and (inputs := typed_inputs(header, path)):
+        is_about = (path in own_files and model_path.is_file()) or Path(header.model).absolute().name in names
+        if is_about and (inputs := typed_inputs(header, path)):
             return inputs
     return None
 

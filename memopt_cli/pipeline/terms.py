@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from memopt_cli.inputs.spec_text import format_tensor, with_sizes
@@ -84,13 +85,16 @@ def command_line(command: str, location: str, flags: Sequence[str]) -> str:
 
 
 def step_terms(settings: StepSettings) -> dict[str, str]:
-    """Return the ``settings`` that decide what a step computes, except device and seed, as texts by name."""
+    """Return the ``settings`` that decide what a step computes, except device and seed, as texts by name.
+
+    A function is named without its folder, which depends on where memopt is run.
+    """
     return {
         "precision": settings.precision,
-        "optimizer": settings.optimizer or "none",
+        "optimizer": Path(settings.optimizer or "none").name,
         "micro-batches": str(settings.micro_batches),
         "clipping": "none" if settings.clip_norm is None else f"{settings.clip_norm:g}",
-        "loss": settings.loss or "default",
+        "loss": Path(settings.loss or "default").name,
     }
 
 
@@ -104,8 +108,11 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Di
 
 
 def inputs_term(spec: InputSpec) -> str:
-    """Return the inputs in ``spec`` as text, sizes in place of symbols: equal if they make the same tensors."""
+    """Return the inputs in ``spec`` as text, sizes in place of symbols: equal if they make the same tensors.
+
+    A script is named without its folder, which depends on where memopt is run.
+    """
     if spec.tensors:
         return ", ".join(format_tensor(with_sizes(tensor, spec.dims)) for tensor in spec.tensors)
     dims = (f"{name}={size}" for name, size in sorted(spec.dims.items()))
-    return " ".join((spec.data_file or spec.script or "none", *dims))
+    return " ".join((spec.data_file or Path(spec.script or "none").name, *dims))

@@ -63,6 +63,8 @@ class OutOfMemoryText:
     """Sentence on what the log says besides: who was killed, or which other process holds the card; or empty."""
     is_of_gpu: bool = False
     """Whether memory of a GPU ran out."""
+    is_of_loading: bool = False
+    """Whether memory ran out where a DataLoader's workers load data, rather than in the step."""
     line: str = ""
     """Innermost line of the traceback outside of libraries, ``train.py:31``; empty if there is none."""
 
@@ -100,7 +102,7 @@ class SnapshotFacts:
 class Suggestion:
     """A change with which the step fits: by a run, or by a dry run where the step does not fit here."""
 
-    change: Literal["plan", "offload", "optimizer in backward", "micro-batches", "autocast"]
+    change: Literal["plan", "offload", "fused optimizer", "optimizer in backward", "micro-batches", "autocast"]
     text: str
     command: str
     """Command to type, or code to write."""

@@ -140,8 +140,8 @@ class ModelFacts:
     sync_norms: tuple[str, ...]
     """Paths of the batch norms whose statistics need all processes (``SyncBatchNorm``)."""
     libraries: tuple[str, ...] = ()
-    """Modules of model libraries that were imported to load the model, and that later subprocesses need as well.  Empty
-    if loading changed the environment or the front of ``sys.path``, on which imports depend."""
+    """Modules of model libraries that were imported to load the model, and that later subprocesses need as well;
+    without those that the user's code hides.  Empty if loading changed the environment, on which imports depend."""
     checkpoint_switches: tuple[str, ...] = ()
     """Attributes by which the model checkpoints by itself, as
     :func:`memopt_cli.training.own_checkpoints.find_switches` finds them."""

@@ -45,17 +45,21 @@ def to_data(value: Any) -> Any:
 
 
 def to_short_data(record: Any) -> Any:
-    """Convert ``record`` like :func:`to_data`, without fields that have their default, for files that people read."""
+    """Convert ``record`` like :func:`to_data`, without fields that have their default.
+
+    For files that people read, and for the answers of profiling subprocesses, whose size is bounded.
+    """
     if isinstance(record, list | tuple):
         return [to_short_data(item) for item in record]
     if not is_dataclass(record):
         return to_data(record)
     values = {f.name: (getattr(record, f.name), f) for f in fields(record)}
-    return {
+    data = {
         name: to_short_data(value)
         for name, (value, f) in values.items()
         if value != (f.default if f.default_factory is MISSING else f.default_factory())
     }
+    return {"kind": type(record).__name__, **data} if type(record) in _TAGGED else data
 
 
 def from_data(cls: type[Record], data: Any, *, where: str = "") -> Record:

@@ -47,12 +47,12 @@ def _outcome(explanation: Explanation) -> str:
         format_bytes(explanation.needed_bytes),
         f"{format_bytes(explanation.limit_bytes)} ({explanation.limit})",
     )
+    if explanation.header is None and explanation.event and not (explanation.asked_bytes and explanation.limit_bytes):
+        return ""  # the event says all: a process was killed, say
     has_failed = explanation.asked_bytes or explanation.event
     if has_failed and not explanation.limit_bytes:
         step = "" if explanation.header is None else f". This step needs about {needed}"
         return f"memory ran out, and the error does not say how much there was: add `--memory 16GiB`{step}"
-    if explanation.header is None and not explanation.asked_bytes and explanation.event:
-        return ""  # a process was killed, which says all
     if explanation.header is None:
         return f"{needed} were in use of {there}"
     if explanation.instant is not None:

@@ -72,8 +72,8 @@ class GithubReport:
         module, _, name = model.rpartition(":")
         source = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
         places = [(source, _line_of(name, source)), (self._baseline, "1")]
-        if match := re.search(r"\(([^()]+\.py), line (\d+)\)", message):  # a SyntaxError names no folder
-            places.insert(0, (source if Path(source).name == match[1] else match[1], match[2]))
+        if match := re.search(r"\(([^()]+\.py), line (\d+)\)", message):
+            places.insert(0, (match[1], match[2]))
         repository = os.path.abspath(os.environ.get("GITHUB_WORKSPACE", ""))
         for file, line in places:
             path = Path(os.path.abspath(file))

@@ -19,8 +19,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +39,7 @@ from memopt_cli.runtime.private_torch import (
     with_plain_functions,
     without_memory,
 )
+from memopt_cli.runtime.warned import warn_caller
 
 _SAMPLE_SIZE = 64
 """Number of weights that are compared to notice a change without a new version."""
@@ -244,9 +243,8 @@ class DeferredLinear(Tensor):
             else:
                 how = f"by something else than cross_entropy, so it is computed whole ({size}), and so is its loss"
                 advice = "Read it after its loss; if its loss is not F.cross_entropy, remove the layer from the plan"
-            warnings.warn(
+            warn_caller(
                 f"the output of a linear layer that runs in chunks through its loss is read {how}. {advice}.",
-                stacklevel=_level_of_reader(),
             )
         return values
 
@@ -280,14 +278,6 @@ class DeferredLinear(Tensor):
         return func(*_compute(args), **_compute(kwargs or {}))
 
 
-def _level_of_reader() -> int:
-    """Return the ``stacklevel`` with which a warning points to the first line outside of PyTorch and memopt."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "memopt_cli"):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
 def _compute(value: Any) -> Any:
     return tree_map(lambda t: t.read() if isinstance(t, DeferredLinear) else t, value)
 
@@ -319,10 +309,9 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
                 "it before the loss, or remove the layer from the plan."
             )
         if func is Tensor.register_hook and head.has_loss:
-            warnings.warn(
+            warn_caller(
                 "a hook on logits is not called for a loss that is computed chunk by chunk. Remove the linear layer "
                 "from the plan if the hook must run.",
-                stacklevel=_level_of_reader(),
             )
             return func(deferred, *args, **kwargs)  # type: ignore[no-untyped-call]
     return NotImplemented

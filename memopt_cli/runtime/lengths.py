@@ -13,7 +13,6 @@ import functools
 import inspect
 import math
 import reprlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from memopt_cli.runtime.module_state import SEGMENT_KEY
 from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.this_thread import this_thread
+from memopt_cli.runtime.warned import warn_caller
 
 _warned: WeakSet[nn.Module] = WeakSet()
 """Roots that have warned that an input is beyond the last range, or has no such dimension."""
@@ -154,10 +154,7 @@ def _warn(module: nn.Module, reason: str) -> None:
     if module in _warned or not torch.is_grad_enabled():
         return
     _warned.add(module)
-    warnings.warn(
-        f"{reason}: the plan for its longest inputs is used, and a step may take more than its budget",
-        stacklevel=2,
-    )
+    warn_caller(f"{reason}: the plan for its longest inputs is used, and a step may take more than its budget")
 
 
 def _argument(forward: Callable[..., Any], argument: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

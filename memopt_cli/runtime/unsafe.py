@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import warnings
 from collections.abc import MutableMapping
 from weakref import WeakKeyDictionary
 
@@ -18,6 +17,7 @@ from torch import nn
 
 from memopt_cli.runtime.module_state import Complaint, label_of
 from memopt_cli.runtime.this_thread import this_thread
+from memopt_cli.runtime.warned import warn_caller
 
 _moments = itertools.count(1)
 _unrepeatable_count = 0
@@ -66,7 +66,7 @@ def _note(moments: MutableMapping[nn.Module, int], module: nn.Module, reason: Co
     moments[module] = next(_moments)
     cannot_repeat()
     _warnings[module] = f"{message}: it runs {manner} from now on"
-    warnings.warn(_warnings[module], stacklevel=1)
+    warn_caller(_warnings[module])
 
 
 def cannot_repeat() -> None:

@@ -69,6 +69,18 @@ def optimizer_name(class_name: str) -> str:
     return next((name for name, (known, _) in _CLASSES.items() if known == class_name), "")
 
 
+def fused_form(text: str) -> tuple[str, str] | None:
+    """Return the fused form of the optimizer ``text``, ``adamw:fused``, and its class; ``None`` if it has none.
+
+    An optimizer that is fused already has none, nor has one of a user's function.
+    """
+    name, _, implementation = text.partition(":")
+    class_name, implementations = _CLASSES.get(name, ("", ()))
+    if implementation == "fused" or "fused" not in implementations:
+        return None
+    return f"{name}:fused", class_name
+
+
 def is_function(text: str) -> bool:
     """Return whether ``text`` names a function in a file: ``train.py:make_optimizer``."""
     return _FUNCTION.fullmatch(text) is not None

@@ -36,3 +36,15 @@ def attributes_in_words(attributes: Sequence[str]) -> str:
     """Return paths of ``attributes`` for people, by their names: ``gradient_checkpointing of 5 modules``."""
     counts = Counter(attribute.rpartition(".")[2] for attribute in attributes)
     return ", ".join(f"{name} of {format_count(count, 'module')}" for name, count in counts.items())
+
+
+def stems_of(before: str, after: str) -> tuple[str, str]:
+    """Return both paths without the last names that they share.
+
+    Example: ``features.0.conv``, ``backbone.0.conv`` -> ``features``, ``backbone``.
+    """
+    old, new = before.split("."), after.split(".")
+    while old and new and old[-1] == new[-1]:
+        old.pop()
+        new.pop()
+    return ".".join(old), ".".join(new)

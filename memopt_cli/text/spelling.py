@@ -65,7 +65,20 @@ def notes_in_python(result: Any) -> Any:
 
 def on_command_line(text: str) -> str:
     """Return ``text`` with its marked options as flags, without the backticks."""
-    return _MARKED_OPTION.sub(lambda marked: marked[0] if _parse_marked(marked[1]) is None else marked[1], text)
+    return "".join(split_marked_options(text))
+
+
+def split_marked_options(text: str) -> list[str]:
+    """Split ``text`` at its marked options and commands, which are every second part, without the backticks."""
+    parts = [""]
+    for index, part in enumerate(_MARKED_OPTION.split(text)):
+        if index % 2 == 0:
+            parts[-1] += part
+        elif _parse_marked(part) is None:
+            parts[-1] += f"`{part}`"
+        else:
+            parts += [part, ""]
+    return parts
 
 
 def in_python(text: str) -> str:

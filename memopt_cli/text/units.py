@@ -18,16 +18,19 @@ MAX_DIGITS = 80
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
-def parse_bytes(text: str, *, needs_unit: bool = False) -> int:
+def parse_bytes(text: str, *, needs_unit: bool = False, may_be_share: bool = False) -> int:
     """Parse a size in bytes: ``"24GiB"``, ``"1.5 MB"``, ``"4096"``.
 
     ``KiB`` … are powers of 1024, ``kB`` … powers of 1000, and a bare number is bytes.  Case does not matter, and a
     fraction of a byte is dropped.  Raises :class:`UsageError` for anything else, and for 8 EiB or more; if a limit
-    ``needs_unit``, also for a bare number other than 0, which was hardly meant as bytes.
+    ``needs_unit``, also for a bare number other than 0, which was hardly meant as bytes: the hint names the percentage
+    too where the limit ``may_be_share``.
     """
     match = _SIZE.fullmatch(text)
     if needs_unit and match is not None and not match.group(2) and match.group(1).strip("0."):
-        raise UsageError(f"{shorten(text)} has no unit", hint=f"Write {text}MiB, or {text}B if bytes are meant.")
+        share = f" {text}% for a share," if may_be_share and float(text) <= 100 else ""
+        hint = f"Write {text}MiB,{share} or {text}B if bytes are meant."
+        raise UsageError(f"{shorten(text)} has no unit", hint=hint)
     factor = _FACTORS.get((match.group(2) or "B").lower()) if match else None
     if match is None or factor is None:
         raise UsageError(f"'{text}' is not a memory size", hint="Write for example 24GiB or 512MB.")
@@ -107,7 +110,7 @@ def format_copies(count: int) -> str:
 def parse_amount(text: str) -> int | float:
     """Parse ``"8GiB"`` to bytes, or ``"60%"`` to a share, a float.  Raises :class:`UsageError` for anything else."""
     share = parse_percent(text)
-    return parse_bytes(text, needs_unit=True) if share is None else share
+    return parse_bytes(text, needs_unit=True, may_be_share=True) if share is None else share
 
 
 def parse_percent(text: str) -> float | None:

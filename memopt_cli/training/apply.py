@@ -278,9 +278,12 @@ def _add_runs(model: nn.Module, path: str) -> list[Run]:
     try:
         return add_runs(model, path)
     except AttributeError as error:
+        hint = "A plan fits the model it was made for; make a new one with memopt optimize."
+        names = dict(model.named_modules())
+        if (inner := next((name for name in names if f"{name}.{path}" in names), None)) is not None:
+            hint = f"{inner} has it: apply the plan before the model is wrapped, or to model.get_submodule('{inner}')."
         raise PlanError(
-            f"the plan names module '{path}', which {type(model).__name__} does not have",
-            hint="A plan fits the model it was made for; make a new one with memopt optimize.",
+            f"the plan names module '{path}', which {type(model).__name__} does not have", hint=hint
         ) from error
     except ValueError as reason:
         raise PlanError(

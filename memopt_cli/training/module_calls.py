@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -181,17 +182,26 @@ def _describe_forward(stack: list[RunningCall], model: nn.Module) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the innermost line of ``error`` that is outside of torch and memopt: `` (net.py, line 8)``."""
+    """Return the innermost line of ``error`` in the user's own code: `` (net.py, line 8)``.
+
+    If there is none, return the innermost line outside of torch and memopt.  Empty for a SyntaxError, whose text names
+    its line.
+    """
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_ours(frame)]
-    if not frames:
+    if not frames or isinstance(error, SyntaxError):
         return ""
-    frame, line = frames[-1]
+    own = [(frame, line) for frame, line in frames if not frame.f_code.co_filename.startswith(_INSTALLED)]
+    frame, line = (own or frames)[-1]
     return f" ({frame.f_code.co_filename}, line {line})"
+
+
+_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+"""Beginnings of the paths of Python's own modules and of installed packages."""
 
 
 def _is_ours(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
-    return _is_of_torch(name) or name.partition(".")[0] == "memopt_cli"
+    return _is_of_torch(name) or name.partition(".")[0] in ("memopt_cli", "importlib")
 
 
 def _is_of_torch(module: str) -> bool:

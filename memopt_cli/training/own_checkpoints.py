@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 from weakref import ref
@@ -21,6 +20,7 @@ from torch.utils import checkpoint as checkpoints
 from memopt_cli.runtime import named_parts, settings_of
 from memopt_cli.runtime.first_calls import look_at_first_call
 from memopt_cli.runtime.private_torch import CheckpointCall, replaced
+from memopt_cli.runtime.warned import warn_caller
 from memopt_cli.text.paths import attributes_in_words
 from memopt_cli.training.module_calls import module_hooks
 
@@ -80,7 +80,7 @@ def warn_if_on(model: nn.Module) -> None:
         known = model_of()
         if known is not None and (switches := find_switches(known)):
             looked.update((False, True))
-            warnings.warn(_ON_AGAIN.format(attributes_in_words(switches)), stacklevel=1)
+            warn_caller(_ON_AGAIN.format(attributes_in_words(switches)))
 
     for _, part in named_parts(model):
         if settings_of(part) is not None:

@@ -56,6 +56,24 @@ def test_the_limit_and_the_size_of_the_process_are_kept(tmp_path: Path) -> None:
     assert 1 << 30 <= found.allocated_bytes < 1.2 * (1 << 30)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the size of a process")
+def test_what_the_block_took_is_its_peak_without_what_an_optimizer_loads(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import resource, torch, memopt_cli\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"
+        "def step(held):\n"
+        "    torch.optim.SGD([torch.zeros(1)])\n"
+        "    del held[:]\n"  # as memory is freed on the way of the error
+        "    torch.empty(1 << 32)\n"
+        "with memopt_cli.explain_oom():\n"
+        "    step([torch.zeros(1 << 26)])\n"  # 256 MiB
+    )
+    subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, check=False)
+    found = read_oom((tmp_path / "memopt-oom.log").read_text())
+    assert 256 << 20 <= found.allocated_bytes < 300 << 20
+
+
 @pytest.mark.parametrize(
     ("source", "is_asked"), [("train()\n", True), ('if __name__ == "__main__":\n    train()\n', False)]
 )
@@ -92,6 +110,22 @@ def test_it_decorates_a_function_and_replaces_what_it_kept_before(tmp_path: Path
     with pytest.raises(RuntimeError):
         decorated()
     assert "old" not in (tmp_path / "kept.log").read_text()
+
+
+@pytest.mark.parametrize("ending", ["raise MemoryError", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_an_error_of_loading_data_is_kept_as_one(ending: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, memopt_cli, torch.utils.data\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 1\n"
+        f"    def __getitem__(self, at): {ending}\n"
+        "with memopt_cli.explain_oom():\n"
+        "    list(torch.utils.data.DataLoader(Rows(), num_workers=1))\n"
+    )
+    ended = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.stderr.endswith("\nmemopt explain --log memopt-oom.log\n")
+    assert read_oom((tmp_path / "memopt-oom.log").read_text()).is_of_loading
 
 
 def test_other_errors_leave_nothing(tmp_path: Path) -> None:

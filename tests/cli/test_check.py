@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -287,6 +288,28 @@ def test_the_command_that_is_offered_records_the_step_that_was_checked(recorded:
     assert recorded(*command).code == 0
     assert recorded("check", "net.pt").code == 0
     assert recorded("check", "net.pt", *step).code == 0
+
+
+def test_a_script_is_found_from_another_folder_with_the_sizes_of_the_baseline(recorded: Callable[..., Any]) -> None:
+    Path("make.py").write_text("import torch\ndef inputs(batch=2, width=64):\n    return torch.ones(batch, width)\n")
+    sizes = ("--dim", "batch=4", "--dim", "width=64")
+    assert recorded("baseline", "net.pt", "--input-script", "make.py:inputs", *sizes, "--force").code == 0
+    Path("elsewhere").mkdir()
+    os.chdir("elsewhere")
+    step = ("check", "../net.pt", "--baseline", "../memopt-baseline.json", "--input-script", "../make.py:inputs")
+    assert recorded(*step).code == 0
+    refused = recorded(*step, "--dim", "batch=8")
+    assert "make.py:inputs batch=4 width=64 in the baseline, make.py:inputs batch=8 width=64 now" in refused.err
+
+
+def test_a_peak_that_was_raised_by_hand_is_refused(recorded: Callable[..., Any]) -> None:
+    file = Path("memopt-baseline.json")
+    data = json.loads(file.read_text())
+    data["memory"]["tensor_peak_bytes"] *= 2
+    file.write_text(json.dumps(data))
+    refused = recorded("check", "net.pt")
+    assert refused.code == 5
+    assert "is not a baseline: its categories add up to " in refused.err
 
 
 def test_a_missing_baseline_is_recorded_where_it_was_looked_for(memopt: Callable[..., Any]) -> None:

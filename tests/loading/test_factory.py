@@ -62,6 +62,27 @@ def test_a_script_that_fails_as_it_trains_is_asked_for_a_guard(folder: Path) -> 
 
 
 @pytest.mark.parametrize("location", ["user_training.py:make", "user_training:make"])
+@pytest.mark.parametrize(
+    ("line", "reason", "hint"),
+    [
+        ("def oops(:", "SyntaxError: invalid syntax", "Plain Python fails there, too: correct that line."),
+        ("from math import tau_", "ImportError", "Plain Python fails there, too: correct that line."),
+        ("import user_missing", "ModuleNotFoundError", "Add the folder that has user_missing"),
+        ("import json; json.loads('')", "JSONDecodeError", "It is imported for what it defines"),
+    ],
+)
+def test_an_error_of_an_imported_file_names_its_line(
+    folder: Path, location: str, line: str, reason: str, hint: str
+) -> None:
+    (folder / "user_training.py").write_text("\nfrom user_blocks import make")
+    (folder / "user_blocks.py").write_text(f"\n\n{line}")
+    sys.modules.pop("user_training", None)
+    with pytest.raises(MemoptError, match=f"failed: {reason}.* \\({folder}/user_blocks.py, line 3\\)\n") as raised:
+        load_model(ModelSource(location=location))
+    assert raised.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize("location", ["user_training.py:make", "user_training:make"])
 def test_a_script_sees_no_arguments_of_memopt(location: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["memopt", "profile"])
     parser = f"{CODE}\nimport argparse\nparser = argparse.ArgumentParser()\n"
@@ -128,6 +149,31 @@ def test_weights_are_found_in_a_checkpoint_and_under_prefixes(folder: Path, pref
     )
     assert where in loaded.notes or not entry
     assert any(prefix.replace("_orig_mod.", "") in note for note in loaded.notes) or not prefix
+
+
+def test_weights_around_the_model_are_named_and_left_out(folder: Path) -> None:
+    """As those of the loss of a Lightning module, whose state dict has the model's weights under ``net.``."""
+    around = nn.ModuleDict({"net": nn.Linear(2, 3), "criterion": nn.Embedding(3, 1)})
+    torch.save({"state_dict": around.state_dict()}, folder / "weights.pt")
+    loaded = load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
+    assert torch.equal(loaded.module.state_dict()["weight"], around.state_dict()["net.weight"])
+    assert "Weights of the file that are not the model's are left out: criterion.weight." in loaded.notes
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["net.weight", "net.bias", "net.last.weight"], "1 unexpected (last.weight)"),
+        (["net.weight", "net.bias", "ema.weight", "ema.bias"], "2 missing (weight, bias), 4 unexpected"),
+        (["first_weight", "first_bias", "x"], "2 missing (weight, bias), 3 unexpected"),
+    ],
+)
+def test_weights_of_which_some_may_be_the_models_are_refused(folder: Path, names: list[str], reason: str) -> None:
+    tensors = nn.Linear(2, 3).state_dict()
+    torch.save({name: tensors["bias" if "bias" in name else "weight"] for name in names}, folder / "weights.pt")
+    with pytest.raises(FileFormatError, match="does not fit Linear") as error:
+        load_model(ModelSource(location="user_factory:make", weights="weights.pt"))
+    assert reason in error.value.message
 
 
 def test_of_several_state_dicts_one_is_named(folder: Path) -> None:
@@ -300,6 +346,26 @@ def test_weights_of_another_kind_are_named(weight: torch.Tensor, folder: Path, m
     Path("weights.pt").write_bytes(b"")
     with pytest.raises(FileFormatError, match=r"does not fit Linear: 1 of another kind \(weight\)"):
         factory.fill(nn.Linear(2, 3), ModelFile(path="weights.pt", data=b""))
+
+
+@pytest.mark.parametrize("on_path", [False, True])
+@pytest.mark.parametrize("flag", ["MODEL", "--loss"])
+def test_a_file_imports_from_its_own_folder_before_the_current_one(flag: str, on_path: bool, folder: Path) -> None:
+    """As Python does for a script; else two versions of a project, compared from the folder of one, are the same."""
+    sys.path[:0] = ["", str(folder), str(folder / "old")] if on_path else []
+    for where in (folder, folder / "old"):
+        where.mkdir(exist_ok=True)
+        (where / "user_parts.py").write_text(f"from torch import nn\nclass Part(nn.Linear): home = {where.name!r}")
+    (folder / "old/user_train.py").write_text("from user_parts import Part\ndef make(): return Part(2, 3)")
+    try:
+        if flag == "MODEL":
+            made = load_model(ModelSource(location="old/user_train.py:make")).module
+        else:
+            made = user_function("old/user_train.py:make", flag)()
+        assert made.home == "old"
+    finally:
+        for name in ("user_parts", "memopt_user_user_train"):
+            sys.modules.pop(name, None)
 
 
 def test_a_file_that_another_imports_runs_once(folder: Path) -> None:

@@ -506,8 +506,15 @@ def test_a_size_that_a_script_does_not_take(script: Path) -> None:
 def test_a_script_is_not_given_what_it_need_not_take(script: Path, optional: str) -> None:
     given = InputSpec(script=f"{script}:named", dims={"B": 2, optional: 2}, optional_dims=(optional,), source="")
     found = find_spec(ModelSource(location="net.pt"), nn.Linear(3, 3), given)
-    assert found == replace(given, dims={"B": 2} if optional == "S" else given.dims, optional_dims=())
+    assert found == replace(given, dims={"B": 2}, optional_dims=())
     assert made(found)[1]["x"].shape == (2,)
+
+
+@pytest.mark.parametrize("typed", ["B", "batch"])
+def test_the_batch_of_a_script_may_have_the_name_of_its_argument(script: Path, typed: str) -> None:
+    given = InputSpec(script=f"{script}:named", dims={typed: 2}, source="")
+    found = find_spec(ModelSource(location="net.pt"), nn.Linear(3, 3), given)
+    assert made(with_batch(found, 6))[1]["x"].shape == (6,)
 
 
 def test_a_size_that_no_input_has(tmp_path: Path) -> None:

@@ -711,6 +711,29 @@ def test_a_code_path_folder(foreign: Path) -> None:
     assert type(load_model(source(foreign, code_paths=(str(foreign.parent),))).module).__name__ == "Net"
 
 
+def test_a_class_that_was_renamed_is_looked_for_in_its_file(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sys.path.remove(str(foreign.parent))
+    Path("code").mkdir()
+    Path("code/foreign_models.py").write_text("from torch import nn\nclass Renamed(nn.Module): ...\n")
+    monkeypatch.delitem(sys.modules, "foreign_models", raising=False)
+    with pytest.raises(FileFormatError, match="code defines no Net") as error:
+        load_model(source(foreign, code_paths=("code",)))
+    assert "without it: code/foreign_models.py:Renamed `--weights" in error.value.hint
+
+
+def test_names_that_are_refused_for_one_reason_have_it_once(tmp_path: Path) -> None:
+    script = "import torch\nclass A(torch.nn.Linear): ...\nclass B(A): ...\n"
+    (tmp_path / "save.py").write_text(f"{script}torch.save(torch.nn.Sequential(A(2, 2), B(2, 2)), 'two.pt')")
+    assert run(tmp_path, "save.py").returncode == 0
+    with pytest.raises(UnsafeFileError) as error:
+        load_model(source(tmp_path / "two.pt"))
+    assert error.value.message.count("was defined in the script or session") == 1
+    assert error.value.message.endswith("(as for __main__.B)")
+
+
 def test_a_missing_folder_of_code_is_named_as_trust_in_python(foreign: Path) -> None:
     sys.path.remove(str(foreign.parent))
     with pytest.raises(FileFormatError) as error:
@@ -771,6 +794,9 @@ def test_files_that_are_no_models(tmp_path: Path, case: str) -> None:
         load_model(source(tmp_path / "model.pt"))
     assert error.value.exit_code == 3
     assert "\n" not in error.value.message
+    assert error.value.message.endswith("it is truncated, as after an interrupted save or download") == (
+        "truncated" in case
+    )
 
 
 @pytest.mark.parametrize("unchecked", [False, True])

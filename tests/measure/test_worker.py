@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import json
 import math
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt_cli.errors import FileFormatError, LossError, PlanError, StepError
-from memopt_cli.measure import replies, sandbox
+from memopt_cli.loading import bounds
+from memopt_cli.measure import replies, sandbox, wire
 from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
 from memopt_cli.measure.answers import timed, without_data
 from memopt_cli.measure.answers.bench import Bench
@@ -43,7 +45,7 @@ from memopt_cli.measure.jobs import (
     VerifyJob,
 )
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.measure.worker import Worker, _line, failure_of
+from memopt_cli.measure.worker import Worker, _line, failure_of, main
 from memopt_cli.records import (
     ChunkRule,
     InputSpec,
@@ -59,6 +61,7 @@ from memopt_cli.records import (
     Trust,
     from_data,
     to_data,
+    to_short_data,
 )
 from memopt_cli.runtime.private_torch import is_fake
 from memopt_cli.trace import FakeStep
@@ -144,8 +147,24 @@ def test_what_is_answered_makes_sense(worker: Callable[..., Worker]) -> None:
     one = worker(optimizer="adamw")
     for job in (*JOBS, TraceJob(fake=False, plan=PACKED), DescribeJob(), SizesJob(plan=PACKED)):
         answer = one.do(job)
-        line = _line({"kind": "answer", "answer": to_data(answer)}, job.max_bytes)
+        line = _line({"kind": "answer", "answer": to_short_data(answer)}, job.max_bytes)
         assert replies.read(line.encode(), job) == answer, job
+
+
+def test_two_hundred_thousand_operators_fit_into_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment in 128 chunks has as many in a net of about a hundred layers."""
+    monkeypatch.setattr(bounds, "limits_process", bounds.limits_process)
+    torch.save(nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))), tmp_path / "net.pt")
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 8)),), dims={"B": 8}, source="here")
+    subject = Subject(source=ModelSource(location=str(tmp_path / "net.pt")), spec=spec)
+    jobs = [to_data(TraceJob(fake=False, plan=plan("0", chunks=chunks))) for chunks in (2, 8)]
+    told = [to_data(subject), *({"kind": "TraceJob", "job": job} for job in jobs)]
+    answers = io.StringIO()
+    main(io.StringIO("\n".join(map(json.dumps, told))), answers, "", {})
+    lines = answers.getvalue().splitlines()
+    few_bytes, many_bytes = map(wire.memory_of, lines)
+    few, many = (len(json.loads(line)["answer"]["trace"]["ops"]) for line in lines)
+    assert (many_bytes - few_bytes) / (many - few) < TraceJob.max_bytes / 200_000
 
 
 @pytest.mark.parametrize("asked", [True, False])

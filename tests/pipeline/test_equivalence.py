@@ -895,6 +895,29 @@ def test_hooks_that_are_not_called_or_in_another_order() -> None:
     )
 
 
+class Renamed(nn.Module):
+    """A net of one block whose block has another name."""
+
+    def __init__(self, drawn: int = 0) -> None:
+        super().__init__()
+        torch.rand(drawn)
+        block = Block()  # as the argument of Net is: made before the layer in front of it
+        self.first = nn.Linear(6, 6)
+        self.front = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.front(self.first(x))
+
+
+@pytest.mark.slow
+def test_a_renamed_module_is_compared_under_the_name_of_the_reference() -> None:
+    same = verified(lambda: Net(Block()), lambda: Renamed())
+    assert same.alike == "to the bit"
+    assert same.notes == ("Compared under the names of the reference: front is blocks.0.",)
+    with pytest.raises(StepError, match=r"start with different values of parameter blocks\.0\."):
+        verified(lambda: Net(Block()), lambda: Renamed(drawn=1))
+
+
 @pytest.mark.slow
 def test_models_that_are_not_one_are_refused() -> None:
     with pytest.raises(StepError, match=r"the candidate has no parameter blocks\.1"):

@@ -63,6 +63,17 @@ def test_they_belong_to_the_model_and_to_the_one_with_the_plan(location: str) ->
     assert (found.tensors, found.dims) == (INPUTS, {"B": 4})
 
 
+def test_they_are_those_of_a_model_that_was_written_elsewhere() -> None:
+    Path("out").mkdir()
+    write(InputSpec(tensors=INPUTS, dims={"B": 4}, source=TYPED), "out/fast.plan.yaml")
+    assert remembered_inputs("out/fast.pt") is None
+    Path("out/fast.pt").touch()
+    found = remembered_inputs("out/fast.pt")
+    assert found is not None
+    assert found.dims == {"B": 4}
+    assert remembered_inputs("out/fast.py:net") is None
+
+
 @pytest.mark.parametrize("location", ["net.pt", "net.memopt.pt"])
 def test_a_search_without_a_plan_leaves_them_in_its_summary(location: str) -> None:
     def made(header: FileHeader) -> bytes:

@@ -256,14 +256,6 @@ def test_a_regression_is_shown_beside_the_model(
     assert f",{place}::regression" in shown(GithubReport(None, "memopt-baseline.json"), found)
 
 
-def test_a_syntax_error_is_shown_in_the_file_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_net(tmp_path / "nets")
-    stream = io.StringIO()
-    GithubReport(None).refused(MemoptError("SyntaxError: invalid syntax (net.py, line 5)"), "nets/net.py:Net", stream)
-    assert ",file=nets/net.py,line=5::" in stream.getvalue()
-
-
 def test_an_error_in_the_models_code_is_shown_beside_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_net(tmp_path / "nets")
@@ -273,6 +265,13 @@ def test_an_error_in_the_models_code_is_shown_beside_its_line(tmp_path: Path, mo
     assert stream.getvalue().startswith(
         "::error title=memopt%3A nets/net.py%3Abuild was not checked,file=nets/net.py,line=8::"
     )
+
+
+def test_a_command_is_one_code_span() -> None:
+    stream = io.StringIO()
+    error = MemoptError("no", hint="Record it: `memopt baseline net.py:Net -i 'a b' --force`, or leave `x` out.")
+    MarkdownReport().refused(error, "net.py:Net", stream)
+    assert "Record it: `memopt baseline net.py:Net -i 'a b' --force`, or leave `` `x` `` out." in stream.getvalue()
 
 
 def test_a_limit_in_per_cent_is_one_code_span() -> None:
@@ -392,6 +391,9 @@ def junit(found: Comparison) -> ET.Element:
 
 def test_junit_has_a_case_for_each_limit() -> None:
     suite = junit(a_comparison("peak:5%", "buffers:0"))
+    times = [case.get("time") for case in suite.iter("testcase")]
+    assert times == [suite.get("time"), "0"]
+    assert float(times[0]) > 0
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "1", "0")
     failed, passed = suite.findall("testcase")
     assert (failed.get("name"), passed.get("name")) == ("peak:5%", "buffers:0")

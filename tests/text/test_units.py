@@ -132,4 +132,7 @@ def test_an_amount_needs_a_unit() -> None:
     assert (parse_amount("40B"), parse_amount("40MiB"), parse_amount("40%")) == (40, 40 << 20, 0.4)
     with pytest.raises(UsageError, match="'40' has no unit") as error:
         parse_amount("40")
-    assert error.value.hint == "Write 40MiB, or 40B if bytes are meant."
+    assert error.value.hint == "Write 40MiB, 40% for a share, or 40B if bytes are meant."
+    with pytest.raises(UsageError) as error:
+        parse_amount("512")
+    assert error.value.hint == "Write 512MiB, or 512B if bytes are meant."

@@ -82,6 +82,13 @@ def test_all_or_nothing(paths: tuple[str, ...], message: str) -> None:
     assert [(type(m), sorted(vars(m))) for m in model.modules()] == before
 
 
+def test_a_plan_of_a_model_that_is_wrapped_now_says_where_it_is() -> None:
+    wrapped = nn.ModuleDict({"base_model": nn.ModuleDict({"model": net()})})
+    with pytest.raises(PlanError, match=r"'1\.0', which ModuleDict does not have") as error:
+        apply_plan(wrapped, plan("1.0"))
+    assert error.value.hint.endswith("or to model.get_submodule('base_model.model').")
+
+
 def test_a_failed_plan_leaves_an_earlier_one_alone() -> None:
     model = apply_plan(net(), plan("1"))
     with pytest.raises(PlanError):

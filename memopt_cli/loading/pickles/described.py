@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memopt_cli.loading.interface import CUT_OFF
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
 
 STORAGE_DTYPES = {
@@ -176,7 +177,7 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
             place = tensor.shape, tensor.stride, tensor.offset
             check_within(*place, item_bytes(tensor.dtype), tensor.storage.size_bytes)
     if sizes is None and sum(storages.values()) > total_bytes:
-        raise ValueError("its storages are cut off")
+        raise ValueError(CUT_OFF)
 
 
 def _plain_tensor(function: str, items: tuple[Any, ...]) -> PickledTensor | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from memopt_cli.loading.archive import Archive
+from memopt_cli.loading.interface import CUT_OFF
 from memopt_cli.loading.pickles.kinds.interface import BrokenError
 
 _LENGTH = 8
@@ -46,7 +47,7 @@ def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, i
 
     The storages follow each other in the order of ``keys``.  Each gives its number of items, but the bytes depend on
     the dtype, which only the pickle knows: ``sizes`` maps keys to bytes.
-    Raises :class:`BrokenError` if ``data`` is too short, or the pickle does not name a storage.
+    Raises :class:`ValueError` if ``data`` is too short, or the pickle does not name a storage.
     """
     storages: dict[str, memoryview] = {}
     start = 0
@@ -55,6 +56,6 @@ def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, i
             raise BrokenError(f"its pickle does not name the storage {key}")
         start, end = start + _LENGTH, start + _LENGTH + sizes[key]
         if end > data.nbytes:
-            raise BrokenError("its storages are cut off")
+            raise ValueError(CUT_OFF)
         storages[key], start = data[start:end], end
     return FileStorages(storages.get)

@@ -70,7 +70,8 @@ def advise(
     assert measurement is not None, "the step under the plan was measured"
     advice = _find_advice(request, prepared, plan, measurement, earlier_search, notes)
     if isinstance(advice, str):
-        notes.append(f"No batch recommendation: {advice.removesuffix('.')}.")
+        if advice:
+            notes.append(f"No batch recommendation: {advice.removesuffix('.')}.")
         return None
     left_out = optimizer_state_notes(prepared)
     details.extend(left_out)
@@ -99,16 +100,23 @@ def _find_advice(
         if refusal := fixed_batch_reason(earlier_search.search, prepared):
             return refusal
         advice = (_advise_by_runs if request.confirm_batch else advise_by_dry_runs)(earlier_search.search)
-        notes.extend(earlier_search.probes.loss_notes())
+        if request.confirm_batch:
+            notes.extend(earlier_search.probes.loss_notes())
+        elif isinstance(advice, BatchEstimate) and advice.is_limited_by_memory and earlier_search.probes.failing_loss:
+            because = f"the loss fails at batch {earlier_search.probes.failing_loss}"
+            advice = replace(advice, is_limited_by_memory=False, because=because)
         return advice
 
 
 def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
-    """Return the largest batch that fits by dry runs, corrected by the run at the described batch; or why none does."""
+    """Return the largest batch that fits by dry runs, corrected by the run at the described batch; or why none does.
+
+    Nobody asked for it: where the loss takes one number of targets, as is common, the reason is empty.
+    """
     if search.model.predict is None:
         return "the step cannot run on tensors without data; `--recommend-batch` finds the batch by runs"
     if refusal := search.refusal():
-        return one_batch_error(search.batch, refusal).message
+        return "" if refusal.in_loss else one_batch_error(search.batch, refusal).message
     budget_bytes, first_run = search.runs.limits.budget_bytes, search.runs.measured[0]
     batch = search.model.largest_within(budget_bytes)
     if not batch:

@@ -173,14 +173,20 @@ class BatchProbes:
 
         ``case_text``: the case in words.
         """
-        failures = {batch: run for batch, run in self._counted.items() if isinstance(run, StepFailed) and run.in_loss}
-        if not failures:
+        batch = self.failing_loss
+        run = self._counted.get(batch)
+        if not isinstance(run, StepFailed):
             return ()
-        batch = min(failures)
         return (
             f"The loss fails at batch {batch}{case_text}, so no such batch is considered, though memory may suffice: "
-            f"{failures[batch].message.removesuffix('.')}. Let the loss hold as many targets as the largest batch has.",
+            f"{run.message.removesuffix('.')}. Let the loss hold as many targets as the largest batch has.",
         )
+
+    @property
+    def failing_loss(self) -> int:
+        """Smallest batch whose loss raised in a dry run; 0 if there is none."""
+        failures = (batch for batch, run in self._counted.items() if isinstance(run, StepFailed) and run.in_loss)
+        return min(failures, default=0)
 
     @property
     def operators_per_sample(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
@@ -30,6 +30,7 @@ from memopt_cli.records import (
     Verdict,
     to_data,
 )
+from memopt_cli.text.paths import stems_of
 
 MAX_SAVED_TENSORS = 20
 """Number of saved tensors, the largest ones, that a baseline names."""
@@ -220,7 +221,8 @@ def find_renames(
 
     Example: ``features.0.conv`` is gone and ``backbone.0.conv`` is new, with the same class, parameters, buffers and
     output bytes.  Without the last names that both share, the pair votes for the rename ``features`` -> ``backbone``.
-    The renames with most votes are applied first, even to modules that have changed in size.
+    The renames with most votes are applied first, even to modules that have changed in size.  Of the modules that are
+    left, those of one class vote if as many are new as are gone: they were renamed and changed in size.
     """
     old, new = ({m.path: m for m in modules} for modules in (before, after))
     missing = {path: module for path, module in old.items() if path not in new}
@@ -229,7 +231,7 @@ def find_renames(
     targets: set[str] = set()
     renames = []
     sides = _Paths(missing), _Paths(added)
-    for stems in _votes(missing.values(), added.values()):
+    for stems in _candidates(missing, added, moves):
         moved = 0
         for path, target in _pairs(*sides, *stems):
             is_free = path not in moves and target not in targets and path in missing and target in added
@@ -269,31 +271,44 @@ def _pairs(missing: _Paths, added: _Paths, before: str, after: str) -> Iterator[
                 yield source, path
 
 
-def _votes(missing: Iterable[ModuleBytes], added: Iterable[ModuleBytes]) -> list[tuple[str, str]]:
-    """Return candidate renames, as pairs of an old and a new beginning of paths, those with most votes first."""
-    paths_by_signature: dict[object, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+def _candidates(
+    missing: Mapping[str, ModuleBytes], added: Mapping[str, ModuleBytes], moves: Paths
+) -> Iterator[tuple[str, str]]:
+    """Yield candidate renames, as pairs of an old and a new beginning of paths, those with most votes first.
+
+    ``moves``: the renames that the caller has applied, read again when modules of the same bytes have voted.
+    """
+    yield from _most_votes(_pairs_of_equals(missing.values(), added.values(), _signature))
+    found = set(moves.values())
+    left = [module for path, module in missing.items() if path not in moves]
+    new = [module for path, module in added.items() if path not in found]
+    yield from _most_votes(_pairs_of_equals(left, new, lambda module: module.class_name, same_count=True))
+
+
+def _most_votes(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [stems for stems, _ in Counter(stems_of(*pair) for pair in pairs).most_common()]
+
+
+def _pairs_of_equals(
+    missing: Iterable[ModuleBytes],
+    added: Iterable[ModuleBytes],
+    key: Callable[[ModuleBytes], object],
+    *,
+    same_count: bool = False,
+) -> Iterator[tuple[str, str]]:
+    """Yield paths of modules with equal keys, in pairs.  ``same_count``: only of keys that both sides have as often."""
+    paths_by_key: dict[object, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for side, modules in enumerate((missing, added)):
         for module in modules:
-            paths_by_signature[_signature(module)][side].append(module.path)
-    pairs = (pair for paths in paths_by_signature.values() for pair in zip(*paths, strict=False))
-    return [stems for stems, _ in Counter(_stems(*pair) for pair in pairs).most_common()]
+            paths_by_key[key(module)][side].append(module.path)
+    for before, after in paths_by_key.values():
+        if not same_count or len(before) == len(after):
+            yield from zip(before, after, strict=False)
 
 
 def _signature(module: ModuleBytes) -> object:
     own = (module.held_bytes.get(kind, 0) for kind in ("parameters", "buffers"))
     return module.class_name, module.output_bytes, *own
-
-
-def _stems(before: str, after: str) -> tuple[str, str]:
-    """Return both paths without the last names that they share.
-
-    Example: ``features.0.conv``, ``backbone.0.conv`` -> ``features``, ``backbone``.
-    """
-    old, new = before.split("."), after.split(".")
-    while old and new and old[-1] == new[-1]:
-        old.pop()
-        new.pop()
-    return ".".join(old), ".".join(new)
 
 
 def _replace_prefix(path: str, before: str, after: str) -> str:

@@ -189,7 +189,13 @@ def _same_device(device: str) -> str:
 
 
 def _spec(typed: InputSpec | None, recorded: InputSpec) -> InputSpec:
-    """Return the inputs ``typed`` by the user, else the baseline's; dimensions alone resize the baseline's inputs."""
+    """Return the inputs ``typed`` by the user, else the baseline's; dimensions alone resize the baseline's inputs.
+
+    The baseline's script must be typed, since it is code, but not its sizes.
+    """
+    if typed and typed.script and recorded.script and Path(typed.script).name == Path(recorded.script).name:
+        untyped = tuple(name for name in recorded.dims if name not in typed.dims)
+        return replace(typed, dims=recorded.dims | typed.dims, optional_dims=(*typed.optional_dims, *untyped))
     if typed and typed.has_inputs:
         return typed
     inputs = InputSpec(tensors=recorded.tensors, dims=recorded.dims, data_file=recorded.data_file, source=RECORDED)
@@ -207,7 +213,7 @@ def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepa
             f"{request.baseline_path} is not comparable: it is of another model, {root} of {before.header.model}; "
             f"{location} holds {class_name}",
             hint=f"If {root} has another name now, record its baseline again. Otherwise keep one for each model: "
-            "`-o FILE` of `memopt baseline` writes it there, and `--baseline FILE` checks it.",
+            "record it with `memopt baseline MODEL -i SHAPE -o FILE`, and name it with `--baseline FILE`.",
         )
 
 

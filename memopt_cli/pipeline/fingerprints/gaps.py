@@ -11,6 +11,7 @@ from typing import Final, Literal
 from memopt_cli.errors import StepError
 from memopt_cli.pipeline.fingerprints.steps import ROUNDING_SHARE, relative_distance, root_mean_square
 from memopt_cli.records import NOT_FINITE, FollowedSteps, StepPrint, TensorGap, TensorPrint
+from memopt_cli.text.paths import stems_of
 
 _RenameFunction = Callable[[str], str]
 _TensorsByName = Mapping[str, TensorPrint]
@@ -19,6 +20,7 @@ _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_m
 """Prefixes that torch.compile, PyTorch's checkpoint wrapper and FSDP add to names in the modules that they wrap."""
 _REPLICATED = "module."
 """Prefix that DataParallel adds to all names; a model may also have a child of that name."""
+_PARAMETER = "parameter "
 _NAME_PREFIXES = ("output", "input", "gradient", "buffer", "state", "the random", "parameter")
 """Beginnings of tensor names, in the order in which a step makes the tensors: an early gap may cause later ones."""
 
@@ -134,17 +136,52 @@ def _rank(gap: TensorGap) -> tuple[int, float, str]:
 
 
 def with_equal_names(reference: FollowedSteps, other: FollowedSteps) -> tuple[FollowedSteps, FollowedSteps]:
-    """Return both trainings without the prefixes that wrappers add to names.
+    """Return both trainings without the prefixes that wrappers add to names, and with the names of the reference.
 
     Raises :class:`StepError` if they do not start with the same parameters, of the same values.
     """
+    reference, other = _without_wrappers(reference, other)
+    if stems := _renamed(reference, other):
+        names = re.compile(rf"(?<![^ ])({'|'.join(map(re.escape, sorted(stems, key=len, reverse=True)))})(?![^.\[])")
+        other = _with_names(other, lambda name: names.sub(lambda stem: stems[stem[1]], name))
+    _require_same_start(reference, other)
+    return reference, other
+
+
+def rename_notes(reference: FollowedSteps, other: FollowedSteps) -> tuple[str, ...]:
+    """Return a note if parts of the model have other names in ``other``."""
+    stems = _renamed(*_without_wrappers(reference, other))
+    names = ", ".join(f"{new} is {old}" for new, old in stems.items())
+    return (f"Compared under the names of the reference: {names}.",) if stems else ()
+
+
+def _without_wrappers(reference: FollowedSteps, other: FollowedSteps) -> tuple[FollowedSteps, FollowedSteps]:
     reference, other = (_with_names(side, lambda name: _WRAPPERS.sub("", name)) for side in (reference, other))
     if _start_parameters(reference) != _start_parameters(other):
         reference, other = (
             _without_replicas(side, other_side) for side, other_side in ((reference, other), (other, reference))
         )
-    _require_same_start(reference, other)
     return reference, other
+
+
+def _renamed(reference: FollowedSteps, other: FollowedSteps) -> dict[str, str]:
+    """Return the renamed parts of the model, such as a module: path in ``other`` -> path in the ``reference``.
+
+    The parameters that one side lacks have the shapes of those that the other lacks, in the same order.
+    """
+    sides = [
+        {
+            tensor.name.removeprefix(_PARAMETER): tensor.kind
+            for tensor in side.start
+            if tensor.name.startswith(_PARAMETER)
+        }
+        for side in (reference, other)
+    ]
+    old, new = ([name for name in names if name not in others] for names, others in (sides, reversed(sides)))
+    if [sides[0][name] for name in old] != [sides[1][name] for name in new]:
+        return {}
+    stems = {after: before for before, after in map(stems_of, old, new)}
+    return {} if "" in stems or "" in stems.values() else stems  # one is in a wrapper, which may do more
 
 
 def _is_within(name: str, other: str) -> bool:

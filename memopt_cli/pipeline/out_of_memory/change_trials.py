@@ -37,6 +37,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.documents import quoted_path
+from memopt_cli.text.optimizer_text import fused_form
 from memopt_cli.text.units import exact_bytes, format_bytes, format_count
 
 _LEVEL: Final = 4
@@ -76,11 +77,12 @@ class ChangeTrials:
         self.refused: list[str] = []
         self.notes: list[str] = []
 
-    def suggestions(self, stays_bytes: int, gradient_bytes: int) -> tuple[Suggestion, ...]:
+    def suggestions(self, stays_bytes: int, gradient_bytes: int, *, in_update: bool = False) -> tuple[Suggestion, ...]:
         """Return the changes that make the step fit, fastest first; autocast, which rounds, comes last.
 
         If no single change fits, a plan is tried with micro-batches, and then under autocast.  ``stays_bytes``: bytes
-        that no change lowers, ``gradient_bytes`` of them in gradients.
+        that no change lowers, ``gradient_bytes`` of them in gradients.  ``in_update``: memory runs out in the
+        optimizer's step, which changes of the optimizer make smaller.
         """
         if stays_bytes >= self._limit_bytes:
             stays = format_bytes(stays_bytes)
@@ -94,7 +96,14 @@ class ChangeTrials:
                 text += " `--optimizer-in-backward` frees each gradient as soon as it is used."
             self.refused.append(text)
             return ()
+        of_optimizer = []
+        if in_update:
+            of_optimizer = [
+                *self._attempt("The fused optimizer", self._try_fused),
+                *self._attempt("The optimizer in backward", self._try_in_backward),
+            ]
         suggestions = [
+            *of_optimizer,
             *self._attempt("A plan", self._try_plan),
             *self._attempt("A plan that sends tensors away", self._try_sending),
             *self._attempt("Micro-batches", lambda: self._try_micro_batches(ORIGINAL, "")),
@@ -284,22 +293,65 @@ class ChangeTrials:
         self._require_step_of_ours()
         if not self._may_autocast:
             raise UsageError(f"the step is run in {settings.precision} already")
-        prepared = self._with(replace(settings, precision="bf16"))
-        self._prepared.progress.stage("trying bfloat16")
-        dry_run = prepared.ask(CountJob(plan=ORIGINAL, fake=True), "small batch")
+        yield self._run_changed(
+            "autocast",
+            "forward and loss under autocast to bfloat16, which rounds",
+            f'with torch.autocast("{self._device}", dtype=torch.bfloat16): …',
+            replace(settings, precision="bf16"),
+        )
+
+    def _try_fused(self) -> Iterator[Suggestion]:
+        """Yield the fused form of the optimizer, whose update makes no tensors as large as its parameters."""
+        settings = self._prepared.subject.settings
+        fused = fused_form(settings.optimizer)
+        if fused is None:
+            return
+        name, class_name = fused
+        yield self._run_changed(
+            "fused optimizer",
+            f"the fused {class_name}, which may round otherwise",
+            f"torch.optim.{class_name}(…, fused=True), and `--optimizer {name}` here",
+            replace(settings, optimizer=name),
+        )
+
+    def _try_in_backward(self) -> Iterator[Suggestion]:
+        """Yield the optimizer in backward, unless plans were searched with it."""
+        settings = self._prepared.subject.settings
+        if self._request.optimizer_in_backward or not settings.may_update_in_backward:
+            return
+        plan = Plan(in_backward=True)
+        command = self._plan_command(plan, "")
+        yield self._run_changed("optimizer in backward", plan_in_words(plan), command, settings, plan)
+
+    def _run_changed(
+        self,
+        change: Literal["autocast", "fused optimizer", "optimizer in backward"],
+        text: str,
+        command: str,
+        settings: StepSettings,
+        plan: Plan = ORIGINAL,
+    ) -> Suggestion:
+        """Return the suggestion of a step of ``settings`` under ``plan``, by a dry run and a run.
+
+        Raises :class:`NothingFitsError` if the step does not fit.
+        """
+        prepared = self._with(settings)
+        self._prepared.progress.stage(f"trying {text.partition(',')[0]}")
+        dry_run = prepared.ask(CountJob(plan=plan, fake=True), "small batch")
         if isinstance(dry_run, Counted) and dry_run.allocated_peak_bytes > self._limit_bytes:
             raise NothingFitsError(f"needs about {format_bytes(dry_run.allocated_peak_bytes)}")
-        answer = prepared.ask(MeasureJob(plan=ORIGINAL))
+        answer = prepared.ask(MeasureJob(plan=plan))
         is_unrun = isinstance(answer, OutOfMemory) and not answer.was_tried and isinstance(dry_run, Counted)
         if not isinstance(answer, Measured | OutOfMemory) or not (is_unrun or isinstance(answer, Measured)):
             raise NothingFitsError(describe(answer))
         measurement = answer.measurement if isinstance(answer, Measured) else None
         if measurement is not None and measurement.allocated_peak_bytes > self._limit_bytes:
             raise NothingFitsError(f"needs {format_bytes(measurement.allocated_peak_bytes)}")
-        yield Suggestion(
-            change="autocast",
-            text="forward and loss under autocast to bfloat16, which rounds",
-            command=f'with torch.autocast("{self._device}", dtype=torch.bfloat16): …',
+        return Suggestion(
+            change=change,
+            text=text,
+            command=command,
+            plan=plan,
             predicted_bytes=dry_run.allocated_peak_bytes if isinstance(dry_run, Counted) else None,
             peak_bytes=None if measurement is None else measurement.allocated_peak_bytes,
             seconds=None if measurement is None else measurement.step_s,

@@ -44,7 +44,10 @@ from memopt_cli.text.documents import read_end, read_tail
 from memopt_cli.text.units import format_bytes
 
 _DEFAULT_MEMORY_SHARE: Final = 0.9
-"""If neither the user nor an error gives a limit, it is this share of the device's free memory."""
+"""Share of a device's free memory that is the limit if neither the user nor an error gives one.
+
+Also the share of what a process was left: training takes more of it than its tensors, such as code and small objects.
+"""
 _MAX_LOG_BYTES: Final = 16 << 20
 """Maximum number of bytes read from the end of a log, where the last failure is."""
 _ERROR_LIMIT: Final = "bytes held by tensors plus free bytes, according to the error"
@@ -54,6 +57,11 @@ _KILL_LIMIT: Final = "the process's when it was killed, of which its libraries t
 _NAME_MODEL_NOTE: Final = (
     "Name the model as well, with the inputs of a step (memopt explain model.pt `-i 64x3x224x224`, and `--optimizer` "
     "if you train with one): memopt then tries changes that make the step fit."
+)
+_LOADING_NOTE: Final = (
+    "A plan or a smaller step would not help, so no change of the step was tried. What helps: fewer workers "
+    "(DataLoader(num_workers=1)), fewer batches in advance (prefetch_factor=1), and a dataset that reads no more than "
+    "the sample needs (numpy.memmap)."
 )
 _COUNTED_ON_CPU_NOTE: Final = "The error is from a GPU; the step was counted on the CPU."
 _MAX_HOLDERS: Final = 200
@@ -71,7 +79,9 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
     snapshot = _read_snapshot(request) if request.snapshot_path is not None else None
     event = error.event if error else ""
     asked_bytes = next((source.asked_bytes for source in (error, snapshot) if source), 0)
-    if request.source is not None:
+    if error is not None and error.is_of_loading:
+        explanation = Explanation(header=None, limit_bytes=0, limit="", needed_bytes=0, notes=(_LOADING_NOTE,))
+    elif request.source is not None:
         opening = Opening(
             source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
         )
@@ -197,6 +207,9 @@ def _limit_here(request: ExplainRequest, prepared: Prepared) -> tuple[int, str]:
 
 def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | None) -> tuple[int, str] | None:
     """Return the memory limit in bytes that the error or the snapshot gives, and its source; ``None`` for neither."""
+    if error is not None and error.limit:
+        kibibytes = int(_DEFAULT_MEMORY_SHARE * error.available_bytes) >> 10  # whole ones, for suggested commands
+        return kibibytes << 10, f"{_DEFAULT_MEMORY_SHARE:.0%} of {_limit_of(error)}"
     if error is not None and error.available_bytes:
         return error.available_bytes, _limit_of(error)
     if snapshot is not None and snapshot.asked_bytes:
@@ -224,14 +237,18 @@ def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> I
         f"{format_bytes(error.before_bytes)} before the block of explain_oom: Python, its libraries, and what the "
         f"script had made. Inside the block it took {held} for tensors and what malloc keeps."
     )
+    malloc = (
+        "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which makes glibc's malloc give freed memory "
+        "back, at the price of slower steps."
+    )
     kept_bytes = error.allocated_bytes - explanation.needed_bytes
     if explanation.header is not None and kept_bytes > _KEPT_SHARE * error.allocated_bytes:
         yield (
             f"Tensors of this step are at most {format_bytes(explanation.needed_bytes)} of these {held}. The other "
-            f"{format_bytes(kept_bytes)} are mostly freed memory that glibc's malloc keeps: train with "
-            "MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which makes it give that back, at the price of slower "
-            "steps."
+            f"{format_bytes(kept_bytes)} are mostly freed memory that malloc keeps: {malloc}"
         )
+    elif explanation.suggestions:
+        yield f"What fits is counted in tensors, without freed memory that malloc keeps: {malloc}"
 
 
 # ---------------------------------------------------------------------------------------------- the recorded step
@@ -283,7 +300,7 @@ def _explain_step(
         breakdown=break_down((s.kind, s.nbytes) for s in alive),
         modules=_held_by(made_by_step, lambda s: s.module or prepared.facts.class_name),
         lines=_held_by(made_by_step, lambda s: trace.ops[s.born].line if s.born >= 0 else ""),
-        suggestions=trial.suggestions(stays, gradients) if instant is not None else (),
+        suggestions=() if instant is None else trial.suggestions(stays, gradients, in_update=instant.phase == "update"),
         refused=tuple(trial.refused),
         notes=(*prepared.notes, *notes, *trial.notes, *prepared.messages),
     )

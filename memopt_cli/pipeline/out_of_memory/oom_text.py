@@ -11,6 +11,7 @@ import re
 from collections import deque
 from typing import Final
 
+from memopt_cli.pipeline.out_of_memory.process_limits import read_limit
 from memopt_cli.records import OutOfMemoryText
 from memopt_cli.text.units import format_bytes
 
@@ -27,12 +28,26 @@ _ASKED: Final = (
 _KILLED: Final = (
     re.compile(r"[Oo]ut of memory: Killed process \d+ \((?P<name>[^)\n]*)\)[^\n]*?anon-rss:(?P<kib>\d+)kB"),  # Linux
     re.compile(r"(?m)line \d+: +\d+ Killed +(?P<name>\S*)"),  # a script of bash
-    re.compile(r"(?m)^(?:zsh: killed +(?P<name>\S*)|\[\d+\]\S* +(?:\d+ +)?Killed\b|Killed *$)"),  # a shell
+    re.compile(r"(?m)^(?:zsh: killed +(?P<name>\S*)|\[\d+\][ +-]*(?:\d+ +)?[Kk]illed\b|Killed *$)"),  # a shell
     re.compile(r"oom[-_]kill event|OOM Killed|(?<![A-Z_])OUT_OF_MEMORY\b"),  # Slurm
 )
 """Patterns of a process that was killed, with its name and its memory where they are known."""
+_WORKERS: Final = (
+    re.compile(r"DataLoader worker \(pid[^)\n]*\) is killed by signal: (?:(?P<killed>Killed)|Bus error)"),
+    re.compile(r"bus error encountered in worker"),
+)
+"""Patterns of a worker process of a DataLoader that the system ended; if it was not killed, shared memory ran out."""
+_IN_WORKER: Final = re.compile(r"in DataLoader worker process \d+\.\s+Original $")
+"""Pattern of the text before a traceback that a worker process handed over."""
+_IN_LOADING: Final = "memory ran out in a worker process of the DataLoader, while it loaded data, not in the step"
+_KILLED_WORKER: Final = "the kernel killed a worker process of the DataLoader, as it does when memory runs out"
+_NO_SHARED: Final = (
+    "shared memory (/dev/shm), through which the workers of the DataLoader hand over batches, ran out; a container "
+    "gets more by docker run --shm-size=8g"
+)
 _WITHOUT_NUMBERS: Final = re.compile(
-    r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
+    r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|std::bad_alloc|"
+    r"(?m:^MemoryError\b)"
 )
 _OF_GPU: Final = re.compile(r"CUDA|HIP out of|GPU \d|CU(?:BLAS|DNN)_")
 _TOTAL: Final = (re.compile(rf"total capaci?ty of {_AMOUNT}"), re.compile(rf"{_AMOUNT} total capacity"))
@@ -51,14 +66,6 @@ _MAX_ALLOWED: Final = (re.compile(rf"max allowed: {_AMOUNT}"),)
 _OTHER_ALLOCATIONS: Final = (re.compile(rf"other allocations: {_AMOUNT}"),)
 """Patterns of Apple's GPUs, whose message gives no free bytes: these are the maximum less all allocations."""
 _RESERVED_IN_TOTAL: Final = re.compile(rf"{_AMOUNT} reserved in total by PyTorch")
-_PROCESS_LIMITS: Final = tuple(
-    re.compile(rf"memopt: .*?{limit}, {size} (?P<now>\d+), before the block (?P<before>\d+)")
-    for limit, size in (
-        (r"(?P<name>RLIMIT_AS \(ulimit -v\)) (?P<limit>\d+)", "VmSize"),
-        (r"memory (?P<limit>\d+) \((?P<name>[^)]*)\)", "VmRSS"),
-    )
-)
-"""Patterns of the line that ``memopt_cli.explain_oom`` writes below an error of the CPU, the narrower limit first."""
 _MAX_LINE_CHARACTERS: Final = 1000
 """Maximum number of characters that belong to the message before, and from, "tried to allocate"."""
 _MAX_BYTES: Final = 2**63
@@ -68,21 +75,26 @@ _MAX_FRAME_LINES: Final = 8
 """Maximum number of lines that a frame of a traceback takes, with its code and carets."""
 _MAX_TRACEBACK_CHARACTERS: Final = 1 << 20
 """Maximum number of characters before the message that are searched for its traceback."""
+_TRACEBACK: Final = "Traceback (most recent call last)"
 _LIBRARY: Final = re.compile(r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python3")
 
 
 def read_oom(text: str) -> OutOfMemoryText | None:
     """Read the last out-of-memory message in ``text``; ``None`` if there is none."""
-    patterns = (*_ASKED, *_KILLED, _WITHOUT_NUMBERS)
+    patterns = (*_ASKED, *_KILLED, *_WORKERS, _WITHOUT_NUMBERS)
     matches = [match for pattern in patterns for match in deque(pattern.finditer(text), maxlen=1)]
     if not matches:
         return None
     last = max(matches, key=lambda match: match.start())
     if last.re in _KILLED:
         return _read_kill(last)
-    raised_at = _innermost(text[max(0, last.start() - _MAX_TRACEBACK_CHARACTERS) : last.start()])
-    if last.re is _WITHOUT_NUMBERS:
-        return OutOfMemoryText(asked_bytes=0, event=f'the error is "{last[0]}"', is_of_gpu=True, line=raised_at)
+    if last.re in _WORKERS:
+        return _of_loading(_KILLED_WORKER if last.groupdict().get("killed") else _NO_SHARED)
+    before = text[max(0, last.start() - _MAX_TRACEBACK_CHARACTERS) : last.start()]
+    raised_at, asked_bytes = _innermost(before), _bytes(last) if last.re in _ASKED else 0
+    header = before.rfind(_TRACEBACK)
+    if _IN_WORKER.search(before, max(0, header - _MAX_LINE_CHARACTERS), header):
+        return _of_loading(_IN_LOADING, asked_bytes, raised_at)
     line_start = text.rfind("\n", max(0, last.start() - _MAX_LINE_CHARACTERS), last.start()) + 1 or max(
         0, last.start() - _MAX_LINE_CHARACTERS
     )
@@ -94,21 +106,25 @@ def read_oom(text: str) -> OutOfMemoryText | None:
     free_bytes = _first(_FREE, message) or free_bytes
     if allowed := _first(_ALLOWED, message):  # a limit of the process, by set_per_process_memory_fraction
         free_bytes = max(0, min(free_bytes, allowed - allocated - unallocated))
-    before, limit = 0, ""
-    if process := next((found for pattern in _PROCESS_LIMITS if (found := pattern.search(text, last.end()))), None):
-        before, limit = int(process["before"]), process["name"]
-        allocated, free_bytes = int(process["now"]) - before, max(0, int(process["limit"]) - int(process["now"]))
+    held_before, limit = 0, ""
+    if process := read_limit(text, last.end()):
+        held_before, limit = process.before_bytes, process.name
+        allocated, free_bytes = process.size_bytes - held_before, max(0, process.limit_bytes - process.size_bytes)
     return OutOfMemoryText(
-        asked_bytes=_bytes(last),
+        asked_bytes=asked_bytes,
         free_bytes=free_bytes,
         allocated_bytes=allocated,
-        before_bytes=before,
+        before_bytes=held_before,
         limit=limit,
         reserved_bytes=unallocated,
         line=raised_at,
-        event=_others(message, allocated + unallocated),
+        event=_others(message, allocated + unallocated) if asked_bytes else f'the error is "{last[0]}"',
         is_of_gpu=_OF_GPU.search(message) is not None,
     )
+
+
+def _of_loading(event: str, asked_bytes: int = 0, line: str = "") -> OutOfMemoryText:
+    return OutOfMemoryText(asked_bytes=asked_bytes, event=event, line=line, is_of_loading=True)
 
 
 def _read_kill(match: re.Match[str]) -> OutOfMemoryText:

@@ -106,10 +106,9 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
     largest = max(operators, key=lambda op: op.workspace_bytes, default=None)
     place = f", most of all {largest.name} in '{largest.module or '(root)'}'" if largest is not None else ""
     yield (
-        f"Kernels hold {format_bytes(workspace_bytes)} of its peak as workspace{place}. Other kernels may take less: "
-        "try another batch, another `--precision`, or a function that builds the model (memopt optimize net.py:build) "
-        "and returns model.to(memory_format=torch.channels_last), or on the CPU first calls "
-        "torch.backends.mkldnn.set_flags(False)."
+        f"Kernels hold {format_bytes(workspace_bytes)} of its peak as workspace{place}. Other kernels may take less, "
+        "or more, which memopt has not tried: another batch, another `--precision`, or a function that builds the "
+        "model (memopt optimize net.py:build) and returns model.to(memory_format=torch.channels_last)."
     )
 
 

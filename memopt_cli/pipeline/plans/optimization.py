@@ -45,7 +45,7 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.search.plan.targets import describe_selection, refusal_notes
+from memopt_cli.search.plan.targets import describe_selection, loop_notes, refusal_notes
 from memopt_cli.text.units import exact_bytes
 from memopt_cli.text.writing import check_targets
 
@@ -238,7 +238,8 @@ class _PlanSearch:
     def _explain_commands(self) -> Iterator[str]:
         """Yield the command that explains why the step does not fit into the budget, where the shell can give it."""
         if self.findings.budget_bytes is not None and self.request.flags is not None:
-            flags = [*self.request.flags, f"--memory {exact_bytes(self.findings.budget_bytes)}"]
+            in_backward = "--optimizer-in-backward" if self.request.search.options.optimizer_in_backward else ""
+            flags = [*self.request.flags, in_backward, f"--memory {exact_bytes(self.findings.budget_bytes)}"]
             if (varied := self.request.dim_range) is not None:  # explain takes a size: the one that does not fit
                 size = f"--dim {varied.symbol}={self.prepared.subject.spec.dims[varied.symbol]}"
                 flags = [size if flag.startswith("--dim") and ":" in flag else flag for flag in flags]
@@ -453,6 +454,8 @@ class _PlanSearch:
         modules, by_goal = search.traced.trace.modules, self.findings.by_goal
         self.findings.selection = describe_selection(modules, plan, search.options, by_goal=by_goal)
         self.findings.notes += refusal_notes(self.findings.selection.refusals)
+        if not plan.segments:
+            self.findings.notes += loop_notes(modules)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:  # the first dry run that failed, before any plan was dropped
             dropped = Dropped(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))

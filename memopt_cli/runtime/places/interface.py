@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
+
+from memopt_cli.runtime.warned import warn_caller
 
 PlaceName = Literal["device", "host", "disk"]
 """The names of places in plans; ``device`` means that a tensor stays where it is."""
@@ -91,7 +92,7 @@ def warn_once(message: str) -> None:
     """Warn with ``message``, once in this process."""
     if message not in _warnings:
         _warnings.add(message)
-        warnings.warn(message, stacklevel=1)
+        warn_caller(message)
 
 
 _warnings = set[str]()

@@ -64,6 +64,27 @@ def refusal_notes(refusals: Mapping[str, str]) -> list[str]:
     return [f"These modules cannot be segments: {format_some(modules)}."] if modules else []
 
 
+def loop_notes(modules: Sequence[ModuleTrace]) -> list[str]:
+    """Return a note if forward loops over time steps and calls several of ``modules`` in turn in each.
+
+    A segment then holds one of them at one time step, and all that lies between them is kept.
+    """
+    outer = find_outermost([module for module in modules if module.path and module.calls > 0])
+    calls = min((module.calls for module in outer), default=0)
+    if calls < _LOOP_CALLS or len(outer) < _LOOP_MODULES:
+        return []
+    names = format_some([module.path for module in outer])
+    return [
+        f"forward calls {names} at least {calls} times each, as a loop over time steps does. Put one time step, the "
+        "body of the loop, into a module of its own, which a plan can recompute."
+    ]
+
+
+_LOOP_CALLS = 4
+_LOOP_MODULES = 3
+"""Lowest numbers of calls and of modules in a loop over time steps; a module alone in a loop can be a segment."""
+
+
 def missing_segment_notes(
     classes: Iterable[tuple[str, Sequence[str]]], selection: Selection, dropped: Dropped | None = None
 ) -> list[str]:

@@ -206,7 +206,7 @@ def test_versions_and_machines_are_told() -> None:
 
 def test_modules_by_growth() -> None:
     old = a_baseline(a_module("a", parameters=10), a_module("b", activations=50), a_module("c", buffers=1))
-    new = a_baseline(a_module("a", parameters=15), a_module("b", activations=20), a_module("d", output=99, gradients=3))
+    new = a_baseline(a_module("a", parameters=15), a_module("b", activations=20), a_module("d", "Conv2d", gradients=3))
     found = compare(old, new)
     assert [(m.path, m.before_bytes, m.after_bytes, m.growth_bytes) for m in found.modules] == [
         ("a", 10, 15, {"parameters": 5}),
@@ -323,11 +323,20 @@ def test_a_block_fewer_under_another_name() -> None:
     assert [(m.path, m.after_bytes) for m in found.modules] == [("features.3.fc", 0), ("features.3.act", 0)]
 
 
-def test_another_class_or_size_is_no_rename() -> None:
+def test_another_class_is_no_rename() -> None:
     old = [a_module("a", "Linear", 10, parameters=4)]
-    for new in (a_module("b", "Conv2d", 10, parameters=4), a_module("b", "Linear", 10, parameters=5)):
-        assert find_renames(old, [new]) == ((), {})
+    assert find_renames(old, [a_module("b", "Conv2d", 10, parameters=4)]) == ((), {})
     assert find_renames(old, [a_module("b", "Linear", 10, parameters=4)])[1] == {"a": "b"}
+
+
+def test_a_module_with_no_equal_is_renamed_if_it_is_the_only_one_of_its_class() -> None:
+    old = [a_module("rnn", "GRU", 10, parameters=4), *blocks("head", 1)]
+    new = [a_module("temporal", "GRU", 20, parameters=8), *blocks("head", 1)]
+    found = renamed(old, new)
+    assert found.renames == (Rename(before="rnn", after="temporal", modules=1),)
+    (change,) = found.modules
+    assert (change.path, change.was, change.before_bytes, change.after_bytes) == ("temporal", "rnn", 4, 8)
+    assert find_renames(old, [*new, a_module("second", "GRU", 30, parameters=9)]) == ((), {})
 
 
 def test_what_stays_in_its_place_is_not_renamed() -> None:

@@ -46,6 +46,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
+from tests.conftest import Done
 from tests.zoo.models import Parts
 from tests.zoo.records import measured
 
@@ -235,8 +236,8 @@ def test_the_limit_comes_from_the_error(tmp_path: Path, explained: Callable[...,
 
 
 LIMITS = (
-    "memopt: RLIMIT_AS (ulimit -v) {space}, VmSize 1887436800, before the block 629145600; "
-    "memory 25769803776 (the machine's memory), VmRSS 1468006400, before the block 209715200\n"
+    "memopt: RLIMIT_AS (ulimit -v) {space}, VmPeak 1887436800, before the block 629145600; "
+    "memory 25769803776 (the machine's memory), VmHWM 1468006400, before the block 209715200\n"
 )
 """Sizes of which the block took 1200 MiB, by both."""
 
@@ -257,10 +258,33 @@ def test_of_a_process_with_a_limit_the_shares_are_named(
     assert said in alone
     assert "MALLOC" not in alone  # what the tensors held is not known
     found = explained(None, log_path=str(path))
-    assert found.limit_bytes == (1200 + free_mib) << 20
+    assert found.limit_bytes == int(0.9 * ((1200 + free_mib) << 10)) << 10  # the process grows, too
+    assert found.limit.startswith("90% of ")
     text = text_of(found)
     assert text.startswith("memory ran out, but this step alone does not fill it: it needs about ")
     assert "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment" in text
+
+
+def test_what_fits_is_told_with_the_variable_that_it_rests_on(
+    recorded: StepTrace, tmp_path: Path, explained: Callable[..., Explanation]
+) -> None:
+    path = tmp_path / "train.log"
+    space = 629145600 + needed_bytes(recorded)
+    path.write_text(ON_THE_CPU + "\n" + LIMITS.replace("1887436800", str(space)).format(space=space))
+    found = explained(None, log_path=str(path))
+    assert found.suggestions
+    assert "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment" in text_of(found)
+
+
+def test_an_error_of_loading_data_changes_no_step(tmp_path: Path, explained: Callable[..., Explanation]) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("RuntimeError: DataLoader worker (pid 4161) is killed by signal: Killed.")
+    found = explained(None, log_path=str(path))
+    assert found.header is None
+    text = text_of(found)
+    assert text.startswith("the kernel killed a worker process of the DataLoader, as it does when memory runs out\n")
+    assert "What helps: fewer workers (DataLoader(num_workers=1))" in text
+    assert "memory ran out, and" not in text
 
 
 def snapshot(folder: Path) -> str:
@@ -455,6 +479,38 @@ def test_a_plan_that_rounds_says_so(exact: bool, monkeypatch: pytest.MonkeyPatch
     assert said.text == "a plan of 1 segment" + ", equal within rounding" * (not exact)
 
 
+def test_memory_that_runs_out_in_the_update_asks_for_another_update(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("from torch import nn\ndef net(): return nn.Linear(512, 512)\n")
+    request = ExplainRequest(
+        source=ModelSource(location=f"{tmp_path / 'net.py'}:net"),
+        spec=InputSpec(tensors=(TensorSpec(shape=(1, 512)),), source="--input"),
+        settings=StepSettings(optimizer="adamw", device="cpu"),
+        memory=int(4.6 * 2**20),  # parameters, gradients and state take 4 MiB, a temporary of the update 1 MiB
+    )
+    found = explain(request, progress=Progress())
+    assert found.instant.phase == "update"
+    fused = next(said for said in found.suggestions if said.change == "fused optimizer")
+    assert fused.peak_bytes <= request.memory
+    assert fused.command == "torch.optim.AdamW(…, fused=True), and `--optimizer adamw:fused` here"
+    assert any(refused.startswith("The optimizer in backward: needs about ") for refused in found.refused)
+
+
+def test_the_optimizer_in_backward_is_named_where_it_fits(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\ndef net(): return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))\n"
+    )
+    request = ExplainRequest(
+        source=ModelSource(location=f"{tmp_path / 'net.py'}:net"),
+        spec=InputSpec(tensors=(TensorSpec(shape=(1, 256)),), source="--input"),
+        settings=StepSettings(optimizer="adamw", device="cpu"),
+        memory=8400 << 10,  # parameters, gradients and state take 8 MiB, temporaries of the update 0.5 MiB
+    )
+    found = explain(request, progress=Progress())
+    said = next(said for said in found.suggestions if said.change == "optimizer in backward")
+    assert said.peak_bytes <= request.memory
+    assert said.command.endswith(" --level 4 --budget 8400KiB --optimizer-in-backward")
+
+
 @pytest.mark.parametrize("plan", [Plan(place="disk"), Plan(segments=(SegmentPlan(path="a"),))])
 def test_a_plan_that_sends_is_a_suggestion_of_its_own(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = measured(900, 0.5, elsewhere_bytes=3 << 20)
@@ -530,6 +586,12 @@ def test_an_interruption_of_what_is_tried_ends_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(change_trials, "recommend_prepared", lambda *_: found)
     with pytest.raises(KeyboardInterrupt):
         explain(wide(tmp_path), progress=Progress())
+
+
+@pytest.mark.parametrize(("memory", "code"), [("100B", 6), ("1GiB", 0)])
+def test_the_exit_code_tells_that_nothing_fits(memory: str, code: int, memopt: Callable[..., Done]) -> None:
+    Path("net.py").write_text("from torch import nn\ndef net(): return nn.Linear(8, 8)\n")
+    assert memopt("explain", "net.py:net", "-i", "4x8", "--memory", memory).code == code
 
 
 def test_one_sample_is_not_offered_in_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:

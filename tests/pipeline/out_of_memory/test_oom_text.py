@@ -150,6 +150,12 @@ def test_others_that_hold_the_card_are_named(processes: str, event: str) -> None
         ("epoch 1\nKilled\n", "killed the process, as"),
         ("zsh: killed     python train.py", "killed python, as"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch.", "killed the process, as"),
+        ("[1]  + 12345 killed     python train.py", "killed the process, as"),
+        ("RuntimeError: std::bad_alloc", 'the error is "std::bad_alloc"'),
+        ("    held = f(x)\nMemoryError\n", 'the error is "MemoryError"'),
+        ("DataLoader worker (pid 41) is killed by signal: Killed.", "killed a worker process of the DataLoader"),
+        ("DataLoader worker (pid 41) is killed by signal: Bus error.", "shared memory (/dev/shm), through"),
+        ("ERROR: Unexpected bus error encountered in worker.", "shared memory (/dev/shm), through"),
         ("torch.AcceleratorError: CUDA error: out of memory", 'the error is "CUDA error: out of memory"'),
         ("CUDA_ERROR_OUT_OF_MEMORY: out of memory", 'the error is "CUDA_ERROR_OUT_OF_MEMORY"'),
         ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", 'the error is "CUBLAS_STATUS_ALLOC_FAILED"'),
@@ -159,6 +165,17 @@ def test_an_end_without_numbers_is_an_end_all_the_same(text: str, event: str) ->
     found = read_oom(text)
     assert event in found.event
     assert found.asked_bytes == 0
+
+
+def test_an_error_that_a_worker_of_a_loader_handed_over_is_not_of_the_step() -> None:
+    caught = (
+        "RuntimeError: Caught MemoryError in DataLoader worker process 0.\n"
+        'Original Traceback (most recent call last):\n  File "/me/data.py", line 18, in __getitem__\n    x = f()\n'
+        "MemoryError: Unable to allocate 2. MiB for an array"
+    )
+    found = read_oom(caught)
+    assert (found.asked_bytes, found.line, found.is_of_loading) == (2 * MIB, "/me/data.py:18", True)
+    assert not read_oom(f"{caught}\n{NOW}").is_of_loading
 
 
 @pytest.mark.parametrize("text", ["Killed the lights", "the job was Killed by me", "out of memories"])

@@ -240,6 +240,7 @@ def test_unavoidable_parts_is_named() -> None:
     assert kernels.startswith(
         "Kernels hold 400 B of its peak as workspace, most of all aten::convolution in 'features.0'."
     )
+    assert "which memopt has not tried: another batch, " in kernels
     assert "a function that builds the model (memopt optimize net.py:build)" in kernels
     less = replace(least, allocated_peak_bytes=1100)
     assert len(list(unavoidable_parts(less, operators, frees_gradients=False))) == 1  # too little to matter

@@ -844,6 +844,21 @@ def test_inputs_from_a_file_cannot_be_resized(optimize: Memopt) -> None:
     assert yaml.safe_load(Path("net.memopt.batch.yaml").read_text())["recommended"]["batch_size"] == 9
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", ["zeros[:9]", "zeros[: len(out)]"])
+def test_a_loss_of_so_many_targets_is_a_matter_of_the_batch_that_is_asked_for(optimize: Memopt, targets: str) -> None:
+    torch.save(small_net(), "net.pt")
+    Path("loss.py").write_text(
+        f"import torch\nzeros = torch.zeros(24)\ndef loss(out):\n    return (out.sum(1) - {targets}).mean()\n"
+    )
+    step = ("net.pt", "-i", "9x64", "--loss", "loss.py:loss", "--level", "1", "--force")
+    done = optimize(*step)
+    assert done.code == 0, done.err
+    assert "he loss failed" not in done.out
+    assert ("but the loss fails at batch " in done.out) == (targets != "zeros[:9]")
+    assert "he loss failed" in optimize(*step, "--recommend-batch").out
+
+
 def test_a_file_of_inputs_is_read_in_subprocesses_alone(memopt: Memopt, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(small_net(), "net.pt")
     torch.save([torch.randn(9, 64)], "inputs.pt")
@@ -923,6 +938,8 @@ def test_a_budget_is_met_by_the_optimizer_in_backward(optimize: Memopt) -> None:
     assert unasked.code == 6  # its gradients are all there at once, and no segment lowers that
     explain = "memopt explain net.pt --input 8x128 --optimizer adamw --memory "
     assert f"and which other changes fit: {explain}{exact_bytes(summary.budget_bytes)}" in unasked.err
+    asked = optimize("net.pt", *goal[:-2], "1KiB", "--force", *ADAMW_IN_BACKWARD)
+    assert "memopt explain net.pt --input 8x128 --optimizer adamw --optimizer-in-backward --memory 1KiB" in asked.err
 
 
 LOOKING_AT_ALL = """

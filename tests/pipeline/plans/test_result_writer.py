@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,24 @@ def test_a_model_that_cannot_be_saved(model: str, memopt: Memopt, user_code: str
 
     done = memopt(*command, "--plan-only", "--force", "--no-recommend-batch")
     assert (done.code, f"{name}.memopt.pt" in done.changed) == (0, False), done.err
+
+
+@pytest.mark.parametrize("name", ["user_net", "profile"])  # the second is a module of Python's
+def test_a_model_of_a_file_is_saved_if_it_can_be_loaded_again(
+    name: str, spawn_memopt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from torch import nn\nclass Net(nn.Sequential):\n    def __init__(self): super().__init__(nn.Linear(4, 4))"
+    (tmp_path / f"{name}.py").write_text(code)
+    memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),)).save(tmp_path / "plan.yaml")
+    done = spawn_memopt(tmp_path, "apply", f"{name}.py:Net", "plan.yaml", "-o", "out.pt")
+    if name == "profile":
+        assert (done.code, done.changed) == (3, set())
+        assert "another module has the name of profile.py" in done.err
+    else:
+        assert done.code == 0, done.err
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        loaded = memopt_cli.load(tmp_path / "out.pt", trust=Trust(code_paths=(str(tmp_path / "user_net.py"),)))
+        assert isinstance(loaded, sys.modules.pop("user_net").Net)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from memopt_cli.search.plan.schedules import SegmentLimits
 from memopt_cli.search.plan.targets import (
     find_outermost,
     find_refusals,
+    loop_notes,
     match_targets,
     named_modules,
     plain_segment,
@@ -116,6 +117,15 @@ def test_what_was_asked_for_and_cannot_be_is_noted() -> None:
     (note,) = refusal_notes(find_refusals(BLOCKS, SearchOptions(modules=("c", "d", "e", "f", "g"))))
     assert note.endswith("and 2 more.")
     assert refusal_notes(find_refusals(BLOCKS, SearchOptions(modules=("a",)))) == []
+
+
+def test_a_loop_over_several_layers_is_noted() -> None:
+    root, *layers = in_order(module("conv"), module("cell"), module("cell.spike"), module("fc"))
+    looped = [root, *(replace(layer, calls=10) for layer in layers)]
+    (note,) = loop_notes(looped)
+    assert note.startswith("forward calls conv, cell, fc at least 10 times each, as a loop over time steps does.")
+    assert loop_notes([*looped[:-1], replace(layers[-1], calls=1)]) == []
+    assert loop_notes(looped[:-1]) == []  # two layers alone
 
 
 def test_the_outermost_are_in_the_order_of_first_call() -> None:
