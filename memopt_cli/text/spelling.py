@@ -85,7 +85,7 @@ def in_python(text: str) -> str:
     """Return ``text`` with its marked options as arguments: ``dims={"B": 8}`` for ```--dim B=8```.
 
     ```memopt check --level 3``` becomes ``memopt_cli.check(level=3)``, and ```file.py:function``` "a function".  An
-    option that no function takes stays a flag if it is alone, and is left out among others: ``--plan-only``, for
+    option that no function takes stays a flag if it is the only one, and is left out among others: ``--plan-only``, for
     example, since functions write no model.
     """
     return _MARKED_OPTION.sub(_marked_in_python, text)

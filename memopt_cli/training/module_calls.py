@@ -32,6 +32,9 @@ _OF_INPUTS: Final = re.compile(
     r"shape|size|d-?type|scalar type|dimension|argument|input|out of range|channels|\b\dD\b|expected", re.IGNORECASE
 )
 """Words in errors about what a forward was given, by PyTorch, by Python and by libraries of models."""
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+"""Beginnings of the paths of Python's own modules and of installed packages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +104,6 @@ def skipped_layers_notes(model: nn.Module) -> list[str]:
         "all of them needs more memory."
         for group in groups
     ]
-
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def _has_any(ran: Mapping[str, bool], prefix: str) -> bool:
@@ -193,10 +193,6 @@ def raised_at(error: BaseException) -> str:
     own = [(frame, line) for frame, line in frames if not frame.f_code.co_filename.startswith(_INSTALLED)]
     frame, line = (own or frames)[-1]
     return f" ({frame.f_code.co_filename}, line {line})"
-
-
-_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-"""Beginnings of the paths of Python's own modules and of installed packages."""
 
 
 def _is_ours(frame: FrameType) -> bool:

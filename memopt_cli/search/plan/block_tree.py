@@ -258,7 +258,7 @@ class _Builder:
             recompute_peak_bytes=max([highest + more_bytes, *(base[i] for i in backward)]),
             resident_bytes=max((sums.resident[i] for i in backward), default=0),
             costly=tuple(self._costly[first:last]),
-            refusal="no module runs these operators alone",
+            refusal="no module runs only these operators",
             signature=hash((*(self._trace.ops[i].name for i in forward), len(backward), kept, packed, *outside)),
         )
 

@@ -18,6 +18,10 @@ _NONE_ALLOWED: dict[SelectionPolicy, str] = {
     "explicit_zero_budget": "max_gc_wrapped_modules allows none",
     "zero_ratio_budget": "gc_target_budget_ratio allows none",
 }
+_LOOP_CALLS = 4
+"""Minimum number of calls of each module in a loop over time steps."""
+_LOOP_MODULES = 3
+"""Minimum number of modules in a loop over time steps: with fewer, a module in a loop can be a segment."""
 
 
 def segments_plan(selection: Selection, options: SearchOptions) -> Plan:
@@ -78,11 +82,6 @@ def loop_notes(modules: Sequence[ModuleTrace]) -> list[str]:
         f"forward calls {names} at least {calls} times each, as a loop over time steps does. Put one time step, the "
         "body of the loop, into a module of its own, which a plan can recompute."
     ]
-
-
-_LOOP_CALLS = 4
-_LOOP_MODULES = 3
-"""Lowest numbers of calls and of modules in a loop over time steps; a module alone in a loop can be a segment."""
 
 
 def missing_segment_notes(
