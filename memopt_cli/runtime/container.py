@@ -107,7 +107,7 @@ def _construct(
     if x_compressor is not None:
         vars(chain)["x_compressor"] = x_compressor
     install_segment(chain, replace(config, compressor=declared_compressor(chain) or "null"))
-    if isinstance(chain, cls):  # otherwise, as for one chunk of a TCGCContainer, Python does not call ``__init__``
+    if isinstance(chain, cls):  # otherwise (one chunk of a TCGCContainer), Python does not call ``__init__``
         vars(chain)[_CONSTRUCTED] = True
     return chain
 

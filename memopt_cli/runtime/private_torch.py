@@ -565,7 +565,7 @@ def _first_frame_outside(frame: FrameType | None, names: frozenset[str]) -> Fram
 
 
 class as_written:  # used like a function, so in lower case
-    """A block in which TorchScript runs unoptimized, as by ``torch.jit.optimized_execution(False)``."""
+    """A block in which TorchScript runs unoptimized, like in ``torch.jit.optimized_execution(False)``."""
 
     __slots__ = ("_optimizes",)
 
