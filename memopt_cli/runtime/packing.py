@@ -205,7 +205,8 @@ class PackedSaves:
         ``parcels``: sends all other tensors to a place.  ``None``: they stay on the device.  ``packs``: pack them.
         """
         self._parcels, self._packs = parcels, packs
-        self._untouched = {memory_of(t) for t in untouched if has_memory(t)}
+        # Forward may replace a buffer, such as a neuron's membrane potential, and another tensor may get its memory.
+        self._untouched = {memory_of(t): weakref.ref(t) for t in untouched if has_memory(t)}
         self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_PackedRegion]]]] = {}
         """Key of a storage -> the storage, and its regions, each with what is packed of it."""
         self._late: list[_Late] = []
@@ -229,7 +230,7 @@ class PackedSaves:
             return _Unpacked(tensor)
         is_large = tensor.nbytes >= _MIN_BYTES
         # A small view is not passed over: it may keep alive all of the large tensor that it is a view of.
-        if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
+        if (not is_large and base_of(tensor) is None) or self._is_untouched(memory_of(tensor)):
             return _Unpacked(tensor)
         if self._parcels is not None:
             # The parameters that FSDP gathers for forward are not the module's, so they are not in ``_untouched``.
@@ -248,6 +249,12 @@ class PackedSaves:
         if saved is None:
             return self._store_raw(tensor)
         return saved, tensor.shape, tensor.stride()
+
+    def _is_untouched(self, memory: int) -> bool:
+        """Return whether a tensor that is to be left as it is still has the storage with the key ``memory``."""
+        reference = self._untouched.get(memory)
+        tensor = None if reference is None else reference()
+        return tensor is not None and memory_of(tensor) == memory
 
     def _send(self, packed: Packed) -> Packed | PackedAway:
         """Begin to send ``packed``, if there is a place to send it to, and return it."""

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from memopt_cli.runtime.compressor import IndexCompressor, SpikeCompressor, TwoValuedCompressor
 from memopt_cli.runtime.packing import PackedSaves, _Late, codec_for, recorded_answers
+from memopt_cli.runtime.private_torch import memory_of
 from tests.zoo.models import Parts
 
 SIZE = (8, 16, 16, 16)
@@ -173,6 +174,19 @@ def test_a_view_with_the_other_sign_is_another_tensor() -> None:
     stored = [saves.pack(view) for view in views]
     saves.pack_waiting()
     assert all(map(torch.equal, map(saves.unpack, stored), views))
+
+
+def test_a_tensor_in_the_memory_of_a_replaced_buffer_is_packed() -> None:
+    """A neuron replaces its membrane potential in forward, and spikes may get the storage that is freed."""
+    potential = torch.zeros(SIZE)
+    memory, saves = memory_of(potential), Recording((potential,))
+    del potential
+    made = [spikes(*SIZE)]
+    while memory_of(made[-1]) != memory:
+        assert len(made) < 1000
+        made.append(spikes(*SIZE))
+    saves.pack(made[-1])
+    assert held_bytes(saves.stored) == made[-1].numel() // 8
 
 
 def test_channels_last_stays() -> None:
