@@ -48,7 +48,7 @@ class Recording(PackedSaves):
     @property
     def stored(self) -> list[Any]:
         """Return what is held in the end."""
-        self.settle()
+        self.pack_waiting()
         return [stored.stored if isinstance(stored, _Late) else stored for stored in self._packed]
 
 
@@ -172,7 +172,7 @@ def test_a_view_with_the_other_sign_is_another_tensor() -> None:
     x, saves = spikes(*SIZE), PackedSaves(())
     views = [x, torch._neg_view(x)]
     stored = [saves.pack(view) for view in views]
-    saves.settle()
+    saves.pack_waiting()
     assert all(map(torch.equal, map(saves.unpack, stored), views))
 
 
@@ -209,7 +209,7 @@ def test_an_address_that_is_used_again_is_not_taken_for_the_old_tensor() -> None
         x = spikes(*SIZE)
         seen.add(x.data_ptr())
         stored = saves.pack(x)
-        saves.settle()
+        saves.pack_waiting()
         assert torch.equal(saves.unpack(stored), x)
         del x, stored
     assert len(seen) < 30  # addresses were used again

@@ -28,7 +28,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import ignore
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried
-from memopt_cli.search.plan.levels import level_of
+from memopt_cli.search.plan.levels import find_level
 from memopt_cli.text.units import format_bytes
 
 _MIN_SAVED_SHARE = 0.02
@@ -65,7 +65,7 @@ class InBackwardPlans:
         plan = replace(priced.plan, in_backward=True)
         answer = self.count(plan)
         if isinstance(answer, Counted):
-            lower_priced = replace(priced, plan=plan, counted=answer, level=level_of(plan))
+            lower_priced = replace(priced, plan=plan, counted=answer, level=find_level(plan))
             return lower_priced if lower_priced.peak_bytes <= (1 - _MIN_SAVED_SHARE) * priced.peak_bytes else None
         if not isinstance(answer, NotTried):
             self.refuse(plan, NotRun(failure=answer))

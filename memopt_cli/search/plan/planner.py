@@ -159,20 +159,20 @@ class Planner:
         priced = self.dry_runs.get(plan)
         with contextlib.suppress(TimeIsUp):
             space = self._spaces.at(level)
-            predicted_bytes = self._spaces.of(plan).proposals.peak_of(plan)
+            predicted_bytes = self._spaces.space_for(plan).proposals.predict_peak(plan)
             peak_bytes = predicted_bytes if priced is None else max(priced.peak_bytes, predicted_bytes)
-            solvers = space.proposals.supposing(space.hopeful_rules(), space.proposals.solvers.packings)
+            solvers = space.proposals.solvers_assuming(space.optimistic_rules(), space.proposals.solvers.packings)
             least = solvers.least(peak_bytes, max_slowdown)
-            return least is not None and space.proposals.peak_of(least) < (1 - _MIN_GAIN) * peak_bytes
+            return least is not None and space.proposals.predict_peak(least) < (1 - _MIN_GAIN) * peak_bytes
         return True
 
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
-        """Predict the least peak by the solver alone; ``None`` if it is not clearly below ``peak_bytes``."""
+        """Predict the least peak by the solver only; ``None`` if it is not clearly below ``peak_bytes``."""
         with contextlib.suppress(TimeIsUp):
             proposals = self._spaces.highest.proposals
             plan = proposals.solvers.least(peak_bytes)
             if plan is not None and self.dry_runs.get(plan) is None:
-                predicted_bytes = proposals.peak_of(plan)
+                predicted_bytes = proposals.predict_peak(plan)
                 if predicted_bytes < (1 - WORTH_LOWERING) * peak_bytes:
                     return Outlook(peak_bytes=predicted_bytes, slowdown=proposals.slowdown(plan))
         return None
@@ -208,11 +208,11 @@ class Planner:
             return
         candidates: dict[Plan, tuple[float, int, Plan, SearchSpace]] = {}
         for priced in [priced for priced in self.dry_runs.up_to(level) if not priced.plan.sends]:
-            space = self._spaces.of(priced.plan)
-            error_bytes = priced.peak_bytes - space.proposals.peak_of(priced.plan)
+            space = self._spaces.space_for(priced.plan)
+            error_bytes = priced.peak_bytes - space.proposals.predict_peak(priced.plan)
             for variant in sending_variants(priced.plan, self._place):
                 plan = self._fit_in_room(variant, space)
-                peak_bytes, slowdown = space.proposals.peak_of(plan) + error_bytes, space.proposals.slowdown(plan)
+                peak_bytes, slowdown = space.proposals.predict_peak(plan) + error_bytes, space.proposals.slowdown(plan)
                 if plan.sends and slowdown <= max_slowdown:
                     candidates[plan] = slowdown if budget_bytes else 0.0, peak_bytes, plan, space
         runs, bias = 0, 1 - _SENDING_ERROR
@@ -239,8 +239,8 @@ class Planner:
         """
         excess_bytes, refutations = 0, 0
         while (best := self.dry_runs.fastest(level, budget_bytes)) and refutations < _MAX_REFUTATIONS:
-            space = self._spaces.of(best.plan)
-            error_bytes = best.peak_bytes - space.proposals.peak_of(best.plan) + excess_bytes
+            space = self._spaces.space_for(best.plan)
+            error_bytes = best.peak_bytes - space.proposals.predict_peak(best.plan) + excess_bytes
             fits = functools.partial(self._fits, space, budget_bytes - error_bytes, best)
             relaxed = space.improvements.relax(best.plan, fits)
             counted = self.dry_runs.count(relaxed, space.proposals) if relaxed != best.plan else None
@@ -261,7 +261,7 @@ class Planner:
         """
         if plan.sends and space.proposals.slowdown(plan) > best.slowdown:
             return False
-        return self._spaces.admits(plan) and space.proposals.peak_of(plan) <= max_bytes
+        return self._spaces.admits(plan) and space.proposals.predict_peak(plan) <= max_bytes
 
 
 def _outlook(plans: Sequence[PricedPlan]) -> Outlook | None:
