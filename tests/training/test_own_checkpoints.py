@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -240,8 +241,10 @@ def test_what_a_file_says_was_on_is_no_other_attribute(said: Any) -> None:
 
 
 @pytest.fixture
-def models(memopt: Any) -> None:
+def models(memopt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("models.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(Path.cwd())  # pickles name its classes
+    monkeypatch.delitem(sys.modules, "models", raising=False)
 
 
 FLAGS = ("-i", "512x16", "--level", "1", "--max-slowdown", "none", "--no-recommend-batch")
@@ -250,7 +253,7 @@ BY_ITSELF = "The model checkpoints by itself (use_checkpoint of 1 module), and t
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_process", "models")
+@pytest.mark.usefixtures("models")
 class TestCommands:
     def test_plans_are_searched_without_it(self, memopt: Any) -> None:
         done = memopt("optimize", "models.py:Asking", *FLAGS, "--json")
