@@ -19,6 +19,8 @@ _FIXED_SHARE = 0.5
 """Share of the peak that no plan can lower (parameters, gradients, buffers, inputs) above which a summary without a
 plan names this share as the reason."""
 
+LOWER_SHARE = 0.02
+"""A peak counts as lower than another if it is lower by at least this share."""
 PREDICTED_SHARE = 0.9
 """A plan may be predicted to take at most this share of the allowed extra time.
 

@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memopt_cli.records import Plan, SearchOptions, SegmentPlan
+from memopt_cli.records import LOWER_SHARE, Plan, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.levels import NESTED
-from memopt_cli.search.plan.search_spaces import WORTH_LOWERING, SearchSpace, SearchSpaces, find_heads
+from memopt_cli.search.plan.search_spaces import SearchSpace, SearchSpaces, find_heads
 
 _MAX_DRY_RUNS = 6
 """Maximum number of dry runs for one budget with packing, and as many without."""
@@ -25,8 +25,8 @@ _UNUSED_SHARE = 0.02
 _MIN_STEP_SHARE = 0.002
 """After a dry run exceeded the budget, it is lowered by at least this share."""
 _PATIENCE = 2
-"""Maximum number of trials in a row that lower the peak by less than :data:`WORTH_LOWERING`.  After one more, no
-further modules are tried."""
+"""Maximum number of trials in a row that lower the peak by less than :data:`~memopt_cli.records.LOWER_SHARE`.  After
+one more, no further modules are tried."""
 _MAX_REARRANGEMENTS = 4
 """Maximum number of dry runs of plans that differ from the best by one rearrangement."""
 _MODEL_ERROR = 0.05
@@ -138,7 +138,7 @@ class LevelSearch:
                 plan = None  # a segment of it was found to fail, and forbidden: solve again without
                 continue
             peak_bytes = self.space.proposals.predict_peak(plan)
-            without_gain = 0 if peak_bytes < (1 - WORTH_LOWERING) * lowest else without_gain + 1
+            without_gain = 0 if peak_bytes < (1 - LOWER_SHARE) * lowest else without_gain + 1
             lowest = min(lowest, peak_bytes)
         self._rearrange(budget_bytes, max_slowdown)
 
@@ -244,5 +244,5 @@ class LevelSearch:
         """
         if any(segment.spatial_split for segment in plan.segments):
             return True
-        share = 1.0 if self.space.trials.allow(plan) else 1 - WORTH_LOWERING
+        share = 1.0 if self.space.trials.allow(plan) else 1 - LOWER_SHARE
         return self.space.proposals.predict_peak(plan) < share * self.space.proposals.predict_peak(priced.plan)

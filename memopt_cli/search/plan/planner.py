@@ -11,11 +11,11 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from memopt_cli.records import Counted, Outlook, PlaceName, Plan, SearchOptions, StepTrace
+from memopt_cli.records import LOWER_SHARE, Counted, Outlook, PlaceName, Plan, SearchOptions, StepTrace
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan, TimeIsUp
 from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.level_search import LevelRuns, LevelSearch
-from memopt_cli.search.plan.search_spaces import WORTH_LOWERING, SearchSpace, SearchSpaces
+from memopt_cli.search.plan.search_spaces import SearchSpace, SearchSpaces
 from memopt_cli.search.plan.sending import fewer_sent, sending_variants
 from memopt_cli.text.units import format_bytes
 
@@ -85,7 +85,7 @@ class Planner:
             return None, None
         frontier = [p for p in self.frontier_so_far if not p.plan.is_empty and p.plan not in excluded]
         faster = [other for other in frontier if other.slowdown <= (1 - _MIN_CONTRAST) * priced.slowdown]
-        smaller = [other for other in frontier if other.peak_bytes <= (1 - WORTH_LOWERING) * priced.peak_bytes]
+        smaller = [other for other in frontier if other.peak_bytes <= (1 - LOWER_SHARE) * priced.peak_bytes]
         return _outlook(faster[-1:]), _outlook(smaller[:1]) or self._smaller_by_sums(priced.peak_bytes)
 
     def least(self, level: int, max_slowdown: float = math.inf) -> PricedPlan:
@@ -111,7 +111,7 @@ class Planner:
         while True:
             below = self.dry_runs.smallest(level - 1, max_slowdown)
             tie_bytes = int((1 + _TIE_SHARE) * least.peak_bytes)
-            lower_bytes = int((1 - WORTH_LOWERING) * below.peak_bytes)
+            lower_bytes = int((1 - LOWER_SHARE) * below.peak_bytes)
             budget_bytes = min(tie_bytes, lower_bytes) if least.peak_bytes <= lower_bytes else below.peak_bytes
             fastest = self.within(level, budget_bytes) or least
             previous, least = least, self.dry_runs.smallest(level, max_slowdown)
@@ -173,7 +173,7 @@ class Planner:
             plan = proposals.solvers.least(peak_bytes)
             if plan is not None and self.dry_runs.get(plan) is None:
                 predicted_bytes = proposals.predict_peak(plan)
-                if predicted_bytes < (1 - WORTH_LOWERING) * peak_bytes:
+                if predicted_bytes < (1 - LOWER_SHARE) * peak_bytes:
                     return Outlook(peak_bytes=predicted_bytes, slowdown=proposals.slowdown(plan))
         return None
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepTrace
+from memopt_cli.records import LOWER_SHARE, ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepTrace
 from memopt_cli.search.plan.chunk_trials import ChunkTrials
 from memopt_cli.search.plan.cost_model import copy_times
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan, TimeIsUp
@@ -24,8 +24,6 @@ from memopt_cli.search.plan.proposals import Proposals
 from memopt_cli.search.plan.schedules import SegmentLimits
 from memopt_cli.search.plan.targets import find_named_modules
 
-WORTH_LOWERING = 0.02
-"""A peak counts as lower than another if it is lower by at least this share."""
 _MIN_TIME_SAVED = 0.05
 """Least share of the original step time that chunks must promise to save for modules to be tried in chunks, if a plan
 without chunks fits already."""
@@ -68,7 +66,7 @@ class SearchSpace:
         while self.may_cut:
             solvers = proposals.solvers_assuming(self.optimistic_rules(), proposals.solvers.packings)
             plan = solvers.least(peak_to_beat, max_slowdown)
-            if plan is None or proposals.predict_peak(plan) >= (1 - WORTH_LOWERING) * peak_to_beat:
+            if plan is None or proposals.predict_peak(plan) >= (1 - LOWER_SHARE) * peak_to_beat:
                 break
             trials_before = trials.count
             if trials.confirm(plan):

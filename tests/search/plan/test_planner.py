@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.online import LIF, OverTime
-from memopt_cli.records import ChunkRule, Crashed, Outlook, Plan, Refused, SearchOptions, SegmentPlan
+from memopt_cli.records import LOWER_SHARE, ChunkRule, Crashed, Outlook, Plan, Refused, SearchOptions, SegmentPlan
 from memopt_cli.runtime.runs import group_layers
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried, is_within
@@ -26,7 +26,7 @@ from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.proposals import Proposals, Solvers
 from memopt_cli.search.plan.schedules import Schedule, count_segments
 from memopt_cli.search.plan.search import Solver
-from memopt_cli.search.plan.search_spaces import WORTH_LOWERING, SearchSpaces
+from memopt_cli.search.plan.search_spaces import SearchSpaces
 from sample_models import gpt
 from tests.rows import quick
 from tests.search.plan.subjects import (
@@ -317,7 +317,7 @@ def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
     for at, priced in enumerate(found):
         faster, smaller = plans.neighbours(priced.plan)
         before = [p for p in found[:at] if p.slowdown <= 0.99 * priced.slowdown and not p.plan.is_empty]
-        after = [p for p in found[at:] if p.peak_bytes <= (1 - WORTH_LOWERING) * priced.peak_bytes]
+        after = [p for p in found[at:] if p.peak_bytes <= (1 - LOWER_SHARE) * priced.peak_bytes]
         assert (faster.peak_bytes if faster else 0) == (before[-1].peak_bytes if before else 0)
         assert not after or (smaller and smaller.peak_bytes) == after[0].peak_bytes
     assert plans.neighbours(segments("nowhere")) == (None, None)
