@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Annotated, Any, Final, TextIO, cast
 
@@ -22,10 +22,10 @@ from typer.main import get_command
 
 from memopt_cli.cli.apply import apply
 from memopt_cli.cli.baseline import baseline
-from memopt_cli.cli.check import SHOWN, check
+from memopt_cli.cli.check import check
 from memopt_cli.cli.compare import compare
 from memopt_cli.cli.explain import explain
-from memopt_cli.cli.formats import ReportFormat, report_in
+from memopt_cli.cli.formats import SHOWN, ReportFormat, report_in
 from memopt_cli.cli.help import GroupedCommand, RankCommand
 from memopt_cli.cli.inspect import inspect
 from memopt_cli.cli.measure import measure
@@ -57,7 +57,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the system errors that say that no more can be written: disk, quota, largest file."""
 
 
-class CheckCommand(GroupedCommand):
+class JudgingCommand(GroupedCommand):
     """Command that reports its failures, wrong arguments included, in the format that ``--format`` names."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -69,7 +69,7 @@ class CheckCommand(GroupedCommand):
             extra |= {"resilient_parsing": True, "ignore_unknown_options": True, "allow_extra_args": True}
             context = super().make_context(info_name, list(given), parent, **extra)
             typed, _, _ = self.make_parser(context).parse_args(given)
-            self._report(err, context, str(typed.get("model") or ""))
+            self._report(err, context, typed)
             raise
 
     def invoke(self, ctx: Any) -> Any:
@@ -80,17 +80,21 @@ class CheckCommand(GroupedCommand):
             raise
         except (Exception, KeyboardInterrupt) as err:
             if SHOWN not in ctx.meta:
-                self._report(err, ctx, ctx.params["model"])
+                self._report(err, ctx, ctx.params)
             raise
 
-    def _report(self, err: BaseException, context: Any, model: str) -> None:
-        """Write ``err`` in the format that ``context`` names; if that cannot be written, stderr still has it."""
+    def _report(self, err: BaseException, context: Any, typed: Mapping[str, Any]) -> None:
+        """Write ``err`` in the format that ``context`` names; if that cannot be written, stderr still has it.
+
+        ``typed``: the arguments, of which one names the model that is judged.
+        """
         options, failure = context.params, _as_memopt_error(err)
         form: ReportFormat = "json" if options.get("json") else options.get("format") or "table"
-        report = report_in(form, baseline=options.get("baseline") or "")
+        report = report_in(form, baseline=options.get("baseline") or "", command=context.info_name)
+        model = typed.get("candidate") or typed.get("model") or "the model"
         if not isinstance(failure, OutputError):
             with suppress(OSError):
-                report.refused(failure, model or "the model", sys.stdout)
+                report.refused(failure, str(model), sys.stdout)
 
 
 app = typer.Typer(name="memopt", add_completion=False, rich_markup_mode=None)
@@ -101,9 +105,9 @@ app.command("recommend-batch", cls=GroupedCommand)(recommend_batch)
 app.command("measure", cls=RankCommand)(measure)
 app.command("apply", cls=GroupedCommand)(apply)
 app.command("explain", cls=GroupedCommand)(explain)
-app.command("verify", cls=GroupedCommand)(verify)
+app.command("verify", cls=JudgingCommand)(verify)
 app.command("baseline", cls=GroupedCommand)(baseline)
-app.command("check", cls=CheckCommand)(check)
+app.command("check", cls=JudgingCommand)(check)
 app.command("compare", cls=GroupedCommand)(compare)
 app.command("selftest", cls=GroupedCommand)(selftest)
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Final
 
 import typer
 
-from memopt_cli.cli.formats import ReportFormat, report_in
+from memopt_cli.cli.formats import SHOWN, ReportFormat, report_in
 from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, SpreadOptions, with_options
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.records import CheckRequest, Precision
-
-SHOWN: Final = "memopt.shown"
-"""Key in ``context.meta``, set once the report is shown, so that a failure does not print a second report."""
 
 
 @with_options

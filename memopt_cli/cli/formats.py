@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Final, Literal
 
 from memopt_cli.report.github import GithubReport
 from memopt_cli.report.interface import Judgement
@@ -15,11 +15,15 @@ from memopt_cli.report.text import TextReport
 TableFormat = Literal["table", "json", "md"]
 ReportFormat = Literal[TableFormat, "github", "junit"]
 
+SHOWN: Final = "memopt.shown"
+"""Key in ``context.meta``, set once the report is shown, so that a failure does not print a second report."""
 
-def report_in(name: ReportFormat, *, verdict_only: bool = False, baseline: str = "") -> Judgement:
+
+def report_in(name: ReportFormat, *, verdict_only: bool = False, baseline: str = "", command: str = "check") -> Judgement:
     """Return the report format ``name``; with ``verdict_only``, the table is a single line.
 
-    ``baseline``: the file that the answer is judged by, beside which GitHub may show it.
+    ``baseline``: the file that the answer is judged by, beside which GitHub may show it.  ``command``: the name of the
+    command, for the report that it ended in an error.
     """
     match name:
         case "json":
@@ -29,6 +33,6 @@ def report_in(name: ReportFormat, *, verdict_only: bool = False, baseline: str =
         case "github":
             return GithubReport(os.environ.get("GITHUB_STEP_SUMMARY"), baseline)
         case "junit":
-            return JunitReport()
+            return JunitReport(command)
         case "table":
             return TextReport(verdict_only=verdict_only)

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from memopt_cli.cli.formats import ReportFormat, report_in
+from memopt_cli.cli.formats import SHOWN, ReportFormat, report_in
 from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, with_options
 from memopt_cli.errors import VerificationError
 from memopt_cli.measure import processes
@@ -53,6 +53,7 @@ def verify(
 
     with shown.progress() as (progress, ask):
         equivalence = pipeline.verify(request, progress=progress, ask=ask)
+    context.meta[SHOWN] = True
     report_in("json" if shown.json else format).show(equivalence, sys.stdout)
     if not equivalence.passed:
         raise typer.Exit(VerificationError.exit_code)

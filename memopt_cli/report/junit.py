@@ -30,6 +30,10 @@ _BEGUN_S: Final = time.monotonic()
 class JunitReport:
     """JUnit XML with one test suite, ``memopt check`` or ``memopt verify``."""
 
+    def __init__(self, command: str = "check") -> None:
+        """Name the test case of an error after ``command``, and its suite as well."""
+        self._command = command
+
     def show(self, answer: Judged, stream: TextIO) -> None:
         if isinstance(answer, Comparison):
             _write(*_comparison(answer), stream, "memopt check")
@@ -37,10 +41,10 @@ class JunitReport:
             _write(*_equivalence(answer), stream, "memopt verify")
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
-        case = _case(model, "check")
+        case = _case(model, self._command)
         reason = on_command_line(error.message)
         _fault(case, "error", "not checked", reason, "\n".join(filter(None, (reason, on_command_line(error.hint)))))
-        _write([case], "", stream, "memopt check")
+        _write([case], "", stream, f"memopt {self._command}")
 
 
 def _comparison(comparison: Comparison) -> tuple[list[ET.Element], str]:
@@ -65,9 +69,9 @@ def _equivalence(found: Equivalence) -> tuple[list[ET.Element], str]:
     for kind, fault in equivalence.faults(found).items():
         case = _case(found.candidate, kind)
         if fault:
-            _fault(case, "failure", "difference", fault, why)
+            _fault(case, "failure", "difference", fault, "\n".join(equivalence.differences(found, kind) or [fault]))
         cases.append(case)
-    return cases, why if found.passed else ""  # else its failures say it
+    return cases, why
 
 
 def _case(model: str, name: str) -> ET.Element:

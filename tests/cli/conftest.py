@@ -75,7 +75,7 @@ def requests(pipeline: FakePipeline, monkeypatch: pytest.MonkeyPatch) -> list[An
         asked.append(request)
         raise StepError("enough")
 
-    for command in ("baseline", "check", "profile", "recommend_batch"):
+    for command in ("baseline", "check", "profile", "recommend_batch", "verify"):
         monkeypatch.setattr(sys.modules["memopt_cli.pipeline"], command, act, raising=False)
     return asked
 

@@ -144,6 +144,31 @@ def test_wrong_arguments_are_red_in_every_format(
             assert out.replace("`", "").startswith(f"### memopt: {model} was not checked")
 
 
+@pytest.mark.parametrize("form", ["table", "json", "md", "github", "junit"])
+@pytest.mark.parametrize(("candidate", "code"), [("w.pt", 3), ("nett.py:build", 2)])
+def test_what_could_not_be_verified_is_red_in_every_format(
+    form: str, candidate: str, code: int, requests: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "model.pt", candidate, "--format", form]) == code
+    out, err = capsys.readouterr()
+    assert ("enough" if code == 3 else "there is no file 'nett.py'") in err
+    match form:
+        case "table":
+            assert not out
+        case "json":
+            assert json.loads(out)["error"] in err
+        case "github":
+            title = candidate.replace(":", "%3A")
+            assert out.startswith(f"::error title=memopt%3A {title} was not checked::")
+        case "md":
+            assert out.replace("`", "").startswith(f"### memopt: {candidate} was not checked")
+        case "junit":
+            (suite,) = ET.fromstring(out.encode())
+            assert (suite.get("name"), suite.get("errors")) == ("memopt verify", "1")
+            (case,) = suite.iter("testcase")
+            assert (case.get("classname"), case.get("name")) == (f"memopt.{candidate}", "verify")
+
+
 def test_an_error_that_nobody_foresaw_is_reported_once(
     requests: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
