@@ -91,11 +91,26 @@ def remarks(equivalence: Equivalence) -> tuple[str, ...]:
 
 def faults(equivalence: Equivalence) -> dict[str, str]:
     """Return kind of effect -> a sentence on its differences in ``equivalence``; empty if there are none."""
-    kinds = {kind: [gap for gap in equivalence.gaps if gap.name.startswith(start)] for kind, start in _KINDS.items()}
-    return {kind: _first_of(gaps) for kind, gaps in kinds.items()} | {
+    return {kind: _first_of(_gaps(equivalence, kind)) for kind in _KINDS} | {
         "hooks": equivalence.hooks,
         "the step": equivalence.failed,
     }
+
+
+def differences(equivalence: Equivalence, kind: str) -> list[str]:
+    """Return a line for each of the first tensors of ``kind`` that differ in ``equivalence``, with the count of others.
+
+    The kind that differs first has the likely cause as well.
+    """
+    gaps = _gaps(equivalence, kind)
+    lines = [_describe(gap) for gap in gaps[:_SHOWN]]
+    more = [f"and {len(gaps) - _SHOWN} more"] if len(gaps) > _SHOWN else []
+    _, *cause = where(equivalence)
+    return [*lines, *more, *(cause if gaps and gaps[0] is equivalence.gaps[0] else [])]
+
+
+def _gaps(equivalence: Equivalence, kind: str) -> list[TensorGap]:
+    return [gap for gap in equivalence.gaps if kind in _KINDS and gap.name.startswith(_KINDS[kind])]
 
 
 def _first_of(gaps: Sequence[TensorGap]) -> str:

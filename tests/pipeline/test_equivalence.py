@@ -1111,8 +1111,14 @@ def test_the_report_for_junit(different: Equivalence) -> None:
     JunitReport().show(different, text)
     (suite,) = ET.fromstring(text.getvalue())
     assert suite.get("name") == "memopt verify"
-    failed = {case.get("name") for case in suite.iter("testcase") if case.find("failure") is not None}
-    assert failed == {"gradients", "random numbers", "parameters after the update"}
+    failed = {case.get("name"): fault.text for case in suite.iter("testcase") for fault in case.findall("failure")}
+    assert list(failed) == ["gradients", "random numbers", "parameters after the update"]
+    for kind, start in (("gradients", "gradient of "), ("parameters after the update", "parameter ")):
+        first, *_ = lines = str(failed[kind]).splitlines()
+        assert first.startswith(start)
+        assert ("likely cause: " in str(failed[kind])) is (kind == "gradients")
+        assert len([line for line in lines if line.startswith(start)]) > 1, "each tensor of the kind is named"
+    assert "gradient of " in str(suite.findtext("system-out")), "the answer as a whole"
     assert suite.get("tests") == "9"
 
 
