@@ -19,7 +19,9 @@ SHOWN: Final = "memopt.shown"
 """Key in ``context.meta``, set once the report is shown, so that a failure does not print a second report."""
 
 
-def report_in(name: ReportFormat, *, verdict_only: bool = False, baseline: str = "", command: str = "check") -> Judgement:
+def report_in(
+    name: ReportFormat, *, verdict_only: bool = False, baseline: str = "", command: str = "check"
+) -> Judgement:
     """Return the report format ``name``; with ``verdict_only``, the table is a single line.
 
     ``baseline``: the file that the answer is judged by, beside which GitHub may show it.  ``command``: the name of the

@@ -60,4 +60,4 @@ class Judgement(Protocol):
         """Write ``answer`` to ``stream``."""
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
-        """Write the ``error`` with which ``memopt check`` or ``memopt verify`` of ``model`` ended; stderr shows it, too."""
+        """Write the ``error`` with which ``check`` or ``verify`` of ``model`` ended; stderr shows it, too."""
