@@ -36,7 +36,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         *(("answers", "runner"), ("worker",), ("local", "server")),
     ),
     "pipeline": (
-        ("failures", "fingerprints", "heads", "terms"),
+        ("failures", "heads", "renames", "terms"),
+        ("fingerprints",),
         ("prepare", "search_probes"),
         ("equivalence",),
         ("own_checkpoints", "prediction", "sessions", "verification"),

@@ -909,6 +909,14 @@ class Renamed(nn.Module):
         return self.front(self.first(x))
 
 
+class Longer(Renamed):
+    """The net whose block has another name, with a layer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(6, 6)
+
+
 @pytest.mark.slow
 def test_a_renamed_module_is_compared_under_the_name_of_the_reference() -> None:
     same = verified(lambda: Net(Block()), lambda: Renamed())
@@ -920,13 +928,18 @@ def test_a_renamed_module_is_compared_under_the_name_of_the_reference() -> None:
 
 @pytest.mark.slow
 def test_models_that_are_not_one_are_refused() -> None:
-    with pytest.raises(StepError, match=r"the candidate has no parameter blocks\.1"):
+    with pytest.raises(StepError, match=r"the candidate has no blocks\.1\.\w+\.weight, .* and \d more\n"):
         verified(lambda: Net(Block(), Block()), lambda: Net(Block()))
-    with pytest.raises(StepError, match=r"the reference has no parameter blocks\.1"):
+    with pytest.raises(StepError, match=r"the candidate also has blocks\.1\.\w+\.weight, .* and \d more\n"):
         verified(lambda: Net(Block()), lambda: Net(Block(), Block()))
     with pytest.raises(StepError, match="the candidate has no parameter") as around:
         verified(lambda: Net(Block()), lambda: nn.Sequential(Net(Block())))
     assert "a model around it" in str(around.value.hint)
+
+    with pytest.raises(StepError, match=r"also has more\.weight, more\.bias \(front is blocks\.0\)\n"):
+        verified(lambda: Net(Block()), lambda: Longer())
+    with pytest.raises(StepError, match=r"other shapes: 0\.weight 4x6 → 5x6, 0\.bias 4 → 5, 1\.weight 2x4 → 2x5\n"):
+        verified(*(lambda width=width: nn.Sequential(nn.Linear(6, width), nn.Linear(width, 2)) for width in (4, 5)))
 
     def other() -> nn.Module:
         net = Net(Block())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from memopt_cli.errors import StepError
 from memopt_cli.pipeline.fingerprints.steps import ROUNDING_SHARE, relative_distance, root_mean_square
-from memopt_cli.records import NOT_FINITE, FollowedSteps, StepPrint, TensorGap, TensorPrint
+from memopt_cli.pipeline.renames import find_renames
+from memopt_cli.records import NOT_FINITE, FollowedSteps, ModuleBytes, StepPrint, TensorGap, TensorPrint
 from memopt_cli.text.paths import stems_of
+from memopt_cli.text.units import format_some
 
 _RenameFunction = Callable[[str], str]
 _TensorsByName = Mapping[str, TensorPrint]
@@ -21,6 +24,7 @@ _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_m
 _REPLICATED = "module."
 """Prefix that DataParallel adds to all names; a model may also have a child of that name."""
 _PARAMETER = "parameter "
+_BUFFER = "buffer "
 _NAME_PREFIXES = ("output", "input", "gradient", "buffer", "state", "the random", "parameter")
 """Beginnings of tensor names, in the order in which a step makes the tensors: an early gap may cause later ones."""
 
@@ -190,40 +194,83 @@ def _is_within(name: str, other: str) -> bool:
 
 
 def _require_same_start(reference: FollowedSteps, other: FollowedSteps) -> None:
-    reference_bits, other_bits = _start_parameters(reference), _start_parameters(other)
-    for bits, other_side_bits, lacking_side in (
-        (reference_bits, other_bits, "candidate"),
-        (other_bits, reference_bits, "reference"),
-    ):
-        lacking = sorted(bits.keys() - other_side_bits.keys())
-        if lacking:
-            may_be_wrapped = any(
-                _is_within(lacking[0], name) or _is_within(name, lacking[0]) for name in other_side_bits
-            )
-            raise StepError(
-                f"the {lacking_side} has no {lacking[0]}",
-                hint="memopt does not compare a model with a step, or with a model around it: give two of the same "
-                "kind."
-                if may_be_wrapped
-                else "Compare two ways to train the same model.",
-            )
-    reference_bits, other_bits = (
-        reference_bits | _start_bits(reference, "buffer"),
-        other_bits | _start_bits(other, "buffer"),
+    before, after = (
+        {tensor.name: tensor for tensor in side.start if tensor.name.startswith((_PARAMETER, _BUFFER))}
+        for side in (reference, other)
     )
+    gone, added = (
+        [name for name in names if name.startswith(_PARAMETER) and name not in others]
+        for names, others in ((before, after), (after, before))
+    )
+    if any(_is_within(name, new) or _is_within(new, name) for name in gone[:1] for new in after):
+        raise StepError(
+            f"the candidate has no {gone[0]}",
+            hint="memopt does not compare a model with a step, or with a model around it: give two of the same kind.",
+        )
+    if differences := _other_parameters(before, after, gone, added):
+        raise StepError(f"the candidate {differences}", hint="Compare two ways to train the same model.")
     differing_name = next(
-        (
-            name
-            for name in sorted(reference_bits.keys() & other_bits.keys())
-            if reference_bits[name] != other_bits[name]
-        ),
-        None,
+        (name for name in sorted(before.keys() & after.keys()) if before[name].bits != after[name].bits), None
     )
     if differing_name is not None:
         raise StepError(
             f"the two start with different values of {differing_name}",
             hint="Save both from one model, or seed at the top of the functions that make them.",
         )
+
+
+def _other_parameters(before: _TensorsByName, after: _TensorsByName, gone: Sequence[str], added: Sequence[str]) -> str:
+    """Return what the candidate lacks, has in addition and has in another shape; empty if there is nothing.
+
+    ``gone``, ``added``: parameters that only one side has.  Those of renamed modules are left out, unless there are no
+    others: names that match only in another order are not the same model.
+    """
+    renames, moves = find_renames(_modules_of(gone, before), _modules_of(added, after))
+    moved = {name: f"{_PARAMETER}{moves[path]}.{own}" for name in gone for path, own in [_split(name)] if path in moves}
+    moved = {name: target for name, target in moved.items() if target in added}
+    kept = {*moved.values()}
+    shapes = [
+        f"{name.removeprefix(_PARAMETER)} {_shape(tensor)} → {_shape(after[target])}"
+        for name, tensor in before.items()
+        if (target := moved.get(name, name)) in after and _shape(tensor) != _shape(after[target])
+    ]
+    parts = {
+        "has no": [name for name in gone if name not in moved],
+        "also has": [name for name in added if name not in kept],
+        "has other shapes:": shapes,
+    }
+    if not any(parts.values()):
+        parts, renames = {"has no": gone, "also has": added}, ()
+    texts = (
+        f"{verb} {format_some([name.removeprefix(_PARAMETER) for name in names])}"
+        for verb, names in parts.items()
+        if names
+    )
+    named = ", ".join(f"{rename.after} is {rename.before}" for rename in renames if rename.before and rename.after)
+    return "; it ".join(texts) + (f" ({named})" if named else "")
+
+
+def _modules_of(names: Iterable[str], tensors: _TensorsByName) -> list[ModuleBytes]:
+    """Return the modules of the parameters ``names``; those with equal names and shapes count as of one class."""
+    parts: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        path, own = _split(name)
+        parts[path].append(f"{own} {_shape(tensors[name])}")
+    return [
+        ModuleBytes(path=path, class_name=", ".join(own), output_bytes=0, held_bytes={}) for path, own in parts.items()
+    ]
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the path of the module of the parameter ``name``, and the parameter's own name in it."""
+    path, _, own = name.removeprefix(_PARAMETER).rpartition(".")
+    return path, own
+
+
+def _shape(tensor: TensorPrint) -> str:
+    """Return the shape of ``tensor``, ``192x64``, from its kind: ``torch.float32 (192, 64) torch.strided``."""
+    sizes = re.findall(r"\d+", tensor.kind.partition("(")[2].partition(")")[0])
+    return "x".join(sizes) or "scalar"
 
 
 def unsteady_names(first_run: FollowedSteps, second_run: FollowedSteps) -> frozenset[str]:

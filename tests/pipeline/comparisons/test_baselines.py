@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt_cli.inputs.spec_text import parse_limit
-from memopt_cli.pipeline.comparisons import baselines as regression
-from memopt_cli.pipeline.comparisons.baselines import MAX_SAVED_TENSORS, comparable_terms, compare, find_renames, judge
+from memopt_cli.pipeline import renames
+from memopt_cli.pipeline.comparisons.baselines import MAX_SAVED_TENSORS, comparable_terms, compare, judge
+from memopt_cli.pipeline.renames import find_renames
 from memopt_cli.records import (
     METRICS,
     Baseline,
@@ -382,14 +383,14 @@ def test_looking_for_renames_takes_hardly_more_than_in_proportion(
     paths: Callable[[int], tuple[list[str], list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
-    plain = regression._replace_prefix
+    plain = renames._replace_prefix
 
     def counted(*given: str) -> str:
         nonlocal calls
         calls += 1
         return plain(*given)
 
-    monkeypatch.setattr(regression, "_replace_prefix", counted)
+    monkeypatch.setattr(renames, "_replace_prefix", counted)
     spent = []
     for count in (400, 1600):
         calls = 0

@@ -1,0 +1,116 @@
+"""Renamed parts of a model: the modules of two models that are the same under other paths."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from memopt_cli.records import ModuleBytes, Rename
+from memopt_cli.text.paths import stems_of
+
+Paths = Mapping[str, str]
+"""Path of a module before -> its path now, for those that have another one."""
+
+
+def find_renames(
+    before: Sequence[ModuleBytes], after: Sequence[ModuleBytes]
+) -> tuple[tuple[Rename, ...], dict[str, str]]:
+    """Find renamed parts of the model; return these renames, and a mapping of old to new paths of modules.
+
+    Example: ``features.0.conv`` is gone and ``backbone.0.conv`` is new, with the same class, parameters, buffers and
+    output bytes.  Without the last names that both share, the pair votes for the rename ``features`` -> ``backbone``.
+    The renames with most votes are applied first, even to modules that have changed in size.  Of the modules that are
+    left, those of one class vote if as many are new as are gone: they were renamed and changed in size.
+    """
+    old, new = ({m.path: m for m in modules} for modules in (before, after))
+    missing = {path: module for path, module in old.items() if path not in new}
+    added = {path: module for path, module in new.items() if path not in old}
+    moves: dict[str, str] = {}
+    targets: set[str] = set()
+    renames = []
+    sides = _Paths(missing), _Paths(added)
+    for stems in _candidates(missing, added, moves):
+        moved = 0
+        for path, target in _pairs(*sides, *stems):
+            is_free = path not in moves and target not in targets and path in missing and target in added
+            if is_free and added[target].class_name == missing[path].class_name:
+                moves[path] = target
+                targets.add(target)
+                moved += 1
+        if moved:
+            renames.append(Rename(before=stems[0], after=stems[1], modules=moved))
+    return tuple(renames), moves
+
+
+class _Paths:
+    """A sorted list of module paths, in which those below a module are found by bisection."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._sorted = sorted(paths)
+
+    def below(self, stem: str) -> Sequence[str]:
+        """Return the path ``stem``, if it is in the list, and all paths of modules inside it."""
+        if not stem:
+            return self._sorted
+        own_index, start, end = (bisect.bisect_left(self._sorted, text) for text in (stem, f"{stem}.", f"{stem}/"))
+        return [*(path for path in self._sorted[own_index : own_index + 1] if path == stem), *self._sorted[start:end]]
+
+
+def _pairs(missing: _Paths, added: _Paths, before: str, after: str) -> Iterator[tuple[str, str]]:
+    """Yield the paths that a rename would change, each with its new path; iterate over the shorter side, for speed."""
+    sources, targets = missing.below(before), added.below(after)
+    if len(sources) <= len(targets):
+        for path in sources:
+            yield path, _replace_prefix(path, before, after)
+    else:
+        for path in targets:
+            source = _replace_prefix(path, after, before)
+            if _replace_prefix(source, before, after) == path:
+                yield source, path
+
+
+def _candidates(
+    missing: Mapping[str, ModuleBytes], added: Mapping[str, ModuleBytes], moves: Paths
+) -> Iterator[tuple[str, str]]:
+    """Yield candidate renames, as pairs of an old and a new beginning of paths, those with most votes first.
+
+    ``moves``: the renames that the caller has applied, read again when modules of the same bytes have voted.
+    """
+    yield from _most_votes(_pairs_of_equals(missing.values(), added.values(), _signature))
+    found = set(moves.values())
+    left = [module for path, module in missing.items() if path not in moves]
+    new = [module for path, module in added.items() if path not in found]
+    yield from _most_votes(_pairs_of_equals(left, new, lambda module: module.class_name, same_count=True))
+
+
+def _most_votes(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [stems for stems, _ in Counter(stems_of(*pair) for pair in pairs).most_common()]
+
+
+def _pairs_of_equals(
+    missing: Iterable[ModuleBytes],
+    added: Iterable[ModuleBytes],
+    key: Callable[[ModuleBytes], object],
+    *,
+    same_count: bool = False,
+) -> Iterator[tuple[str, str]]:
+    """Yield paths of modules with equal keys, in pairs.  ``same_count``: only of keys that both sides have as often."""
+    paths_by_key: dict[object, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for side, modules in enumerate((missing, added)):
+        for module in modules:
+            paths_by_key[key(module)][side].append(module.path)
+    for before, after in paths_by_key.values():
+        if not same_count or len(before) == len(after):
+            yield from zip(before, after, strict=False)
+
+
+def _signature(module: ModuleBytes) -> object:
+    own = (module.held_bytes.get(kind, 0) for kind in ("parameters", "buffers"))
+    return module.class_name, module.output_bytes, *own
+
+
+def _replace_prefix(path: str, before: str, after: str) -> str:
+    """Return ``path`` with ``after`` in place of ``before`` at its beginning."""
+    rest = path[len(before) :].strip(".")
+    return ".".join(part for part in (after, rest) if part)
