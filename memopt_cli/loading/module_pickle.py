@@ -41,7 +41,7 @@ from memopt_cli.loading.trust import (
     together,
     unknown,
 )
-from memopt_cli.loading.user_code import ClassNotFoundError, UserCode
+from memopt_cli.loading.user_code import ClassNotFoundError, UserCode, modules_beside
 from memopt_cli.loading.watch import watch_code
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.program import BadProgramError
@@ -122,7 +122,7 @@ def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Deni
     known, unclaimed = assign_kinds(uses_in(root), kinds_of(storages_of(pickled), nobody))
     _refuse_libraries(file, known)
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
-    refused: dict[Global, Denied | Missing] = dict(_unknown(unclaimed))
+    refused: dict[Global, Denied | Missing] = dict(_unknown(unclaimed, nobody.code))
     refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
     # After a refusal, loading would import nothing.
     if not any(isinstance(verdict, Denied) for verdict in refused.values()):
@@ -153,7 +153,8 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         if isinstance(err, ModuleNotFoundError):
             missing_package = str(err.name).partition(".")[0]
             moved = moved_hint(file.path, trust.code_paths)
-            hint = f"Add the folder that has {missing_package}: `--code-path FOLDER`. {moved}"
+            instead = modules_beside(str(err.name))
+            hint = f"{instead or f'Add the folder that has {missing_package}: `--code-path FOLDER`.'} {moved}"
         if "process group" in str(err):
             hint = "It belongs to its process: save model.module with torch.save, or leave `--trust-pickle` out."
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
@@ -225,7 +226,7 @@ def audit_objects(
     _refuse_many(file, pickled.scan.wanted)
     claims, unclaimed = assign_kinds(uses_in(root), kinds)
     _refuse_libraries(file, claims)
-    verdicts = _unknown(unclaimed)
+    verdicts = _unknown(unclaimed, vouched.code)
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
         _refuse(file, verdicts, vouched.trust)  # before anything is imported
     audit = Audit(root, claims, vouched.vouches)
@@ -235,10 +236,16 @@ def audit_objects(
     return audit
 
 
-def _unknown(unclaimed: Iterable[Use]) -> list[tuple[Global, Denied | Missing]]:
-    """Refuse each name in ``unclaimed``, uses without a kind, once for each way of use."""
+def _unknown(unclaimed: Iterable[Use], code: UserCode) -> list[tuple[Global, Denied | Missing]]:
+    """Refuse each name in ``unclaimed``, uses without a kind, once for each way of use.
+
+    A package that is in ``code`` hides any other, so that no flag makes a module that it lacks importable.
+    """
     uses = {(use.name, use.how): use for use in unclaimed}
-    return [(name, unknown(use)) for (name, _), use in uses.items()]
+    return [
+        (name, Missing(f"No module named {name.module!r}") if code.defines(name.package) else unknown(use))
+        for (name, _), use in uses.items()
+    ]
 
 
 def _refuse_exhausting(file: ModelFile, audit: Audit) -> None:
@@ -312,7 +319,9 @@ def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]]
             raise ClassNotFoundError(
                 f"{file.path} needs {name}, which cannot be imported: {verdict.reason}"
                 + (f", and `{named}` has no module {name.module}" if named else ""),
-                hint="" if named else how_to_install(Global(verdict.lacks, "") if verdict.lacks else name),
+                hint=modules_beside(name.module)
+                if named
+                else how_to_install(Global(verdict.lacks, "") if verdict.lacks else name),
             )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -14,8 +16,11 @@ from typing import Any, Final
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickles.nodes import Global
 from memopt_cli.text.optimizer_text import notebook_refusal
+from memopt_cli.text.units import format_some
 from memopt_cli.training.module_calls import raised_at
 
+_SHOWN: Final = 8
+"""Most modules of a package that a hint lists."""
 _COPIED: Final[dict[str, Any]] = {}
 """Name -> the definition that was copied to ``__main__``; it may be replaced by that of the next script."""
 
@@ -25,11 +30,33 @@ def import_failure(error: BaseException) -> tuple[str, str]:
     reason = first_line(error) + raised_at(error)
     if isinstance(error, ModuleNotFoundError):
         missing = str(error.name).partition(".")[0]
+        if instead := modules_beside(str(error.name)):
+            return reason, instead
         return reason, f"Add the folder that has {missing}: `--code-path FOLDER`; if it is a package, install it."
     if isinstance(error, ImportError | SyntaxError):
         return reason, "Plain Python fails there, too: correct that line."
     guard = 'code that parses arguments, trains or saves belongs under if __name__ == "__main__":.'
     return reason, f"It is imported for what it defines: {guard}"
+
+
+def modules_beside(module: str) -> str:
+    """Return a sentence with the modules of the package that lacks ``module``; empty if there is no such package.
+
+    Nothing is imported.
+    """
+    parts, folders = module.split("."), None
+    for count, part in enumerate(parts):
+        if not part.isidentifier():  # the name may come from a hostile file
+            return ""
+        spec = PathFinder.find_spec(".".join(parts[: count + 1]), folders)
+        if spec is None and folders is not None:
+            names = sorted(found.name for found in pkgutil.iter_modules(folders))
+            there = f"; it has {format_some(names, _SHOWN)}" if names else ""
+            return f"{'.'.join(parts[:count])} has no module {part}{there}."
+        if spec is None or spec.submodule_search_locations is None:
+            return ""
+        folders = list(spec.submodule_search_locations)
+    return ""
 
 
 class ClassNotFoundError(FileFormatError):

@@ -68,6 +68,9 @@ def test_a_script_that_fails_as_it_trains_is_asked_for_a_guard(folder: Path) -> 
         ("def oops(:", "SyntaxError: invalid syntax", "Plain Python fails there, too: correct that line."),
         ("from math import tau_", "ImportError", "Plain Python fails there, too: correct that line."),
         ("import user_missing", "ModuleNotFoundError", "Add the folder that has user_missing"),
+        ("import user_kws.old", "ModuleNotFoundError", "user_kws has no module old; it has deep, layers."),
+        ("import user_kws.deep.old", "ModuleNotFoundError", "user_kws.deep has no module old."),
+        ("import user_blocks.old", "ModuleNotFoundError", "Add the folder that has user_blocks"),
         ("import json; json.loads('')", "JSONDecodeError", "It is imported for what it defines"),
     ],
 )
@@ -76,6 +79,9 @@ def test_an_error_of_an_imported_file_names_its_line(
 ) -> None:
     (folder / "user_training.py").write_text("\nfrom user_blocks import make")
     (folder / "user_blocks.py").write_text(f"\n\n{line}")
+    (folder / "user_kws" / "deep").mkdir(parents=True)
+    for name in ("__init__", "layers", "deep/__init__"):
+        (folder / "user_kws" / f"{name}.py").touch()
     sys.modules.pop("user_training", None)
     with pytest.raises(MemoptError, match=f"failed: {reason}.* \\({folder}/user_blocks.py, line 3\\)\n") as raised:
         load_model(ModelSource(location=location))

@@ -40,6 +40,7 @@ from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.nodes import Built, Global
 from memopt_cli.loading.pickles.scan import scan_pickle
 from memopt_cli.loading.trust import UnvouchedError
+from memopt_cli.loading.user_code import ClassNotFoundError
 from memopt_cli.records import ModelSource, Trust
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, install_segment
 from tests.loading.archives import Call, archive, saved, unzipped
@@ -190,6 +191,29 @@ def test_a_module_that_is_missing_is_named_with_the_flag(
         load_model(source(of_own_code, **trust))
     missing = "own_net" if "pickle" in trust else "beside"
     assert error.value.hint.startswith(f"Add the folder that has {missing}: `--code-path FOLDER`")
+
+
+def test_a_module_renamed_in_the_code_that_was_named_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_kws").mkdir()
+    for name in ("__init__", "layers", "blocks"):
+        (tmp_path / "own_kws" / f"{name}.py").touch()
+    (tmp_path / "own_kws" / "blocks.py").write_text("from torch import nn\nclass Block(nn.Sequential): ...\n")
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        torch.save(importlib.import_module("own_kws.blocks").Block(nn.ReLU()), "own.pt")
+    for name in ("own_kws.blocks", "own_kws"):
+        sys.modules.pop(name)
+    (tmp_path / "own_kws" / "blocks.py").unlink()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ClassNotFoundError, match=r"`--code-path \.` has no module own_kws\.blocks") as error:
+        load_model(source(Path("own.pt"), code_paths=(".",)))
+    assert error.value.hint.startswith("own_kws has no module blocks; it has layers. If the class was moved")
+    with pytest.raises(UnsafeFileError) as unnamed:
+        load_model(source(Path("own.pt"), code_paths=()))
+    assert "own_kws" in unnamed.value.message
 
 
 def test_a_forward_in_the_place_of_another_method_is_refused(tmp_path: Path) -> None:
@@ -477,7 +501,8 @@ SCRIPT = """
 USE = """
     import os, sys, torch
     from memopt_cli.loading import load, load_model
-    from memopt_cli.records import ModelSource, Trust
+    from memopt_cli.loading.user_code import ClassNotFoundError
+from memopt_cli.records import ModelSource, Trust
 
     def use(name, saved, pickle):
         trust = Trust(code_paths=("train.py",), pickle=pickle)
