@@ -7,7 +7,8 @@ import sys
 import typer
 
 from memopt_cli.cli.formats import SHOWN, ReportFormat, report_in
-from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, SpreadOptions, with_options
+from memopt_cli.cli.options import DESCRIBING, InputOptions, LoadingOptions, ShownOptions, SpreadOptions, with_options
+from memopt_cli.cli.retyped import typed_flags
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.records import CheckRequest, Precision
@@ -49,6 +50,7 @@ def check(
         optimizer=optimizer,
         seed=seed,
         plan_path=plan,
+        flags=typed_flags(context, only=DESCRIBING | {"plan"}),
         layout=spread.layout(),
         timeout_s=timeout,
     )

@@ -179,8 +179,10 @@ def baseline_json(baseline: Baseline) -> bytes:
     return json_text({**to_data(baseline.header), **parts}).encode()
 
 
-def read_measured(path: str | os.PathLike[str]) -> Baseline:
+def read_measured(path: str | os.PathLike[str], step: str = "") -> Baseline:
     """Read the needs of a step from a baseline or from a ``*.summary.json``.
+
+    ``step``: the model and its step as typed, for the command that records a missing file; empty if unknown.
 
     Raises :class:`BaselineError` for a file that is missing, is neither, or was written by a later memopt.
     """
@@ -196,13 +198,13 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
             _measurable(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
         )
     except FileNotFoundError as err:
-        raise BaselineError(f"there is no baseline at {path}", hint=_record_hint(path)) from err
+        raise BaselineError(f"there is no baseline at {path}", hint=_record_hint(path, step)) from err
     except (OSError, ValueError, UsageError) as err:
-        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_record_hint("FILE")) from err
+        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_record_hint("FILE", step)) from err
 
 
-def _record_hint(path: str | os.PathLike[str]) -> str:
-    return f"Record one with `memopt baseline MODEL -i SHAPE -o {quoted_path(str(path))}`."
+def _record_hint(path: str | os.PathLike[str], step: str) -> str:
+    return f"Record one with `memopt baseline {step or 'MODEL -i SHAPE'} -o {quoted_path(str(path))}`."
 
 
 def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader, dict[str, Any]]:

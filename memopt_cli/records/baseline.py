@@ -283,4 +283,7 @@ class CheckRequest(StepRequest):
     seed: int | None = None
     plan_path: str | None = None
     """Path of a plan to run the step under.  ``None``: the plan that the file carries, if any."""
+    flags: tuple[str, ...] | None = None
+    """Flags by which the user described the model, its inputs and its step; suggested commands repeat them.
+    ``None``: a call from Python."""
     layout: RankLayout | None = None

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -45,7 +46,7 @@ def test_defaults(requests: list[Any]) -> None:
     source = ModelSource(location="model.pt")
     assert requests == [
         BaselineRequest(source=source, spec=None, settings=StepSettings(device="auto")),
-        CheckRequest(source=source, baseline_path="memopt-baseline.json", limits=(parse_limit("peak:0"),)),
+        CheckRequest(source=source, baseline_path="memopt-baseline.json", limits=(parse_limit("peak:0"),), flags=()),
     ]
 
 
@@ -69,7 +70,7 @@ def test_every_flag_of_check_arrives(requests: list[Any]) -> None:
     limits = ("peak:5%", "peak:64MiB", "step:20%")
     flags = [part for limit in limits for part in ("--fail-on", limit)]
     assert main(["check", "model.pt", *FLAGS.split(), "--baseline", "b.json", *flags]) == 3
-    assert requests == [
+    assert [replace(request, flags=None) for request in requests] == [
         CheckRequest(
             source=SOURCE,
             baseline_path="b.json",
@@ -195,6 +196,19 @@ def test_a_ci_system_obeys_no_reason(
     assert [line.partition("::no")[0] for line in commands] == ["::error title=memopt%3A model.pt was not checked"] * (
         form == "github"
     )
+
+
+def test_a_missing_baseline_is_recorded_with_what_was_typed(
+    memopt: Callable[..., Any], in_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.pt").touch()
+    Path("l.py").touch()
+    done = memopt("check", "net.pt", "-i", "4x64", "--loss", "l.py:f", "--baseline", "no.json", "--fail-on", "peak:1%")
+    assert done.code == 5
+    assert "Record one with memopt baseline net.pt --input 4x64 --loss l.py:f -o no.json." in done.err
+    done = memopt("check", "net.pt")
+    assert "Record one with memopt baseline net.pt -i SHAPE -o memopt-baseline.json." in done.err
 
 
 def save_net(path: Path, width: int) -> None:

@@ -46,7 +46,7 @@ from memopt_cli.records import (
     StepTrace,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.text.documents import kept_below, quoted_flag
+from memopt_cli.text.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.text.writing import content, write_all
 
@@ -91,7 +91,7 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, Ste
 
     Raises :class:`BaselineError` if the file is not a baseline, and :class:`UnsafeFileError` if it names code.
     """
-    before = read_measured(request.baseline_path)
+    before = read_measured(request.baseline_path, _typed(request))
     if before.conditions is None:
         raise BaselineError(
             f"{request.baseline_path} is a summary of memopt optimize, not a baseline",
@@ -102,6 +102,14 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, Ste
     layout = request.layout or before.conditions.layout  # a baseline's layout that is code was refused
     spec = _spec(request.spec, before.header.spec)
     return before, replace(request, layout=layout, spec=spec), settings
+
+
+def _typed(request: CheckRequest) -> str:
+    """Return the model and the step of ``request`` as typed, with a placeholder for inputs; empty if none was typed."""
+    if request.flags is None:
+        return ""
+    inputs = () if request.spec is not None and request.spec.has_inputs else ("-i SHAPE",)
+    return " ".join((quoted_path(request.source.location), *inputs, *request.flags))
 
 
 def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) -> Comparison:
