@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 
 import typer
 
@@ -50,7 +51,7 @@ def check(
         optimizer=optimizer,
         seed=seed,
         plan_path=plan,
-        flags=typed_flags(context, only=DESCRIBING | {"plan"}),
+        flags=typed_flags(context, only=DESCRIBING | {"plan", *(f.name for f in fields(SpreadOptions))}),
         layout=spread.layout(),
         timeout_s=timeout,
     )

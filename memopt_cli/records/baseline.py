@@ -180,6 +180,7 @@ class ModuleChange:
     """A module that holds more or less at the tensor peak than before, the modules below it left out."""
 
     path: str
+    """Path of the module; ``(the step)`` for the inputs and the state of the optimizer, which no module holds."""
     was: str
     """Path of the module before, if it has changed; else empty."""
     class_name: str

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Literal
+from typing import Final, Literal
 
 from memopt_cli.inputs.spec_text import format_layout
 from memopt_cli.pipeline.renames import Paths, find_renames
@@ -32,6 +32,12 @@ from memopt_cli.records import (
 
 MAX_SAVED_TENSORS = 20
 """Number of saved tensors, the largest ones, that a baseline names."""
+
+
+_STEP: Final = "(the step)"
+"""Path under which a comparison lists what no module of the model holds."""
+_OF_STEP: Final = ("inputs", "optimizer")
+"""Categories that no module of the model holds."""
 
 
 def comparable_terms(baseline: Baseline) -> dict[str, str]:
@@ -147,7 +153,7 @@ def _module_changes(
 ) -> tuple[ModuleChange, ...]:
     """Return the modules that hold more or less, largest growth first."""
     old_paths = {new: old for old, new in moves.items()}
-    old, new = ({m.path: m for m in modules} for modules in (before, after))
+    old, new = ({m.path: m for m in _apart_from_step(modules)} for modules in (before, after))
     changes = []
     for path in dict.fromkeys((*new, *(moves.get(path, path) for path in old))):
         module_before, module_after = old.get(old_paths.get(path, path)), new.get(path)
@@ -164,6 +170,16 @@ def _module_changes(
             )
             changes.append(change)
     return tuple(sorted(changes, key=lambda change: change.before_bytes - change.after_bytes))
+
+
+def _apart_from_step(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
+    """Yield ``modules``, and what the root holds of the step as if it were a module: none of it is the model's."""
+    for module in modules:
+        of_step = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _OF_STEP}
+        own = {kind: size for kind, size in module.held_bytes.items() if kind not in of_step}
+        yield replace(module, held_bytes=own)
+        if of_step:
+            yield ModuleBytes(path=_STEP, class_name=", ".join(of_step), output_bytes=0, held_bytes=of_step)
 
 
 def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Paths) -> tuple[SavedTensor, ...]:

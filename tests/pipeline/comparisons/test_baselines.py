@@ -318,6 +318,15 @@ def test_a_module_renamed_and_widened_is_told_at_its_new_path() -> None:
     assert change.growth_bytes == {"parameters": 8}
 
 
+def test_the_state_of_the_optimizer_is_not_the_root_modules() -> None:
+    old = a_baseline(a_module("", "Net", inputs=100, optimizer=800, temporaries=8))
+    new = a_baseline(a_module("", "Net", inputs=100, optimizer=1600, temporaries=9))
+    step, root = compare(old, new).modules
+    assert (step.path, step.class_name) == ("(the step)", "inputs, optimizer")
+    assert (step.before_bytes, step.after_bytes, step.growth_bytes) == (900, 1700, {"optimizer": 800})
+    assert (root.path, root.class_name, root.growth_bytes) == ("", "Net", {"temporaries": 1})
+
+
 def test_a_block_fewer_under_another_name() -> None:
     found = renamed(blocks("features", 4), blocks("backbone", 3))
     assert found.renames == (Rename(before="features", after="backbone", modules=10),)
