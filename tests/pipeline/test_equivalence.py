@@ -923,6 +923,29 @@ def test_a_renamed_module_is_compared_under_the_name_of_the_reference() -> None:
         verified(lambda: Net(Block()), lambda: Renamed(drawn=1))
 
 
+class Renorm(nn.Module):
+    """A norm that counts twice, beside one that has its old name and counts once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renamed, self.norm = nn.BatchNorm1d(6), nn.BatchNorm1d(6, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(x)
+        self.renamed(x)
+        return self.renamed(x)
+
+
+class Norm(Parts, norm=lambda: nn.BatchNorm1d(6)):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_a_module_is_not_renamed_to_one_that_the_candidate_has() -> None:
+    with pytest.raises(StepError, match=r"the candidate has no parameter norm\."):
+        verified(Norm, Renorm)
+
+
 @pytest.mark.slow
 def test_models_that_are_not_one_are_refused() -> None:
     with pytest.raises(StepError, match=r"the candidate has no parameter blocks\.1"):
