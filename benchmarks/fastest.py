@@ -51,7 +51,7 @@ from memopt_cli.records import (
     Trust,
 )
 from memopt_cli.records.progress import Progress
-from memopt_cli.search.batch_size.memory_limit import limits_of
+from memopt_cli.search.batch_size.memory_limit import compute_limits
 from memopt_cli.search.batch_size.peak_model import PeakModel
 from memopt_cli.search.batch_size.runs import Runs
 from memopt_cli.search.plan.policy import resolve
@@ -135,7 +135,7 @@ class Sweep:
 
     def largest(self, plan: Plan) -> int:
         """Return the largest batch of ``plan``, predicted by dry runs and corrected by runs until one fits."""
-        limits = limits_of(self.limit_bytes, self.prepared.subject.settings.device, 1e9)
+        limits = compute_limits(self.limit_bytes, self.prepared.subject.settings.device, 1e9)
         model = PeakModel(batch=self.prepared.batch, runs=Runs(limits), predict=None)
         model.runs[self.first] = self.trials.run(plan, self.first)
         with Sessions(self.prepared, "small batch", notes=[]) as session:

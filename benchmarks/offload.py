@@ -191,8 +191,9 @@ def take_turns(ways: Sequence[Way], subject: Subject, rounds: int) -> None:
     steps = [make_step(subject) for _ in ways]
     for way, step in zip(ways, steps, strict=True):
         apply_plan(step.model, way.plan)
-        _take(way, step)
+        # Before any other step: neurons keep a potential for the next one, which a dry run of the file does not know.
         way.counted_bytes = _peak(way, step)
+        _take(way, step)
         if way.sends_all:
             way.elsewhere_bytes = saved_bytes(step)
         way.times_s.clear()

@@ -41,7 +41,7 @@ from memopt_cli.records.progress import Progress
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import Probes
-from memopt_cli.search.plan.levels import level_of
+from memopt_cli.search.plan.levels import find_level
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.search.plan.targets import plain_segment
@@ -107,7 +107,7 @@ class Bench:
         if not isinstance(counted, Counted):
             return None
         slowdown = self.model.predict(plan).step_s / self.model.step_s
-        return PricedPlan(plan=plan, counted=counted, level=level_of(plan), slowdown=slowdown)
+        return PricedPlan(plan=plan, counted=counted, level=find_level(plan), slowdown=slowdown)
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure one step under ``plan`` in a process of its own, unless that plan was measured before."""

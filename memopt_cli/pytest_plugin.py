@@ -165,7 +165,7 @@ def _count(
         step.update()
         begin(step, start)
         counted = count(step)
-        start.enter()
+        start.restore()
     return counted, list(messages)
 
 

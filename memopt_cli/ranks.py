@@ -56,7 +56,7 @@ from memopt_cli.records import (
     SearchGoal,
 )
 from memopt_cli.records.progress import log_progress
-from memopt_cli.text.options import accepted, accepted_if_given
+from memopt_cli.text.options import check_option, check_option_if_given
 from memopt_cli.text.spelling import said_in_python
 
 __all__ = ["RankPrediction", "plan_rank", "predict_rank", "recommend_ranks"]
@@ -112,10 +112,10 @@ def predict_rank(
     nothing, and other errors of :mod:`memopt_cli.errors`.
     """
     spreader = _function("parallelize", parallelize, "function")
-    limit_s = accepted("timeout", timeout)
+    limit_s = check_option("timeout", timeout)
     chosen = Plan() if plan is None else load_plan(plan)
-    layout = layout_of(accepted("ranks", ranks), spreader.reference, mesh)
-    ranks_asked(layout, accepted("rank", rank))
+    layout = layout_of(check_option("ranks", ranks), spreader.reference, mesh)
+    ranks_asked(layout, check_option("rank", rank))
     rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     subject = replace(rank_step.subject, layout=layout, rank=rank)
     with (
@@ -158,7 +158,7 @@ def recommend_ranks(
     ranks.
     """
     spreader = _function("parallelize", parallelize, "function")
-    limit_s = accepted("timeout", timeout)
+    limit_s = check_option("timeout", timeout)
     card = card_given(for_device, None)
     chosen = None if plan is None else load_plan(plan)
     rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
@@ -166,8 +166,8 @@ def recommend_ranks(
         source=rank_step.subject.source,
         spec=rank_step.subject.spec,
         settings=rank_step.subject.settings,
-        memory=accepted("memory", memory),
-        multiple_of=accepted("multiple_of", multiple_of),
+        memory=check_option("memory", memory),
+        multiple_of=check_option("multiple_of", multiple_of),
         card=card,
         layouts=tuple(layout_of(number, spreader.reference, mesh) for number in _numbers(ranks)),
     )
@@ -214,9 +214,9 @@ def plan_rank(
     :func:`predict_rank`.  Raises :class:`NothingFitsError` if no plan is within the budget, and
     :class:`VerificationError` if the plan changes what the model computes.
     """
-    started, limit_s = time.monotonic(), accepted("timeout", timeout)
+    started, limit_s = time.monotonic(), check_option("timeout", timeout)
     spreader = _function("parallelize", parallelize, "function")
-    layout = layout_of(accepted("ranks", ranks), spreader.reference, mesh)
+    layout = layout_of(check_option("ranks", ranks), spreader.reference, mesh)
     rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
     request = OptimizeRequest(
         source=rank_step.subject.source,
@@ -224,7 +224,7 @@ def plan_rank(
         settings=rank_step.subject.settings,
         search=search_of(level=level, max_slowdown=max_slowdown, target=target, allow_inexact=allow_inexact),
         goal=SearchGoal(budget=budget_of(budget)),
-        search_limit_s=accepted_if_given("search_time", search_time),
+        search_limit_s=check_option_if_given("search_time", search_time),
         card=card_given(for_device, None),
         layout=layout,
         plan_only=True,
@@ -282,7 +282,7 @@ def _function(name: str, value: Any, role: str) -> UserFunction:
 
 def _numbers(ranks: int | tuple[int, int]) -> tuple[int, ...]:
     low, high = ranks if isinstance(ranks, tuple) and len(ranks) == 2 else (ranks, ranks)
-    dim_range = DimRange(symbol="ranks", low=accepted("ranks", low), high=accepted("ranks", high))
+    dim_range = DimRange(symbol="ranks", low=check_option("ranks", low), high=check_option("ranks", high))
     if dim_range.low > dim_range.high:
         raise OptionError(f"ranks is {ranks}, from more to fewer", hint="Give the smaller number first.")
     return dim_range.sizes()

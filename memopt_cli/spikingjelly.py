@@ -72,9 +72,9 @@ from memopt_cli.search.plan.targets import (
 )
 from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.text.units import format_some
-from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, listed_modules, record_inputs
+from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, list_modules, record_inputs
 from memopt_cli.training.apply import apply_plan, replacing_plan
-from memopt_cli.training.own_checkpoints import switches_of
+from memopt_cli.training.own_checkpoints import find_switches
 from memopt_cli.training.wrappers import unwrap
 
 __all__ = [
@@ -378,7 +378,7 @@ def _list_modules(net: nn.Module, resolved: ResolvedSearch, settings: StepSettin
 
     The user's own codec that cannot pack guessed inputs is replaced by ``null``, and noted as a misfit.
     """
-    modules = listed_modules(net)
+    modules = list_modules(net)
     if not resolved.options.compress_x or not any(m.compressor == OWN_COMPRESSOR for m in modules):
         return modules
     try:
@@ -403,7 +403,7 @@ def _make_unmeasured(
     plan = segments_plan(selection, options) if selection else Plan()
     skipped = [skipped_step(1, segments=0, tried=0, options=options)] if options.level and not plan.segments else []
     notes = [*resolved.notes, *(refusal_notes(selection.refusals) if selection else ())]
-    notes += suspended_notes(switches_of(net), plan)
+    notes += suspended_notes(find_switches(net), plan)
     if options.compress_x and not any(m.calls for m in modules):
         notes.extend(_unobserved_codecs(plan))
     return Findings(

@@ -31,7 +31,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.search.estimation.cards import device_profile
 from memopt_cli.search.plan.policy import resolve
-from memopt_cli.text.options import accepted, accepted_if_given
+from memopt_cli.text.options import check_option, check_option_if_given
 from memopt_cli.text.values import Whole
 from memopt_cli.training.user_step import Step
 
@@ -92,12 +92,12 @@ def settings_of(
     """
     return StepSettings(
         device=process_device() if device is None else resolve_device(parse_device(str(device))),
-        precision=accepted("precision", precision),
+        precision=check_option("precision", precision),
         loss=loss.reference or None,
         optimizer=optimizer.reference,
-        micro_batches=accepted("accumulate", accumulate),
-        clip_norm=accepted_if_given("clip_norm", clip_norm),
-        seed=accepted("seed", seed),
+        micro_batches=check_option("accumulate", accumulate),
+        clip_norm=check_option_if_given("clip_norm", clip_norm),
+        seed=check_option("seed", seed),
     )
 
 
@@ -140,7 +140,7 @@ def search_of(
             allow_inexact=bool(allow_inexact),
             max_slowdown=max_slowdown,
             offload=offload,
-            host_memory=accepted_if_given("host_memory", host_memory),
+            host_memory=check_option_if_given("host_memory", host_memory),
             optimizer_in_backward=bool(optimizer_in_backward),
         )
     )
@@ -181,7 +181,7 @@ def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
 def _size(name: str, given: object) -> int:
     if isinstance(given, tuple | list):
         raise OptionError(f"dims[{name!r}] is {type_in_words(given)}; it must be one size", hint=_ONE_SIZE)
-    size: int = accepted(f"dims[{name!r}]", given, Whole(1))
+    size: int = check_option(f"dims[{name!r}]", given, Whole(1))
     return size
 
 
@@ -204,7 +204,7 @@ def split_range(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | Non
     for name, ends in ranges.items():
         if len(ends) != 2:
             raise OptionError(f"the range of {name} has {len(ends)} sizes; it must have two", hint="Write (64, 2048).")
-        low, high = (accepted(f"an end of the range of {name}", end, Whole(1)) for end in ends)
+        low, high = (check_option(f"an end of the range of {name}", end, Whole(1)) for end in ends)
         if low > high:
             raise OptionError(f"the range of {name}, ({low}, {high}), is empty", hint="Write the smaller size first.")
         return {**dims, name: high}, DimRange(symbol=name, low=low, high=high)
@@ -221,11 +221,11 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
     if not isinstance(given, Iterable) or isinstance(given, bytes) or (isinstance(given, Tensor) and not given.dim()):
         raise OptionError(f"lengths is {for_message(given)}", hint=_LENGTHS)
     if isinstance(given, Mapping):
-        occurs = {length: accepted(f"lengths[{length!r}]", count, Whole(0)) for length, count in given.items()}
-        counts = {accepted("a length", length, Whole(1)): count for length, count in occurs.items() if count}
+        occurs = {length: check_option(f"lengths[{length!r}]", count, Whole(0)) for length, count in given.items()}
+        counts = {check_option("a length", length, Whole(1)): count for length, count in occurs.items() if count}
     else:
         lengths = given.tolist() if isinstance(given, Tensor) else given
-        counts = Counter(accepted("a length", length, Whole(1)) for length in lengths)
+        counts = Counter(check_option("a length", length, Whole(1)) for length in lengths)
     if not counts:
         raise OptionError("lengths has no length that occurs", hint=_LENGTHS)
     return dict(sorted(counts.items()))
@@ -236,7 +236,7 @@ _LENGTHS = "Give the length of each input, [64, 80, 64], how often each occurs, 
 
 def budget_of(given: str | float | None) -> Budget | None:
     """Return ``given`` as a budget; ``None`` if it is ``None``."""
-    return None if given is None else Budget.of(accepted("budget", given))
+    return None if given is None else Budget.of(check_option("budget", given))
 
 
 def path_given(name: str, given: str | os.PathLike[str]) -> Path:

@@ -74,7 +74,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import log_progress
 from memopt_cli.runtime.places.disk import set_offload_folder
-from memopt_cli.text.options import accepted, accepted_if_given
+from memopt_cli.text.options import check_option, check_option_if_given
 from memopt_cli.text.spelling import said_in_python, warn_unchanged
 from memopt_cli.text.writing import check_targets
 from memopt_cli.training.apply import apply_plan, replacing_plan
@@ -181,7 +181,7 @@ def optimize(
     def optimized() -> Optimized:
         card = card_given(for_device, device)
         step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
-        limit_s = accepted("timeout", timeout)
+        limit_s = check_option("timeout", timeout)
         sizes, varied = split_range(dims)
         given = given_inputs(inputs, sizes)
         wants_batch = recommend_batch and card is None
@@ -201,7 +201,7 @@ def optimize(
             goal=SearchGoal(budget=budget_of(budget)),
             dim_range=varied,
             lengths=lengths_given(lengths),
-            search_limit_s=accepted_if_given("search_time", search_time),
+            search_limit_s=check_option_if_given("search_time", search_time),
             backend=None if compile is None else checked_text("compile", compile),
             recommend_batch=wants_batch,
             confirm_batch=wants_batch,
@@ -262,11 +262,11 @@ def frontier(
         ),
         goal=SearchGoal(frontier=True),
         backend=None if compile is None else checked_text("compile", compile),
-        search_limit_s=accepted_if_given("search_time", search_time),
+        search_limit_s=check_option_if_given("search_time", search_time),
         recommend_batch=False,
         interruptible=True,
     )
-    limit_s = accepted("timeout", timeout)
+    limit_s = check_option("timeout", timeout)
     return _search(request, model, given_inputs(inputs, dims), step, limit_s, verbose)
 
 
@@ -300,7 +300,7 @@ def profile(
     Other arguments and errors are those of ``optimize``.
     """
     card = card_given(for_device, device)
-    limit_s = accepted("timeout", timeout)
+    limit_s = check_option("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     request = ProfileRequest(
         source=_source(model),
@@ -356,7 +356,7 @@ def recommend_batch(
     that is not here, as ``--for``, without running anything.  Other arguments and errors are those of ``optimize``.
     """
     card = card_given(for_device, device)
-    limit_s = accepted("timeout", timeout)
+    limit_s = check_option("timeout", timeout)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     spec = _description(inputs, dims)
     plans = search_of(level=level, target=target, allow_inexact=allow_inexact)
@@ -370,13 +370,13 @@ def recommend_batch(
         source=_source(model),
         spec=spec,
         settings=step.settings,
-        memory=accepted("memory", memory),
-        objective=accepted_if_given("objective", objective),
-        global_batch=accepted_if_given("global_batch", global_batch),
-        multiple_of=accepted("multiple_of", multiple_of),
+        memory=check_option("memory", memory),
+        objective=check_option_if_given("objective", objective),
+        global_batch=check_option_if_given("global_batch", global_batch),
+        multiple_of=check_option("multiple_of", multiple_of),
         search=plans if search else None,
-        search_limit_s=accepted_if_given("search_time", search_time),
-        longest_step_s=accepted("longest_step", longest_step),
+        search_limit_s=check_option_if_given("search_time", search_time),
+        longest_step_s=check_option("longest_step", longest_step),
         card=card,
         backend=None if compile is None else checked_text("compile", compile),
     )
@@ -412,7 +412,7 @@ def baseline(
     Other arguments and errors are those of ``optimize``.
     """
     path = path_given("output", output)
-    limit_s = accepted("timeout", timeout)
+    limit_s = check_option("timeout", timeout)
     check_targets([path], force=force)
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     with _prepare(model, _description(inputs, dims), step, limit_s, verbose) as prepared:
@@ -450,7 +450,7 @@ def check(
     if not limits:
         raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
     functions = functions_given(loss, optimizer)
-    limit_s = accepted("timeout", timeout)
+    limit_s = check_option("timeout", timeout)
     spec = _description(inputs, dims)
     request = CheckRequest(
         source=_source(model),

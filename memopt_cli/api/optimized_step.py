@@ -21,10 +21,10 @@ from memopt_cli.records import (
     StepSettings,
 )
 from memopt_cli.records.progress import log_progress
-from memopt_cli.text.options import accepted
+from memopt_cli.text.options import check_option
 from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.user_step import Step, models_of
+from memopt_cli.training.user_step import Step, join_models
 
 
 @said_in_python()
@@ -58,7 +58,7 @@ def optimize_step(
     optimized step differs from the original, and other errors of ``memopt_cli.errors`` if it cannot be taken.
     """
     started = time.monotonic()
-    limit_s = accepted("timeout", timeout)
+    limit_s = check_option("timeout", timeout)
     settings = StepSettings(device=process_device())
     request = OptimizeRequest(
         source=ModelSource(location=STEP),
@@ -77,7 +77,7 @@ def optimize_step(
     ):
         findings = find_and_verify(request, prepared.with_progress(progress, limit_s))
     step = make_step()
-    apply_plan(models_of(step), findings.plan)
+    apply_plan(join_models(step), findings.plan)
     summary = summarize(findings, spent_s=time.monotonic() - started)
     warn_unchanged(summary.unchanged)
     return step, notes_in_python(summary)

@@ -31,7 +31,7 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
 from memopt_cli.records.progress import log_progress
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
-from memopt_cli.text.options import accepted
+from memopt_cli.text.options import check_option
 from memopt_cli.text.spelling import said_in_python
 from memopt_cli.training.user_step import Step
 
@@ -88,7 +88,7 @@ def verify(
     started = time.monotonic()
     functions = functions_given(loss, optimizer)
     settings = settings_of(*functions, 1, clip_norm, precision, device, seed)
-    count, limit_s = accepted("steps", steps), accepted("timeout", timeout)
+    count, limit_s = check_option("steps", steps), check_option("timeout", timeout)
     given = given_inputs(inputs, dims)
     with (
         log_progress(verbose) as progress,

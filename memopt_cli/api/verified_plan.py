@@ -22,7 +22,7 @@ from memopt_cli.training import apply
 from memopt_cli.training.module_calls import InputsRejectedError
 from memopt_cli.training.step import Step
 from memopt_cli.training.user_step import Step as UserStep
-from memopt_cli.training.user_step import models_of
+from memopt_cli.training.user_step import join_models
 from memopt_cli.training.wrappers import unwrap
 from memopt_cli.verification.effects import generators_kept, gradients_kept
 from memopt_cli.verification.further_steps import first_samples
@@ -80,7 +80,7 @@ def _apply_to_step(step: UserStep | Mapping[str, nn.Module], plan: Plan, *, is_p
             "verify, loss and optimizer are for a model, not for a step",
             hint="memopt optimize and memopt_cli.optimize_step verify the plan of a step.",
         )
-    apply.apply_plan(models_of(step), plan)
+    apply.apply_plan(join_models(step), plan)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

@@ -60,7 +60,7 @@ RULES: dict[Architecture, ArchitectureRule] = {
 }
 
 
-def architectures_of(model: nn.Module) -> tuple[Architecture, ...]:
+def recognize_architectures(model: nn.Module) -> tuple[Architecture, ...]:
     """Return the architectures that the modules of ``model`` belong to, in the order of :data:`RULES`.
 
     PyTorch's layers are recognized by class, others by class names (``Attention``, ``LIF``, ``Leaky``, ``Spik`` …).
@@ -75,7 +75,7 @@ def candidate_shapes(model: nn.Module, input_shape: Sequence[int]) -> list[tuple
     Time is axis 1 of ``(batch, time, seq, dim)``; the sequence is axis 1 in 3 dimensions and axis 2 in 4.
     """
     shape = tuple(input_shape)
-    rules = [RULES[kind] for kind in architectures_of(model)] or [RULES["convolutional"]]
+    rules = [RULES[kind] for kind in recognize_architectures(model)] or [RULES["convolutional"]]
     shapes = [_resize(shape, 0, factor) for rule in rules for factor in rule.batch_factors]
     for rule in rules:
         axis = {"seq": sequence_axis(shape), "time": 1 if len(shape) >= 4 else None, None: None}[rule.halved_axis]

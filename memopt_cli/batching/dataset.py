@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from memopt_cli.batching.memory import MemoryMeter
 from memopt_cli.batching.monitor import PerformanceMonitor
-from memopt_cli.batching.rows import concatenate, rows_of, slice_rows
+from memopt_cli.batching.rows import concatenate, count_rows, slice_rows
 from memopt_cli.batching.sizer import AdaptiveBatchSizer
 from memopt_cli.batching.trial import catch_out_of_memory
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
@@ -70,7 +70,7 @@ class DatasetRun:
     def _process(self, batch: Any) -> list[Any]:
         """Return the outputs for ``batch``: one entry for each piece that fits in memory."""
         outputs: list[Any] = []
-        start, rows = 0, rows_of(batch)
+        start, rows = 0, count_rows(batch)
         while start < rows:
             stop = min(rows, start + self.sizer.batch_size)
             started = time.perf_counter()
@@ -90,11 +90,11 @@ class DatasetRun:
             return map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, output)
 
         output = catch_out_of_memory(run, self.device)
-        if isinstance(output, OutOfMemory) or (tensors_of(output) and rows_of(output) == rows_of(piece)):
+        if isinstance(output, OutOfMemory) or (tensors_of(output) and count_rows(output) == count_rows(piece)):
             return output
         raise BatchShapeError(
             f"the model gave outputs of shapes {[tuple(t.shape) for t in tensors_of(output)]} for "
-            f"{rows_of(piece)} samples",
+            f"{count_rows(piece)} samples",
             hint="Its outputs must be tensors with the batch as their first dimension.",
         )
 
@@ -113,9 +113,9 @@ class DatasetRun:
         if self.strategy == "memory_adaptive":
             self.sizer.adapt_batch_size(performance_metrics={"throughput": rate})
         elif self.strategy == "throughput" and self._is_climbing and rows == self.sizer.batch_size:
-            self._climb(rate)
+            self._double_size(rate)
 
-    def _climb(self, rate: float) -> None:
+    def _double_size(self, rate: float) -> None:
         """Record ``rate``; double the size as long as that raises throughput and fits, then stay with the best size."""
         self._rates.append(rate)
         if len(self._rates) < _TIMED_BATCHES:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from memopt_cli.batching.dataset import STRATEGIES, Collate, DatasetRun, Strategy, collate_inputs
-from memopt_cli.batching.memory import MemoryMeter, meter_of
+from memopt_cli.batching.memory import MemoryMeter, choose_meter
 from memopt_cli.batching.monitor import PerformanceMonitor, Trend
-from memopt_cli.batching.rows import RowQueue, rows_of
+from memopt_cli.batching.rows import RowQueue, count_rows
 from memopt_cli.batching.shaper import MemoryAwareShaper
 from memopt_cli.batching.sizer import AdaptiveBatchSizer
 from memopt_cli.batching.validator import BatchShapeValidator
@@ -87,7 +87,7 @@ class BatchShapeManager:
         self._device = str(device)
         self._is_inference = inference_mode
         self._sizing = sizing
-        self._memory = memory or meter_of(device)
+        self._memory = memory or choose_meter(device)
         self._new_sizer = functools.partial(
             AdaptiveBatchSizer,
             effective_batch_size=effective_batch_size,
@@ -162,7 +162,7 @@ class BatchShapeManager:
         pair = _inputs_and_targets(batch)
         if not self._is_ready:
             low, high = self._sizing.min_batch_size, self._sizing.max_batch_size
-            self.initialize_for_training(initial_batch_size=min(max(rows_of(pair), low), high))
+            self.initialize_for_training(initial_batch_size=min(max(count_rows(pair), low), high))
         self._queue.put(pair)
         self._adapt(step, metrics.get("loss"), metrics.get("memory"))
         inputs, targets = self._give_out()

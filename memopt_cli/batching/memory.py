@@ -99,7 +99,7 @@ class LimitedMemory:
         self._meter.restart()
 
 
-def meter_of(device: str | torch.device) -> MemoryMeter:
+def choose_meter(device: str | torch.device) -> MemoryMeter:
     """Return the meter of ``device``: CUDA's allocator, or the process for the CPU."""
     name = str(device)
     return CudaMemory(name) if name.startswith("cuda") else ProcessMemory()

@@ -39,7 +39,7 @@ class ShapeRequirements:
     divisible_by: dict[int, int] = field(default_factory=dict)
     """Axis -> divisor of its size."""
     dtype: str | None = None
-    """Name of a torch dtype without the prefix.  ``None``: any."""
+    """Name of a torch dtype without the prefix; ``None`` for any."""
     values_below: int | None = None
     """Exclusive upper bound of integer inputs (rows of an embedding).  ``None``: 2, for the values 0 and 1."""
 
@@ -58,7 +58,7 @@ class ShapeRequirements:
 
 
 def as_requirements(source: ShapeRequirements | Mapping[str, Any] | nn.Module | None) -> ShapeRequirements:
-    """Return the requirements in ``source``: a record, its plain values, or a model.  ``None``: no requirements.
+    """Return the requirements in ``source``: a record, its plain values, or a model; ``None`` if it has none.
 
     Raises :class:`~memopt_cli.errors.UsageError` for an unknown key or a value of the wrong type.
     """
@@ -94,7 +94,7 @@ def sample_input(shape: Sequence[int], requirements: ShapeRequirements, device: 
 
 
 def sequence_axis(shape: Sequence[int]) -> int | None:
-    """Return the axis of the sequence in ``shape``: 1 in three dimensions, 2 in four.  ``None``: no such axis."""
+    """Return the axis of the sequence in ``shape``: 1 in three dimensions, 2 in four; ``None`` in others."""
     return {3: 1, 4: 2}.get(len(shape))
 
 

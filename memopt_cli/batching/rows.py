@@ -13,7 +13,7 @@ from memopt_cli.errors import BatchShapeError
 from memopt_cli.runtime.tree import join_tensors, map_leaves, split_tensors, tensors_of
 
 
-def rows_of(batch: Any) -> int:
+def count_rows(batch: Any) -> int:
     """Return the number of samples in ``batch``: the first size of every tensor in it.
 
     Raises :class:`BatchShapeError` if ``batch`` has no tensor, something other than tensors, or first sizes that
@@ -46,7 +46,9 @@ def concatenate(batches: Sequence[Any]) -> Any:
     if len(batches) == 1:
         return batches[0]
     split = [split_tensors(batch) for batch in batches]
-    return join_tensors([torch.cat(parts) for parts in zip(*(t for t, _ in split), strict=True)], split[0][1])
+    columns = zip(*(tensors for tensors, _ in split), strict=True)
+    _, skeleton = split[0]
+    return join_tensors([torch.cat(column) for column in columns], skeleton)
 
 
 class RowQueue:
@@ -61,12 +63,12 @@ class RowQueue:
 
     def put(self, batch: Any) -> None:
         """Add the rows of ``batch`` at the end."""
-        self._rows += rows_of(batch)
+        self._rows += count_rows(batch)
         self._batches.append(batch)
 
     def put_first(self, batch: Any) -> None:
         """Add the rows of ``batch`` in front: :meth:`take` returns them next."""
-        self._rows += rows_of(batch)
+        self._rows += count_rows(batch)
         self._batches.appendleft(batch)
 
     def take(self, rows: int) -> Any:
@@ -76,7 +78,7 @@ class RowQueue:
         self._rows -= missing
         while missing:
             batch = self._batches.popleft()
-            size = rows_of(batch)
+            size = count_rows(batch)
             if size > missing:
                 self._batches.appendleft(slice_rows(batch, missing, size))
                 batch = slice_rows(batch, 0, missing)

@@ -42,7 +42,7 @@ class PaddedSequences:
     @property
     def mask(self) -> Tensor:
         """Mask, ``(N, T)``, true at the positions of sequences and false in the padding; on the data's device."""
-        return mask_of(self.lengths.to(self.data.device), self.data.shape[1])
+        return make_length_mask(self.lengths.to(self.data.device), self.data.shape[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ def unnest(nested: Tensor) -> list[Tensor]:
     return list(nested.unbind())
 
 
-def mask_of(lengths: Tensor, steps: int) -> Tensor:
+def make_length_mask(lengths: Tensor, steps: int) -> Tensor:
     """Return a mask ``(N, steps)``, true before the end of each of the ``lengths``, ``(N,)``."""
     return torch.arange(steps, device=lengths.device) < lengths[:, None]
 

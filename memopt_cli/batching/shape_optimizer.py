@@ -11,8 +11,8 @@ from typing import TypedDict
 import torch
 from torch import nn
 
-from memopt_cli.batching.architecture import RULES, Architecture, architectures_of, candidate_shapes
-from memopt_cli.batching.memory import MemoryMeter, meter_of
+from memopt_cli.batching.architecture import RULES, Architecture, candidate_shapes, recognize_architectures
+from memopt_cli.batching.memory import MemoryMeter, choose_meter
 from memopt_cli.batching.requirements import infer_requirements, require_batch_shape, sample_input, sequence_axis
 from memopt_cli.batching.trial import Trial, try_step
 from memopt_cli.errors import MemoryBudgetError, UsageError
@@ -30,7 +30,7 @@ Measure = Callable[[tuple[int, ...]], Trial | OutOfMemory]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareSpecs:
-    """Memory in bytes of the machine that the batch is for.  ``None``: as on this machine."""
+    """Memory in bytes of the machine that the batch is for; ``None`` if it is this machine's."""
 
     gpu_memory: float | None = None
     cpu_memory: float | None = None
@@ -38,7 +38,7 @@ class HardwareSpecs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Conditions that a feasible shape meets.  ``None``: no condition."""
+    """Conditions that a feasible shape meets; ``None`` if there are none."""
 
     max_memory: float = 0.9
     """Share of the specified memory, in (0, 1]."""
@@ -107,7 +107,7 @@ class BatchShapeOptimizer:
         self._specs = from_data(HardwareSpecs, dict(hardware_specs or {}), where="hardware_specs")
         self._device = str(device)
         self._accuracy_fn = accuracy_fn
-        self._memory = memory or meter_of(device)
+        self._memory = memory or choose_meter(device)
         self._measure = measure or self._run
 
     def optimize_batch_shape(
@@ -135,7 +135,7 @@ class BatchShapeOptimizer:
         candidates = [self._candidate(shape, limits) for shape in shapes]
         feasible = [c for c in candidates if c["feasible"]]
         chosen = _best(feasible, weights) if feasible else _smallest(candidates)
-        kinds = architectures_of(self._model)
+        kinds = recognize_architectures(self._model)
         return BatchRecommendation(
             **chosen,
             candidates=candidates,

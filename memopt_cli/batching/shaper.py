@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from memopt_cli.batching.memory import MemoryMeter, meter_of
+from memopt_cli.batching.memory import MemoryMeter, choose_meter
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError
 from memopt_cli.records import MemoryAwareShaping, TensorLayout
 from memopt_cli.runtime.private_torch import CHANNELS_LAST
@@ -103,7 +103,7 @@ class MemoryAwareShaper:
             self.notes.append(text)
 
     def _require_room(self, extra_bytes: int, tensor: Tensor) -> None:
-        memory = self._memory or meter_of(tensor.device)
+        memory = self._memory or choose_meter(tensor.device)
         used_bytes, capacity_bytes = memory.used_bytes(), memory.capacity_bytes()
         if used_bytes + extra_bytes > self._config.memory_threshold * capacity_bytes:
             raise MemoryBudgetError(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memopt_cli.batching.memory import MemoryMeter, meter_of, usage_share
+from memopt_cli.batching.memory import MemoryMeter, choose_meter, usage_share
 from memopt_cli.batching.observations import BatchBounds, Losses, Usages
 from memopt_cli.batching.requirements import infer_requirements, require_batch_shape, sample_input
 from memopt_cli.batching.trial import Trial, try_step
@@ -38,7 +38,7 @@ class _Growth:
     old_batch: int
     """Batch size before the growth."""
     old_throughput: float | None
-    """Samples per second at that size.  ``None``: not known."""
+    """Samples per second at that size; ``None`` if unknown."""
 
 
 class AdaptiveBatchSizer:
@@ -70,7 +70,7 @@ class AdaptiveBatchSizer:
         self._target_share = config.target_memory_usage
         self._device = str(device)
         self._own_memory = memory
-        self._memory = memory or meter_of(device)
+        self._memory = memory or choose_meter(device)
         self._distributed = distributed
         self._effective = effective_batch_size
         self.start_from(initial_batch_size)
@@ -123,7 +123,7 @@ class AdaptiveBatchSizer:
         """
         shape = require_batch_shape(input_shape)
         self._device = str(device)
-        self._memory = self._own_memory or meter_of(device)
+        self._memory = self._own_memory or choose_meter(device)
         requirements = infer_requirements(model)
         make = make_input or (lambda batch: sample_input((batch, *shape[1:]), requirements, device))
         budget_bytes = self._target_share * self._memory.capacity_bytes()
@@ -172,12 +172,12 @@ class AdaptiveBatchSizer:
         self._calls += 1
         if self._has_run_out:  # the readings of memory and throughput belong to the step that failed
             self._has_run_out = False
-            return self._settle(self._batch, self._reason)
+            return self._change_size(self._batch, self._reason)
         capacity_changed = current_memory_usage is None and self._follow_capacity()
         share = self._observe(current_memory_usage, performance_metrics or {})
         batch, reason = self._decide(share, current_loss, capacity_changed=capacity_changed)
         self._losses.add(current_loss)
-        return self._settle(batch, reason)
+        return self._change_size(batch, reason)
 
     def report_out_of_memory(self) -> int:
         """Halve the size, because the last step ran out of memory, and return it; it does not grow for five intervals.
@@ -245,7 +245,7 @@ class AdaptiveBatchSizer:
         self._highest_share = max(self._highest_share * factor, self._usages.expected(self._calls, self._batch))
         return True
 
-    def _settle(self, batch: int, reason: str) -> int:
+    def _change_size(self, batch: int, reason: str) -> int:
         """Change to ``batch``, within the bounds and as all ranks agree, and return the size."""
         own_batch = self._bounds.clamp(batch, self._calls)
         agreed_batch = agree_on_batch_size(own_batch, self._device) if self._distributed else own_batch

@@ -40,7 +40,7 @@ def try_step(
         with gradients_kept(model), torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
             return catch_out_of_memory(lambda: _step(model, make_input, memory, device, backward=backward), device)
     finally:
-        start.enter()
+        start.restore()
 
 
 def catch_out_of_memory(run: Callable[[], T], device: str) -> T | OutOfMemory:

@@ -22,7 +22,7 @@ _FLOAT_BYTES = 4  # of a float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareLimits:
-    """Limits of the hardware, or of the serving system.  ``None``: no limit."""
+    """Limits of the hardware, or of the serving system; ``None`` if unlimited."""
 
     max_batch_size: int | None = None
     max_seq_len: int | None = None
@@ -89,7 +89,7 @@ _OPERATIONS: dict[str, Callable[[_Sizes], tuple[int, int]]] = {
 
 
 class BatchShapeValidator:
-    """Checks batch shapes, as strictly as ``config`` says."""
+    """Checks batch shapes with the strictness that ``config`` sets."""
 
     def __init__(self, *, config: ShapeValidation | None = None) -> None:
         self._config = config or ShapeValidation()

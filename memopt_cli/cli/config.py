@@ -16,7 +16,7 @@ import typer
 
 from memopt_cli.errors import UnsafeFileError, UsageError, shorten
 from memopt_cli.text.documents import kept_below, printable, quoted_flag, read_mapping
-from memopt_cli.text.options import Option, option_of
+from memopt_cli.text.options import Option, find_option
 
 DEFAULT_PATH = Path("memopt.yaml")
 
@@ -84,7 +84,7 @@ def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> No
 
 def _option(command: Any, parameter: Any) -> Option:
     """Return the row of the table of options that describes ``parameter`` of ``command``."""
-    return option_of(command.name.replace("-", "_"), parameter.name)
+    return find_option(command.name.replace("-", "_"), parameter.name)
 
 
 def _names_function(value: Any) -> bool:

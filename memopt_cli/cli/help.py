@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from memopt_cli.cli.ranks import find_launch
 from memopt_cli.errors import UsageError
-from memopt_cli.text.options import ARGUMENTS, GROUPS, OTHERS, option_of
+from memopt_cli.text.options import ARGUMENTS, GROUPS, OTHERS, find_option
 
 _NAMES_WIDTH: Final = 26
 """Characters; a longer name has a line of its own."""
@@ -51,7 +51,7 @@ class GroupedCommand(TyperCommand):
             return bool(parameter.name != "help_all")
         if group_of(parameter) == ARGUMENTS or parameter.name == "help":
             return True
-        return self.callback is not None and option_of(self.callback.__name__, parameter.name).common
+        return self.callback is not None and find_option(self.callback.__name__, parameter.name).common
 
 
 _ONE_SCREEN: Final = 9

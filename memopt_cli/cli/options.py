@@ -42,7 +42,7 @@ from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 from memopt_cli.search.plan.policy import resolve
-from memopt_cli.text.options import ARGUMENTS, OPTIONS, option_of
+from memopt_cli.text.options import ARGUMENTS, OPTIONS, find_option
 from memopt_cli.text.values import Choice
 
 _LOG = logging.getLogger("memopt_cli")
@@ -335,7 +335,7 @@ _NO_DEFAULT: Final = inspect.Parameter.empty
 
 def _annotate(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
     """Return ``parameter`` annotated with the option of that name in the table, as Typer reads it."""
-    option = option_of(command, parameter.name)
+    option = find_option(command, parameter.name)
     hint = parameter.annotation
     default = parameter.default
     info: dict[str, Any] = {"metavar": option.takes, "help": option.help}

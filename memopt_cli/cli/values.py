@@ -21,7 +21,7 @@ from memopt_cli.search.estimation.cards import device_profile
 from memopt_cli.text.misnamed import file_refusal, folder_refusal, missing_refusal, refuse_misspelt, weights_in
 from memopt_cli.text.optimizer_text import MadeOptimizer, is_function, notebook_refusal, parse_optimizer
 from memopt_cli.text.options import MAX_RANKS
-from memopt_cli.text.values import Kind, Whole
+from memopt_cli.text.values import ValueKind, Whole
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def _range_of(symbol: str, most: int = 2**63 - 1) -> Callable[[str], DimRange]:
     return parse
 
 
-def parsed_by(kind: Kind) -> Callable[[str], Any]:
+def parsed_by(kind: ValueKind) -> Callable[[str], Any]:
     """Return a parser for ``kind``, a kind of values that Python calls share, with Typer's error."""
 
     def parse(text: str) -> Any:

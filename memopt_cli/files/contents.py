@@ -51,6 +51,13 @@ from memopt_cli.text.documents import (
 )
 from memopt_cli.text.spelling import on_command_line
 
+_PLAN_OR_PATH = "Give a memopt_cli.Plan, such as the .plan of a result, or the path of its file."
+_PLAN_HINT = "Give a *.plan.yaml that memopt optimize wrote, with its header."
+_POSITIVE_FIELDS = ("step_times_s", "original_step_s", "predicted_slowdown")
+_MAX_LEVELS = 200  # of nested modules in a baseline
+_FRONTIER_HINT = "`memopt optimize --frontier --force` writes it anew."
+_HEADER_KEYS = [f.name for f in fields(FileHeader)]
+
 
 def summary_json(header: FileHeader, summary: MemOptSummary) -> bytes:
     """Return the content of ``*.summary.json``: the keys of ``header``, then ``summary``."""
@@ -79,9 +86,6 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
     of_plan = [f.name for f in fields(Plan)]
     header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, str(path))
     return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
-
-
-_PLAN_OR_PATH = "Give a memopt_cli.Plan, such as the .plan of a result, or the path of its file."
 
 
 def load_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
@@ -115,9 +119,6 @@ def _plan_data(path: str | os.PathLike[str]) -> dict[str, Any]:
     known_keys = [*_HEADER_KEYS, "level", *(f.name for f in fields(Plan)), PREDICTED, PARALLEL, TURNS_OFF]
     refuse_unknown(data, known_keys, str(path))
     return data
-
-
-_PLAN_HINT = "Give a *.plan.yaml that memopt optimize wrote, with its header."
 
 
 def _read_header(data: Mapping[str, Any], where: str) -> FileHeader:
@@ -246,9 +247,6 @@ def _measurable(record: _Record) -> _Record:
     return record
 
 
-_POSITIVE_FIELDS = ("step_times_s", "original_step_s", "predicted_slowdown")
-
-
 def _require_comparable(baseline: Baseline) -> Baseline:
     """Return ``baseline``.  Raises :class:`UsageError` if memopt could not have recorded it.
 
@@ -301,9 +299,6 @@ def _upgrade(data: Any) -> Any:
 
 
 _Record = TypeVar("_Record")
-_MAX_LEVELS = 200  # of nested modules in a baseline
-_FRONTIER_HINT = "`memopt optimize --frontier --force` writes it anew."
-_HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 
 def _step_of_summary(summary: MemOptSummary) -> StepMemory:
@@ -350,7 +345,7 @@ def recommended_data(advice: BatchAdvice | BatchEstimate | None, described: int)
     if advice is None:
         return {"batch_size": described, "verified": True, "limited_by": "the given batch: no other is recommended"}
     if isinstance(advice, BatchEstimate):
-        batch, limited_by = advice.batch, "memory, as dry runs predict"
+        batch, limited_by = advice.batch, "memory, predicted by dry runs"
         if not advice.is_limited_by_memory:
             batch = described
             limited_by = f"the given batch: about {advice.batch} is predicted to fit, but {advice.because}"

@@ -1,7 +1,7 @@
 """Remembering the trust that a user typed for a model file; it is offered again, and never applied by itself.
 
 Nothing that travels with a model may vouch for it, so the trust is kept in the user's own state folder.  There is one
-file for each pair of a path and a content: a model that is replaced, or copied elsewhere, must be trusted anew.
+file for each pair of a path and a content: a model that is replaced, or copied elsewhere, must be trusted again.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ def remember_trust(location: str, sha256: str, trust: Trust) -> None:
     """
     typed = replace(trust, code_paths=tuple(map(os.path.abspath, trust.code_paths)))
     with contextlib.suppress(OSError, RuntimeError, MemoptError):  # ``Path.home`` raises RuntimeError without a home
-        path = _path_of(location, sha256)
+        path = _record_path(location, sha256)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _is_own(path.parent):
             write_all({path: content(json_text(to_data(typed)).encode())}, force=True)
 
 
-def remembered_trust(location: str) -> Trust | None:
+def recall_trust(location: str) -> Trust | None:
     """Return the trust last typed for ``location`` with its current content, or ``None`` if none is remembered."""
     with contextlib.suppress(OSError, RuntimeError, ValueError, MemoptError):
-        path = _path_of(location, hashlib.sha256(read_bytes(location)).hexdigest())
+        path = _record_path(location, hashlib.sha256(read_bytes(location)).hexdigest())
         if _is_own(path.parent):
             return from_data(Trust, read_json(read_bytes(path, _MAX_BYTES)))
     return None
 
 
-def _path_of(location: str, sha256: str) -> Path:
+def _record_path(location: str, sha256: str) -> Path:
     stated = os.environ.get("XDG_STATE_HOME", "")
     state = Path(stated) if os.path.isabs(stated) else Path.home() / ".local" / "state"
     key = hashlib.sha256(os.fsencode(f"{os.path.abspath(location)}\0{sha256}")).hexdigest()
@@ -52,6 +52,6 @@ def _path_of(location: str, sha256: str) -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Return whether ``folder`` is the user's, and nobody else may write to it."""
+    """Return whether ``folder`` is the user's, and no other user may write to it."""
     state = folder.stat()
     return state.st_uid == os.getuid() and not state.st_mode & _FOR_OTHERS

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS, find_operator
-from memopt_cli.runtime.lifted.program import nodes_of
+from memopt_cli.runtime.lifted.program import walk_nodes
 from memopt_cli.runtime.private_torch import schema_of
 
 
@@ -23,7 +23,7 @@ def mode_notes(programs: Iterable[tuple[Any, ...]], who: str) -> tuple[str, ...]
 
 def _modes(block: tuple[Any, ...]) -> set[bool]:
     modes = set()
-    for kind, key, operands, _, _ in nodes_of(block):
+    for kind, key, operands, _, _ in walk_nodes(block):
         operator = find_operator(key) if kind == "operator" and key not in EXPRESSIONS else None
         for argument, operand in zip(schema_of(operator).arguments if operator else (), operands, strict=False):
             if argument.name in ("train", "training") and type(operand) is tuple:

@@ -18,7 +18,7 @@ from memopt_cli.loading.pickles.described import STORAGE_DTYPES, check_tensors, 
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Tuple, Walk, held_in
 from memopt_cli.loading.pickles.scan import scan_pickle
 from memopt_cli.loading.script_objects import TENSORS, ScriptObjects, check_lines
-from memopt_cli.runtime.script_code import UnsafeScriptError, check_classes, check_code, kind_of
+from memopt_cli.runtime.script_code import UnsafeScriptError, check_classes, check_code, classify_record
 
 _DEEPEST: Final = 400
 """Maximum depth of nested objects: PyTorch takes them apart by recursion."""
@@ -75,7 +75,7 @@ def check_script_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) 
     archive = Archive(data, path, limit)
     if missing := [record for record in _NEEDED if record not in archive.sizes]:
         raise ValueError(f"it has no record {missing[0]}")
-    kinds = {record: kind_of(record) for record in archive.sizes}
+    kinds = {record: classify_record(record) for record in archive.sizes}
     code = [name for name in kinds if kinds[name] == "code"]
     if sum(archive.sizes[name] for name in code) > min(_MIN_CODE + _EXPANSION * len(data), _MAX_CODE):
         raise ValueError("it has far more code than a model of its size needs")

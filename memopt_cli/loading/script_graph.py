@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memopt_cli.loading.script_nodes import LiftedGraph, Path, UnliftableError
-from memopt_cli.runtime.lifted.program import VERSION, is_method, is_name, nodes_of
+from memopt_cli.runtime.lifted.program import VERSION, is_method, is_name, walk_nodes
 from memopt_cli.runtime.private_torch import method_names, method_of, program_of
 
 
@@ -50,7 +50,7 @@ def set_attributes(graphs: Iterator[Any]) -> frozenset[str]:
 def calls_of(program: tuple[Any, ...]) -> Iterator[tuple[Path, str]]:
     """Yield the path and the method of every call in ``program``."""
     for method in program[2]:
-        for node in nodes_of(method[3]):
+        for node in walk_nodes(method[3]):
             if node[0] == "call":
                 yield node[1]
 
@@ -58,7 +58,7 @@ def calls_of(program: tuple[Any, ...]) -> Iterator[tuple[Path, str]]:
 def attributes_of(program: tuple[Any, ...]) -> Iterator[Path]:
     """Yield the path of every attribute that ``program`` reads or sets, in its module or in one below it."""
     for method in program[2]:
-        for node in nodes_of(method[3]):
+        for node in walk_nodes(method[3]):
             if node[0] in ("get", "set", "parameter"):
                 yield node[1]
 
@@ -95,7 +95,7 @@ class _Functions:
         """Return the functions that ``methods`` call, directly or not, in the order of lifting."""
         wanted, queue = set(), list(methods)
         while queue:
-            for node in nodes_of(queue.pop()[3]):
+            for node in walk_nodes(queue.pop()[3]):
                 if node[0] == "function" and node[1] not in wanted:
                     wanted.add(node[1])
                     queue.append(self.lifted[node[1]])

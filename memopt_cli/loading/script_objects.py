@@ -15,7 +15,7 @@ from typing import Any, Final, TypeGuard
 from memopt_cli.loading.pickles.names import LONGEST_ATTRIBUTE
 from memopt_cli.loading.pickles.nodes import DICT, LIST, Built, Global, Tuple, entries_of
 from memopt_cli.loading.pickles.packed_weights import NATIVE, is_packed
-from memopt_cli.runtime.script_code import UnsafeScriptError, attribute_types, parsed_type
+from memopt_cli.runtime.script_code import UnsafeScriptError, attribute_types, parse_type
 
 TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
@@ -93,7 +93,7 @@ class ScriptObjects:
                 raise ValueError(f"it calls {name}")
         elif node.how == "called" and name == TYPE_TAG:
             match node.argument_items():
-                case (value, str(text)) if self._fits(value, parsed_type(text)):
+                case (value, str(text)) if self._fits(value, parse_type(text)):
                     return
             raise ValueError("a container does not have its declared type")
 

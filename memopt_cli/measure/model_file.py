@@ -47,7 +47,7 @@ from memopt_cli.text.documents import quoted_path
 from memopt_cli.trace import built_without_data, codec_paths, fake_mode
 from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
-from memopt_cli.training.own_checkpoints import switches_of
+from memopt_cli.training.own_checkpoints import find_switches
 from memopt_cli.training.user_step import StepModels
 
 
@@ -133,7 +133,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         batch_norms=any(map(_is_batch_norm, model.modules())),
         trainable_bytes=unique_bytes(p for p in model.parameters() if p.requires_grad and not is_lazy(p)),
         held_bytes=unique_bytes(t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)),
-        checkpoint_switches=switches_of(model),
+        checkpoint_switches=find_switches(model),
         sync_norms=tuple(path for path, module in named_parts(model) if isinstance(module, nn.SyncBatchNorm)),
     )
 

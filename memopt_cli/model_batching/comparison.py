@@ -20,7 +20,7 @@ from memopt_cli.model_batching.routes.fused import FusedRoute
 from memopt_cli.model_batching.routes.interface import Route, RouteName, RouteRefusedError
 from memopt_cli.model_batching.routes.loop import LoopRoute
 from memopt_cli.model_batching.routes.vmap import VmapRoute
-from memopt_cli.model_batching.stacked import first_models, slots_of
+from memopt_cli.model_batching.stacked import first_models, list_slots
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime.private_torch import TorchDispatchMode, schema_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
@@ -48,6 +48,8 @@ _MIN_COMPARISON_S = 0.25
 """Smallest limit, in seconds, by :data:`_COMPARISON_SHARE`."""
 _MAX_COMPARISON_S = 1.0
 """Largest limit, in seconds, by :data:`_COMPARISON_SHARE`."""
+_GENERATOR_KEY = "random generator"
+"""Text in the names of effects that are states of random generators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +141,13 @@ class Reference:
         self._arguments = in_double(arguments) if is_double else arguments
         started = time.perf_counter()
         try:
-            self._effects = self._effects_of("loop")
+            self._effects = self._compute_effects("loop")
         except Exception as error:
             self._failure = first_line(error)
         self._two_steps_s = time.perf_counter() - started
         return self._effects is not None
 
-    def trial_of(self, name: RouteName) -> RouteTrial:
+    def try_route(self, name: RouteName) -> RouteTrial:
         """Return a trial of the route ``name``: whether it can be built, runs, and computes the same as the loop."""
         refused, relative = "", 0.0
         if name != "loop":
@@ -161,12 +163,12 @@ class Reference:
         """Return why the route ``name`` cannot be used (empty if it can), and its largest relative difference."""
         if self._effects is None:
             return f"it cannot be compared with the loop, since a step of the loop fails: {self._failure}", 0.0
-        worst = difference(self._effects, self._effects_of(name))
+        worst = difference(self._effects, self._compute_effects(name))
         if worst.relative <= (TOLERANCE if self._is_double else STORED_TOLERANCE):
             return "", worst.relative
         return f"{worst.name} differs from the loop's by {worst.relative:.1e} of its magnitude", worst.relative
 
-    def _effects_of(self, name: RouteName) -> dict[str, Tensor]:
+    def _compute_effects(self, name: RouteName) -> dict[str, Tensor]:
         if not self._draws_numbers:
             step_effects = self._two_steps(name)
             self._draws_numbers = any(_has_drawn(t) for key, t in step_effects.items() if _GENERATOR_KEY in key)
@@ -180,7 +182,7 @@ class Reference:
         """Return the effects of two steps; the second starts from the buffers and the state after the first."""
         model = RouteModel(name, self._different_models(), self.inputs.models)
         args, kwargs = self._arguments
-        step = Step(model=model, args=args, kwargs=kwargs, settings=settings_for(args, kwargs), loss=loss_of)
+        step = Step(model=model, args=args, kwargs=kwargs, settings=settings_for(args, kwargs), loss=make_loss)
         return {f"{key} of step {number}": tensor for number in (1, 2) for key, tensor in effects(step).items()}
 
     def _different_models(self) -> nn.Module:
@@ -197,10 +199,6 @@ class Reference:
         return tree
 
 
-_GENERATOR_KEY = "random generator"
-"""Text in the names of effects that are states of random generators."""
-
-
 def _has_drawn(generators: Tensor) -> bool:
     """Return whether a step that left the random generators at ``generators`` drew numbers."""
     with generators_kept():
@@ -209,7 +207,7 @@ def _has_drawn(generators: Tensor) -> bool:
         return not torch.equal(generators, untouched)
 
 
-def loss_of(output: Any) -> Tensor:
+def make_loss(output: Any) -> Tensor:
     """Return a scalar whose gradient equals the gradient of a step without a loss.
 
     Calling backward on outputs with given gradients would be the same, but makes PyTorch import SymPy, which takes a
@@ -233,7 +231,7 @@ def _make_different(tree: nn.Module) -> None:
     If all models were equal, a route that mixes them up would go unnoticed.
     """
     seed_torch(0)
-    for tensor in {id(slot.tensor): slot.tensor for slot in slots_of(tree)}.values():
+    for tensor in {id(slot.tensor): slot.tensor for slot in list_slots(tree)}.values():
         if tensor.is_floating_point():
             # The noise varies within an output channel: a norm would undo one factor for all of it.
             shape = (tensor.shape[0], 1, *tensor.shape[2:]) if tensor.dim() > 2 else tensor.shape

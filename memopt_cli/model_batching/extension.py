@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
+from memopt_cli.text.paths import quote_module
 
 B = TypeVar("B", bound="AbstractBatchModule")
 
@@ -19,7 +20,7 @@ class AbstractBatchModule(nn.Module):
     A subclass names the class that it replaces in ``base_class``.  Its parameters and buffers have the names of that
     class, and a leading dimension of ``batch`` models.  It computes ``forward`` on merged data: dimension 0 of every
     input and output is (image·model), the model fastest.  Values are loaded after construction.  The result is
-    compared with ``base_class`` run model by model, as the result of every route is.
+    compared with ``base_class`` run model by model, like the result of every route.
     """
 
     base_class: ClassVar[type[nn.Module]] = nn.Module
@@ -60,7 +61,7 @@ class AbstractBatchModule(nn.Module):
             actual_shape = _shape(targets.get(name), None)
             if expected_shape != actual_shape:
                 raise UsageError(
-                    f"{type(self).__name__} at '{path or '(root)'}' has '{name}' of shape {actual_shape}; for "
+                    f"{type(self).__name__} at {quote_module(path)} has '{name}' of shape {actual_shape}; for "
                     f"{self.batch} models of {type(original).__name__} it should be {expected_shape}"
                 )
             with torch.no_grad():
@@ -106,7 +107,7 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
     return batch_class
 
 
-def batch_class_of(module: nn.Module) -> type[AbstractBatchModule] | None:
+def find_batch_class(module: nn.Module) -> type[AbstractBatchModule] | None:
     """Return the batch class registered for the type of ``module`` itself.  ``None``: there is no such class."""
     return _batch_classes.get(type(module))
 

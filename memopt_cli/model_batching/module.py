@@ -16,6 +16,7 @@ from memopt_cli.model_batching.selection import select
 from memopt_cli.model_batching.stacked import StateDict, load_stacked, share_first, stack_model, unstack
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import map_leaves
+from memopt_cli.text.paths import quote_module
 
 _Mode = tuple[Any, ...]
 
@@ -38,7 +39,7 @@ class BatchModule(nn.Module):
     A BatchModule does not couple its models, but other code may.  The sum of their losses does not couple them, since a
     model's loss has no gradient in the others; SGD, Adam, AdamW and RMSprop do not either.  Adafactor and clipping by
     the global norm couple them (see :func:`~memopt_cli.model_batching.clipping.clip_grad_norm_per_model`).  A step of
-    an optimizer with momentum or weight decay changes every model, even without a gradient, as it changes a single
+    an optimizer with momentum or weight decay changes every model, even without a gradient, like a single
     model.
 
     Segments of a plan that is applied to ``model`` (or to ``models``) work: the loop and the fused kernels recompute
@@ -161,7 +162,7 @@ def refuse_batched(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, BatchModule):
             raise UsageError(
-                f"module '{path or '(root)'}' is a BatchModule, which chooses how to run its copies when it is called: "
+                f"module {quote_module(path)} is a BatchModule, which chooses how to run its copies when it is called: "
                 "a recorded step does not describe the next one",
                 hint="Optimize the model that it batches, and batch the result: segments work inside a BatchModule.",
             )

@@ -99,7 +99,7 @@ def batch_topk(
     """
     scores, classes = models_first(inputs, batch, data_order), models_first(targets, batch, data_order)
     if not k or min(k) < 1 or max(k) > scores.shape[-1]:
-        raise UsageError(f"k={tuple(k)}: each must be between 1 and the number of classes, {scores.shape[-1]}")
+        raise UsageError(f"k is {tuple(k)}; each must be between 1 and the number of classes, {scores.shape[-1]}")
     hits = scores.topk(max(k), dim=-1).indices == classes.unsqueeze(-1)
     counts = torch.stack([hits[..., :n].any(dim=-1).sum(dim=1) for n in k])
     return counts if count else counts / classes.shape[1]

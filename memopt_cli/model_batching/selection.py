@@ -1,4 +1,4 @@
-"""Choose the fastest route, as measured, among the routes that compute the same as the loop over the models.
+"""Choose the route measured to be fastest among the routes that compute the same as the loop over the models.
 
 Choosing runs training steps, and must cost little compared with the time that it saves.  For 100 models of 64 samples:
 
@@ -59,7 +59,7 @@ def select(
         full_inputs = TrialInputs(tree, models, args, kwargs)
         reference = Reference(full_inputs)
         patience_s = reference.patience_s if route == "auto" else 0.0
-        trials = _compare_routes(candidates(route), reference.trial_of, limit_s=patience_s)
+        trials = _compare_routes(candidates(route), reference.try_route, limit_s=patience_s)
         trials = time_routes(trials, [reference.inputs, full_inputs]) if route == "auto" else trials
     steps_s = {name: trial.step_s for name, trial in trials.items() if not trial.refused}
     if not steps_s:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.model_batching.extension import AbstractBatchModule, batch_class_of
+from memopt_cli.model_batching.extension import AbstractBatchModule, find_batch_class
 from memopt_cli.runtime import uninitialized
 from memopt_cli.runtime.private_torch import buffers_of, parameters_of
 from memopt_cli.runtime.runs import child_path
+from memopt_cli.text.paths import quote_module
 
 StateDict = Mapping[str, Tensor]
 
@@ -38,7 +39,7 @@ class Slot:
         return tensor
 
 
-def slots_of(model: nn.Module) -> list[Slot]:
+def list_slots(model: nn.Module) -> list[Slot]:
     """Return the filled slots of ``model``, in the order of ``named_parameters``, tied ones included."""
     return [
         Slot(child_path(path, key), tensors, key, is_buffer)
@@ -67,15 +68,15 @@ def stack_model(model: nn.Module, models: int) -> nn.Module:
 def share_first(tree: nn.Module, model: nn.Module) -> None:
     """Make ``model`` share the tensors of the first model in ``tree``, a stacked model."""
     shared = shared_names(tree)
-    stacked = {slot.name: slot.tensor.detach() for slot in slots_of(tree)}
-    for slot in slots_of(model):
+    stacked = {slot.name: slot.tensor.detach() for slot in list_slots(tree)}
+    for slot in list_slots(model):
         slot.tensor.data = stacked[slot.name] if slot.name in shared else stacked[slot.name][0]
 
 
 def replace_modules(tree: nn.Module, model: nn.Module, models: int) -> nn.Module:
     """Replace the modules of ``tree`` that have a registered batch class, and return the tree."""
     for path, original in list(model.named_modules()):
-        batch_class = batch_class_of(original)
+        batch_class = find_batch_class(original)
         if batch_class is None:
             continue
         replacement = batch_class.from_module(original, models)
@@ -169,7 +170,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     for path, module in model.named_modules():
         reason = _refusal(module)
         if reason:
-            raise UsageError(f"module '{path or '(root)'}' ({type(module).__name__}) cannot be batched: {reason}")
+            raise UsageError(f"module {quote_module(path)} ({type(module).__name__}) cannot be batched: {reason}")
 
 
 def _refusal(module: nn.Module) -> str:
@@ -186,12 +187,12 @@ def _refusal(module: nn.Module) -> str:
     return ""
 
 
-def _copy(model: nn.Module, copy_of: Callable[[Slot], Tensor]) -> nn.Module:
-    """Return a copy of ``model`` in which ``copy_of`` makes each parameter and buffer; ties stay ties."""
+def _copy(model: nn.Module, copy_module: Callable[[Slot], Tensor]) -> nn.Module:
+    """Return a copy of ``model`` in which ``copy_module`` makes each parameter and buffer; ties stay ties."""
     memo: dict[int, Any] = {}
-    for slot in slots_of(model):
+    for slot in list_slots(model):
         if id(slot.tensor) not in memo:
-            tensor = copy_of(slot)
+            tensor = copy_module(slot)
             memo[id(slot.tensor)] = tensor if slot.is_buffer else nn.Parameter(tensor, slot.tensor.requires_grad)
     try:
         return copy.deepcopy(model, memo)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from memopt_cli.errors import first_line
-from memopt_cli.model_batching.comparison import RouteModel, RouteTrial, TrialInputs, loss_of, settings_for
+from memopt_cli.model_batching.comparison import RouteModel, RouteTrial, TrialInputs, make_loss, settings_for
 from memopt_cli.model_batching.routes.interface import RouteName
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.training.step import Step, synchronize
@@ -96,7 +96,7 @@ def _timer(name: RouteName, inputs: TrialInputs) -> Timer:
     settings = settings_for(inputs.args, inputs.kwargs)
     args, kwargs = map_leaves(_detached_leaf, (inputs.args, inputs.kwargs))
     model = RouteModel(name, copy.deepcopy(inputs.tree), inputs.models)
-    step = Step(model=model, args=args, kwargs=kwargs, settings=settings, loss=loss_of)
+    step = Step(model=model, args=args, kwargs=kwargs, settings=settings, loss=make_loss)
 
     def run() -> float:
         step.model.zero_grad()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import MemoptError, UsageError, type_in_words
 from memopt_cli.online.calls import Past, SampleShapes
 from memopt_cli.online.finding import find_structure
-from memopt_cli.online.operations import Operation, has_tags, operation_of, trace_kind
+from memopt_cli.online.operations import Operation, has_tags, make_operation, trace_kind
 from memopt_cli.online.states import Batching, check_mode, environ, init_all_states, states_of
 from memopt_cli.online.traced_step import TracedStep
 from memopt_cli.online.traces import FactoredTrace, FullTrace, Group, ModuleUse, Trace
@@ -78,9 +78,9 @@ class OnlineAlgorithm(nn.Module):
             )
         structure = find_structure(self.model, inputs, batched=has_batch)
         for use, groups in structure.groups.items():
-            operation = operation_of(self.model.get_submodule(use.path))
+            operation = make_operation(self.model.get_submodule(use.path))
             like = operation.bias if operation.weight is None else operation.weight
-            trace = self._make_trace(use, groups, operation, structure.z_shapes[use])
+            trace = self._make_trace(use, groups, operation, structure.input_shapes[use])
             if use in structure.doubled_uses and isinstance(trace, FactoredTrace):
                 raise MemoptError(
                     f"the output of {use.path} is read by a cell that has parameters or inputs of its own, and also "
@@ -115,7 +115,7 @@ class OnlineAlgorithm(nn.Module):
         traces: dict[str, Tensor] = {}
         step = self._compiled_step()
         for trace in step.traces.by_use.values():
-            operation = operation_of(step.weights[trace.use.path])
+            operation = make_operation(step.weights[trace.use.path])
             if operation.weight is weight or operation.bias is weight:
                 traces |= {f"{trace.use.path}[{trace.use.call}].{n}": s.value for n, s in states_of(trace).items()}
         if not traces:
@@ -135,7 +135,8 @@ class OnlineAlgorithm(nn.Module):
         self._sizes.check(steps[0])
         if self.traces:
             self._past.check(self._carried_tensors())
-        with torch.enable_grad(), run.batch.like(steps[0][0]), run.traces_loaded():
+        first, *_ = steps[0]
+        with torch.enable_grad(), run.batch.like(first), run.traces_loaded():
             run.tie_to_past(self._scale_of_past())
             outputs = [run.step(self.model, step, self._next_scale()) for step in steps]
         self.accept_states()
@@ -176,7 +177,7 @@ class OnlineAlgorithm(nn.Module):
         return [(name, without_transform(t) if is_of_vmap(t) else t) for name, t in (*followed, *traces, *buffers)]
 
     def accept_states(self) -> None:
-        """Take the current states and traces for the result of the last step, whoever has set them."""
+        """Accept the current states and traces as the result of the last step, even if the user has set them."""
         self._past.remember(self._carried_tensors())
 
 

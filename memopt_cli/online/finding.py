@@ -1,7 +1,7 @@
 """Find the structure of a time step: run one step, and see in autograd's graph which parts read which.
 
 The step runs twice from random states, one near rest and one far from it.  A part that is seen to mix neurons in either
-run is refused, as eligibility traces need derivatives that are diagonal over neurons.
+run is refused: eligibility traces need derivatives that are diagonal over neurons.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), _all_trainable(model) as trainable:
             refuse_undeclared(model, inputs)
-            start.enter()
+            start.restore()
             graph = AutogradGraph(model, trainable, weights)
             probes = [Probe(weights, cells, graph, batched=batched, spread=spread) for spread in _SPREADS]
             for probe in probes:
                 with probe.batch.like(inputs[0]):
                     probe.take_step(model, inputs)
-                start.enter()
+                start.restore()
     finally:
-        start.enter()
+        start.restore()
     # Mixing in either run counts, and :func:`check_neuron_by_neuron` then refuses it.
     for out, reads in probes[0].reads.items():
         reads.mixed = reads.mixed.union(*(probe.reads[out].mixed for probe in probes if out in probe.reads))
@@ -76,7 +76,7 @@ def _structure(reach: Reach) -> Structure:
     reason = "its output enters no cell (a module that declares states), or only past another traced weight"
     return Structure(
         groups={use: reach.groups(states) for use, states in reach.reached.items()},
-        z_shapes={use: reach.probe.z_shapes[use] for use in reach.reached},
+        input_shapes={use: reach.probe.input_shapes[use] for use in reach.reached},
         cells=tuple(path for path in reach.probe.cells if path in reach.cells),
         edges=edges,
         constant_uses=constant,

@@ -140,7 +140,7 @@ def _nothing_mapped(model: nn.Module, tag: str) -> MemoptError:
         return MemoptError(
             f"{type(model).__name__} declares no state that could differ from sample to sample",
             hint="Declare its states with declare_state(module, name, shape). ExplicitState declares the states of a "
-            "cell that takes them as arguments, as snnTorch's cells do without init_hidden.",
+            "cell that takes them as arguments, like snnTorch's cells without init_hidden.",
         )
     return MemoptError(
         f"no state of the model is tagged {tag!r}",

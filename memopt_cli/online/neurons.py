@@ -15,6 +15,11 @@ from memopt_cli.online.lanes import BATCHING_HINT, with_batch_axis
 from memopt_cli.online.states import declare_state, environ, is_number
 from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap
 
+_STATES_HINT = (
+    "Name every state that the cell takes and returns, in that order. For one named tuple of states, give a tuple of "
+    "that type with their shapes."
+)
+
 
 class _Spike(torch.autograd.Function):
     """A step at a threshold, with ``max(0, 0.3 (1 - |v - threshold|))`` as its derivative."""
@@ -107,7 +112,7 @@ class LIF(Neuron):
             )
         if spk_reset not in ("soft", "hard"):
             raise UsageError(f"unknown spk_reset {spk_reset!r}", hint='Give "soft" or "hard".')
-        self.decay = decay_of(tau)
+        self.decay = compute_decay(tau)
         self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
         self.spk_reset, self.spk_fun = spk_reset, spk_fun
         declare_state(self, "v", size)
@@ -133,7 +138,7 @@ class LIF(Neuron):
         return self.decay * v if self.V_rest == 0 else self.V_rest + self.decay * (v - self.V_rest)
 
 
-def decay_of(tau: float) -> float:
+def compute_decay(tau: float) -> float:
     """Return ``exp(-dt / tau)``, the share of a state that is left after one time step of ``environ.dt``."""
     if not (is_number(tau) and tau > 0):
         raise UsageError(
@@ -170,7 +175,7 @@ class LeakyRateReadout(nn.Module):
 
     def __init__(self, size: int, outputs: int, tau: float = 5.0) -> None:
         super().__init__()
-        self.decay = decay_of(tau)
+        self.decay = compute_decay(tau)
         self.linear = nn.Linear(size, outputs, bias=False)
         kaiming_normal_(self.linear.weight)
         declare_state(self, "r", outputs)
@@ -182,16 +187,10 @@ class LeakyRateReadout(nn.Module):
         return self.r
 
 
-_STATES_HINT = (
-    "Name every state that the cell takes and returns, in that order. For one named tuple of states, give a tuple of "
-    "that type with their shapes."
-)
-
-
 class ExplicitState(nn.Module):
     """A wrapper that declares the states of a cell which takes and returns them: ``cell(input, *states)``.
 
-    The cell returns ``(output, *new states)``, as snnTorch's do: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.
+    The cell returns ``(output, *new states)``, like snnTorch's: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.
     For a cell that takes its states as one named tuple, as Norse's cells do, give a tuple of their shapes:
     ``ExplicitState(norse.LIFCell(), norse.LIFFeedForwardState(v=200, i=200))``.  If a cell returns only its new states,
     the first is the output: ``ExplicitState(snntorch.RLeaky(0.9, linear_features=200), {"spk": 200, "mem": 200})``.

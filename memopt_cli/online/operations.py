@@ -181,7 +181,7 @@ class ElementWiseOperation:
         return cotangent.sum_to_size(self.module.weight.shape)
 
 
-def operation_of(module: nn.Module) -> Operation:
+def make_operation(module: nn.Module) -> Operation:
     """Return the operation of ``module``, a layer that can carry a trace."""
     if isinstance(module, nn.Linear):
         return LinearOperation(module)
@@ -242,7 +242,7 @@ def untraced(module: M) -> M:
 
 
 def trace_kind(module: nn.Module) -> TraceKind | None:
-    """Return the kind of trace that the tag of ``module`` names.  ``None``: no tag."""
+    """Return the kind of trace that the tag of ``module`` names; ``None`` if there is no tag."""
     kind: TraceKind | None = getattr(module, _TAG, None)
     return kind
 

@@ -22,7 +22,7 @@ class OverTime(nn.Module):
 
     For backpropagation through time, and for every command of memopt, it is a model like any other.  Online learning
     takes :attr:`model` out of it, and runs that step by step.  States may be declared, or kept by the neurons
-    themselves, as snnTorch's are (``init_hidden=True``).  As a segment in chunks along time (axis 0), it hands the
+    themselves, like snnTorch's (``init_hidden=True``).  As a segment in chunks along time (axis 0), it hands the
     states from one chunk to the next; along the batch (axis 1), each chunk starts from fresh states, and after the last
     chunk the states of all chunks are joined.
     """
@@ -131,7 +131,7 @@ def _hidden_states(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[nn.
             results += [value for key, value in _undeclared_tensors(model, inputs) if key in assigned]
             are_read = _are_read([t for t in results if t.requires_grad], leaves)
     finally:
-        start.enter()
+        start.restore()
     return [(*key, value) for (key, value), is_read in zip(assigned.items(), are_read, strict=True) if is_read]
 
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from memopt_cli.errors import MemoptError
 from memopt_cli.online.graph import AutogradGraph, Reads, ends_behind, find_sole_ends, jacobian_row
 from memopt_cli.online.interception import Interception
-from memopt_cli.online.operations import operation_of
+from memopt_cli.online.operations import make_operation
 from memopt_cli.online.structure import Source
 from memopt_cli.online.traces import CellOutput, ModuleUse, PastState
 from memopt_cli.runtime.private_torch import tree_leaves
@@ -40,7 +40,7 @@ class Probe(Interception):
         computation."""
         self.output_reads: list[Reads] = []
         """The parts that each tensor of the model's output reads."""
-        self.z_shapes: dict[ModuleUse, tuple[int, ...] | None] = {}
+        self.input_shapes: dict[ModuleUse, tuple[int, ...] | None] = {}
         """Use -> shape of its input per sample.  ``None``: an elementwise parameter, without input."""
         self.shapes: dict[CellOutput, tuple[int, ...]] = {}
         """Output of a cell -> its shape per sample."""
@@ -71,9 +71,9 @@ class Probe(Interception):
             self.batch.lift(self._end, *results)
 
     def on_use(self, use: ModuleUse, *z: Tensor) -> tuple[Tensor]:
-        self.z_shapes[use] = tuple(z[0].shape[1:]) if z else None
+        self.input_shapes[use] = tuple(z[0].shape[1:]) if z else None
         self.reads[use] = self._graph.reads(z[0], self.leaves) if z else Reads()
-        operation = operation_of(self.weights[use.path])
+        operation = make_operation(self.weights[use.path])
         _check_weight(use.path, self.weights[use.path])
         y = operation.apply(z[0] if z else None, self.batch.size, operation.weight, operation.bias)
         return (self._cut(use, y),)
@@ -166,7 +166,7 @@ def _check_weight(path: str, module: nn.Module) -> None:
             f"a hook computes the weight of {path} again before each call, so that no trace can refer to it",
             hint="Use a parametrization (torch.nn.utils.parametrizations), or take the tag off with untraced().",
         )
-    first, second = operation_of(module), operation_of(module)
+    first, second = make_operation(module), make_operation(module)
     for a, b in ((first.weight, second.weight), (first.bias, second.bias)):
         if a is not None and b is not None and a is not b and not torch.equal(a, b):
             raise MemoptError(
@@ -187,5 +187,5 @@ def _check_real(state: str, cell: str, tensor: Tensor) -> None:
 def _is_close(a: Tensor, b: Tensor) -> bool:
     finite = a.isfinite() & b.isfinite()
     scale = max(1.0, b[finite].abs().max().item()) if finite.any() else 1.0
-    # The precision of float32, whatever the dtype: surrogates may compute in float32, as snnTorch's do.
+    # The precision of float32, whatever the dtype: surrogates may compute in float32, like snnTorch's.
     return torch.allclose(a[finite], b[finite], rtol=0, atol=scale * torch.finfo(torch.float32).eps ** 0.5)

@@ -105,9 +105,9 @@ class Reach:
         while pending:
             reads = pending.pop()
             has_parameters |= reads.has_parameters
-            more = reads.sources - seen
-            seen |= more
-            for source in more & self.skipped:
+            new_sources = reads.sources - seen
+            seen |= new_sources
+            for source in new_sources & self.skipped:
                 assert not isinstance(source, PastState)
                 pending.append(self.reads[source])
                 has_parameters |= isinstance(source, ModuleUse)

@@ -52,7 +52,7 @@ class StepParts:
         ``key``: the output of the cell that the tensor ``output`` is.
         """
         if key in self.structure.states_behind:
-            indices = sorted(find_sole_ends(output, _nodes_of(new_states)))
+            indices = sorted(find_sole_ends(output, _index_by_node(new_states)))
             slopes = jacobian_row(self.gate, output, [new_states[index] for index in indices])
             through = {
                 CellOutput(key.cell, key.call, index): slope
@@ -121,7 +121,7 @@ def describe_source(source: Source) -> str:
             return f"an output of {cell}"
 
 
-def _nodes_of(tensors: Sequence[Tensor]) -> dict[Node, int]:
+def _index_by_node(tensors: Sequence[Tensor]) -> dict[Node, int]:
     return {tensor.grad_fn: index for index, tensor in enumerate(tensors) if tensor.grad_fn is not None}
 
 

@@ -48,7 +48,7 @@ class Structure:
     groups: dict[ModuleUse, tuple[Group, ...]]
     """Use of a traced weight -> the groups of states that it reaches neuron by neuron, in this step or a later step,
     without passing another weight."""
-    z_shapes: dict[ModuleUse, tuple[int, ...] | None]
+    input_shapes: dict[ModuleUse, tuple[int, ...] | None]
     """Use of a traced weight -> shape of its input per sample.  ``None``: an elementwise parameter has no input."""
     cells: tuple[str, ...]
     """Paths of the cells that have states in a group, and of cells between a weight and such a cell."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memopt_cli.online.graph import AutogradGraph
 from memopt_cli.online.interception import Interception, changed_step
-from memopt_cli.online.operations import operation_of
+from memopt_cli.online.operations import make_operation
 from memopt_cli.online.states import State, states_of
 from memopt_cli.online.step_parts import StepParts, describe_source
 from memopt_cli.online.structure import Structure
@@ -51,7 +51,7 @@ class TracedStep(Interception):
             past_state: State(model.get_submodule(past_state.cell), past_state.name)
             for past_state in structure.unfollowed_sources
         }
-        """State that does not depend on traced weights, as each step checks -> its place in the model."""
+        """State that does not depend on traced weights, which each step checks -> its place in the model."""
         self._parts = StepParts(structure, self.gate)
         """The parts of the step that runs; every step starts with new ones."""
 
@@ -123,7 +123,7 @@ class TracedStep(Interception):
         self._parts.end_walks_at(z)
         # A call without a trace: its output reaches cells only through later calls.
         if use not in self.traces.by_use:
-            operation = operation_of(self.weights[use.path])
+            operation = make_operation(self.weights[use.path])
             return (operation.apply(z[0] if z else None, self.batch.size, operation.weight, operation.bias),)
         # No parameter is behind the input of a constant use, so it needs no gradient.
         if use in self.structure.constant_uses and not self._window:

@@ -99,7 +99,7 @@ class GradientChannel:
     """A sum of gradients of several outputs of cells, which becomes gradients of weights."""
 
     targets: tuple[Tensor | None, ...]
-    """Tensors that get the gradients, mostly a weight and its bias.  ``None``: one that needs no gradient."""
+    """Tensors that get the gradients, mostly a weight and its bias; ``None`` for one that needs no gradient."""
     to_targets: Callable[[Tensor], tuple[Tensor | None, ...]]
     """Function of the sum that returns the gradients of ``targets``."""
 

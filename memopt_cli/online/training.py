@@ -94,7 +94,7 @@ class CompiledStep:
     """One time step, forward and backward, as one compiled graph: call it in a loop.
 
     The step is recorded with ``make_fx`` on the shapes of the example, traces, ``vmap`` and backward included, and
-    compiled by ``torch.compile``.  Each call advances the states and adds to ``.grad``, as the step itself does.
+    compiled by ``torch.compile``.  Each call advances the states and adds to ``.grad``, like the step itself.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, x: Tensor, target: Tensor, *, backend: str = "inductor") -> None:

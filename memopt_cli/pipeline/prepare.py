@@ -13,7 +13,7 @@ from typing import BinaryIO, Final
 from memopt_cli.errors import MemoptError, UnsafeFileError, UsageError
 from memopt_cli.files.contents import read_header, read_plan
 from memopt_cli.files.outputs import output_paths
-from memopt_cli.files.trusted import remember_trust, remembered_trust
+from memopt_cli.files.trusted import recall_trust, remember_trust
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.inputs.spec_text import format_tensor, is_factory
 from memopt_cli.measure import processes
@@ -314,7 +314,7 @@ def open_model(
     try:
         raise_failure(answer)
     except UnsafeFileError as err:
-        err.trusted_with = (remembered_trust(source.location) or Trust()).flags
+        err.trusted_with = (recall_trust(source.location) or Trust()).flags
         raise
 
 

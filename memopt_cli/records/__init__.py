@@ -181,6 +181,7 @@ from memopt_cli.records.selftest import SelftestRow as SelftestRow
 from memopt_cli.records.settings import PRECISIONS as PRECISIONS
 from memopt_cli.records.settings import Precision as Precision
 from memopt_cli.records.settings import StepSettings as StepSettings
+from memopt_cli.records.summary import LOWER_SHARE as LOWER_SHARE
 from memopt_cli.records.summary import PREDICTED_SHARE as PREDICTED_SHARE
 from memopt_cli.records.summary import CompiledRow as CompiledRow
 from memopt_cli.records.summary import LengthRun as LengthRun

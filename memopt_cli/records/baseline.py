@@ -99,7 +99,7 @@ class StepMemory:
     breakdown: Breakdown
     """Bytes alive at the instant of the tensor peak."""
     peak: PeakPlace | None = None
-    """Operator at the peak.  ``None``: no step was recorded, as in a summary."""
+    """Operator at the peak; ``None`` if no step was recorded, such as in a summary."""
     modules: tuple[ModuleBytes, ...] = ()
     """Modules in the order of first call."""
     saved: tuple[SavedTensor, ...] = ()

@@ -14,6 +14,9 @@ from memopt_cli.records.request import StepRequest
 from memopt_cli.records.search import ResolvedSearch
 from memopt_cli.records.settings import StepSettings
 
+LONGEST_STEP_S: Final = 60.0
+"""Default of the longest step that is run to find a batch, in seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProbe:
@@ -31,7 +34,7 @@ class BatchProbe:
     route: str = ""
     """Class that ran the copies (``BatchModule``); empty for a single model."""
     waited: float = 0.0
-    """Share of the time in which the steps waited for a processor, as on a busy machine."""
+    """Share of the time in which the steps waited for a processor, because the machine was busy."""
 
     @property
     def samples_per_s(self) -> float:
@@ -111,9 +114,6 @@ class ReplicaAdvice:
 
 Objective = Literal["max", "throughput"]
 
-LONGEST_STEP_S: Final = 60.0
-"""Default of the longest step that is run to find a batch, in seconds."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DimRange:
@@ -142,7 +142,7 @@ class BatchRow:
     outcome: BatchOutcome
     """Batch that fits; with copies, the batch of each copy at their fastest number."""
     replicas: ReplicaAdvice | None = None
-    """Numbers of copies that were tried.  ``None``: no ``--replicas``."""
+    """Numbers of copies that were tried; ``None`` without ``--replicas``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,11 +211,11 @@ class BatchRequest(StepRequest):
     plan_path: str | None = None
     """Path of a plan under which a batch is recommended as well.  ``None``: without a plan only."""
     lengths_path: str | None = None
-    """Path of a file of sequence lengths.  ``None``: not given."""
+    """Path of a file of sequence lengths; ``None`` if not given."""
     strategies: tuple[StrategyName, ...] = ()
     """Strategies to learn sequences, whose memory is compared over ``dim_range``; empty to recommend a batch."""
     search: ResolvedSearch | None = None
-    """Limits on plans in a search for the fastest pair of a batch and a plan.  ``None``: no ``--search``."""
+    """Limits on plans in a search for the fastest pair of a batch and a plan; ``None`` without ``--search``."""
     card: DeviceProfile | None = None
     """Device that this machine lacks, for which everything is estimated.  ``None``: the device here."""
     fake: bool = False
@@ -223,7 +223,7 @@ class BatchRequest(StepRequest):
     layouts: tuple[RankLayout, ...] = ()
     """Layouts over several numbers of ranks; one rank of each is predicted.  Empty for a single device."""
     search_limit_s: float | None = None
-    """Seconds after which ``--search`` tries no more pairs.  ``None``: no limit."""
+    """Seconds after which ``--search`` tries no more pairs; ``None`` if unlimited."""
     backend: str | None = None
     """Backend of ``torch.compile`` that compiles the step.  ``None``: a step that is not compiled."""
     output: str | None = None
@@ -333,7 +333,7 @@ class BatchRequest(StepRequest):
         excluded = {
             "`--strategy`": ("trains through time", bool(self.strategies)),
             "`--plan`": ("looks for the plan", self.plan_path is not None),
-            "`--objective max`": ("looks for most samples a second", self.objective == "max"),
+            "`--objective max`": ("looks for most samples per second", self.objective == "max"),
             "`--dim` with a range": ("finds one answer", self.dim_range is not None),
             "`--replicas`": ("trains one model", self.replicas is not None),
             "`--lengths`": ("finds one size of batch", self.lengths_path is not None),
@@ -387,7 +387,7 @@ class BatchRecommendation:
     verified: bool
     """Whether the recommended batch was run; otherwise it is an estimate."""
     accumulation: Accumulation | None
-    """Passes that make up a step of the optimizer.  ``None``: no ``--global-batch`` or ``--accumulate``."""
+    """Passes that make up a step of the optimizer; ``None`` without ``--global-batch`` and ``--accumulate``."""
     lengths: tuple[LengthBatching, ...]
     """Costs of the strategies to batch the user's sequences; empty without ``--lengths``."""
     notes: tuple[str, ...]

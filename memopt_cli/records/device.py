@@ -19,6 +19,8 @@ RATES: tuple[Rate, ...] = typing.get_args(Rate)
 
 _MAX = 2.0**60
 """Largest size in bytes, and largest rate, that is accepted."""
+LONGEST_NAME = 60
+"""Maximum number of characters of a device's name, which must fit a line of a report."""
 
 
 def check_amounts(record: Any, *, minimum: int) -> None:
@@ -27,10 +29,6 @@ def check_amounts(record: Any, *, minimum: int) -> None:
         value = getattr(record, f.name)
         if isinstance(value, int | float) and not (math.isfinite(value) and minimum <= value <= _MAX):
             raise UsageError(f"{f.name} is {value:g}; it must be from {minimum} to {_MAX:g}")
-
-
-LONGEST_NAME = 60
-"""Maximum number of characters of a device's name, which must fit a line of a report."""
 
 
 def _check_name(key: str, name: str) -> None:
@@ -148,7 +146,7 @@ class Confirmation:
     """Device on which the step was measured."""
     measurement: Measurement
     predicted: DeviceEstimate | None
-    """Prediction in the plan's file.  ``None``: it has none."""
+    """Prediction in the plan's file; ``None`` if it has none."""
     confirms: bool = False
     """Whether the measurement can confirm the estimate, since it is of the same step on a GPU."""
     notes: tuple[str, ...] = ()

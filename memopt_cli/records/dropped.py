@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from memopt_cli.records.measurement import Failure, describe
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.verification import Verification
+from memopt_cli.text.paths import quote_module
 from memopt_cli.text.units import format_apart, format_bytes, format_count, format_seconds
 
 
@@ -27,7 +28,7 @@ class TooSlow:
     error: float = 0.0
     """Uncertainty of the slowdown, which may be larger by this amount; 0 if unknown."""
     waited: float = 0.0
-    """Share of the time of the timed steps that they waited for a processor, as on a busy machine."""
+    """Share of the time of the timed steps that they waited for a processor, because the machine was busy."""
 
     @property
     def upper(self) -> float:
@@ -88,7 +89,7 @@ class LeftOut:
         """Sentence that says which part was left out, and why."""
         if self.segment is None:
             return f"Tensors saved outside of segments are not packed: with packing, {self.difference}."
-        return f"'{self.segment or '(root)'}' is not a segment: as a segment, {self.difference}."
+        return f"{quote_module(self.segment)} is not a segment: as a segment, {self.difference}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,7 @@ class Differs:
 
     @property
     def remedy(self) -> str:
-        paths = [f"'{part.segment or '(root)'}'" for part in self.left_out if part.segment is not None]
+        paths = [quote_module(part.segment) for part in self.left_out if part.segment is not None]
         module = paths[0] if paths else "a module"
         return (
             f"If {module} reads or changes state outside of modules (a file, a C extension), keep the state in an "
@@ -146,9 +147,8 @@ class OwnIsBetter:
 
     @property
     def because(self) -> str:
-        own = format_bytes(self.own_bytes)
-        times = (format_seconds(self.own_s), format_seconds(self.step_s))
-        return f"the model's own checkpoints take {own}: a step of {times[0]}, and {times[1]} under the plan"
+        own_step = f"{format_bytes(self.own_bytes)}: a step of {format_seconds(self.own_s)}"
+        return f"the model's own checkpoints take {own_step}, and {format_seconds(self.step_s)} under the plan"
 
     @property
     def remedy(self) -> str:

@@ -76,7 +76,7 @@ class StepPrint:
     warnings: tuple[str, ...] = ()
     """Warnings by Python."""
     nested_backward: bool = False
-    """Whether backward ran within backward in a watched step, as with a reentrant checkpoint."""
+    """Whether backward ran within backward in a watched step, for example by a reentrant checkpoint."""
     failed: str = ""
     """Error of the step, which is then the last and has no effects; empty if it succeeded."""
     updated: bool = True

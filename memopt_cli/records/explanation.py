@@ -27,7 +27,7 @@ class ExplainRequest:
     memory: int | float | None = None
     """Bytes, or a share of the free memory.  ``None``: the memory in the log or snapshot, or else 0.9."""
     log_path: str | None = None
-    """Path of a file with the text of an out-of-memory error.  ``None``: not given."""
+    """Path of a file with the text of an out-of-memory error; ``None`` if not given."""
     snapshot_path: str | None = None
     """Path of a pickle of ``torch.cuda.memory._snapshot()``.  ``None``: not given."""
     timeout_s: float = 600.0
@@ -70,7 +70,7 @@ class OutOfMemoryText:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that a step can surely use: those that tensors held and those that were free; 0 if not known."""
+        """Bytes that a step is certain to get: those that tensors held and those that were free; 0 if unknown."""
         return self.allocated_bytes + self.free_bytes if self.allocated_bytes else 0
 
 
@@ -100,7 +100,7 @@ class SnapshotFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A change with which the step fits, as a run has shown, or a dry run where the step does not fit here."""
+    """A change with which the step fits: by a run, or by a dry run where the step does not fit here."""
 
     change: Literal["plan", "offload", "fused optimizer", "optimizer in backward", "micro-batches", "autocast"]
     text: str
@@ -113,7 +113,7 @@ class Suggestion:
     recommendation: BatchRecommendation | None = None
     """Recommendation of the micro-batches.  ``None``: another change."""
     predicted_bytes: int | None
-    """Peak of a dry run.  ``None``: there was none."""
+    """Peak of a dry run; ``None`` if there was none."""
     peak_bytes: int | None
     """Measured allocated peak.  ``None``: the step was not run."""
     seconds: float | None

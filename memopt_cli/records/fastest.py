@@ -45,13 +45,13 @@ class FastestTraining:
     chosen: int
     """Index of the answer."""
     original: int | None
-    """Index of the fastest run without a plan, at the smallest batch if several are equal.  ``None``: none fits."""
+    """Index of the fastest run without a plan, at the smallest batch if several are equal; ``None`` if none fits."""
     level: int
     """Highest level at which plans were searched."""
     accumulation: Accumulation | None
-    """Passes that make up a step of the optimizer.  ``None``: no ``--global-batch`` or ``--accumulate``."""
+    """Passes that make up a step of the optimizer; ``None`` without ``--global-batch`` and ``--accumulate``."""
     verification: Verification | None
-    """Verification of the answer's plan.  ``None``: it has none."""
+    """Verification of the answer's plan; ``None`` if it has none."""
     priced: int
     """Number of plans whose peak and time were predicted."""
     dry_runs: int
@@ -73,5 +73,5 @@ class FastestTraining:
 
     @property
     def answer(self) -> PairRun:
-        """Chosen pair, which trains most samples a second."""
+        """Chosen pair, which trains most samples per second."""
         return self.runs[self.chosen]

@@ -54,7 +54,7 @@ class InputSpec:
     data_sha256: str | None = None
     """Hash of that file when it was first read, by which a changed file is refused.  ``None``: it has not been read."""
     script: str | None = None
-    """Function ``file.py:function``, called with the dimensions it names (``--input-script``).  ``None``: not given."""
+    """Function ``file.py:function``, called with the dimensions it names (``--input-script``); ``None`` if absent."""
     source: str
     """Source of the description in words: ``--input``, ``model.inputs.yaml``, ``a guess from conv1`` …"""
 

@@ -56,7 +56,7 @@ class StrategyCurve:
     slope_bytes: float | None
     """Bytes per time step.  ``None``: fewer than two sizes could be measured."""
     exact: bool | None
-    """Whether the strategy has the gradient of backpropagation through time.  ``None``: not known."""
+    """Whether the strategy has the gradient of backpropagation through time; ``None`` if unknown."""
     remark: str
     """Evidence for ``exact``, or the reason why the strategy cannot be run."""
 

@@ -14,6 +14,11 @@ from memopt_cli.records.model import WantedGlobal
 from memopt_cli.records.trace import Phase
 from memopt_cli.text.units import format_bytes
 
+_NINE_OF_TEN = 1.28
+"""Standard errors above a mean below which nine of ten values lie, where they are normal."""
+_STANDARD_ERROR = 1.2533 * 1.4826
+"""For n normal values, the standard error of the median is 1.2533 sigma / √n, and sigma is 1.4826 median deviations."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -138,7 +143,7 @@ class Measurement:
     slowdown_error: float = 0.0
     """Amount by which the slowdown may be larger or smaller.  0: the step was not timed in turns with the original."""
     waited: float = 0.0
-    """Share of the time of the timed steps that they waited for a processor, as on a busy machine."""
+    """Share of the time of the timed steps that they waited for a processor, because the machine was busy."""
     elsewhere_bytes: int = 0
     """Largest number of bytes that the plan lets wait in host memory or on the disk, which no peak counts."""
 
@@ -174,12 +179,6 @@ def slowdown_in(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     median = statistics.median(ratios)
     deviation = statistics.median(abs(ratio - median) for ratio in ratios)
     return median, _NINE_OF_TEN * _STANDARD_ERROR * deviation / math.sqrt(len(ratios))
-
-
-_NINE_OF_TEN = 1.28
-"""Standard errors above a mean below which nine of ten values lie, where they are normal."""
-_STANDARD_ERROR = 1.2533 * 1.4826
-"""For n normal values, the standard error of the median is 1.2533 sigma / √n, and sigma is 1.4826 median deviations."""
 
 
 # Each way in which a measurement may fail is a type of its own.

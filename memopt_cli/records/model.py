@@ -12,13 +12,16 @@ from memopt_cli.text.documents import quoted_flag
 if TYPE_CHECKING:
     from torch import nn
 
+STEP = "step"
+"""Format of the models in the user's own step, which brings its optimizers and losses."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
     """The code that the user vouches for when a model file is loaded."""
 
     libraries: tuple[str, ...] = ()
-    """Packages whose ``nn.Module`` classes may be built (``trust:``), as for well-known model libraries."""
+    """Packages whose ``nn.Module`` classes may be built (``trust:``), such as those of well-known model libraries."""
     packages: tuple[str, ...] = ()
     """Top-level packages (``--allow-package``) whose classes may be built and whose functions may be referred to; a
     function that the file itself calls must be named in :attr:`globals`."""
@@ -87,10 +90,6 @@ class ModelSource:
     """Hash of the file of weights when it was first read.  ``None``: it has not been read yet, or there is none."""
 
 
-STEP = "step"
-"""Format of the models in the user's own step, which brings its optimizers and losses."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model in memory, with facts about the file it came from."""
@@ -102,10 +101,10 @@ class LoadedModel:
     sha256: str | None
     """Hash of the model file.  ``None``: a factory."""
     weights_sha256: str | None = None
-    """Hash of the file of weights.  ``None``: there is none."""
+    """Hash of the file of weights; ``None`` if there is none."""
     notes: tuple[str, ...] = ()
     example_spec: InputSpec | None = None
-    """Inputs that the file carries (``.pt2``).  ``None``: it carries none."""
+    """Inputs that the file carries (``.pt2``); ``None`` if it carries none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,4 +144,4 @@ class ModelFacts:
     without those that the user's code hides.  Empty if loading changed the environment, on which imports depend."""
     checkpoint_switches: tuple[str, ...] = ()
     """Attributes by which the model checkpoints by itself, as
-    :func:`memopt_cli.training.own_checkpoints.switches_of` finds them."""
+    :func:`memopt_cli.training.own_checkpoints.find_switches` finds them."""

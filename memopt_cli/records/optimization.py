@@ -26,7 +26,7 @@ class ShownFrontier:
     header: FileHeader
     """Origin of the plans: the model and its inputs."""
     weights_sha256: str | None
-    """Hash of the file of weights.  ``None``: there is none."""
+    """Hash of the file of weights; ``None`` if there is none."""
     key: str | None
     """Entry of the model's file (``--key``).  ``None``: the file itself."""
     settings: StepSettings
@@ -78,7 +78,7 @@ class OptimizeRequest(StepRequest):
     record_steps: bool = False
     """Whether to record a step before and after, for a report that shows them."""
     search_limit_s: float | None = None
-    """Seconds after which the search tries no more plans.  ``None``: no limit."""
+    """Seconds after which the search tries no more plans; ``None`` if unlimited."""
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
     flags: tuple[str, ...] | None = None
@@ -106,7 +106,7 @@ class OptimizeRequest(StepRequest):
         if self.dim_range is None and self.lengths is not None:
             raise OptionError(
                 "`--lengths` gives the lengths of the inputs, but no dimension has a range",
-                hint="Add it, as in `--dim S=64:2048`.",
+                hint="Add it, for example `--dim S=64:2048`.",
             )
         if self.backend is not None:
             self._check_compiled()
@@ -197,11 +197,11 @@ class ApplyResult:
 
     files: tuple[str, ...]
     verification: Verification | None = None
-    """Verification, of a plan by length at the largest length.  ``None``: no ``--verify``."""
+    """Verification, of a plan by length at the largest length; ``None`` without ``--verify``."""
     shorter: tuple[Verification, ...] = ()
     """Verifications of a plan by length at the largest length of each other range."""
     confirmation: Confirmation | None = None
-    """Measured step and prediction.  ``None``: no ``--confirm``."""
+    """Measured step and prediction; ``None`` without ``--confirm``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +225,6 @@ class OptimizeResult:
     in_memory: bool = False
     """Whether the model was in memory: an applied plan is on it, and no file is written."""
     steps: RecordedSteps | None = None
-    """Recorded steps.  ``None``: no report shows them."""
+    """Recorded steps; ``None`` if no report shows them."""
     ended_by: MemoptError | None = None
-    """Error that ended the optimization after a plan was found.  ``None``: there was none."""
+    """Error that ended the optimization after a plan was found; ``None`` if there was none."""

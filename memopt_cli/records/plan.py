@@ -26,6 +26,12 @@ CHANGES_NOTHING: Final = "The plan changes nothing: it has no segments, and pack
 MAX_NORMS = 2
 """Maximum number of batch norms in a module that runs in chunks: each costs another pass over all chunks, in forward
 and in backward."""
+BUDGETED: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+"""Backends of ``torch.compile`` that heed the memory budget: they divide graphs by PyTorch's partitioner, which reads
+it."""
+_RANGES_HINT = (
+    "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
+)
 
 
 class _ShortRepr:
@@ -132,11 +138,6 @@ class PlanRange(_ShortRepr):
         return Plan(segments=self.segments, packed=self.packed, place=self.place)
 
 
-BUDGETED: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
-"""Backends of ``torch.compile`` that heed the memory budget: they divide graphs by PyTorch's partitioner, which reads
-it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CompilePlan(_ShortRepr):
     """The settings with which ``torch.compile`` compiles the model as a whole.
@@ -151,7 +152,7 @@ class CompilePlan(_ShortRepr):
     """Mode of inductor, such as ``max-autotune``.  ``None``: its default."""
     activation_memory_budget: float | None = None
     """PyTorch's memory budget: share, 0 to 1, of the bytes saved for backward that may stay; the rest is recomputed.
-    ``None``: the process's setting, 1 unless somebody changed it."""
+    ``None``: the process's setting, 1 unless it was changed."""
 
     def __post_init__(self) -> None:
         budget = self.activation_memory_budget
@@ -190,7 +191,7 @@ class Plan(_ShortRepr):
     ranges: tuple[PlanRange, ...] = ()
     """Ranges from the shortest to the longest; the last one also acts beyond its bound."""
     compile: CompilePlan | None = None
-    """Settings of ``torch.compile``, which compiles the model with its segments.  ``None``: no compiling."""
+    """Settings of ``torch.compile``, which compiles the model with its segments; ``None`` if it is not compiled."""
 
     def __post_init__(self) -> None:
         if (self.by is None) != (not self.ranges):
@@ -291,11 +292,6 @@ class Plan(_ShortRepr):
                 hint="Leave compile out of the plan.",
             )
         return self
-
-
-_RANGES_HINT = (
-    "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

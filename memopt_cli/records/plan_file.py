@@ -16,8 +16,13 @@ from memopt_cli.records.wire import to_data, to_short_data
 from memopt_cli.text.documents import why_unreadable, yaml_text
 from memopt_cli.text.writing import content, write_all
 
-PREDICTED, PARALLEL, TURNS_OFF = "predicted", "parallel", "turns_off"
-"""Keys of a plan's file that are for people, and that applying it does not need."""
+# Keys of a plan's file that are for people, and that applying it does not need.
+PREDICTED = "predicted"
+"""Key of the predictions for a step under the plan."""
+PARALLEL = "parallel"
+"""Key of the layout of ranks for which the plan was searched."""
+TURNS_OFF = "turns_off"
+"""Key of the model's attributes, for its own checkpointing, that the plan turns off."""
 
 
 def save_plan(plan: Plan, path: Path, *, force: bool) -> None:

@@ -16,6 +16,11 @@ from memopt_cli.records.request import StepRequest
 from memopt_cli.records.settings import StepSettings
 from memopt_cli.records.trace import Phase, StepTrace
 
+SEGMENT = "a segment"
+"""Name of a segment that keeps a tensor for backward, in place of autograd."""
+PACKING = "packing"
+"""Name of the packing of a tensor outside of segments, in place of autograd."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest(StepRequest):
@@ -52,7 +57,7 @@ class CompiledStep:
 
     backend: str
     allocated_peak_bytes: int
-    """Peak by the allocator, which alone sees tensors in compiled code."""
+    """Peak by the allocator; nothing else sees tensors in compiled code."""
     step_s: float
     broken: str
     """PyTorch's reason for a graph break in the model without a plan, after which some parts, or all, run uncompiled;
@@ -87,9 +92,6 @@ class ModuleUse:
     seconds: float
     """Seconds of the module's operators in forward and backward; 0 where only tensors without data ran."""
 
-
-SEGMENT, PACKING = "a segment", "packing"
-"""Parts of a plan that keep tensors for backward, in place of autograd."""
 
 TimeUseName = Literal[
     "forward", "backward", "clip", "update", "recomputation", "packing and copies", "beside operators"
@@ -158,9 +160,9 @@ class StepProfile:
     notes: tuple[str, ...]
     trace: StepTrace
     estimate: DeviceEstimate | None = None
-    """Estimate for the device of ``--for``, which also gives the operators' times.  ``None``: no ``--for``."""
+    """Estimate for the device of ``--for``, which also gives the operators' times; ``None`` without ``--for``."""
     compiled: CompiledStep | None = None
-    """Same step compiled.  ``None``: no ``--compile``."""
+    """Same step compiled; ``None`` without ``--compile``."""
     ranks: tuple[RankPrediction, ...] = ()
     """Predictions for ranks; the other fields are then about :attr:`rank`.  Empty without ``--ranks``."""
 

@@ -18,13 +18,11 @@ from memopt_cli.text.units import format_seconds
 
 Report = Callable[[str], object]
 """Callback for a message to the user."""
+_LOG = logging.getLogger("memopt_cli")
 
 
 def ignore(*args: object) -> None:
     """Do nothing with ``args``: the default of callbacks."""
-
-
-_LOG = logging.getLogger("memopt_cli")
 
 
 @dataclass(frozen=True, slots=True)

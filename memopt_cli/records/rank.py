@@ -213,7 +213,7 @@ class GroupMeasurement:
     step_s: float
     """Median step time of the slowest rank."""
     predicted: RankPrediction | None
-    """Prediction for the first rank.  ``None``: there is none, as a note explains."""
+    """Prediction for the first rank.  ``None``: there is none; a note explains why."""
     notes: tuple[str, ...]
     spent_s: float
 

@@ -32,18 +32,18 @@ class SearchOptions:
     targets: tuple[str, ...] = ()
     """Class names or path globs (``--target``); empty if memopt chooses, or if ``modules`` are given."""
     modules: tuple[str, ...] | None = None
-    """Paths of the only modules that may become segments.  ``None``: all."""
+    """Paths of the only modules that may become segments; ``None`` for all."""
     parts: tuple[str, ...] | None = None
-    """Paths of the only parts of those modules that may become segments from level 2 on.  ``None``: all."""
+    """Paths of the only parts of those modules that may become segments from level 2 on; ``None`` for all."""
     chunkable: tuple[str, ...] | None = None
     """Paths of the only modules that may run in chunks.  ``None``: all that can."""
     compress_x: bool = True
     temporal_split_factor: int = 2
     """Number of chunks that a temporal split makes of one."""
     max_split_rounds: int | None = None
-    """Maximum number of segments with others in them, and of multiplications of chunks.  ``None``: no limit."""
+    """Maximum number of segments with others in them, and of multiplications of chunks; ``None`` if unlimited."""
     max_candidates_per_round: int | None = None
-    """Maximum number of modules asked for chunks, and of changes of a plan tried, in a round.  ``None``: no limit."""
+    """Maximum number of modules asked for chunks, and of changes of a plan tried, in a round; ``None`` if unlimited."""
     warmup_in_main_process: bool = True
     """Whether the process that goes on to train the model takes one step of the optimized model first."""
     warmup_in_profile_workers: bool = True
@@ -55,16 +55,16 @@ class SearchOptions:
     checkpoint_budget: Preference | None = None
     """Budget that the user gave, or that ``prefer`` sets.  ``None``: neither is given."""
     max_gc_wrapped_modules: int | None = None
-    """Maximum number of outermost segments.  ``None``: no limit.  0 or less: none."""
+    """Maximum number of outermost segments; ``None`` if unlimited.  0 or less: none."""
     gc_target_budget_ratio: float | None = None
     """Maximum number of outermost segments, as a share of the candidates.
 
-    ``None``: no limit.  0 or less: none.
+    ``None`` for no limit, 0 or less for no segment.
     """
     allow_inexact: bool = False
     """Whether chunks may use their own batch statistics where the whole batch's statistics cannot be gathered."""
     max_slowdown: float | None = None
-    """Longest step of a level's plan, divided by the original's.  ``None``: no limit."""
+    """Longest step of a level's plan, divided by the original's; ``None`` if unlimited."""
     offload: str = "none"
     """Place where plans may send stored tensors, as ``--offload`` spells it: ``disk:FOLDER``."""
     host_memory: int | None = None
@@ -140,11 +140,11 @@ class SearchGoal:
     """The goal of a search; by default it is the lowest peak that the level allows."""
 
     budget: Budget | None = None
-    """Budget within which the fastest plan is searched.  ``None``: no budget."""
+    """Budget within which the fastest plan is searched; ``None`` without a budget."""
     frontier: bool = False
     """Whether plans from the fastest to the smallest are searched and shown."""
     pick: int | None = None
-    """Plan of the frontier to apply, from 1.  ``None``: not given."""
+    """Plan of the frontier to apply, from 1; ``None`` if not given."""
 
     @property
     def needs_frontier(self) -> bool:

@@ -30,7 +30,7 @@ class StepSettings:
     micro_batches: int = 1
     """Number of micro-batches in a step of the optimizer.  Only the last is run; it adds to gradients that exist."""
     clip_norm: float | None = None
-    """Maximum total gradient norm (``clip_grad_norm_``).  ``None``: no clipping."""
+    """Maximum total gradient norm (``clip_grad_norm_``); ``None`` without clipping."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class StepSettings:
 
     @property
     def may_update_in_backward(self) -> bool:
-        """Whether the step has an optimizer that can use each gradient alone, as backward makes it."""
+        """Whether the step has an optimizer that can use each gradient separately, as soon as backward makes it."""
         return self.has_optimizer and not self.all_gradients_flag
 
     def check_in_backward(self) -> None:

@@ -19,6 +19,8 @@ _FIXED_SHARE = 0.5
 """Share of the peak that no plan can lower (parameters, gradients, buffers, inputs) above which a summary without a
 plan names this share as the reason."""
 
+LOWER_SHARE = 0.02
+"""A peak counts as lower than another if it is lower by at least this share."""
 PREDICTED_SHARE = 0.9
 """A plan may be predicted to take at most this share of the allowed extra time.
 
@@ -231,20 +233,20 @@ class MemOptSummary:
     plan: Plan | None = None
     verification: Verification | None = None
     advice: BatchAdvice | BatchEstimate | None = None
-    """Batch that fits, by runs or by dry runs alone.  ``None``: none was looked for, or a note says why not."""
+    """Batch that fits, by runs or only by dry runs; ``None`` if none was looked for, or a note says why not."""
     model_format: str = ""
     spent_s: float = 0.0
     """Wall time of the whole optimization."""
     budget_bytes: int | None = None
-    """Budget for the allocated peak.  ``None``: there was none."""
+    """Budget for the allocated peak; ``None`` if there was none."""
     frontier: list[ParetoPoint] = field(default_factory=list)
     """The original, then the plans of the frontier, fastest first; a plan that the user picked is the applied one."""
     interrupted: bool = False
     """Whether the user interrupted the search; the plan is then the best of those tried."""
     faster: Outlook | None = None
-    """Predictions for the next faster plan on the frontier.  ``None``: none is known."""
+    """Predictions for the next faster plan on the frontier; ``None`` if none is known."""
     smaller: Outlook | None = None
-    """Predictions for the next smaller plan.  ``None``: none is known."""
+    """Predictions for the next smaller plan; ``None`` if none is known."""
     estimates: PlanEstimates | None = None
     """Estimates for a device that this machine lacks, where nothing is measured.  ``None``: the device here."""
     parallel: PlannedRanks | None = None
@@ -285,7 +287,7 @@ class MemOptSummary:
 
     @property
     def slower(self) -> Outlook | None:
-        """Predictions for a smaller plan that exceeds the limit of the slowdown.  ``None``: none is known."""
+        """Predictions for a smaller plan that exceeds the limit of the slowdown; ``None`` if none is known."""
         limit = self.options.get("max_slowdown") if self.budget_bytes is None else None
         is_over = self.smaller is not None and limit is not None and self.smaller.slowdown > float(limit)
         return self.smaller if is_over else None
@@ -313,8 +315,8 @@ class MemOptSummary:
             )
             speed = f" in at most {self.options['max_slowdown']:g} times the step" if slower else ""
             speed = ", however slow" if self.smaller is None else speed
-            found = f"no plan that was found lowers the peak of {peak}{fixed}{speed}"
-            return f"{found}: the model stays as it is" + (f".{slower}" if slower else "")
+            reason = f"no plan that was found lowers the peak of {peak}{fixed}{speed}"
+            return f"{reason}: the model stays as it is" + (f".{slower}" if slower else "")
         if self.gc_selection_policy == "no_candidates":
             return f"The model stays as it is. {self.gc_selection_explanation}"
         return ""

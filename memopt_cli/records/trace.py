@@ -178,7 +178,7 @@ class StepTrace:
     copying_s_per_byte: float = 0.0
     """CPU seconds to send a byte to that place and to fetch it, which a step on the CPU loses; 0 on a GPU."""
     room_bytes: int | None = None
-    """Maximum number of bytes that may wait in that place.  ``None``: not known."""
+    """Maximum number of bytes that may wait in that place; ``None`` if unknown."""
     segment_overhead: float = 1.0
     """Overhead of a segment here, divided by that on the machine where the cost model's constants were measured."""
 

@@ -29,6 +29,7 @@ _TAGGED = (
 )
 """Records that are members of a union, such as ``Measurement | OutOfMemory``; plain data tells them apart by
 ``kind``."""
+_LONGEST_KEY = 60  # characters of a key that a message shows in full
 
 
 def to_data(value: Any) -> Any:
@@ -99,11 +100,8 @@ def _key_text(key: Any) -> str:
     return key if isinstance(key, str) and len(key) <= _LONGEST_KEY and key.isprintable() else shorten(key)
 
 
-_LONGEST_KEY = 60  # characters of a key that a message shows in full
-
-
 @functools.cache
-def _hints_of(cls: type) -> dict[str, Any]:
+def _field_types(cls: type) -> dict[str, Any]:
     """Return the types of the fields of ``cls``; cached, since a trace has thousands of records."""
     return typing.get_type_hints(cls)
 
@@ -113,7 +111,7 @@ def _read_record(cls: Any, data: Any, where: str) -> Any:
         raise UsageError(f"{where} must be a mapping, not {shorten(data)}")
     fields_by_name = {f.name: f for f in fields(cls)}
     refuse_unknown((key for key in data if key != "kind"), fields_by_name, where)
-    hints = _hints_of(cls)
+    hints = _field_types(cls)
     values = {}
     for name, f in fields_by_name.items():
         if name in data:

@@ -21,7 +21,7 @@ from memopt_cli.report.comparison import (
 from memopt_cli.report.interface import Judged
 from memopt_cli.report.lines import guard
 from memopt_cli.text.documents import printable
-from memopt_cli.text.spelling import split_marks
+from memopt_cli.text.spelling import split_marked_options
 
 _PLAIN = re.compile(r"(?!www\.)(?:[^\W_]|[+−–→…×'.])*", re.IGNORECASE)
 """Words that every dialect of Markdown shows as they are: no markup, link, mention or formula."""
@@ -78,7 +78,7 @@ def _cell(text: str) -> str:
 
 def _sentence(text: str) -> str:
     """Return ``text`` with each command, and every word that Markdown might interpret, in a code span."""
-    parts = map(printable, split_marks(" ".join(text.split())))
+    parts = map(printable, split_marked_options(" ".join(text.split())))
     return "".join(_code(part) if i % 2 else " ".join(map(_word, part.split(" "))) for i, part in enumerate(parts))
 
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from rich.table import Table
 
 from memopt_cli.records import (
+    LOWER_SHARE,
     BatchAdvice,
     BatchEstimate,
     Differs,
@@ -37,8 +38,6 @@ from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 _DETAILS = ("tensor\npeak", "activation\npeak", "step\ntime")
 """Headings of the further columns of the table of levels with ``--verbose``."""
-_WORTH_NAMING = 0.02
-"""The report names a plan that is not applied if it saves at least this share of the applied plan's peak."""
 _ROUGH = 0.15
 """A ratio of step times is called rough if their spread is more than this share of their median."""
 
@@ -556,7 +555,7 @@ def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
     if not summary.is_applied or not isinstance(applied, Measurement):
         return None
     sizes = [(dropped.peak_bytes, dropped) for dropped in summary.dropped if isinstance(dropped.why, TooSlow)]
-    max_bytes = (1 - _WORTH_NAMING) * applied.allocated_peak_bytes
+    max_bytes = (1 - LOWER_SHARE) * applied.allocated_peak_bytes
     smaller = [(size, dropped) for size, dropped in sizes if size is not None and size < max_bytes]
     return min(smaller, key=lambda pair: pair[0], default=(0, None))[1]
 

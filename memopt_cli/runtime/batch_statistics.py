@@ -57,9 +57,28 @@ from memopt_cli.runtime.private_torch import (
     suggest_memory_format,
     version_counter,
 )
-from memopt_cli.runtime.running import saving_aside
+from memopt_cli.runtime.running import bypassing_hooks
 from memopt_cli.runtime.runs import named_parts
 from memopt_cli.runtime.tree import tensors_of
+
+_DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+"""Functions that compute gradients: called inside forward, they would end at the norms, where a chunk's graph ends."""
+_HOOKS_ON_GRADIENTS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
+_COSTLY = frozenset(
+    function
+    for operator in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
+    for aten in (getattr(torch.ops.aten, operator),)
+    for function in (getattr(F, operator), aten, *(getattr(aten, overload) for overload in aten.overloads()))
+)
+"""Operators worth running once less.  Each makes a new tensor, so nothing else can write its output unseen."""
+_UNSEEN_WRITES = frozenset(
+    (
+        *(Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
+        *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage),
+    )
+)
+"""Functions that give access to a tensor's memory, which may then be written without a new version."""
+_USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +186,11 @@ class BatchStatistics:
 
         Raises :class:`NotGatheredError`, or :class:`RuntimeError` if the state cannot be put back.
         """
-        if self._start.draws():
+        if self._start.has_drawn():
             raise NotGatheredError("draws random numbers before a batch norm, others in chunks than as a whole")
-        self._norms = (*self._norms, _Norm(merged([chunk.statistics for chunk in reached]), reached))
+        self._norms = (*self._norms, _Norm(merge_statistics([chunk.statistics for chunk in reached]), reached))
         self._start.add_norm(reached[0].running)
-        self._start.enter()
+        self._start.restore()
 
     @property
     def undo(self) -> Callable[[], None]:
@@ -179,7 +198,7 @@ class BatchStatistics:
 
         It holds no results of passes.  It raises :class:`RuntimeError` if the state cannot be put back.
         """
-        return self._start.enter
+        return self._start.restore
 
     def _chunk(self, breaks_off: set[bool], index: int) -> Callable[..., Any]:
         """Return the function that runs the chunk at ``index``, and adds to ``breaks_off`` whether it broke off."""
@@ -207,7 +226,7 @@ class BatchStatistics:
         return run
 
 
-def merged(parts: Sequence[Statistics]) -> Statistics:
+def merge_statistics(parts: Sequence[Statistics]) -> Statistics:
     """Return the statistics of all values together, given the statistics of ``parts`` of them (Chan et al. 1979).
 
     The mean is the mean of the means, weighted by counts.  The variance is the mean of the variances, weighted alike,
@@ -360,28 +379,8 @@ def _values(reached: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
     values = reached.take()
     if values is not None:
         return values
-    with saving_aside():
+    with bypassing_hooks():
         return call().detach()
-
-
-_DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
-"""Functions that compute gradients: called inside forward, they would end at the norms, where a chunk's graph ends."""
-_HOOKS_ON_GRADIENTS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
-_COSTLY = frozenset(
-    function
-    for operator in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
-    for aten in (getattr(torch.ops.aten, operator),)
-    for function in (getattr(F, operator), aten, *(getattr(aten, overload) for overload in aten.overloads()))
-)
-"""Operators worth running once less.  Each makes a new tensor, so nothing else can write its output unseen."""
-_UNSEEN_WRITES = frozenset(
-    (
-        *(Tensor.data.__get__, Tensor.data.__set__),  # type: ignore[attr-defined]
-        *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage),
-    )
-)
-"""Functions that give access to a tensor's memory, which may then be written without a new version."""
-_USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
 
 
 class _Links(torch.autograd.Function):
@@ -491,10 +490,10 @@ def _scale_and_shift(
     if bias is not None:
         shift = shift + bias
     output: Tensor = _Scaled.apply(x, scale, shift)  # type: ignore[no-untyped-call]
-    return output.contiguous(memory_format=_layout_of(x))
+    return output.contiguous(memory_format=_output_format(x))
 
 
-def _layout_of(x: Tensor) -> torch.memory_format:
+def _output_format(x: Tensor) -> torch.memory_format:
     """Return the memory format of batch norm's output for ``x``; a later dropout draws its noise in that order."""
     layout = CHANNELS_LAST.get(x.dim())
     is_last = layout is not None and (x.is_contiguous(memory_format=layout) or suggest_memory_format(x) is layout)
@@ -521,7 +520,7 @@ class StateBeforePasses:
         self._inputs = [(t, version_of(t)) for t in inputs]
         self._generators = Generators()
 
-    def draws(self) -> bool:
+    def has_drawn(self) -> bool:
         """Return whether random numbers were drawn since this start was made."""
         return self._generators.moved()
 
@@ -532,7 +531,7 @@ class StateBeforePasses:
             self._norms.add(id(tensor))
 
     def restore_norms(self) -> None:
-        """Put back the state of the batch norms alone.
+        """Put back only the state of the batch norms.
 
         Raises :class:`NotGatheredError` if the module has other batch norms now.
         """
@@ -543,7 +542,7 @@ class StateBeforePasses:
             tensor.data.copy_(copy)
 
     @torch.no_grad()
-    def enter(self) -> None:
+    def restore(self) -> None:
         """Put back the state of the module and of the random generators.
 
         Raises :class:`RuntimeError` if an argument was written, or a tensor with a graph was modified in place.

@@ -1,6 +1,6 @@
 """Find rows that mix: modules that must not run in chunks, since a row of their output needs rows of another chunk.
 
-A cumulative sum, attention, or a loop over time steps that is written in forward would start anew in each chunk, and
+A cumulative sum, attention, or a loop over time steps that is written in forward would start again in each chunk, and
 silently compute something else.  Two trials on a piece of the input, without gradients, find that::
 
     whole                   cumsum([1, 2, 3, 4])    1 3 6 10
@@ -58,7 +58,7 @@ def rows_untried() -> Iterator[None]:
 
 
 Starting = Callable[[], AbstractContextManager[object]]
-"""A function that returns a context manager in whose block a module is in its starting state."""
+"""A function that returns a context manager that puts a module into its starting state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class Piece:
     """A context manager around every run, in which batch norms use the same statistics."""
 
     @property
-    def halves_of(self) -> tuple[int, int]:
-        """The lengths of the two halves, of which the first is the longer one, as with chunks."""
+    def half_lengths(self) -> tuple[int, int]:
+        """The lengths of the two halves, of which the first is the longer one, like the first chunk."""
         return self.length - self.length // 2, self.length // 2
 
 
@@ -103,10 +103,10 @@ def is_due(module: nn.Module) -> bool:
     return count.bit_count() == 1 and count.bit_length() % 4 == 1
 
 
-def mixing(pieces: Iterable[Piece]) -> Complaint:
+def why_rows_mix(pieces: Iterable[Piece]) -> Complaint:
     """Return why a module cannot run in chunks, by the first of ``pieces`` whose shape its forward takes.
 
-    A piece with an output of one value alone proves nothing, and the next one is tried: spikes may come late.  A short
+    A piece whose output has only one value proves nothing, and the next one is tried: spikes may come late.  A short
     piece may hide that rows mix, as where an expert has no room for all tokens of the batch.  So in the first forward,
     when there is no state of an optimizer yet, a piece in full size is tried as well.
     """
@@ -117,15 +117,15 @@ def mixing(pieces: Iterable[Piece]) -> Complaint:
         try:
             with torch.no_grad(), unseen(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the module may warn of a piece that is not the user's
-                found = _try(piece)
+                complaint = _try(piece)
         except OtherNormsError as error:
             reason = str(error)
         except Exception:  # the module's own code may not take this shape, which proves nothing about chunks
             reason = ""
         else:
-            has_passed = has_passed or found == ""
-            if found or (has_passed and not (piece.is_short and _forwards[piece.module] == 1)):
-                return found or ""
+            has_passed = has_passed or complaint == ""
+            if complaint or (has_passed and not (piece.is_short and _forwards[piece.module] == 1)):
+                return complaint or ""
     return reason
 
 
@@ -133,32 +133,32 @@ def _try(piece: Piece) -> Complaint | None:
     """Return why the module of ``piece`` cannot run in chunks; ``None`` if its outputs prove nothing.
 
     The trial takes place in the middle of a step, whose plan has no bytes to spare.  So it holds the outputs of the
-    whole run, and beside them only one other run at a time.
+    whole run, and in addition only one other run at a time.
     """
     whole = _run_whole(piece, piece.sequences())
-    shapes, after_cut = _halves_of(piece)
+    shapes, after_cut = _cut_in_half(piece)
     if whole.shapes != shapes:
         uncut, joined = (", ".join(map(str, of_run)) for of_run in (whole.shapes, shapes))
         return f"gives {joined} in two chunks along axis {piece.axis}, and {uncut} as a whole"
     if any(bool((part == part.flatten()[:1]).all()) for (part,) in whole.outputs):
         return None
-    return _dependence(piece, whole) or _restart(piece, whole, after_cut)
+    return _compare_halves(piece, whole) or _compare_restart(piece, whole, after_cut)
 
 
-def _halves_of(piece: Piece) -> tuple[list[tuple[int, ...]], list[Tensor]]:
+def _cut_in_half(piece: Piece) -> tuple[list[tuple[int, ...]], list[Tensor]]:
     """Run two halves of ``piece``; return the shape of each joined output, and its first row after the cut."""
     cut = _run(piece, piece.halves)
     rows = [parts[1].narrow(piece.axis, 0, 1).clone() for parts in cut.outputs] if cut.is_cut_at(piece) else []
     return cut.shapes, rows
 
 
-def _restart(piece: Piece, whole: _Result, after_cut: Sequence[Tensor]) -> Complaint:
+def _compare_restart(piece: Piece, whole: _Result, after_cut: Sequence[Tensor]) -> Complaint:
     """Return a complaint if the first row after a cut, ``after_cut``, differs from that row of the ``whole``."""
     # The module's own generator may draw numbers that ``is_random`` does not see.  It draws other numbers for half
     # the length than for the whole, and outputs then prove nothing.
     if any(isinstance(value, torch.Generator) for m in piece.module.modules() for value in vars(m).values()):
         return ""
-    half, _ = piece.halves_of
+    half, _ = piece.half_lengths
     if whole.is_random or not whole.is_cut_at(piece):
         return ""
     if not any(map(_is_unlike, whole.rows(piece.axis, half, 1), after_cut)):
@@ -166,11 +166,11 @@ def _restart(piece: Piece, whole: _Result, after_cut: Sequence[Tensor]) -> Compl
     return f"computes something else behind a cut along axis {piece.axis}"
 
 
-def _dependence(piece: Piece, whole: _Result) -> Complaint:
+def _compare_halves(piece: Piece, whole: _Result) -> Complaint:
     """Return a complaint if either half of the output changes with the other half of the input."""
     if piece.resumes or whole.hands_over or not whole.is_cut_at(piece):
         return ""
-    half, rest = piece.halves_of
+    half, rest = piece.half_lengths
     for start, source, compared, size in ((0, half, half, rest), (half, 0, 0, half)):
         inputs = piece.sequences()
         for tensor in inputs:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.generators import Generators
-from memopt_cli.runtime.module_state import label_of, matrices_of
+from memopt_cli.runtime.module_state import find_matrices, label_of
 from memopt_cli.runtime.state import StartingState
 
 
@@ -55,7 +55,7 @@ class ChunkStarts:
 
         Returns a function that recomputes the tensors for :meth:`StartingState.replay`.
         """
-        tensors = matrices_of(self._module)
+        tensors = find_matrices(self._module)
         if not self._chunks:
             self._first = {id(t) for t in tensors}
         if self._first.issuperset(map(id, tensors)):  # the state has not moved
@@ -65,7 +65,7 @@ class ChunkStarts:
         self._chunks.append(_Chunk(start, tuple(t.requires_grad for t in tensors), run))
         return functools.partial(self._tensors, len(self._chunks) - 1)
 
-    def settle(self) -> None:
+    def check_repeatable(self) -> None:
         """Check, once every chunk has run, that all can be recomputed.
 
         Raises :class:`RuntimeError` if one drew random numbers.
@@ -101,7 +101,7 @@ class ChunkStarts:
         state_tensors = tensors if self._chunks[index].needs_gradient else ()
         with nothing_saved, self._chunks[index].start.replay(state_tensors) as others:
             self._chunks[index].run(others)
-            state = matrices_of(self._module)
+            state = find_matrices(self._module)
         return [t.detach().requires_grad_(is_needed) for t, is_needed in zip(state, needs_gradient, strict=True)]
 
 

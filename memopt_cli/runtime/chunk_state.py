@@ -52,7 +52,7 @@ class Moves:
     def now(self) -> set[str]:
         """Return the names of all state that has changed since this object was made."""
         nothing = _note(None)
-        return {n for n, value in _state(self._module).items() if not self._before.get(n, nothing).is_of(value)}
+        return {n for n, value in _state(self._module).items() if not self._before.get(n, nothing).matches(value)}
 
 
 def difference(
@@ -64,7 +64,7 @@ def difference(
 ) -> Complaint:
     """Return why the state that ``moved`` forbids chunks of ``module``.
 
-    ``moved``: names of state; ``starting``: makes a context manager in whose block the module is in its starting state;
+    ``moved``: names of state; ``starting``: makes a context manager that puts the module into its starting state;
     ``whole``, ``halves``: run the module on the same piece, uncut and in two halves.
     """
     names = sorted(moved)
@@ -105,7 +105,7 @@ class _Note:
     number: Any
     """The value if it is not a tensor."""
 
-    def is_of(self, value: Any) -> bool:
+    def matches(self, value: Any) -> bool:
         """Return whether ``value`` is the noted value, unchanged."""
         if isinstance(value, Tensor):
             return self.tensor is not None and self.tensor() is value and self.version == version_of(value)
@@ -126,7 +126,7 @@ def _is_alike(before: Any, whole: Any, halves: Any) -> bool:
     if not whole.dtype.is_floating_point:
         return is_unchanged(whole, halves)
     is_like_before = isinstance(before, Tensor) and (before.shape, before.dtype) == (whole.shape, whole.dtype)
-    # The change is measured from ``before``, unless that is infinite, as the extremes of a quantization observer are.
+    # The change is measured from ``before``, unless that is infinite, like the extremes of a quantization observer.
     change = largest(whole - before if is_like_before and before.isfinite().all() else whole)
     rounding = _MAX_ROUNDINGS * torch.finfo(whole.dtype).eps * largest(whole)
     return largest(whole - halves) <= _MAX_CHANGE_SHARE * change + rounding

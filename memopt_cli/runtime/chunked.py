@@ -33,7 +33,7 @@ from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.chunk_state import Moves, difference
 from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
-from memopt_cli.runtime.frozen import data_of
+from memopt_cli.runtime.frozen import pickle_value
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import Complaint, label_of, uninitialized
 from memopt_cli.runtime.norms import SameStatistics
@@ -43,15 +43,15 @@ from memopt_cli.runtime.private_torch import is_out_of_cpu_memory, unseen
 from memopt_cli.runtime.refusals import norm_refusal
 from memopt_cli.runtime.running import (
     SequenceChunk,
+    bypassing_hooks,
     is_checkpointed,
     is_in_segment,
     is_recomputing,
     is_transformed,
     recomputing,
-    saving_aside,
     within_chunk,
 )
-from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of, ignore_start, needs_gradient
+from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, choose_codec, ignore_start, needs_gradient
 from memopt_cli.runtime.segment_config import SegmentConfig
 from memopt_cli.runtime.segment_run import UnrepeatableError
 from memopt_cli.runtime.stand_ins import AbridgedCall, abridge_call, in_memory
@@ -103,7 +103,7 @@ def _run_chunks(
     if chunks < 2 or _runs_whole(module, args, kwargs):
         return _run_one_chunk(module, forward, args, kwargs, parcel)
     record_cut(module, config.chunks, length)
-    # It may have become a segment in eval mode, where its norms were no reason to refuse it.
+    # It may have become a segment in eval mode, where its norms were not a reason to refuse it.
     if reason := norm_refusal(module, config, chunks):
         raise ValueError(f"{label_of(module)} cannot run in training mode: {reason} in the plan, or call eval()")
     lengths = chunk_lengths(length, chunks)
@@ -143,7 +143,7 @@ def _run_one_chunk(
     parcel: Parcel | None,
 ) -> Any:
     config = config_of(module)
-    inputs = PackedInputs(codec_of(module, config), args[config.seq_inputs :], parcel)
+    inputs = PackedInputs(choose_codec(module, config), args[config.seq_inputs :], parcel)
     return call_checkpointed(module, forward, args, kwargs, inputs, config.keep)
 
 
@@ -199,7 +199,7 @@ def _one_by_one(
     """
     module, pieces, states = call.module, call.pieces, call.states
     config = config_of(module)
-    codec = codec_of(module, config)
+    codec = choose_codec(module, config)
     # An outer segment drops everything that is stored here, and recomputes it in backward.
     makes_states_again = config.recompute_states and not is_in_segment()
     starts = ChunkStarts(module) if makes_states_again else None
@@ -235,7 +235,7 @@ def _one_by_one(
         outputs.append(parts[: config.seq_outputs])
         states = parts[config.seq_outputs :] or states
     if starts is not None:
-        starts.settle()
+        starts.check_repeatable()
     return list(zip(*outputs, strict=True)), output
 
 
@@ -248,7 +248,7 @@ class _NotInChunksError(Exception):
     """A module computes something else in chunks, or leaves other state behind."""
 
     def __init__(self, reason: Complaint, undo: Callable[[], None], *, is_certain: bool) -> None:
-        """Give the ``reason``.  ``undo``: puts state back; ``is_certain``: chunks are surely at fault."""
+        """Give the ``reason``.  ``undo``: puts state back; ``is_certain``: chunks are certainly at fault."""
         super().__init__(reason)
         self.undo, self.is_certain = undo, is_certain
 
@@ -264,7 +264,7 @@ class _FirstChunk:
         self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
         """The arguments that are not tensors."""
         named = _whole_arguments(len(self._first), call.states, call.kwargs)
-        self._whole = [(name, value, data_of(value)) for name, value in named]
+        self._whole = [(name, value, pickle_value(value)) for name, value in named]
         """Name, value and data before the chunk of each argument that every chunk gets whole, such as a cache."""
         self._start: StartingState | None = None
         """The state from which the chunk starts.  ``None``: it did not start yet."""
@@ -285,15 +285,15 @@ class _FirstChunk:
             return
         starting = functools.partial(self._start.replay, self._state_tensors)
         reason = _without_axis(config_of(self._module), output) or self._states_refusal(output)
-        moved_on = (_writing(name, value) for name, value, before in self._whole if before != data_of(value))
+        moved_on = (_writing(name, value) for name, value, before in self._whole if before != pickle_value(value))
         reason = reason or next(moved_on, "")
         if moved and not reason:
             reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
         if not reason and tries_rows and chunk_rows.is_due(self._module):
-            reason = chunk_rows.mixing(self._pieces(starting))
+            reason = chunk_rows.why_rows_mix(self._pieces(starting))
         if reason:
             raise _NotInChunksError(
-                reason, functools.partial(self._start.enter, self._state_tensors, self._others), is_certain=True
+                reason, functools.partial(self._start.restore, self._state_tensors, self._others), is_certain=True
             )
 
     def _states_refusal(self, output: Any) -> Complaint:
@@ -307,7 +307,7 @@ class _FirstChunk:
             inspect.signature(self._forward).bind(*range(config.seq_inputs), *states, **self._kwargs)
         except TypeError:
             return f"returns {len(output)} outputs, and its forward cannot take the last ones for the next chunk"
-        except ValueError:  # a function without a signature, as those written in C
+        except ValueError:  # a function without a signature, such as one written in C
             pass
         return ""
 
@@ -318,17 +318,17 @@ class _FirstChunk:
         """
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
         is_explained = isinstance(error, NotGatheredError)  # whose own message says more, and which _run_passes handles
-        if self._start is None or is_explained or is_full or self._start.lost():
+        if self._start is None or is_explained or is_full or self._start.irreversible_effect():
             return
         uncut = ", ".join(self._uncut())
         line = str(error).partition("\n")[0]
         likely_cause = f"gets {uncut} whole with every chunk, and " if uncut else ""
-        undo = functools.partial(self._start.enter, self._state_tensors, self._others)
+        undo = functools.partial(self._start.restore, self._state_tensors, self._others)
         is_certain = isinstance(error, UnrepeatableError)
         raise _NotInChunksError(f"{likely_cause}fails on a chunk ({line})", undo, is_certain=is_certain)
 
     def _uncut(self) -> Iterator[str]:
-        """Yield the names of keyword arguments that are as long as the tensors that are cut, as a mask is."""
+        """Yield the names of keyword arguments that are as long as the tensors that are cut, such as a mask."""
         axis = config_of(self._module).axis
         for name, value in self._kwargs.items():
             if isinstance(value, Tensor) and -value.dim() <= axis < value.dim() and value.shape[axis] == self._length:
@@ -362,7 +362,7 @@ class _FirstChunk:
         self._run(self._sequences())
 
     def _run(self, sequences: Sequence[Tensor]) -> Any:
-        with recomputing(self._module), saving_aside():
+        with recomputing(self._module), bypassing_hooks():
             return self._forward(*sequences, *self._states, **self._kwargs)
 
     def _run_halves(self, sequences: Callable[[], list[Tensor]] | None = None) -> list[Any]:
@@ -374,7 +374,7 @@ class _FirstChunk:
         for index, half in enumerate(zip(*(_halves(s, config.axis) for s in tensors), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
             start.restore_norms()
-            with recomputing(self._module), saving_aside():
+            with recomputing(self._module), bypassing_hooks():
                 outputs.append(within_chunk(chunk, self._forward, *half, *states, **self._kwargs))
             parts = outputs[-1] if isinstance(outputs[-1], tuple) else (outputs[-1],)
             states = parts[config.seq_outputs :] or states
@@ -432,7 +432,7 @@ def _whole_arguments(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any
     """
     named = [(f"its argument {position}", value) for position, value in enumerate(states, cut + 1)]
     named += [(f"its argument {name}", value) for name, value in kwargs.items()]
-    # Tensors are no obstacle: a chunk hands them on changed by returning them, as a recurrent layer does its state.
+    # Tensors do no harm: a chunk hands them on changed by returning them, like a recurrent layer's state.
     yield from ((name, value) for name, value in named if not isinstance(value, Tensor | tuple))
 
 

@@ -2,7 +2,7 @@
 
 A codec makes a claim about a tensor ("every element is 0 or 1"), checks it on the bits at run time, and stores the
 tensor raw if the claim does not hold.  So every tensor comes back bit-identical, with its dtype, shape and strides.
-A fake tensor, in a dry run, has no bits to check: there every claim is taken to hold.
+A fake tensor, in a dry run, has no bits to check: there every claim is assumed to hold.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _TOP_BYTE = 7 if sys.byteorder == "little" else 0
 """Index in memory of the top byte of an integer of eight bytes."""
 _FIRST_SEARCHED = 2**10
 """Number of elements in the first piece that is searched for a value other than zero."""
+_MAX_NUMBERED_SPAN = 2**20
+"""The widest span whose distinct values are counted, to number them."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen, for speed: that takes three times as long to make
@@ -252,12 +254,8 @@ class IndexCompressor(SpikeCompressor):
         return (span.to(dtype).view(-1, least.numel()) + least).flatten()
 
 
-_MAX_NUMBERED_SPAN = 2**20
-"""The widest span whose distinct values are counted, to number them."""
-
-
 def _number_values(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:
-    """Return ``span`` as numbers of its distinct values, one byte each, and the values.  ``None``: over 256 values.
+    """Return ``span`` as numbers of its distinct values, one byte each, and the values; ``None`` for over 256 values.
 
     In a wide image, a window has few different indices, which are far apart: in a 3x3 window of an image that is 1000
     wide they are 0, 1, 2, 1000, 1001, 1002, 2000, 2001 and 2002.
@@ -354,8 +352,8 @@ def _difference(restored: Any, x: Tensor) -> str:
     for property in ("dtype", "shape"):
         after, before = (str(getattr(t, property)).removeprefix("torch.") for t in (restored, x))
         if after != before:
-            return f"its decompress gives back {property} {after} where compress was given {before}"
-    return "" if same_bits(restored, x) else "its decompress gives back other values than compress was given"
+            return f"its decompress gives back {property} {after} where compress got {before}"
+    return "" if same_bits(restored, x) else "its decompress gives back values that differ from those that compress got"
 
 
 def _takes_shape(codec: Codec) -> bool:
@@ -390,7 +388,7 @@ class PartsCompressor(SpikeCompressor):
     """Concatenations, by reference to the parts that are stored elsewhere already, and copies of the other parts.
 
     The decoder of a U-Net concatenates its own feature map with a feature map of the encoder.  The latter is stored
-    already, as the input of the encoder's next layer::
+    already, for example as the input of the encoder's next layer::
 
         down = block(x)              stored whole, as the input of pool
         low = pool(down)
@@ -468,7 +466,7 @@ def _split(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
 
 
 def _find_stored(edge: Edge | None, piece: Tensor) -> Packed | None:
-    """Return the stored tensor to which ``edge`` leads, if it has the very bits of ``piece``; otherwise ``None``."""
+    """Return the stored tensor to which ``edge`` leads, if it has the bits of ``piece``; otherwise ``None``."""
     stored = None if edge is None else _stored_by_edge().get(edge)
     return stored if stored is not None and _has_bits(stored, piece) else None
 
@@ -480,7 +478,7 @@ def _has_bits(stored: Packed, piece: Tensor) -> bool:
         pieces = piece.split([part.shape[stored.dim] for part in stored.parts], stored.dim)
         return all(map(_has_bits, stored.parts, pieces))
     (x,) = stored.data
-    # A negated view has other bits than its values.
+    # The bits of a negated view are not those of its values.
     if version_counter(x) != stored.version or x.device != piece.device or x.is_neg():
         return False
     if x.device.type == "cpu":
@@ -572,7 +570,7 @@ def load(codec: SpikeCompressor, packed: Packed) -> Tensor:
 
 
 class internal_tensors:
-    """A block in which new tensors are memopt's own, as copies and packed tensors are, and not the model's."""
+    """A block in which new tensors are memopt's own, such as copies and packed tensors, and not the model's."""
 
     __slots__ = ("_outer",)
 
@@ -602,7 +600,7 @@ def _piece_size(flat: Tensor) -> int:
     """Return the number of elements of ``flat`` that are packed at a time, a multiple of 8.
 
     On the CPU such a piece stays in the caches, and is large enough to share among threads.  On a GPU larger pieces
-    take fewer calls, but their intermediate results count at the peak: up to 10 bytes an element, 40 MiB.
+    take fewer calls, but their intermediate results count at the peak: up to 10 bytes per element, 40 MiB.
     """
     max_size = 2**19 if flat.device.type == "cpu" else 2**22
     return min(max_size, -(-flat.numel() // 8) * 8)

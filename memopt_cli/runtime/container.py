@@ -25,7 +25,7 @@ from memopt_cli.runtime.chunked import run_chunks
 from memopt_cli.runtime.compiled import Run, run_compiled, run_plainly_or, uncompiled
 from memopt_cli.runtime.compressor import COMPRESSORS, declared_compressor
 from memopt_cli.runtime.deferred import Deferring
-from memopt_cli.runtime.learned import Learned, learned_of
+from memopt_cli.runtime.learned import Learned, ensure_learned
 from memopt_cli.runtime.lengths import (
     ConfigsByLength,
     LengthOf,
@@ -44,9 +44,14 @@ from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, is_t
 from memopt_cli.runtime.refusals import misfit, refusal, why_misplaced, wrong_settings
 from memopt_cli.runtime.running import is_checkpointed, is_in_segment, is_transformed
 from memopt_cli.runtime.runs import Chain
-from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, codec_of
+from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, choose_codec
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
 from memopt_cli.runtime.tree import tensors_of
+
+_CONSTRUCTED = "_memopt_constructed"
+"""Attribute of a new segment between Python's calls of ``__new__`` and ``__init__``."""
+_MADE = "_memopt_made"
+"""Attribute of the class of a segment that is complete."""
 
 
 class PackingContainer(Installed):
@@ -95,10 +100,6 @@ class TCGCContainer(GCContainer):
         return _construct(cls, x_compressor, modules, config)
 
 
-_CONSTRUCTED = "_memopt_constructed"
-"""Attribute of a new segment between Python's calls of ``__new__`` and ``__init__``."""
-
-
 def _construct(
     cls: type[GCContainer], x_compressor: Any, modules: Sequence[nn.Module], config: SegmentConfig
 ) -> nn.Module:
@@ -106,7 +107,7 @@ def _construct(
     if x_compressor is not None:
         vars(chain)["x_compressor"] = x_compressor
     install_segment(chain, replace(config, compressor=declared_compressor(chain) or "null"))
-    if isinstance(chain, cls):  # otherwise, as for one chunk of a TCGCContainer, Python does not call ``__init__``
+    if isinstance(chain, cls):  # otherwise (one chunk of a TCGCContainer), Python does not call ``__init__``
         vars(chain)[_CONSTRUCTED] = True
     return chain
 
@@ -199,10 +200,6 @@ def _restore(original: type[nn.Module] | LiftedModule, settings: Settings) -> nn
 # ---------------------------------------------------------------------------------------------- the class
 
 
-_MADE = "_memopt_made"
-"""Attribute of the class of a segment that is complete."""
-
-
 class _SegmentClass(type):
     """Metaclass of segment classes: attributes set on one are set on the module's own class, as without a plan.
 
@@ -226,7 +223,7 @@ class _SegmentClass(type):
 def _is_of_segment(kind: type, name: str) -> bool:
     """Tell whether the attribute ``name`` of ``kind`` is its own, not one of the class of the module.
 
-    It is while ``kind`` is being made, as by ``__init_subclass__``, and in a class that others derive from a segment's.
+    It is while ``kind`` is being made (``__init_subclass__``), and in a class that others derive from a segment's.
     """
     return _MADE not in vars(kind) or name in vars(kind) or (name.startswith("__") and name.endswith("__"))
 
@@ -258,7 +255,7 @@ def _make_segment_class(original: type[nn.Module], mixin: type[Installed]) -> ty
         return uncompiled(run, self, call, args, kwargs)
 
     def construct(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-        # ``type(module)(...)``, as slicing a Sequential does, makes a plain module, not a second segment.
+        # ``type(module)(...)``, which slicing a Sequential calls, makes a plain module, not a second segment.
         return original(*args, **kwargs)
 
     def represent(self: nn.Module) -> str:
@@ -354,7 +351,7 @@ _with_length_uncompiled, _run_at_length_uncompiled = not_compiled(with_length_of
 
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     config = config_of(module)
-    codec = codec_of(module, config)
+    codec = choose_codec(module, config)
     if not config.spatial_split:
         parcel = parcel_to(config.place)
         output = call_checkpointed(module, forward, args, kwargs, PackedInputs(codec, (), parcel), config.keep)
@@ -362,7 +359,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
             parcel.complete()
         return output
     output = args
-    learned = learned_of(module).stages
+    learned = ensure_learned(module).stages
     for index, stage in enumerate(_stages(module)):
         arguments = output if isinstance(output, tuple) else (output,)
         if index not in learned or not learned[index].belongs_to(stage):
@@ -372,7 +369,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         output = call_checkpointed(stage, stage, arguments, kwargs, inputs, config.keep, learned=learned[index])
         if parcel is not None:
             parcel.complete()
-        # Keywords and codec are for the input of the first stage alone.
+        # Keywords and codec are only for the input of the first stage.
         kwargs, codec = {}, COMPRESSORS["null"]
     return output
 

@@ -13,6 +13,9 @@ from torch import Tensor
 from memopt_cli.runtime.compressor import is_dense, same_bits
 from memopt_cli.runtime.private_torch import memory_of, version_counter
 
+_WORD: Final = 16
+"""Size in bytes of the largest element.  An offset that is a multiple of it is aligned for every dtype."""
+
 
 @dataclass(slots=True)
 class Copy:
@@ -28,7 +31,7 @@ class Copy:
     """Whether the tensor that is restored from the copy needs a gradient."""
 
 
-def copies_of(tensors: Sequence[Tensor]) -> dict[int, Copy]:
+def copy_values(tensors: Sequence[Tensor]) -> dict[int, Copy]:
     """Return copies of the values that ``tensors`` have now, by the ``id`` of each.
 
     Tensors that overlap are copied as views of one vector that has the same layout::
@@ -144,10 +147,6 @@ def _copies_in_one_vector(piece: Sequence[Tensor]) -> dict[int, Copy]:
     shared = memory.new_zeros(-(-length // _WORD) * _WORD // size)
     shared[: len(memory)] = memory
     return {id(t): Copy(_matching_view(shared, t, start), shared=shared) for t in piece}
-
-
-_WORD: Final = 16
-"""Size in bytes of the largest element.  An offset that is a multiple of it is aligned for every dtype."""
 
 
 def _matching_view(shared: Tensor, like: Tensor, start: int) -> Tensor:

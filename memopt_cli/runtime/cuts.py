@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class Cut:
     """One call of a module in chunks."""
 
-    asked: int
+    chunks: int
     """The number of chunks that the plan asks for."""
     length: int
     """The length of the tensors that were cut."""
@@ -35,14 +35,14 @@ def recorded_cuts() -> Iterator[dict[int, Cut]]:
         _thread.cuts = outer
 
 
-def record_cut(owner: object, asked: int, length: int) -> None:
+def record_cut(owner: object, chunks: int, length: int) -> None:
     """Record that ``owner``, a module or its weight, is being cut; outside of :func:`recorded_cuts` do nothing."""
     cuts: dict[int, Cut] | None = getattr(_thread, "cuts", None)
     if cuts is None:
         return
     earlier = cuts.get(id(owner))
     if earlier is None or length < earlier.length:
-        cuts[id(owner)] = Cut(asked, length)
+        cuts[id(owner)] = Cut(chunks, length)
 
 
 def chunk_lengths(length: int, chunks: int) -> list[int]:

@@ -41,6 +41,47 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.warned import warn_caller
 
+_SAMPLE_SIZE = 64
+"""Number of weights that are compared to notice a change without a new version."""
+_MODIFIED = (
+    "{} modifies the output of a linear layer that runs in chunks through its loss; remove the layer from the plan"
+)
+_SIGNATURE: inspect.Signature = inspect.signature(F.cross_entropy)
+
+# Each function twice: as Python code calls it, and as the ATen operator that lifted modules call.
+_aten = torch.ops.aten
+_LINEAR: set[Any] = {F.linear, _aten.linear.default}
+_CASTS: set[Any] = {Tensor.float, Tensor.double, Tensor.to, Tensor.type}
+_CASTS |= {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.to.other, _aten._to_copy.default}
+_RESHAPES: set[Any] = {
+    *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.contiguous),
+    *(torch.reshape, torch.flatten),
+    *(_aten.view.default, _aten.reshape.default, _aten.flatten.using_ints, _aten.unflatten.int),
+    *(_aten.contiguous.default, _aten._unsafe_view.default),
+}
+_VIEWS: set[Any] = {Tensor.__getitem__, Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
+_VIEWS |= {_aten.transpose.int, _aten.permute.default, _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default}
+_MEMORY_READERS = {
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.tolist,
+    Tensor.__repr__,
+}
+"""Functions that read memory, which a deferred tensor does not have: they get the computed values instead."""
+_SHAPE_READERS = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.__len__,
+    Tensor.is_floating_point,
+    torch.numel,
+}
+_SHAPE_READERS |= {Tensor.is_contiguous, torch.is_floating_point, Tensor.stride, Tensor.get_device, Tensor.element_size}
+"""Functions that never read values, so nothing is computed for them."""
+
 
 @dataclass(slots=True, eq=False)
 class _Head:
@@ -96,10 +137,6 @@ def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
 def _sample(weight: Tensor) -> Tensor:
     flat = weight.detach().flatten()
     return flat[:: max(1, len(flat) // _SAMPLE_SIZE)].clone()
-
-
-_SAMPLE_SIZE = 64
-"""Number of weights that are compared to notice a change without a new version."""
 
 
 class Deferring(TorchFunctionMode):
@@ -213,7 +250,7 @@ class DeferredLinear(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` on the index alone if it needs no values, like a reshape; else compute the values first."""
+        """Run ``func`` on the index only if it needs no values, like a reshape; else compute the values first."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         if func is Tensor.__setitem__ and isinstance(first, DeferredLinear):
@@ -239,11 +276,6 @@ class DeferredLinear(Tensor):
         if any(isinstance(by_name.get(name), DeferredLinear) for name in written):
             raise RuntimeError(_MODIFIED.format(func))
         return func(*_compute(args), **_compute(kwargs or {}))
-
-
-_MODIFIED = (
-    "{} modifies the output of a linear layer that runs in chunks through its loss; remove the layer from the plan"
-)
 
 
 def _compute(value: Any) -> Any:
@@ -283,41 +315,6 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
             )
             return func(deferred, *args, **kwargs)  # type: ignore[no-untyped-call]
     return NotImplemented
-
-
-# Each function twice: as Python code calls it, and as the ATen operator that lifted modules call.
-_aten = torch.ops.aten
-_LINEAR: set[Any] = {F.linear, _aten.linear.default}
-_CASTS: set[Any] = {Tensor.float, Tensor.double, Tensor.to, Tensor.type}
-_CASTS |= {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.to.other, _aten._to_copy.default}
-_RESHAPES: set[Any] = {
-    *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.contiguous),
-    *(torch.reshape, torch.flatten),
-    *(_aten.view.default, _aten.reshape.default, _aten.flatten.using_ints, _aten.unflatten.int),
-    *(_aten.contiguous.default, _aten._unsafe_view.default),
-}
-_VIEWS: set[Any] = {Tensor.__getitem__, Tensor.transpose, Tensor.permute, torch.transpose, torch.permute}
-_VIEWS |= {_aten.transpose.int, _aten.permute.default, _aten.slice.Tensor, _aten.select.int, _aten.unsqueeze.default}
-_MEMORY_READERS = {
-    Tensor.data_ptr,
-    Tensor.untyped_storage,
-    Tensor.numpy,
-    Tensor.__array__,
-    Tensor.tolist,
-    Tensor.__repr__,
-}
-"""Functions that read memory, which a deferred tensor does not have: they get the computed values instead."""
-_SHAPE_READERS = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.__len__,
-    Tensor.is_floating_point,
-    torch.numel,
-}
-_SHAPE_READERS |= {Tensor.is_contiguous, torch.is_floating_point, Tensor.stride, Tensor.get_device, Tensor.element_size}
-"""Functions that never read values, so nothing is computed for them."""
 
 
 def _moved_index(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tensor | None:
@@ -379,7 +376,7 @@ class _Loss:
         counted = valid if self.weight is None else self.weight[self.target.where(valid, 0)] * valid
         return counted.sum(dtype=self.dtype).reciprocal()
 
-    def of(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def loss_and_gradient(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the sum of the loss over ``rows``, and its gradient, which overwrites their ``logits``.
 
         loss = sum over rows of (1 - s) w_t (-log p_t) + s / C sum over c of w_c (-log p_c)
@@ -452,9 +449,6 @@ def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:
     return value.to(like.dtype)
 
 
-_SIGNATURE: inspect.Signature = inspect.signature(F.cross_entropy)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """The loss of a linear layer's output; forward also computes the gradients, and backward only scales them.
 
@@ -478,7 +472,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start, end in itertools.pairwise([0, *ends]):
                 chunk = slice(start, end)
                 rows, logits = head.rows(index[chunk], *parameters)
-                value, gradient = loss.of(logits.to(loss.dtype), chunk)
+                value, gradient = loss.loss_and_gradient(logits.to(loss.dtype), chunk)
                 del logits
                 total += value
                 gradient = gradient.to(head.dtype)

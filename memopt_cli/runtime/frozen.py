@@ -39,6 +39,7 @@ _MAX_OBJECTS: Final = 10_000
 """Maximum number of objects that are copied, not counting atoms: more objects are data, not state."""
 _MAX_ARRAY_BYTES: Final = 1 << 16
 """Maximum bytes of an array that is copied."""
+_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,12 @@ def freeze(value: Any, keep: Callable[[Tensor], Any]) -> Frozen:
     return Frozen(buffer.getvalue(), pickler.shared, pickler.uncopyable_iterator)
 
 
-def data_of(value: Any) -> bytes:
+def pickle_value(value: Any) -> bytes:
     """Return the pickle of ``value``.  Two pickles of one value differ if the value was changed in between."""
     return freeze(value, lambda tensor: None).data
 
 
-def parts_of(value: Any) -> list[Any]:
+def find_objects(value: Any) -> list[Any]:
     """Return the collections, arrays and objects in ``value``, itself included, except those with locks."""
     pickler = _Pickler(io.BytesIO(), lambda tensor: None)
     pickler.parts = []
@@ -174,12 +175,12 @@ def _is_part(value: Any) -> bool:
     if isinstance(value, list | dict | set | deque):
         return True
     attributes = [*getattr(value, "__dict__", {}).values(), *slots_in(value).values()]
-    has_any = hasattr(value, "__dict__") or bool(slots_of(type(value)))
+    has_any = hasattr(value, "__dict__") or bool(find_slots(type(value)))
     return has_any and not any(isinstance(held, _LOCKS) for held in attributes)
 
 
 @_once_for_a_class
-def slots_of(kind: Any) -> tuple[str, ...]:
+def find_slots(kind: Any) -> tuple[str, ...]:
     """Return the names of attributes that ``kind`` and its bases declare by ``__slots__``."""
     declared = (base for base in kind.__mro__ if "__slots__" in vars(base))
     return tuple(
@@ -189,10 +190,7 @@ def slots_of(kind: Any) -> tuple[str, ...]:
 
 def slots_in(value: object) -> dict[str, Any]:
     """Return the attributes of ``value`` that its class declares by ``__slots__``."""
-    return {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
-
-
-_LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)
+    return {name: getattr(value, name) for name in find_slots(type(value)) if hasattr(value, name)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

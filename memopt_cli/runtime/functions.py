@@ -104,7 +104,7 @@ class FunctionModule(nn.Module):
 
     def __init__(self, function: Callable[..., Any], chunked_args: Sequence[int], axis: int) -> None:
         super().__init__()
-        for number, module in enumerate(dict.fromkeys(_modules_of(function))):
+        for number, module in enumerate(dict.fromkeys(_find_modules(function))):
             self.add_module(str(number), module)
         vars(self)["function"] = function
         self.chunked_args = tuple(chunked_args)
@@ -191,7 +191,7 @@ def _referents(value: Any) -> list[Any]:
     return []
 
 
-def _modules_of(function: Any) -> Iterator[nn.Module]:
+def _find_modules(function: Any) -> Iterator[nn.Module]:
     """Yield the modules that a call of ``function`` may run, as far as it refers to them."""
     pending, seen = [function], set[int]()
     while pending:

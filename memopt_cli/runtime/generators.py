@@ -16,6 +16,9 @@ import torch
 
 from memopt_cli.runtime.private_torch import is_started, put_cuda_generator, unseen
 
+_CPU = torch.device("cpu")
+_CPU_ALONE = [_CPU]
+
 
 class Generators:
     """Positions of the global random generators: Python's, NumPy's, and PyTorch's on the CPU and on devices."""
@@ -31,7 +34,7 @@ class Generators:
         self._is_outside = outside
         self._positions = self._read()
         self.moved_outside = False
-        """Whether the generator of Python or NumPy moved before :meth:`settle`."""
+        """Whether the generator of Python or NumPy moved before :meth:`end_forward`."""
 
     def _read(self) -> dict[str | torch.device, Any]:
         """Return the positions; equal positions of one generator are one object."""
@@ -45,9 +48,9 @@ class Generators:
                 positions["NumPy"] = _shared_position("NumPy", pickle.dumps(state))
         return positions
 
-    def restore(self, present: Generators | None = None) -> None:
-        """Put the generators back to these positions; ``present``: their positions now, if known."""
-        current = self._read() if present is None else present._positions
+    def restore(self, now: Generators | None = None) -> None:
+        """Put the generators back to these positions; ``now``: their positions now, if known."""
+        current = self._read() if now is None else now._positions
         for generator, position in self._positions.items():
             if current.get(generator) is position:
                 continue
@@ -58,7 +61,7 @@ class Generators:
             else:
                 random.setstate(position)
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """Forget, when forward has ended, the generators that it did not move, if there are other threads.
 
         Other threads may draw from them before backward, and would draw the same numbers again if the generators were
@@ -76,12 +79,12 @@ class Generators:
 
     def now(self) -> Generators:
         """Return the current positions of these generators."""
-        present: Generators = object.__new__(Generators)
-        present.devices, present._is_outside, present.moved_outside = self.devices, self._is_outside, False
-        present._positions = self._read()
-        if len(self._positions) < len(present._positions):
-            present._positions = {key: present._positions[key] for key in self._positions}
-        return present
+        now: Generators = object.__new__(Generators)
+        now.devices, now._is_outside, now.moved_outside = self.devices, self._is_outside, False
+        now._positions = self._read()
+        if len(self._positions) < len(now._positions):
+            now._positions = {key: now._positions[key] for key in self._positions}
+        return now
 
     def moved(self) -> bool:
         """Return whether one of these generators has moved."""
@@ -93,44 +96,40 @@ class Generators:
         return pickle.dumps(self._positions)
 
 
-_turn = threading.RLock()
+_lock = threading.RLock()
 """A lock around every access to a generator.  PyTorch locks a generator while it is read, and garbage that is collected
 meanwhile may let another Python thread run, which would wait for that lock while it holds Python's own: a deadlock.
 """
 
 
-def _renew_turn() -> None:
+def _renew_lock() -> None:
     """Make a new lock in a forked process, since a thread that is gone there may have held the old one."""
-    global _turn
-    _turn = threading.RLock()
+    global _lock
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):  # where processes fork
-    os.register_at_fork(after_in_child=_renew_turn)
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def position_of(generator: torch.Generator) -> torch.Tensor:
     """Return the position of ``generator``."""
-    with _turn:
+    with _lock:
         return generator.get_state()
 
 
 def put_at(generator: torch.Generator, position: torch.Tensor) -> None:
     """Set ``generator`` to ``position``."""
-    with _turn:
+    with _lock:
         generator.set_state(position)
-
-
-_CPU = torch.device("cpu")
-_CPU_ALONE = [_CPU]
 
 
 def _position(device: torch.device) -> Any:
     """Return the position of the default generator of ``device``, not as a tensor, which would show in a measured peak.
 
-    It is a ``bytearray``, which compares with memory; nobody writes to it.
+    It is a ``bytearray``, which compares with memory; nothing writes to it.
     """
-    with _turn:
+    with _lock:
         if device is _CPU:
             position = torch.default_generator.get_state()
         else:
@@ -148,7 +147,7 @@ def _memory_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
 
 
 def _put(device: torch.device, position: bytearray) -> None:
-    with _turn, unseen():  # in a dry run it would be a tensor without values
+    with _lock, unseen():  # in a dry run it would be a tensor without values
         tensor = torch.frombuffer(position, dtype=torch.uint8)
         if device.type == "cpu":
             torch.set_rng_state(tensor)

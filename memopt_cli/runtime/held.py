@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from memopt_cli.runtime.copies import Copy, copies_of, is_unchanged, version_of
-from memopt_cli.runtime.frozen import Frozen, data_of, freeze
-from memopt_cli.runtime.learned import Known, Reading, Slot, changed, is_object, is_plain_state
+from memopt_cli.runtime.copies import Copy, copy_values, is_unchanged, version_of
+from memopt_cli.runtime.frozen import Frozen, freeze, pickle_value
+from memopt_cli.runtime.learned import Known, Reading, Slot, find_changes, is_object, is_plain_state
 from memopt_cli.runtime.module_state import Complaint, leaves_in
 from memopt_cli.runtime.owners import Slots
 
@@ -88,14 +88,14 @@ class HeldSlots:
         self._objects: Frozen | None = None
         """One pickle of the objects in :attr:`moving` and of the arguments.  ``None``: there are neither."""
         self._contents: dict[Slot, Frozen] = {}
-        """Slot -> a pickle of its object alone, to find out whether forward changes that object."""
+        """Slot -> a separate pickle of its object, to find out whether forward changes that object."""
         self.names: dict[int, list[Any]] = {}
         """Index of an owner in which something moves -> the names of all its slots, in their order."""
         self.tensors: dict[int, HeldTensor] = {}
         """``id`` of a tensor -> the record of it."""
         self.originals: dict[int, Tensor] = {}
         """``id`` of a tensor -> the tensor itself, until forward has ended."""
-        self.lost: Complaint = ""
+        self.irreversible: Complaint = ""
         """Why forward cannot be undone."""
         self.is_surprised = False
         """Whether forward wrote to a tensor that was not copied, since no earlier call had written to it."""
@@ -121,12 +121,12 @@ class HeldSlots:
             # All in one pickle: two objects that refer to one list do so in the copy, too.
             self._objects = freeze((objects, self._others), self._hold)
             if iterator := self._objects.uncopyable_iterator:
-                self.lost = f"holds {iterator}, and may move it on"
+                self.irreversible = f"holds {iterator}, and may move it on"
             copied |= self._freeze_contents(objects)
-        for number, copy in copies_of([self.originals[number] for number in copied]).items():
+        for number, copy in copy_values([self.originals[number] for number in copied]).items():
             self.tensors[number].copy = copy
         for number, held in self.tensors.items():
-            if held.copy is None or self._is_watched:  # a watched call drops the copies of what forward leaves alone
+            if held.copy is None or self._is_watched:  # a watched call drops the copies of what forward does not change
                 held.alias = self.originals[number].detach()
 
     def _hold(self, tensor: Tensor) -> Any:
@@ -141,7 +141,7 @@ class HeldSlots:
         return held
 
     def _may_write(self, index: int, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` in the owner at ``index`` is copied in a watched call, as forward may write to it.
+        """Return whether ``tensor`` in the owner at ``index`` is copied in a watched call: forward may write to it.
 
         In a watched call nothing is known, so every tensor of the module is copied.  A large one elsewhere (a data set,
         say) is not: if forward writes to it, :meth:`written` finds its version raised, and forward cannot be undone.
@@ -177,7 +177,7 @@ class HeldSlots:
                 numbers.add(number)
                 if not is_copied and self._is_watched:
                     shape = tuple(self.originals[number].shape)
-                    self.lost = f"writes in place to a tensor of shape {shape} in an object"
+                    self.irreversible = f"writes in place to a tensor of shape {shape} in an object"
                 self.is_surprised |= not is_copied and not self._is_watched
         return numbers
 
@@ -187,7 +187,7 @@ class HeldSlots:
         ``written``: the result of :meth:`written`.
         """
         before, after = self._before.get(index, before), self._known.owners[index].read()
-        names = changed(before, after)
+        names = find_changes(before, after)
         if written:
             of_written = {n for n, value in before.items() if any(id(leaf) in written for leaf in leaves_in([value]))}
             self._known.written |= {(index, name) for name in of_written}
@@ -201,7 +201,7 @@ class HeldSlots:
             self._known.written.add(slot)
             is_changed = True
         if self._is_watched and slot[1] in after:
-            is_changed |= contents.data != data_of(after[slot[1]])
+            is_changed |= contents.data != pickle_value(after[slot[1]])
         return is_changed
 
     def drop_unneeded(self, written: set[int]) -> list[tuple[Tensor, HeldTensor]]:
@@ -253,7 +253,7 @@ class HeldSlots:
         return slots, others
 
     def put_back(self, slot: Slot, current: Any, value: Any) -> Any:
-        """Return the value to put into ``slot`` for good: ``current`` if it equals ``value`` or can be made equal.
+        """Return the value to put into ``slot`` permanently: ``current`` if it equals ``value`` or can be made equal.
 
         Others may refer to the ``current`` object, so it is exchanged only if there is no other way.
         """
@@ -268,9 +268,9 @@ class HeldSlots:
             return value if is_changed else current
         if type(current) is not type(value) or not is_object(slot[1], value):
             return value
-        if slot in self._contents and self._contents[slot].data == data_of(current):
+        if slot in self._contents and self._contents[slot].data == pickle_value(current):
             return current
-        return current if put_right(current, value) else value
+        return current if restore_contents(current, value) else value
 
 
 def _numbers_in(frozen: Frozen) -> set[int]:
@@ -278,7 +278,7 @@ def _numbers_in(frozen: Frozen) -> set[int]:
     return {held.number for held in frozen.shared.values() if isinstance(held, HeldTensor)}
 
 
-def put_right(target: Any, value: Any) -> bool:
+def restore_contents(target: Any, value: Any) -> bool:
     """Give the object ``target``, to which others may refer, the contents of ``value``; return whether it worked.
 
     An object may keep more than its attributes show, and ``__setstate__`` need not put it back: a generator of NumPy's
@@ -299,4 +299,4 @@ def put_right(target: Any, value: Any) -> bool:
     elif hasattr(target, "__dict__"):
         vars(target).clear()
         vars(target).update(vars(value))
-    return data_of(target) == data_of(value)
+    return pickle_value(target) == pickle_value(value)

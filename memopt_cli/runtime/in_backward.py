@@ -33,6 +33,15 @@ from memopt_cli.runtime.waiting import remake_with
 _installed: MutableMapping[Optimizer, InBackward] = weakref.WeakKeyDictionary()
 """Optimizer that runs in backward -> its hooks."""
 _thread = threading.local()
+_WITHOUT = "take in_backward out of the plan"
+_TRIAL_STEPS = 3
+"""Number of steps in a trial."""
+_PARAMETERS_OF_A_KIND = 2
+"""Number of parameters in a trial of each kind (dimensions, dtype, device) in a group: two show a coupling."""
+_MAX_SIZE = 4
+"""Largest size of a dimension of the parameters in a trial."""
+_TRIAL_RATE = 0.01
+"""Learning rate in a trial if the optimizer's own is zero, which would show nothing."""
 
 
 def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
@@ -41,7 +50,7 @@ def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
     ``model`` has the parameters' names, for messages.  Raises :class:`ValueError` if that is not possible, with a
     predicate about the optimizer ("has a parameter twice"); then nothing has changed.
     """
-    parameters = _parameters_of(optimizer)
+    parameters = _check_parameters(optimizer)
     if not {*map(id, parameters)} & {*map(id, model.parameters())}:
         raise ValueError("updates no parameter of the model")
     taken = {index for other in _installed.values() for index in other.names}
@@ -79,8 +88,8 @@ def is_updating() -> bool:
 
 def optimizers_in_backward(model: nn.Module) -> Iterator[Optimizer]:
     """Return the optimizers that update parameters of ``model`` in backward."""
-    own = {*map(id, model.parameters())}
-    return (optimizer for optimizer, installed in list(_installed.items()) if own & installed.names.keys())
+    parameters = {*map(id, model.parameters())}
+    return (optimizer for optimizer, installed in list(_installed.items()) if parameters & installed.names.keys())
 
 
 class InBackward:
@@ -177,9 +186,6 @@ def _order_state(optimizer: Optimizer, earlier_states: int) -> None:
         state[parameter] = state.pop(parameter)
 
 
-_WITHOUT = "take in_backward out of the plan"
-
-
 @contextlib.contextmanager
 def _updating() -> Iterator[None]:
     _thread.is_updating = True
@@ -196,7 +202,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
-    """Call the step of ``optimizer`` for ``parameter`` alone, one of those in ``group``."""
+    """Call the step of ``optimizer`` only for ``parameter``, one of those in ``group``."""
     groups, together = optimizer.param_groups, group["params"]
     optimizer.param_groups, group["params"] = [group], [parameter]
     try:
@@ -205,7 +211,7 @@ def step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -
         optimizer.param_groups, group["params"] = groups, together
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def _check_parameters(optimizer: Optimizer) -> list[Tensor]:
     if not hasattr(optimizer, "param_groups"):
         raise ValueError("is not a torch.optim.Optimizer")
     if "param_groups" not in vars(optimizer):
@@ -218,15 +224,6 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 # ---------------------------------------------------------------------------------------------- what can step alone
 
-_TRIAL_STEPS = 3
-"""Number of steps in a trial."""
-_PARAMETERS_OF_A_KIND = 2
-"""Number of parameters in a trial of each kind (dimensions, dtype, device) in a group: two show a coupling."""
-_MAX_SIZE = 4
-"""Largest size of a dimension of the parameters in a trial."""
-_TRIAL_RATE = 0.01
-"""Learning rate in a trial if the optimizer's own is zero, which would show nothing."""
-
 
 def check_steps_alone(optimizer: Optimizer) -> None:
     """Try whether ``optimizer`` updates parameters one by one as it does together, on a few small ones like its own.
@@ -234,7 +231,7 @@ def check_steps_alone(optimizer: Optimizer) -> None:
     Raises :class:`ValueError`, as :func:`install_in_backward` does, for an optimizer that needs a closure, that looks
     at several parameters at once, or that needs a gradient of every parameter.
     """
-    _parameters_of(optimizer)
+    _check_parameters(optimizer)
     together, alone = _small(optimizer), _small(optimizer)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -284,11 +281,11 @@ def _small_group(group: Mapping[str, Any], likes: dict[Tensor, Tensor]) -> dict[
         settings["lr"] = _TRIAL_RATE
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in group["params"]:
-        alike = kinds[parameter.dim(), parameter.dtype, parameter.device]
-        if len(alike) < _PARAMETERS_OF_A_KIND:
-            alike.append(_filled_tensor(parameter, len(alike)).requires_grad_())
-            likes[alike[-1]] = parameter
-    return {**settings, "params": [parameter for alike in kinds.values() for parameter in alike]}
+        likenesses = kinds[parameter.dim(), parameter.dtype, parameter.device]
+        if len(likenesses) < _PARAMETERS_OF_A_KIND:
+            likenesses.append(_filled_tensor(parameter, len(likenesses)).requires_grad_())
+            likes[likenesses[-1]] = parameter
+    return {**settings, "params": [parameter for likenesses in kinds.values() for parameter in likenesses]}
 
 
 def _filled_tensor(like: Tensor, seed: int) -> Tensor:

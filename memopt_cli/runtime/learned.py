@@ -27,14 +27,14 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from memopt_cli.runtime.frozen import ATOMS, freeze, parts_of
+from memopt_cli.runtime.frozen import ATOMS, find_objects, freeze
 from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE, leaves_in
-from memopt_cli.runtime.owners import Owner, Slots, Snapshot, Table, is_same, owners_in, owners_of, tables_of_hooks
+from memopt_cli.runtime.owners import Owner, Slots, Snapshot, Table, is_same, list_owners, owners_in, tables_of_hooks
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
 from memopt_cli.runtime.samples import Turns
 from memopt_cli.runtime.segment_config import Installed
-from memopt_cli.runtime.variables import Code, may_draw, variables_of
+from memopt_cli.runtime.variables import Code, find_variables, may_draw
 
 _WATCHED_EXCHANGES: Final = 2
 """Number of exchanges of a slot's value between calls after which the next call is watched.  Further exchanges are
@@ -50,7 +50,7 @@ class Reading:
     """The values of slots when forward starts."""
 
     stays: list[Slots]
-    """For each owner, the slots that forward leaves alone, as far as is known."""
+    """For each owner, the slots that forward does not change, as far as is known."""
     before: dict[int, Slots]
     """Index of an owner in which something moves -> all its slots; in a watched forward, of every owner."""
     moves: dict[int, Slots]
@@ -78,14 +78,14 @@ class Known:
 
         The first of ``modules`` contains the rest; ``others``: the arguments of the call that are not tensors.
         """
-        self.parameters = [_parameters_of(module) for module in modules]
+        self.parameters = [_own_parameters(module) for module in modules]
         """The parameters of each module, by their names."""
         tables = tables_of_hooks(modules)
         self.without_hooks = [table for table in tables if not table]
         """Dictionaries of hooks that were empty when the watched call started."""
         self.empty: list[dict[Any, Any]] = []
         """Other dictionaries of modules that were empty then."""
-        own: list[Owner] = [*owners_of(modules)]
+        own: list[Owner] = [*list_owners(modules)]
         # State that only a hook's code changes is not searched for: a recomputation runs the hook again, and the hook
         # can call ``is_recomputing()`` if it must not change that state twice.
         hooked: list[Owner] = [Table(table) for table in tables if table]
@@ -120,7 +120,7 @@ class Known:
         for index, owner in enumerate(list(self.owners)):
             for name, value in owner.read().items():
                 if is_object(name, value):
-                    parts = [part for part in parts_of(value) if id(part) not in seen]
+                    parts = [part for part in find_objects(value) if id(part) not in seen]
                     seen.update(map(id, parts))
                     inner = [owner for part in parts for owner in owners_in(part)]
                     for owner_of_part in inner[: max(0, _MAX_OWNERS - len(self.owners))]:
@@ -138,22 +138,22 @@ class Known:
         # In dictionaries that are parts of objects, names are compared too: ``cache[new] = cache.pop(old)`` exchanges a
         # key, and leaves the values as they were.
         self._parts = Snapshot(parts, with_names=True) if parts else None
-        own = {id(parameter) for table in self.parameters for parameter in table.values()}
+        parameters = {id(parameter) for table in self.parameters for parameter in table.values()}
         # Also from tuples, which are not owners: a tuple cannot change, but a tensor in it can.
         stay = [v for slots in self.stays for v in leaves_in(slots.values()) if isinstance(v, Tensor)]
-        self.tensors = [t for t in stay if id(t) not in own and not is_of_transform(t)]
+        self.tensors = [t for t in stay if id(t) not in parameters and not is_of_transform(t)]
         """The tensors in slots that stay, without the modules' own parameters."""
 
     def is_still(self) -> bool:
         """Return whether no state was exchanged in the owners in which nothing was seen to move."""
-        return self._state.is_present() and (self._parts is None or self._parts.is_present())
+        return self._state.is_current() and (self._parts is None or self._parts.is_current())
 
     def _is_unchanged(self) -> bool:
         """Return whether neither state nor structure (such as dictionaries of hooks) was exchanged in these owners.
 
         No recomputation puts structure back, so it is compared once a call.
         """
-        return self._all.is_present() and (self._parts is None or self._parts.is_present())
+        return self._all.is_current() and (self._parts is None or self._parts.is_current())
 
     def is_part(self, index: int) -> bool:
         """Return whether the owner at ``index`` is a part of an object in a slot of another owner."""
@@ -215,9 +215,9 @@ class Known:
             moves = self.moves[index]
             if not self.stays[index] and slots.keys() <= moves:  # the usual case of buffers, first for speed
                 continue
-            rest = {name: value for name, value in slots.items() if name not in moves}
-            if names := changed(self.stays[index], rest):
-                both = [part[name] for part in (self.stays[index], rest) for name in names & part.keys()]
+            unmoved = {name: value for name, value in slots.items() if name not in moves}
+            if names := find_changes(self.stays[index], unmoved):
+                both = [part[name] for part in (self.stays[index], unmoved) for name in names & part.keys()]
                 if index in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in both):
                     return False
                 exchanged.update((index, name) for name in names)
@@ -233,7 +233,7 @@ class Known:
             self.stays[index] = {name: value for name, value in self.stays[index].items() if name not in names}
         self._prepare_comparison()
 
-    def tidy(self) -> None:
+    def drop_needless_owners(self) -> None:
         """Drop owners that need not be compared: empty dictionaries, and parts of moving objects, which are copied."""
         self.empty += [table for table in self.parameters if not table]
         self.parameters = [table for table in self.parameters if table]
@@ -288,7 +288,7 @@ class Learned:
         return self._module is not None and self._module() is module
 
 
-def learned_of(module: nn.Module) -> Learned:
+def ensure_learned(module: nn.Module) -> Learned:
     """Return the knowledge of the segment ``module``, which is kept on the module itself."""
     learned: Learned | None = vars(module).get(LEARNED_KEY)
     if learned is None or not learned.belongs_to(module):
@@ -298,7 +298,7 @@ def learned_of(module: nn.Module) -> Learned:
     return learned
 
 
-def changed(before: Slots, after: Slots) -> set[Any]:
+def find_changes(before: Slots, after: Slots) -> set[Any]:
     """Return the names whose value is not the same object in ``before`` and ``after``, or is missing in one of them."""
     if is_same(before, after):
         return set()
@@ -314,7 +314,7 @@ def is_plain_state(value: Any) -> bool:
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the class of ``value``, or a function's code: forward is taken to do the same with values of one kind."""
+    """Return the class of ``value``, or a function's code: forward should do the same with values of one kind."""
     return value.__code__ if isinstance(value, types.FunctionType) else type(value)
 
 
@@ -329,7 +329,7 @@ def is_object(name: Any, value: Any) -> bool:
     return is_changeable and name not in STRUCTURE and name != "_buffers"
 
 
-def _parameters_of(module: nn.Module) -> dict[str, Any]:
+def _own_parameters(module: nn.Module) -> dict[str, Any]:
     """Return the parameters of ``module`` itself.  In a ScriptModule they cannot be exchanged."""
     parameters: Any = parameters_of(module)
     return parameters if isinstance(parameters, dict) else dict(parameters.items())
@@ -356,7 +356,7 @@ def _owners_of_code(
         seen.update(map(id, new))
         code, values = [], []
         draws |= any(map(may_draw, new))
-        for owner in (owner for c in new for owner in variables_of(c)):
+        for owner in (owner for c in new for owner in find_variables(c)):
             if id(owner) not in found:
                 found[id(owner)] = owner
                 values += owner.read().values()

@@ -30,6 +30,7 @@ from memopt_cli.runtime.warned import warn_caller
 
 _warned: WeakSet[nn.Module] = WeakSet()
 """Roots that have warned that an input is beyond the last range, or has no such dimension."""
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +90,8 @@ class ConfigsByLength:
         return self.configs[min(bisect.bisect_left(self.up_to, length), len(self.up_to) - 1)]
 
 
-def present_length() -> float:
-    """Return the length of the current input.  Infinite: it is unknown, as for a module that is called by itself."""
+def current_length() -> float:
+    """Return the length of the current input.  Infinite if unknown: a module is called by itself."""
     return this_thread.length
 
 
@@ -115,7 +116,7 @@ def segment_of(module: nn.Module) -> SegmentConfig | None:
     For a module by length these are the settings for the current length; outside of a step, for the longest range.
     """
     config: SegmentConfig | ConfigsByLength | None = getattr(module, SEGMENT_KEY, None)  # PyTorch 2.8: not by ``vars``
-    return config.at(present_length()) if isinstance(config, ConfigsByLength) else config
+    return config.at(current_length()) if isinstance(config, ConfigsByLength) else config
 
 
 def config_of(module: nn.Module) -> SegmentConfig:
@@ -129,9 +130,6 @@ def with_length_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     """Return a block in which the length of these arguments is the current length, if ``module`` is a root."""
     ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
     return _NOTHING if ranges.length is None else at_length(_length_in(module, ranges, ranges.length, args, kwargs))
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 def _length_in(

@@ -200,7 +200,7 @@ class ModuleState:
         return (t for t in tensors if not is_of_transform(t) and (type(t) is Tensor or not isinstance(t, nn.Parameter)))
 
 
-def matrices_of(module: nn.Module) -> list[Tensor]:
+def find_matrices(module: nn.Module) -> list[Tensor]:
     """Return the tensors of more than one dimension that ``module`` keeps in buffers and attributes, each once.
 
     Tensors of inference are not among them: autograd does not save these.
@@ -263,7 +263,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
-def copy_of(module: nn.Module) -> nn.Module:
+def copy_module(module: nn.Module) -> nn.Module:
     """Return a deep copy of ``module``, in which tensors with a graph, which cannot be copied, are detached.
 
     Raises whatever the classes of the attributes raise.

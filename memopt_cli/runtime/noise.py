@@ -12,7 +12,7 @@ from typing import Final
 from torch import Tensor
 
 from memopt_cli.runtime.graph import nodes_behind
-from memopt_cli.runtime.private_torch import name_of_node, number_of
+from memopt_cli.runtime.private_torch import name_of_node, sequence_number
 
 _FILLED_LATER: Final = ("RreluWithNoiseBackward", "RreluWithNoiseFunctionalBackward")
 """Names of the nodes of all ATen operators whose schema says that they write to an argument which they save."""
@@ -23,5 +23,5 @@ def noise_since(first: int, outputs: Iterable[Tensor]) -> frozenset[int]:
 
     Backward never asks a node for its tensors if no output depends on the node.
     """
-    nodes = nodes_behind(outputs, lambda node: number_of(node) < first)
-    return frozenset(number_of(node) for node in nodes if name_of_node(node).startswith(_FILLED_LATER))
+    nodes = nodes_behind(outputs, lambda node: sequence_number(node) < first)
+    return frozenset(sequence_number(node) for node in nodes if name_of_node(node).startswith(_FILLED_LATER))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from memopt_cli.runtime.lifted.module import operators_of
+from memopt_cli.runtime.lifted.module import list_operators
 from memopt_cli.runtime.private_torch import BatchNorm
 
 _OPERATOR_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
@@ -24,11 +24,11 @@ BATCH_NORMS: dict[Any, tuple[str, ...]] = {
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
     """Return the modules in ``module`` that normalize by batch statistics in training mode, lifted ones included."""
-    return [m for m in module.modules() if isinstance(m, BatchNorm) or "aten::batch_norm" in operators_of(m)]
+    return [m for m in module.modules() if isinstance(m, BatchNorm) or "aten::batch_norm" in list_operators(m)]
 
 
 class OtherNormsError(Exception):
-    """Batch norms get other channels for a part of an input than for the whole; the message is a ``Complaint``."""
+    """Batch norms get different channels for a part of an input and for the whole; the message is a ``Complaint``."""
 
 
 class SameStatistics(TorchFunctionMode):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt_cli.runtime.frozen import freeze, is_opaque, slots_in, slots_of
+from memopt_cli.runtime.frozen import find_slots, freeze, is_opaque, slots_in
 from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE, ScriptSlots
 from memopt_cli.runtime.private_torch import (
     attributes_of_script,
@@ -47,7 +47,7 @@ class Owner:
         raise NotImplementedError
 
     def holds(self, slots: Slots) -> bool:
-        """Return whether the values are the very objects of ``slots``."""
+        """Return whether the values are the same objects as those of ``slots``."""
         return is_same(self.read(), slots)
 
     def mapping(self) -> dict[Any, Any] | None:
@@ -105,8 +105,8 @@ class Snapshot:
         self._values += of_readers
         self._lengths = [*map(len, self._mappings)]
 
-    def is_present(self) -> bool:
-        """Return whether the owners hold the very same objects now."""
+    def is_current(self) -> bool:
+        """Return whether the owners hold the same objects now."""
         if [*map(len, self._mappings)] != self._lengths:
             return False
         try:
@@ -222,7 +222,7 @@ class ScriptAttributes(Owner):
 
     def _slots(self) -> ScriptSlots:
         module = self._module()
-        assert module is not None, "whoever reads it holds the module"
+        assert module is not None, "the reader holds the module"
         return ScriptSlots(module)
 
     def read(self) -> Slots:
@@ -344,7 +344,7 @@ class HiddenContents(Owner):
         """Leave the object as it is: the first call that changes it does not run again."""
 
 
-def owners_of(modules: Sequence[nn.Module]) -> Iterator[Owner]:
+def list_owners(modules: Sequence[nn.Module]) -> Iterator[Owner]:
     """Yield the owners of all state of ``modules`` besides their parameters."""
     for module in modules:
         yield Attributes(module)
@@ -366,7 +366,7 @@ def owners_in(part: Any) -> Iterator[Owner]:
         yield Items(part)
     if hasattr(part, "__dict__"):
         yield Table(vars(part))
-    if slots_of(type(part)):
+    if find_slots(type(part)):
         yield Slotted(part)
 
 

@@ -55,6 +55,8 @@ _PLANES_SIZE = 2**16
 
 
 _thread = threading.local()
+_PACKED_DTYPES = frozenset((*FLOATS, *WIDE_INTEGERS, torch.bool, torch.uint8, torch.int8))
+_BYTES = frozenset(map(float, range(256)))
 
 
 @contextlib.contextmanager
@@ -104,10 +106,6 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
     if len(values) == 1:
         return COMPRESSORS["two-valued"]
     return COMPRESSORS["uint8"] if all(value in _BYTES for value in values) else None
-
-
-_PACKED_DTYPES = frozenset((*FLOATS, *WIDE_INTEGERS, torch.bool, torch.uint8, torch.int8))
-_BYTES = frozenset(map(float, range(256)))
 
 
 def _sample(x: Tensor) -> list[float]:
@@ -201,13 +199,14 @@ class _Late:
 class PackedSaves:
     """The tensors that autograd saves during one run of a module's forward, packed."""
 
-    def __init__(self, untouched: Iterable[Tensor], group: ParcelSeries | None = None, *, packs: bool = True) -> None:
+    def __init__(self, untouched: Iterable[Tensor], parcels: ParcelSeries | None = None, *, packs: bool = True) -> None:
         """Leave the tensors ``untouched``, parameters and buffers, as they are: they exist anyway.
 
-        ``group``: sends all other tensors to a place.  ``None``: they stay on the device.  ``packs``: pack them.
+        ``parcels``: sends all other tensors to a place.  ``None``: they stay on the device.  ``packs``: pack them.
         """
-        self._group, self._packs = group, packs
-        self._untouched = {memory_of(t) for t in untouched if has_memory(t)}
+        self._parcels, self._packs = parcels, packs
+        # Forward may replace a buffer, such as a neuron's membrane potential, and another tensor may get its memory.
+        self._untouched = {memory_of(t): weakref.ref(t) for t in untouched if has_memory(t)}
         self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_PackedRegion]]]] = {}
         """Key of a storage -> the storage, and its regions, each with what is packed of it."""
         self._late: list[_Late] = []
@@ -220,7 +219,7 @@ class PackedSaves:
             with saved_tensors_hooks(self.pack, self.unpack):
                 yield
         finally:
-            self.settle()
+            self.pack_waiting()
 
     @not_compiled
     def pack(self, tensor: Tensor) -> Any:
@@ -231,13 +230,13 @@ class PackedSaves:
             return _Unpacked(tensor)
         is_large = tensor.nbytes >= _MIN_BYTES
         # A small view is not passed over: it may keep alive all of the large tensor that it is a view of.
-        if (not is_large and base_of(tensor) is None) or memory_of(tensor) in self._untouched:
+        if (not is_large and base_of(tensor) is None) or self._is_untouched(memory_of(tensor)):
             return _Unpacked(tensor)
-        if self._group is not None:
-            # The parameters that FSDP gathers for forward are not parameters of the module, hence not untouched.
+        if self._parcels is not None:
+            # The parameters that FSDP gathers for forward are not the module's, so they are not in ``_untouched``.
             if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
                 return _Unpacked(tensor)
-            self._group.note_save()
+            self._parcels.note_save()
         saved = self._packed_before(tensor) if is_large and self._packs else None
         if saved is not None and isinstance(saved.packed, PackedAway):
             saved.packed.note_use()
@@ -251,9 +250,15 @@ class PackedSaves:
             return self._store_raw(tensor)
         return saved, tensor.shape, tensor.stride()
 
+    def _is_untouched(self, memory: int) -> bool:
+        """Return whether a tensor that is to be left as it is still has the storage with the key ``memory``."""
+        reference = self._untouched.get(memory)
+        tensor = None if reference is None else reference()
+        return tensor is not None and memory_of(tensor) == memory
+
     def _send(self, packed: Packed) -> Packed | PackedAway:
         """Begin to send ``packed``, if there is a place to send it to, and return it."""
-        return packed if self._group is None else self._group.take(packed)
+        return packed if self._parcels is None else self._parcels.take(packed)
 
     def _store_raw(self, tensor: Tensor) -> Packed | PackedAway:
         """Return ``tensor`` stored raw, with its version, which :meth:`unpack` checks.
@@ -262,9 +267,9 @@ class PackedSaves:
         refer to it.
         """
         stored = store_raw(tensor.detach())
-        if self._group is not None:
-            return self._group.take(stored)
-        whole = _whole_of(tensor)
+        if self._parcels is not None:
+            return self._parcels.take(stored)
+        whole = _dense_base(tensor)
         if whole is not tensor:
             raw = store_raw(whole.detach())
             note_stored(whole, raw)
@@ -275,11 +280,11 @@ class PackedSaves:
         note_stored(tensor, stored)
         return stored
 
-    def settle(self) -> None:
+    def pack_waiting(self) -> None:
         """Pack the tensors that still wait, once every operator of the module has run."""
         self._pack_late(math.inf)
-        if self._group is not None:
-            self._group.complete()
+        if self._parcels is not None:
+            self._parcels.complete()
 
     def _pack_late(self, node: float) -> None:
         """Pack the tensors that were saved before ``node`` was made: the operators that saved them have ended."""
@@ -313,10 +318,10 @@ class PackedSaves:
 
     def _pack_new(self, tensor: Tensor) -> _PackedRegion | None:
         """Pack ``tensor``.  ``None``: no codec makes it smaller."""
-        with internal_tensors(), torch.no_grad():  # the samples, too, are no operators of the model
+        with internal_tensors(), torch.no_grad():  # taking samples is not an operator of the model, either
             codec = codec_for(tensor)
-            whole = tensor if codec else _whole_of(tensor)
-            # A view that shows only a part of its base is not packed by parts.  The number of elements alone would not
+            whole = tensor if codec else _dense_base(tensor)
+            # A view that shows only a part of its base is not packed by parts.  Numbers of elements would not
             # tell: the last row of a matrix, expanded to all rows, has as many as the matrix.
             if _region(whole) != _region(tensor):
                 return None
@@ -334,7 +339,7 @@ class PackedSaves:
         return saved
 
 
-def _whole_of(tensor: Tensor) -> Tensor:
+def _dense_base(tensor: Tensor) -> Tensor:
     """Return the base of the view ``tensor`` if it is dense and has the same dtype; otherwise ``tensor`` itself."""
     whole = base_of(tensor)
     if whole is None or whole.grad_fn is None or whole.dtype != tensor.dtype or not is_dense(whole):

@@ -31,7 +31,7 @@ class _Entries:
 
     def are_in_place(self) -> bool:
         """Return whether the dictionaries hold these entries, and no others."""
-        return self._snapshot.is_present()
+        return self._snapshot.is_current()
 
     def versions(self) -> list[int | None]:
         """Return the current version of each parameter.  ``None``: it is sharded or lazy."""
@@ -74,7 +74,7 @@ class Parameters:
         self.has_gradients = False
         """Whether forward itself called backward, which adds to the parameters' gradients."""
 
-    def settle(self) -> None:
+    def end_forward(self) -> None:
         """Note, when forward has ended, whether it wrote parameters, and the versions that backward must find."""
         versions, before = self._entries.versions(), self._versions
         if versions != before or (self._memory and self._memory != _memory_of_all(self.tensors)):
@@ -93,10 +93,10 @@ class Parameters:
 
     def check(self) -> None:
         """Raise :class:`RuntimeError` if a parameter was modified in place since forward ended."""
-        present = self._entries.versions()
-        if present == self._versions:
+        versions = self._entries.versions()
+        if versions == self._versions:
             return
-        for name, p, before, now in zip(self._entries.names, self.tensors, self._versions, present, strict=True):
+        for name, p, before, now in zip(self._entries.names, self.tensors, self._versions, versions, strict=True):
             if before != now:
                 raise RuntimeError(
                     f"the parameter {name} of shape {tuple(p.shape)} was modified in place between forward and "
@@ -110,7 +110,7 @@ class Parameters:
             _exchange(table, entries)
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Return a context manager in whose block the modules hold these parameters, which need gradients as then.
+        """Return a context manager that gives the modules these parameters, with ``requires_grad`` as in that call.
 
         Afterwards the modules hold their current parameters again, even if the forward in the block exchanged
         parameters for itself, and ended before it put them back.

@@ -112,7 +112,7 @@ def memory_of(tensor: Tensor) -> int:
     return storage_key(tensor.untyped_storage())
 
 
-def holders_of(tensor: Tensor) -> int:
+def count_holders(tensor: Tensor) -> int:
     """Return the number of tensors that hold the storage of ``tensor``, including itself and what autograd holds."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage_key(storage))) - 1  # without ``storage``, this function's own
@@ -124,19 +124,19 @@ def is_made_of_others(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
 
-def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that hold the values of ``tensor``: itself, or those that it consists of, as a ``DTensor``."""
+def walk_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold the values of ``tensor``: itself, or its parts if it is like a ``DTensor``."""
     if not is_made_of_others(type(tensor)):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     for part in (getattr(tensor, name) for name in names):
         if isinstance(part, Tensor):  # there may be meshes, too
-            yield from parts_of(part)
+            yield from walk_parts(part)
 
 
 stands_for_zeros: Final[Callable[[Tensor], bool]] = Tensor._is_zerotensor
-"""Whether a tensor is PyTorch's special zero tensor without memory, as some tangents are."""
+"""Whether a tensor is PyTorch's special zero tensor without memory, like some tangents."""
 
 is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 """Whether autograd takes a tensor for a view of another one."""
@@ -188,7 +188,7 @@ def is_fake(value: Any) -> bool:
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is of PyTorch's own class or of a dry run: other classes may define operators anew."""
+    """Return whether ``tensor`` is of PyTorch's own class or of a dry run: other classes may redefine operators."""
     return type(tensor) is Tensor or isinstance(tensor, FakeTensor)
 
 
@@ -241,7 +241,7 @@ def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any])
             delattr(owner, name)
 
 
-def mend_copies_of_fakes() -> None:
+def patch_deepcopy() -> None:
     """Make ``copy.deepcopy`` of a dry run's tensor return another tensor of the dry run, from now on.
 
     PyTorch would copy its storage, which has a size but no memory, and write out of bounds.  The change is permanent,
@@ -294,12 +294,12 @@ schema_of: Final[Callable[[Any], Any]] = attrgetter("_schema")
 
 
 def has_schema(operator: Any) -> bool:
-    """Return whether ``operator`` has a schema: higher-order operators, as of ``torch.compile``, have none."""
+    """Return whether ``operator`` has a schema: higher-order operators, such as ``torch.compile``'s, have none."""
     return hasattr(operator, "_schema")
 
 
 def has_kernel(operator: OpOverload) -> bool:
-    """Return whether the dispatcher can run ``operator``, and not TorchScript's interpreter alone."""
+    """Return whether the dispatcher can run ``operator``, and not only TorchScript's interpreter."""
     return bool(torch._C._dispatch_has_kernel(operator.name()))
 
 
@@ -443,7 +443,7 @@ def name_of_node(node: Any) -> str:
     return type(node).__name__
 
 
-def number_of(node: Any) -> int:
+def sequence_number(node: Any) -> int:
     """Return the number that ``node`` got when it was made; nodes that add up gradients have the highest there is."""
     return int(node._sequence_nr())
 
@@ -455,12 +455,12 @@ Edge = tuple[int, int]
 def edge_of(tensor: Tensor) -> Edge | None:
     """Return the edge that leads to ``tensor``, or ``None`` if no node made it."""
     node = tensor.grad_fn
-    return None if node is None else (number_of(node), tensor.output_nr)
+    return None if node is None else (sequence_number(node), tensor.output_nr)
 
 
 def _edge(node: Any, output: int) -> Edge | None:
     # A node that adds up gradients has no number of its own.
-    return None if node is None or hasattr(node, "variable") else (number_of(node), output)
+    return None if node is None or hasattr(node, "variable") else (sequence_number(node), output)
 
 
 def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None, int | None]]] | None:
@@ -486,11 +486,11 @@ def _length(maker: Any, output: int, dim: int, dimensions: int) -> int | None:
 
 
 running_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
-"""The node whose derivative is being computed in this thread.  ``None``: outside of backward."""
+"""The node whose derivative is being computed in this thread; ``None`` outside of backward."""
 
 
 hooks_on_saving: Final[Callable[[], Any]] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
-"""The innermost (pack, unpack) hooks on what autograd saves now.  ``None``: there are none."""
+"""The innermost (pack, unpack) hooks on what autograd saves now; ``None`` if there are none."""
 
 
 graph_is_kept: Final[Callable[[], bool]] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -546,16 +546,16 @@ def is_engine(caller: FrameType | None) -> bool:
     engine, or there is none, if the engine runs in a thread of its own.  PyTorch has no other way to tell that autograd
     adds up two gradients.
     """
-    caller = _beyond(caller, _NOT_COMPILED)
+    caller = _first_frame_outside(caller, _NOT_COMPILED)
     return caller is None or caller.f_code is _ENGINE
 
 
 def caller_beyond(names: frozenset[str]) -> FrameType | None:
     """Return the frame that called the caller of this, passing over modules whose name is in ``names``."""
-    return _beyond(sys._getframe(1), names)
+    return _first_frame_outside(sys._getframe(1), names)
 
 
-def _beyond(frame: FrameType | None, names: frozenset[str]) -> FrameType | None:
+def _first_frame_outside(frame: FrameType | None, names: frozenset[str]) -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__") in names:
         frame = frame.f_back
     return frame
@@ -564,8 +564,8 @@ def _beyond(frame: FrameType | None, names: frozenset[str]) -> FrameType | None:
 # ---------------------------------------------------------------------------------------------- hooks on saving
 
 
-class as_written:  # used like a function, hence in lower case
-    """A block in which TorchScript runs unoptimized, as by ``torch.jit.optimized_execution(False)``."""
+class as_written:  # used like a function, so in lower case
+    """A block in which TorchScript runs unoptimized, like in ``torch.jit.optimized_execution(False)``."""
 
     __slots__ = ("_optimizes",)
 
@@ -875,10 +875,10 @@ def reducing_ranks(module: Any) -> int:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # as in earlier versions, which had one group at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return max((_ranks_of(group.mesh_info) for group in groups), default=1)
+    return max((_count_ranks(group.mesh_info) for group in groups), default=1)
 
 
-def _ranks_of(mesh_info: Any) -> int:
+def _count_ranks(mesh_info: Any) -> int:
     axes = (mesh_info.shard_mesh_dim, mesh_info.replicate_mesh_dim)
     return math.prod(mesh_info.mesh.size(axis) for axis in axes if axis is not None)
 
@@ -924,7 +924,7 @@ function_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stac
 @contextlib.contextmanager
 def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
     """Activate ``modes``, and no other function modes, inside the block."""
-    present = [_pop_mode() for _ in function_modes()][::-1]
+    active = [_pop_mode() for _ in function_modes()][::-1]
     for mode in modes:
         _push_mode(mode)
     try:
@@ -932,12 +932,12 @@ def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
     finally:
         for _ in modes:
             _pop_mode()
-        for mode in present:
+        for mode in active:
             _push_mode(mode)
 
 
 def cached_parametrizations() -> tuple[int, dict[Any, Any]] | None:
-    """Return the number of active blocks of ``parametrize.cached()``, and a copy of their cache.  ``None``: none is."""
+    """Return the number of active blocks of ``parametrize.cached()``, and a copy of their cache; ``None`` if zero."""
     return (parametrize._cache_enabled, dict(parametrize._cache)) if parametrize._cache_enabled else None
 
 
@@ -1007,7 +1007,7 @@ def hooks_of(script: Any) -> list[Any]:
     return [*script._c._get_forward_hooks(), *script._c._get_forward_pre_hooks()]
 
 
-def reader_of(archive: bytes) -> Any:
+def open_archive(archive: bytes) -> Any:
     """Return PyTorch's own reader of ``archive``.  Raises :class:`RuntimeError` if the bytes are not an archive."""
     return torch._C.PyTorchFileReader(io.BytesIO(archive))
 

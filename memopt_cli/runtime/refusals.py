@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from memopt_cli.runtime.batch_statistics import statistics_refusal
 from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, declared_compressor
-from memopt_cli.runtime.lifted.module import LiftedModule, operators_of
+from memopt_cli.runtime.lifted.module import LiftedModule, list_operators
 from memopt_cli.runtime.module_state import uninitialized
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.places.interface import PLACES
@@ -25,6 +25,8 @@ from memopt_cli.runtime.private_torch import InstanceNorm
 from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
 from memopt_cli.runtime.selective import keep_refusal, why_misspelled
+
+_KINDS: Final = {bool: "true or false", int: "a whole number", str: "text", tuple: "a tuple of names of operators"}
 
 
 def refusal(module: nn.Module) -> str:
@@ -73,7 +75,7 @@ def misfit(module: nn.Module, config: SegmentConfig) -> str:
 def why_misplaced(module: nn.Module, config: SegmentConfig) -> str:
     """Return the reason why ``config`` is wrong for ``module``, whatever its mode and PyTorch's version.
 
-    A module that is loaded gets this check alone: it may have become a segment in another mode or version.
+    A module that is loaded gets only this check: it may have become a segment in another mode or version.
     """
     if reason := wrong_settings(config):
         return reason
@@ -111,9 +113,6 @@ def wrong_settings(config: SegmentConfig) -> str:
     if config.inexact and (config.batch_statistics or config.chunks < 2):
         return "inexact is for two chunks or more whose batch statistics are not gathered"
     return why_misspelled(config.keep)
-
-
-_KINDS: Final = {bool: "true or false", int: "a whole number", str: "text", tuple: "a tuple of names of operators"}
 
 
 def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
@@ -155,7 +154,7 @@ def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
 
 
 def _misfit_through_loss(module: nn.Module, config: SegmentConfig) -> str:
-    is_lifted = operators_of(module) == ["aten::linear"] and not any(module.children())
+    is_lifted = list_operators(module) == ["aten::linear"] and not any(module.children())
     if inspect.unwrap(type(module).forward) is not nn.Linear.forward and not is_lifted:
         return f"only a linear layer runs in chunks through its loss, and it is a {type(module).__name__}"
     return ""

@@ -52,8 +52,8 @@ def recomputing_module() -> nn.Module | None:
     return this_thread.recomputing[-1] if this_thread.recomputing else None
 
 
-_turns: MutableMapping[nn.Module, Any] = WeakKeyDictionary()
-_making_turns = threading.Lock()
+_locks: MutableMapping[nn.Module, Any] = WeakKeyDictionary()
+_making_locks = threading.Lock()
 
 
 class taking_turns:
@@ -62,44 +62,44 @@ class taking_turns:
     Threads of autograd's engine do not wait, since the thread in the segment may itself be waiting for one of them.
     """
 
-    __slots__ = ("_modules", "_outer", "_turns")
+    __slots__ = ("_locks", "_modules", "_outer")
 
     def __init__(self, *modules: nn.Module) -> None:
-        """Take the turns of ``modules``, segments inside one another, the outermost first."""
+        """Take the locks of ``modules``, segments inside one another, the outermost first."""
         self._modules = modules
 
     def __enter__(self) -> None:
-        self._turns: list[Any] = []
+        self._locks: list[Any] = []
         try:
-            for turn in map(_turn_of, self._modules) if _was_started_by_python() else ():
-                turn.acquire()
-                self._turns.append(turn)
-        except BaseException:  # Ctrl-C while it waits for the second turn must not keep the first
+            for lock in map(_ensure_lock, self._modules) if _was_started_by_python() else ():
+                lock.acquire()
+                self._locks.append(lock)
+        except BaseException:  # Ctrl-C while it waits for the second lock must not keep the first
             self._release()
             raise
-        self._outer = this_thread.turn
-        this_thread.turn = self._outer or self._modules[0]
+        self._outer = this_thread.outermost_segment
+        this_thread.outermost_segment = self._outer or self._modules[0]
 
     def __exit__(self, *raised: object) -> None:
-        this_thread.turn = self._outer
+        this_thread.outermost_segment = self._outer
         self._release()
 
     def _release(self) -> None:
-        for turn in reversed(self._turns):
-            turn.release()
+        for lock in reversed(self._locks):
+            lock.release()
 
 
-def outermost_turn() -> nn.Module | None:
+def outermost_segment() -> nn.Module | None:
     """Return the outermost segment that runs now, or ``None``; its state includes the state of all inner segments."""
-    return this_thread.turn
+    return this_thread.outermost_segment
 
 
-def _turn_of(module: nn.Module) -> Any:
-    turn = _turns.get(module)
-    if turn is None:
-        with _making_turns:
-            turn = _turns.setdefault(module, threading.RLock())
-    return turn
+def _ensure_lock(module: nn.Module) -> Any:
+    lock = _locks.get(module)
+    if lock is None:
+        with _making_locks:
+            lock = _locks.setdefault(module, threading.RLock())
+    return lock
 
 
 def _was_started_by_python() -> bool:
@@ -170,6 +170,6 @@ def is_transformed() -> bool:
     return has_tangents() or is_transforming()
 
 
-def saving_aside() -> saved_tensors_hooks:
+def bypassing_hooks() -> saved_tensors_hooks:
     """Return hooks under which saved tensors bypass the enclosing hooks; for tensors that backward never needs."""
     return saved_tensors_hooks(unchanged, unchanged)

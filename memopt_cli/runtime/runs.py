@@ -38,7 +38,7 @@ class GroupedSequential(nn.Sequential):
 
     def forward(self, input: Any) -> Any:
         """Return the output of the last part, each part taking the output of the one before."""
-        for part in _parts_of(self).values():
+        for part in _children_and_runs(self).values():
             input = part(input)
         return input
 
@@ -81,7 +81,7 @@ def add_runs(model: nn.Module, path: str) -> list[Run]:
     parent, added = model, []
     for name in path.split(".") if path else ():
         part = _part(parent, name)
-        if isinstance(part, Run) and name not in _runs_of(parent):
+        if isinstance(part, Run) and name not in _update_runs(parent):
             _add(parent, name, part)
             added.append(part)
         parent = part
@@ -91,7 +91,7 @@ def add_runs(model: nn.Module, path: str) -> list[Run]:
 def remove_runs(model: nn.Module, only: Sequence[Run] | None = None) -> None:
     """Remove the runs from ``model``, in place: all, or ``only`` these; a Sequential without runs is a plain one."""
     for module in model.modules():
-        rest = {name: run for name, run in _runs_of(module).items() if only is not None and run not in only}
+        rest = {name: run for name, run in _update_runs(module).items() if only is not None and run not in only}
         if vars(module).pop(RUNS_KEY, None) is not None and not rest and type(module) is GroupedSequential:
             module.__class__ = nn.Sequential  # type: ignore[assignment]
         if rest:
@@ -126,11 +126,11 @@ def named_parts(
     if module not in seen:
         seen.add(module)
         yield path, module
-        for name, part in _parts_of(module).items():
+        for name, part in _children_and_runs(module).items():
             yield from named_parts(part, child_path(path, name), seen)
 
 
-def _runs_of(module: nn.Module) -> dict[str, Run]:
+def _update_runs(module: nn.Module) -> dict[str, Run]:
     """Return the runs of ``module`` by name, brought up to date with its current children."""
     runs: dict[str, Run] = vars(module).get(RUNS_KEY, {})
     for run in runs.values():
@@ -141,14 +141,14 @@ def _runs_of(module: nn.Module) -> dict[str, Run]:
     return runs
 
 
-def _parts_of(module: nn.Module) -> dict[str, nn.Module]:
+def _children_and_runs(module: nn.Module) -> dict[str, nn.Module]:
     """Return the children of ``module`` by name, with runs in place of the children that are in them."""
-    run_of = {child: name for name, run in _runs_of(module).items() for child in children_of(run)}
+    run_of = {child: name for name, run in _update_runs(module).items() for child in children_of(run)}
     parts: dict[str, nn.Module] = {}
     for name, child in children_of(module).items():
         run = run_of.get(name)
         if run is not None:
-            parts[run] = _runs_of(module)[run]
+            parts[run] = _update_runs(module)[run]
         elif child is not None:
             parts[name] = child
     return parts
@@ -156,7 +156,7 @@ def _parts_of(module: nn.Module) -> dict[str, nn.Module]:
 
 def _part(parent: nn.Module, name: str) -> nn.Module:
     # Not ``get_submodule``: for an empty name it returns the module itself, and it evaluates properties.
-    known = {**children_of(parent), **_runs_of(parent)}
+    known = {**children_of(parent), **_update_runs(parent)}
     part = known[name] if name in known else _run_by_name(parent, name)
     if part is None:
         raise AttributeError(f"{type(parent).__name__} has no module {name!r}")
@@ -181,9 +181,9 @@ def _run(parent: nn.Module, names: list[str]) -> Run:
 
 
 def _add(parent: nn.Module, name: str, run: Run) -> None:
-    for present_name, present_run in _runs_of(parent).items():
-        if children_of(present_run).keys() & children_of(run).keys():
-            raise ValueError(f"it shares children with the run {present_name}")
+    for existing_name, existing_run in _update_runs(parent).items():
+        if children_of(existing_run).keys() & children_of(run).keys():
+            raise ValueError(f"it shares children with the run {existing_name}")
     if type(parent) is nn.Sequential:
         parent.__class__ = GroupedSequential
     if not isinstance(parent, GroupedSequential):

@@ -27,6 +27,8 @@ _COMPARED_DTYPES: Final = frozenset(
 """Dtypes that are compared.  Bytes are not: some are the workspace of a kernel, which may write only a part of it."""
 
 _is_off = False
+_GLANCE_BYTES: Final = 32
+"""Bytes at each place, a multiple of the size of any element."""
 
 
 @contextlib.contextmanager
@@ -100,8 +102,6 @@ def matches_glance(before: bytes, tensor: Tensor) -> bool:
     return _are_close(elements, elements_now, tensor.dtype)
 
 
-_GLANCE_BYTES: Final = 32
-"""Bytes at each place, a multiple of the size of any element."""
 _GlancedBytes = ctypes.c_char * _GLANCE_BYTES
 
 

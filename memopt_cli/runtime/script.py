@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of, reader_of
-from memopt_cli.runtime.script_code import check_classes, check_code, kind_of
+from memopt_cli.runtime.private_torch import buffers_of, children_of, open_archive, parameters_of
+from memopt_cli.runtime.script_code import check_classes, check_code, classify_record
 
 
 def check_script(archive: bytes) -> None:
     """Read the code of a TorchScript archive as text and check every operator that it names.
 
     Raises :class:`UnsafeScriptError` for a record, operator, class or name that is not known to be harmless, and for
-    code that cannot be read; :class:`RuntimeError` if the bytes are no such archive.
+    code that cannot be read; :class:`RuntimeError` if the bytes are not such an archive.
     """
     # By PyTorch's own reader, so that the code that is checked is the code that ``torch.jit.load`` compiles.
-    reader = reader_of(archive)
+    reader = open_archive(archive)
     code = {}
     for record in reader.get_all_records():
-        kind = kind_of(record)
+        kind = classify_record(record)
         if kind == "code":
             code[record] = reader.get_record(record).decode("utf-8", "replace")
         elif kind == "pickle":
@@ -36,7 +36,7 @@ def check_script(archive: bytes) -> None:
     check_code(code)
 
 
-def bytes_of(archive: Tensor) -> bytes:
+def archive_bytes(archive: Tensor) -> bytes:
     """Return the bytes in ``archive``, a tensor of ``uint8``, without NumPy, which need not be installed."""
     data = bytearray(archive.numel())
     if data:
@@ -73,7 +73,7 @@ class ScriptLeaf(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._push()
         # Unoptimized: TorchScript's executor profiles its first runs, and differentiates later ones by itself.  Those
-        # round differently, and a recomputation would save other tensors than its forward.
+        # round differently, and a recomputation would save tensors that differ from its forward's.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             output = self.script(*args, **kwargs)
         for part, script in _pairs(self, self.script):
@@ -99,7 +99,7 @@ class ScriptLeaf(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         rest = {k: v for k, v in state.items() if k not in ("archive", "anchor")}
-        script = restore_script(bytes_of(state["archive"]), state["anchor"].device)
+        script = restore_script(archive_bytes(state["archive"]), state["anchor"].device)
         vars(self).update(rest, _parameters={}, _buffers={}, _modules={})
         self._attach(script)
 

@@ -85,13 +85,14 @@ _KINDS: Final[Mapping[Kind, re.Pattern[str]]] = {
         r"|\.storage_alignment|extra/.+"
     ),
 }
+_NONE: Final = ast.dump(ast.Name("NoneType", ast.Load()))
 
 
 class UnsafeScriptError(Exception):
     """The code of an archive uses something that is not known to be harmless, which the message names."""
 
 
-def kind_of(record: str) -> Kind:
+def classify_record(record: str) -> Kind:
     """Return the kind of the record with the name ``record`` in a TorchScript archive.
 
     PyTorch's reader ignores case in names.  So the name of a record of code is recognized in any case, and the record
@@ -115,7 +116,7 @@ def check_code(records: Mapping[str, str]) -> dict[str, ast.Module]:
 
     Raises :class:`UnsafeScriptError`, which names what is not allowed.
     """
-    trees = {record: parsed_code(text) for record, text in records.items()}
+    trees = {record: parse_code(text) for record, text in records.items()}
     for tree in trees.values():
         _check_names(tree)
         _check_calls(tree)
@@ -124,7 +125,7 @@ def check_code(records: Mapping[str, str]) -> dict[str, ast.Module]:
     return trees
 
 
-def parsed_code(text: str) -> ast.Module:
+def parse_code(text: str) -> ast.Module:
     """Return ``text`` parsed.  Raises :class:`UnsafeScriptError` if PyTorch's parser might read it in another way."""
     try:
         if not _TEXT.fullmatch(text):
@@ -150,7 +151,7 @@ def _has_comment(text: str) -> bool:
     return any(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text).readline))
 
 
-def parsed_type(text: str) -> ast.expr:
+def parse_type(text: str) -> ast.expr:
     """Return the type ``text`` parsed.  Raises :class:`UnsafeScriptError` for a text that PyTorch does not write."""
     try:
         if len(text) > _MAX_TYPE_LENGTH or not _TYPE.fullmatch(text):
@@ -176,12 +177,12 @@ def _check_names(tree: ast.AST) -> None:
     # otherwise against the code's own variables and the words of the language.
     chains = list(_chains(tree))
     roots = {id(chain[0]) for chain in chains}
-    own = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    own |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    own |= {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-    if own & _NO_VARIABLES:
-        raise UnsafeScriptError(f"a variable named {', '.join(sorted(own & _NO_VARIABLES))}")
-    known = own | _WORDS
+    defined = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    defined |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    defined |= {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    if defined & _NO_VARIABLES:
+        raise UnsafeScriptError(f"a variable named {', '.join(sorted(defined & _NO_VARIABLES))}")
+    known = defined | _WORDS
     for name, attributes in chains:
         _check_chain([name.id, *(a.attr for a in attributes)])
     for node in ast.walk(tree):
@@ -306,7 +307,7 @@ class _Variables:
                 self._types.setdefault(node.id, []).append(None)
 
     def allow(self, cast: ast.Call) -> bool:
-        """Return whether the value of ``cast`` surely has the type to which it is cast."""
+        """Return whether the value of ``cast`` is certain to have the type to which it is cast."""
         if len(cast.args) != 2 or cast.keywords:
             return False
         kind, source = cast.args
@@ -363,9 +364,6 @@ def _is_optional(kind: ast.expr | None, wanted: str) -> bool:
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
             return ast.dump(inner) == wanted
     return ast.dump(kind) in (wanted, _NONE)
-
-
-_NONE: Final = ast.dump(ast.Name("NoneType", ast.Load()))
 
 
 # ---------------------------------------------------------------------------------------------- while it is loaded

@@ -30,11 +30,11 @@ from memopt_cli.runtime.compressor import (
     note_stored,
     store,
 )
-from memopt_cli.runtime.copies import copies_of, restored_tensors
+from memopt_cli.runtime.copies import copy_values, restored_tensors
 from memopt_cli.runtime.first_calls import first_call
-from memopt_cli.runtime.learned import Learned, learned_of
+from memopt_cli.runtime.learned import Learned, ensure_learned
 from memopt_cli.runtime.lengths import config_of
-from memopt_cli.runtime.module_state import label_of, matrices_of, uninitialized
+from memopt_cli.runtime.module_state import find_matrices, label_of, uninitialized
 from memopt_cli.runtime.places.schedule import Parcel
 from memopt_cli.runtime.private_torch import as_written, hooks_on_saving, not_compiled
 from memopt_cli.runtime.running import (
@@ -52,7 +52,7 @@ from memopt_cli.runtime.tree import Arguments, join_tensors, joined, split_tenso
 from memopt_cli.runtime.unsafe import run_plainly, runs_plainly
 
 
-def codec_of(module: nn.Module, config: SegmentConfig) -> SpikeCompressor:
+def choose_codec(module: nn.Module, config: SegmentConfig) -> SpikeCompressor:
     """Return the codec in which the inputs of ``module`` are stored."""
     if config.compressor == OWN_COMPRESSOR:
         return OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def call_checkpointed(
     if torch.compiler.is_compiling():
         return _call_traced(module, forward, args, kwargs)
     arguments = Arguments.of(args, kwargs)
-    learned = learned_of(module) if learned is None else learned
+    learned = ensure_learned(module) if learned is None else learned
     if not _can_run_again(module, arguments.tensors, learned):
         return forward(*args, **kwargs)
     outer = enclosing_segment_run()
@@ -120,11 +120,13 @@ def call_checkpointed(
         if inputs.of_chunk:
             raise
         reason = str(error)
-        lost = start.lost() or ("changed something that it did not change before" if start.is_surprised else "")
-        if lost:
-            raise RuntimeError(f"{label_of(module)} {reason} and {lost}; take it out of the plan") from error
+        irreversible = start.irreversible_effect() or (
+            "changed something that it did not change before" if start.is_surprised else ""
+        )
+        if irreversible:
+            raise RuntimeError(f"{label_of(module)} {reason} and {irreversible}; take it out of the plan") from error
     run_plainly(module, reason)
-    start.enter(state_tensors, arguments.others)
+    start.restore(state_tensors, arguments.others)
     # Forward may have run a backward before it failed, which added to these gradients.
     for tensor, gradient in gradients:
         tensor.grad = gradient
@@ -155,7 +157,7 @@ def _within_recomputation(
     """Run ``module`` inside the recomputation of ``outer``, which re-reads the saved inputs and the output."""
     for tensor in _clones(tensors) if learned.overwrites_input else tensors:
         outer.hold_input(tensor)
-    for tensor in matrices_of(module):
+    for tensor in find_matrices(module):
         outer.hold_input(tensor)
     with uncounted(), Unused(drops=not learned.is_differentiated_in_forward).hooks():
         return first()
@@ -177,7 +179,7 @@ def _leaves(tensors: Sequence[Tensor], needs_gradient: Sequence[bool], learned: 
 
 def _clones(tensors: Sequence[Tensor], needs_gradient: Sequence[bool] = ()) -> list[Tensor]:
     """Return copies that share memory where ``tensors`` do: a write of forward to one copy shows in the others."""
-    copies = copies_of(tensors)
+    copies = copy_values(tensors)
     for tensor, is_needed in zip(tensors, needs_gradient, strict=False):
         copies[id(tensor)].needs_gradient = is_needed
     clones = restored_tensors(copies)
@@ -239,7 +241,7 @@ def _call_replayed(
     try:
         return forward(*args, **kwargs)
     finally:
-        starts[0].settle()
+        starts[0].end_forward()
 
 
 def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:

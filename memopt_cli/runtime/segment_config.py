@@ -35,7 +35,7 @@ class SegmentConfig:
     """Whether it is recomputed; if not, what autograd saves inside it, but not in other segments, is packed."""
     keep: tuple[str, ...] = ()
     """Operators whose outputs are kept, not recomputed: ``aten::convolution``, or ``aten::convolution#2`` for the
-    outputs of the second call alone.  Calls in other segments inside this one are not counted.  Under
+    outputs of the second call only.  Calls in other segments inside this one are not counted.  Under
     ``torch.compile`` all outputs are recomputed."""
     batch_statistics: bool = False
     """Whether batch norms in chunks normalize by the statistics of all chunks, which are gathered first."""

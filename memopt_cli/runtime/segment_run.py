@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.in_backward import updates_in_backward
 from memopt_cli.runtime.learned import Learned
-from memopt_cli.runtime.lengths import present_length
+from memopt_cli.runtime.lengths import current_length
 from memopt_cli.runtime.module_state import Complaint, label_of
 from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.private_torch import (
@@ -44,7 +44,7 @@ from memopt_cli.runtime.private_torch import (
     not_compiled,
     unchanged,
 )
-from memopt_cli.runtime.running import enclosing_segment_run, outermost_turn, recomputing, taking_turns
+from memopt_cli.runtime.running import enclosing_segment_run, outermost_segment, recomputing, taking_turns
 from memopt_cli.runtime.samples import glance, matches_glance, matches_sample, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
@@ -57,6 +57,7 @@ Repeat = Callable[[Sequence[Tensor], Sequence[Any]], object]
 """A function that recomputes a forward from the tensors and the other objects among its arguments."""
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Autograd's hooks on saving: one that packs a tensor, and one that unpacks it."""
+_DIFFERS = "computes something else when it runs again for backward"
 
 
 class UnrepeatableError(RuntimeError):
@@ -71,7 +72,7 @@ class _Complete(Exception):
 
 
 class _Saved:
-    """A tensor that autograd saved in a segment, made by :func:`_record_of`.
+    """A tensor that autograd saved in a segment, made by :func:`_make_saved`.
 
     A call saves many, so values that few have are the class's until they are set, and there is no ``__init__``, which
     would take twice as long.
@@ -80,7 +81,7 @@ class _Saved:
     run: SegmentRun | None
     """The call that recomputes the tensor.  ``None``: the call cannot be recomputed."""
     tensor: Tensor | None
-    """The tensor.  ``None``: it is dropped."""
+    """The tensor; ``None`` if it is dropped."""
     version: int
     """The tensor's version when it was saved."""
     packed: Any = None
@@ -91,7 +92,7 @@ class _Saved:
     """Reason why backward cannot use the tensor, for example that forward wrote to it later; empty if it can."""
 
 
-def _record_of(run: SegmentRun | None, tensor: Tensor) -> _Saved:
+def _make_saved(run: SegmentRun | None, tensor: Tensor) -> _Saved:
     """Return the record of ``tensor``, which autograd saves in ``run``."""
     saved = _Saved()
     saved.run = run
@@ -122,10 +123,10 @@ class SegmentRun:
         """
         self._module, self._learned, self._start, self._repeat = module, learned, start, repeat
         self._kept, self._keeps = kept, type(kept) is KeptOutputs
-        self._began, self._length = this_moment(), present_length()
-        outermost = outermost_turn() or module
-        self._turns = (module,) if outermost is module else (outermost, module)
-        """The segments whose turn a recomputation takes."""
+        self._began, self._length = this_moment(), current_length()
+        outermost = outermost_segment() or module
+        self._locked = (module,) if outermost is module else (outermost, module)
+        """The segments whose locks a recomputation takes."""
         self._refs: list[ref[_Saved]] = []
         """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
         self._shapes: list[torch.Size | None] = []
@@ -156,22 +157,22 @@ class SegmentRun:
 
     # ------------------------------------------------------------------------------------------------- forward
 
-    def run_first(self, forward: functools.partial[Any], given: Sequence[Tensor], hooks: Hooks | None) -> Any:
+    def run_first(self, forward: functools.partial[Any], inputs: Sequence[Tensor], hooks: Hooks | None) -> Any:
         """Run ``forward`` for the first time.
 
-        ``given``: the tensors among its arguments; ``hooks``: the hooks on saving around the segment.  Raises
+        ``inputs``: the tensors among its arguments; ``hooks``: the hooks on saving around the segment.  Raises
         :class:`UnrepeatableError` if ``forward`` must run without the segment's hooks.
         """
-        versions = [version_of(t) for t in given]
+        versions = [version_of(t) for t in inputs]
         before = unrepeatable_runs()
         output = self._run(forward)
         if self._kept.other_kernel:
             raise UnrepeatableError(self._kept.other_kernel)
-        if reason := self._start.lost():
+        if reason := self._start.irreversible_effect():
             run_plainly(self._module, reason)
         if self._start.is_surprised:
             cannot_repeat()
-        overwrites = versions != [version_of(t) for t in given]
+        overwrites = versions != [version_of(t) for t in inputs]
         self._learned.overwrites_input |= overwrites
         # If forward wrote over its inputs, backward must not take that for an error: the segment around makes them
         # again, and this one overwrites them again.
@@ -198,14 +199,14 @@ class SegmentRun:
             raise
         finally:
             self.is_running = False
-            self._start.settle(has_failed=has_failed)
+            self._start.end_forward(has_failed=has_failed)
         return output
 
     @not_compiled  # autograd calls this, even from parts of the model that ``torch.compile`` compiles
     def _hold(self, tensor: Tensor) -> _Saved:
         if self._keeps:
             self._kept.note_save()
-        saved = _record_of(self, tensor)
+        saved = _make_saved(self, tensor)
         self._refs.append(ref(saved))
         return saved
 
@@ -258,8 +259,8 @@ class SegmentRun:
 
         The index is negative, counted from the end: if a later call saves more tensors, its last ones differ.
         """
-        own = (p for p in self._module.parameters() if type(p) is nn.Parameter and not is_of_transform(p))
-        parameters = set(map(memory_of, own))
+        own_parameters = (p for p in self._module.parameters() if type(p) is nn.Parameter and not is_of_transform(p))
+        parameters = set(map(memory_of, own_parameters))
         for index in sorted(self._samples, reverse=True):
             saved = self._refs[index]()
             tensor = None if saved is None else saved.tensor
@@ -268,7 +269,7 @@ class SegmentRun:
         return None
 
     def _note_glance(self) -> None:
-        """Note a few bytes of the last activation, if they can be read at next to no cost."""
+        """Note a few bytes of the last activation, if they can be read at almost no cost."""
         if self._learned.compared is None or self.gathers:  # passes over the same chunks save different tensors
             return
         index = len(self._refs) + self._learned.compared
@@ -284,7 +285,7 @@ class SegmentRun:
         """Keep the saved tensors for backward, packed by ``hooks`` around the segment: forward cannot be recomputed.
 
         Inputs of segments inside are not packed: hooks may return them with other strides, and these segments would
-        then run on other strides than in forward.
+        then run on strides that differ from forward's.
         """
         for saved in self._live_saved():
             tensor, saved.run = saved.tensor, None
@@ -318,10 +319,10 @@ class SegmentRun:
         to_end = self._learned.runs_to_end.get(len(self._refs), False)
         compared = self._compared_index, self._compared_bytes
         again = _Repetition(self._module, self._refs, self._shapes, self._samples, *compared, runs_to_end=to_end)
-        with torch.enable_grad(), taking_turns(*self._turns), as_of(self._began, self._length):
-            given = self.inputs()
+        with torch.enable_grad(), taking_turns(*self._locked), as_of(self._began, self._length):
+            inputs = self.inputs()
             with recomputing(self._module), self._start.replay(self.state_tensors()) as others, self._kept.replaying():
-                again.run(functools.partial(self._repeat, given, others))
+                again.run(functools.partial(self._repeat, inputs, others))
         if self._samples:
             self._learned.runs.note_comparison()
         self._samples = {}
@@ -389,7 +390,7 @@ class _Repetition:
     hold_input = pack
 
     def run(self, repeat: Callable[[], object]) -> None:
-        """Call ``repeat``, which ends early.  Raises :class:`RuntimeError` if it saves other tensors than forward."""
+        """Call ``repeat``, which ends early.  Raises :class:`RuntimeError` if it saves different tensors."""
         try:
             with saved_tensors_hooks(self.pack, unchanged):
                 repeat()
@@ -424,9 +425,6 @@ class _Repetition:
             f"draws or reads something that memopt does not see (a tensor of shape {shape} had other values when it "
             "was recomputed, so the gradients of this step are wrong)"
         )
-
-
-_DIFFERS = "computes something else when it runs again for backward"
 
 
 class _Watch:
@@ -485,7 +483,7 @@ class Unused:
 
     @not_compiled
     def hold(self, tensor: Tensor) -> _Saved:
-        saved = _record_of(None, tensor)
+        saved = _make_saved(None, tensor)
         self._refs.append(ref(saved))
         return saved
 

@@ -2,9 +2,9 @@
 
 The idea comes from PyTorch's ``create_selective_checkpoint_contexts``, with these differences:
 
-- A kept output that is modified in place later, through whatever view, is copied first.  PyTorch looks at version
-  counters alone.  But the output of ``aten::_unsafe_view``, the last operator of a matrix product in three dimensions,
-  has a version counter of its own: an in-place activation after it would give wrong gradients silently.
+- A kept output that is modified in place later, through whatever view, is copied first.  PyTorch looks only at the
+  version counters.  But the output of ``aten::_unsafe_view``, the last operator of a matrix product in three
+  dimensions, has a counter of its own: an in-place activation after it would give wrong gradients silently.
 - Only the innermost segment that runs an operator may keep the operator's output: if an outer segment kept it, the
   recomputation of the inner one would run the operator all the same.
 - A second backward through the same graph recomputes the outputs that the first backward has used up.
@@ -53,7 +53,12 @@ Call = tuple[str, int]
 
 
 _KEPT_NAME = re.compile(r"(?P<namespace>\w+)::(?P<operator>\w+)(#(?P<call>[1-9]\d*))?")
-"""``aten::convolution``, or ``aten::convolution#2`` for the second call of a segment alone."""
+"""``aten::convolution``, or ``aten::convolution#2`` for only the second call of a segment."""
+_NO_OPERATOR = (
+    "there is no operator of that name; names are like aten::convolution, without the overload, or "
+    "aten::convolution#2 for the second call"
+)
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def keep_refusal(names: Sequence[str]) -> str:
@@ -71,12 +76,6 @@ def _first_refused(names: Sequence[str], refusal_of: Callable[[str], str]) -> st
     return next((f"it should keep the output of {reprlib.repr(name)}: {why}" for name, why in refusals if why), "")
 
 
-_NO_OPERATOR = (
-    "there is no operator of that name; names are like aten::convolution, without the overload, or "
-    "aten::convolution#2 for the second call"
-)
-
-
 def _operator_refusal(name: str) -> str:
     parts = _KEPT_NAME.fullmatch(name)
     packet = getattr(getattr(torch.ops, parts["namespace"], None), parts["operator"], None) if parts else None
@@ -92,7 +91,7 @@ def _operator_refusal(name: str) -> str:
     if any(result.alias_info is not None for result in schema_of(overload).returns):
         return "it returns a view, which takes no memory"
     # Autocast caches casts of weights, so forward and recomputation may run different numbers of them.
-    return "autocast may run it in forward alone" if packet is torch.ops.aten._to_copy else ""
+    return "autocast may run it in forward only" if packet is torch.ops.aten._to_copy else ""
 
 
 @dataclass(slots=True)
@@ -105,7 +104,7 @@ class _Output:
     signature: tuple[Any, ...]
     """Shapes and dtypes of the call's tensors: a recomputed call with other ones must not get this output."""
     position_after: Tensor | None
-    """Position of the generator after the call.  ``None``: it drew nothing."""
+    """Position of the generator after the call; ``None`` if it drew nothing."""
     watched: list[tuple[Tensor, int]]
     """Tensors that share memory with the output, and their versions when forward ended, to notice later writes."""
 
@@ -314,11 +313,8 @@ def _may_be_max_pool1d(func: Any, args: Any) -> bool:
 
 
 def uncounted() -> AbstractContextManager[None]:
-    """Return a context manager in whose block calls of operators count for no segment."""
+    """Return a context manager that counts calls of operators for no segment."""
     return _NOTHING if this_thread.keeping is None else _innermost(None)
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @contextmanager

@@ -33,6 +33,7 @@ _READ: Final = tuple(read for read, _ in _SETTINGS)
 
 
 _PACKAGE: Final = __name__.partition(".")[0]
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @functools.cache
@@ -45,7 +46,7 @@ class Settings:
     """The values of these settings at one moment."""
 
     def __init__(self) -> None:
-        self._present = [read() for read in _READ]
+        self._values = [read() for read in _READ]
         self._autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _autocast_kinds()]
         self._is_watched = is_watched()
         # Only the user's modes: memopt enters its own ones itself where it needs them.
@@ -53,38 +54,35 @@ class Settings:
         # A forward inside ``parametrize.cached()`` takes parameters from the cache instead of computing them.
         self._cached = cached_parametrizations()
         cached = None if self._cached is None else (self._cached[0], {n: id(t) for n, t in self._cached[1].items()})
-        self._comparable = self._present, self._autocast, self._is_watched, self._modes, cached
+        self._comparable = self._values, self._autocast, self._is_watched, self._modes, cached
 
     def in_force(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in whose block these values hold; afterwards those from before do."""
-        present = Settings()
-        return _NOTHING if present._comparable == self._comparable else self._restored_after(present)
+        """Return a context manager that sets these values, and afterwards restores those from before."""
+        outer = Settings()
+        return _NOTHING if outer._comparable == self._comparable else self._restored_after(outer)
 
     @contextlib.contextmanager
-    def _restored_after(self, present: Settings) -> Iterator[None]:
-        present._become(self)
+    def _restored_after(self, outer: Settings) -> Iterator[None]:
+        outer._apply(self)
         try:
             with contextlib.ExitStack() as stack:
-                for kind, cast, current in zip(_autocast_kinds(), self._autocast, present._autocast, strict=True):
+                for kind, cast, current in zip(_autocast_kinds(), self._autocast, outer._autocast, strict=True):
                     if cast != current:
                         stack.enter_context(torch.autocast(kind, enabled=cast[0], dtype=cast[1]))
-                if self._is_watched and not present._is_watched:
+                if self._is_watched and not outer._is_watched:
                     stack.enter_context(_Watching())  # type: ignore[no-untyped-call]
-                if self._modes != present._modes:
+                if self._modes != outer._modes:
                     stack.enter_context(with_function_modes(self._modes))
                 yield
         finally:
-            Settings()._become(present)
+            Settings()._apply(outer)
 
-    def _become(self, wanted: Settings) -> None:
-        for (_, write), current, value in zip(_SETTINGS, self._present, wanted._present, strict=True):
+    def _apply(self, wanted: Settings) -> None:
+        for (_, write), current, value in zip(_SETTINGS, self._values, wanted._values, strict=True):
             if current != value:
                 write(value)
         if self._cached is not None or wanted._cached is not None:
             cache_parametrizations(wanted._cached)
-
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class _Watching(TorchDispatchMode):

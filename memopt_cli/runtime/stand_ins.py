@@ -67,7 +67,7 @@ class StandIns:
         finally:
             self._live_bytes = None
 
-    def of(self, module: nn.Module) -> Callable[[], int] | None:
+    def live_bytes_counter(self, module: nn.Module) -> Callable[[], int] | None:
         """Return the counter of live bytes if ``module`` may have stand-ins, or else ``None``."""
         return None if module in self._unlike else self._live_bytes
 
@@ -88,7 +88,7 @@ def abridge_call(module: nn.Module, lengths: Sequence[int], axis: int, pieces: S
     """
     # The module itself may be unknown: a run of layers that is one segment is a module which is made later.
     stand_ins = next((known for part in module.modules() if (known := _known.get(part)) is not None), None)
-    live_bytes = stand_ins.of(module) if stand_ins is not None else None
+    live_bytes = stand_ins.live_bytes_counter(module) if stand_ins is not None else None
     if stand_ins is None or live_bytes is None or not all(map(is_fake, pieces)):
         return None
     counts = [count for _, group in itertools.groupby(lengths) for count in _abridged_counts(len([*group]))]
@@ -136,7 +136,7 @@ def in_memory(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], tensor.shape[d] == 1, d))
 
 
-def _form_of(tensor: Any, axis: int) -> _Form | None:
+def _read_form(tensor: Any, axis: int) -> _Form | None:
     """Return the form of ``tensor``.  ``None``: the tensors of several chunks cannot be made as one."""
     if not isinstance(tensor, Tensor) or not -tensor.dim() <= axis < tensor.dim() or not is_dense(tensor):
         return None
@@ -213,7 +213,7 @@ class AbridgedCall:
         return [None if form is None else form.times(count, self.axis) for form in forms]
 
     def check_backward(self, index: int) -> None:
-        """Check, as backward comes to a stand-in, that the chunk after it left its inputs' gradients and no more."""
+        """Check, when backward comes to a stand-in, that the chunk after it left its inputs' gradients and no more."""
         grown_bytes = sum(form.nbytes for form in self._gradients[index] if form is not None) - self._held_bytes[index]
         if self._live_bytes() - self._began_bytes.get(index, 0) != grown_bytes:
             self._stand_ins.refuse(self._module)
@@ -242,7 +242,7 @@ class AbridgedCall:
                 _watch(output, begin)
 
     def _form_or_refuse(self, tensor: Any) -> _Form:
-        return _form_of(tensor, self.axis) or self._stand_ins.refuse(self._module)
+        return _read_form(tensor, self.axis) or self._stand_ins.refuse(self._module)
 
     def _noting(self, tensor: Tensor, forms: list[_Form | None], position: int) -> Tensor:
         """Return a view of ``tensor`` with a hook that puts the form of its gradient into ``forms`` at ``position``."""

@@ -9,10 +9,10 @@ up ``count`` in place (``self.count.add_(1)``)::
 
     forward 1   StartingState(module)   v = A, count = 0    taken: A by reference, and a copy of count
                 ... runs ...            v = B, count = 1
-                settle()
+                end_forward()
     forward 2   StartingState(module)   v = B, count = 1
                 ... runs ...            v = C, count = 2
-                settle()
+                end_forward()
     backward 2  with replay():          v = B, count = 1    forward runs again, up to C and 2
                 afterwards              v = C, count = 2    as if it had not
     backward 1  with replay():          v = A, count = 0
@@ -42,9 +42,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memopt_cli.runtime.compressor import internal_tensors
 from memopt_cli.runtime.copies import Copy, restored_tensors, version_of
 from memopt_cli.runtime.generators import Generators
-from memopt_cli.runtime.held import HeldSlots, HeldTensor, put_right
+from memopt_cli.runtime.held import HeldSlots, HeldTensor, restore_contents
 from memopt_cli.runtime.learned import Known, Learned, Reading, Slot, is_object
-from memopt_cli.runtime.module_state import Complaint, label_of, matrices_of, restored
+from memopt_cli.runtime.module_state import Complaint, find_matrices, label_of, restored
 from memopt_cli.runtime.owners import Slots, is_same
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.settings import Settings
@@ -60,8 +60,8 @@ class StartingState:
     """The state from which a forward started, kept as long as its recomputation may need it."""
 
     __slots__ = (
-        *("__weakref__", "_generators", "_received", "_held", "_known", "_learned", "_lost", "_module", "_parameters"),
-        *("_reads", "_settings", "_stays", "is_surprised", "is_watched"),
+        *("__weakref__", "_generators", "_received", "_held", "_irreversible", "_known", "_learned", "_module"),
+        *("_parameters", "_reads", "_settings", "_stays", "is_surprised", "is_watched"),
     )
 
     def __init__(
@@ -88,14 +88,14 @@ class StartingState:
             reading = known.read_all()
         self._known = known
         self._stays = reading.stays
-        """For each owner, the slots that forward leaves alone, and their values."""
+        """For each owner, the slots that forward does not change, and their values."""
         self._held: HeldSlots | None = None
         """The values of the slots that move.  ``None``: no slot moves."""
         if reading.moves or others:
             with internal_tensors():
                 self._held = HeldSlots(known, reading, others, is_watched=self.is_watched)
         self._reads = [(t, version_of(t)) for t in known.tensors] if known.tensors else []
-        """The tensors in slots that forward leaves alone, but may read, and their versions."""
+        """The tensors in slots that forward does not change, but may read, and their versions."""
         self._settings = Settings()
         self._parameters = Parameters(known.parameters, learned.parameters, is_watched=self.is_watched)
         learned.parameters = None if self.is_watched else self._parameters
@@ -104,22 +104,22 @@ class StartingState:
         devices = () if all(map(_is_on_cpu, tensors)) else {t.device for t in tensors}
         self._generators = Generators(devices, outside=self.is_watched or learned.draws_outside)
         self._received: dict[int, Copy] | None = None
-        """``id`` of a tensor -> its values before a later call wrote to it.  ``None``: no call did."""
-        self._lost: Complaint = ""
+        """``id`` of a tensor -> its values before a later call wrote to it; ``None`` if no call did."""
+        self._irreversible: Complaint = ""
         """Why forward cannot be undone."""
         self.is_surprised = False
         """Whether forward changed what no earlier call had changed, so that nothing was held to put it back."""
 
     def release_tensors(self) -> list[Tensor]:
         """Return the matrices of the state, and hold them no longer: the caller passes them to :meth:`replay`."""
-        state_tensors = matrices_of(self._module)
+        state_tensors = find_matrices(self._module)
         if self._held is not None:
             self._held.release(state_tensors)
         return state_tensors
 
     # ------------------------------------------------------------------------------------------- after forward
 
-    def settle(self, *, has_failed: bool = False) -> None:
+    def end_forward(self, *, has_failed: bool = False) -> None:
         """Learn, once forward has ended, what it has changed; then drop all that a recomputation does not need.
 
         ``has_failed``: forward raised an error, so that the next call may do more than this one did.
@@ -143,12 +143,12 @@ class StartingState:
             self._register_as_reader(tensor for tensor, _ in self._reads)
         self.is_surprised |= any(known.empty)
         if any(known.without_hooks):
-            self._lost = _HOOKS
-        self._parameters.settle()
-        self._generators.settle()
+            self._irreversible = _HOOKS
+        self._parameters.end_forward()
+        self._generators.end_forward()
         if self.is_watched:
             on_cuda = any(device.type == "cuda" for device in self._generators.devices)
-            self._lost = _DROPOUT if on_cuda and has_recurrent_dropout(self._module) else self._lost
+            self._irreversible = _DROPOUT if on_cuda and has_recurrent_dropout(self._module) else self._irreversible
             if not has_failed:
                 self._learned.known = known
             self._learned.draws_outside |= self._generators.moved_outside or known.may_draw
@@ -163,14 +163,14 @@ class StartingState:
         for index in indices:
             names = held.changes(index, self._stays[index], written)
             if names and index in known.hooked:
-                self._lost = _HOOKS
+                self._irreversible = _HOOKS
             if new := names - known.moves[index]:
                 new_moves[index] = new
         if new_moves:
             known.note(new_moves)
-        self._lost = held.lost or self._lost
+        self._irreversible = held.irreversible or self._irreversible
         if self.is_watched:
-            known.tidy()
+            known.drop_needless_owners()
             self._stays = known.stays
             self._reads = [(t, version_of(t)) for t in known.tensors]
         else:
@@ -205,13 +205,13 @@ class StartingState:
         if written.version in versions and written.copy is not None:
             self._received = {**(self._received or {}), number: written.copy}
 
-    def lost(self) -> Complaint:
+    def irreversible_effect(self) -> Complaint:
         """Return what forward did that nothing can undo."""
         if self._parameters.written:
             return f"writes to its parameter {self._parameters.written} in place"
         if self._parameters.has_gradients:
             return "calls backward in its forward, which adds to the gradients of its parameters"
-        return self._lost
+        return self._irreversible
 
     # ---------------------------------------------------------------------------------------------- afterwards
 
@@ -227,7 +227,7 @@ class StartingState:
         known, generators = self._known, self._generators.now()
         # If nothing has changed since forward where nothing was seen to move, only the other owners are exchanged.
         is_still = known.stays is self._stays and not self._received and known.is_still()
-        present = known.read_owners(known.movers if is_still else known.indices)
+        current_slots = known.read_owners(known.movers if is_still else known.indices)
         # Dictionaries that were empty when forward started, and are not any more: for example, a hook was added since.
         filled: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         if any(known.without_hooks) or any(known.empty):
@@ -236,32 +236,32 @@ class StartingState:
             try:
                 for table, _ in filled:
                     table.clear()
-                others = self._put(state_tensors, present)
+                others = self._put(state_tensors, current_slots)
                 self._generators.restore(generators)
                 yield others
             finally:
                 if is_still and not known.is_still():  # this time forward has changed more than before: put back all
-                    present = {index: self._stays[index] for index in known.indices} | present
-                for index, slots in present.items():
+                    current_slots = {index: self._stays[index] for index in known.indices} | current_slots
+                for index, slots in current_slots.items():
                     if not known.owners[index].holds(slots):
                         known.owners[index].write(slots)
                 for table, entries in filled:
                     table.update(entries)
                 generators.restore()
 
-    def enter(self, state_tensors: Sequence[Tensor] = (), others: Sequence[Any] = ()) -> None:
-        """Put the module, the generators and ``others`` into the starting state for good, to run forward anew.
+    def restore(self, state_tensors: Sequence[Tensor] = (), others: Sequence[Any] = ()) -> None:
+        """Put the module, the generators and ``others`` into the starting state to run forward again; they stay in it.
 
         ``others``: the arguments that are not tensors, which belong to the caller.  Raises :class:`RuntimeError` if one
         of them cannot be put back.
         """
         self._parameters.put()
-        present = self._known.read_owners(self._known.indices)
-        copied = self._put(state_tensors, present, None if self._held is None else self._held.put_back)
+        current_slots = self._known.read_owners(self._known.indices)
+        copied = self._put(state_tensors, current_slots, None if self._held is None else self._held.put_back)
         if any(self._known.without_hooks):
-            self._keep_flags(present)
+            self._keep_flags(current_slots)
         for argument, value in zip(others, copied, strict=False):
-            if not put_right(argument, value):
+            if not restore_contents(argument, value):
                 raise RuntimeError(
                     f"{label_of(self._module)} has advanced its argument, a {type(argument).__name__}, which cannot "
                     "be put back for a recomputation; take the module out of the plan"
@@ -269,25 +269,25 @@ class StartingState:
         self._generators.restore()
 
     def _keep_flags(self, before: Mapping[int, Slots]) -> None:
-        """Keep the flags in ``before`` by which a forward notes that it has added hooks, as the hooks stay as well.
+        """Keep the flags in ``before`` by which a forward notes that it has added hooks, since the hooks stay as well.
 
-        Without its flag, the next forward would add the hooks again, as models of transformers do that collect hidden
+        Without its flag, the next forward would add the hooks again, like models of transformers that collect hidden
         states.
         """
         for index, slots in before.items():
             owner = self._known.owners[index]
-            present = owner.read()
-            flags = {name: value for name, value in slots.items() if value is True and name not in present}
+            current_slots = owner.read()
+            flags = {name: value for name, value in slots.items() if value is True and name not in current_slots}
             if flags:
-                owner.write(present | flags)
+                owner.write(current_slots | flags)
 
     def _put(
         self,
         state_tensors: Sequence[Tensor],
-        present: Mapping[int, Slots],
+        current_slots: Mapping[int, Slots],
         value_for: Callable[[Slot, Any, Any], Any] | None = None,
     ) -> list[Any]:
-        """Write the starting state to the slots, whose values are ``present``, and return copies of ``others``.
+        """Write the starting state to the slots, whose values are ``current_slots``, and return copies of ``others``.
 
         ``value_for``: returns the new value of a slot, given its current value and a copy of the one to restore.
         ``None``: it is the copy.
@@ -301,7 +301,7 @@ class StartingState:
             copies = {n: one.copy for n, one in held.tensors.items() if one.copy is not None}
             made = restored_tensors(copies | received if received else copies)
             moving, others = held.thaw(partial(_tensor_for, made, state_tensors))
-        for index, current in present.items():
+        for index, current in current_slots.items():
             wanted = self._stays[index]
             if received:
                 wanted = {name: restored(value, made) for name, value in wanted.items()}
@@ -335,7 +335,7 @@ _is_on_cpu = attrgetter("is_cpu")
 _readers: MutableMapping[Tensor, WeakSet[StartingState]] = WeakTensorKeyDictionary()
 """Tensor -> the calls that hold it without a copy; they get the copy of the next call that writes to it."""
 _ever_written: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
-"""Tensors to which a forward has written, as keys.  Calls that are not watched register as readers of these alone."""
+"""Tensors to which a forward has written, as keys.  Calls that are not watched register as readers of only these."""
 
 
 def has_recurrent_dropout(module: nn.Module) -> bool:

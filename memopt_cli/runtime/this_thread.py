@@ -27,10 +27,10 @@ class _ThisThread(threading.local):
     recomputed."""
     recomputing: tuple[nn.Module, ...] = ()
     """The segments that are recomputed, the outermost first."""
-    turn: nn.Module | None = None
-    """The outermost segment that runs.  ``None``: outside of segments."""
+    outermost_segment: nn.Module | None = None
+    """The outermost segment that runs; ``None`` outside of segments."""
     was_started_by_python: bool | None = None
-    """Whether Python started the thread, and not autograd's engine.  ``None``: nobody has asked yet."""
+    """Whether Python started the thread, and not autograd's engine.  ``None`` until it was asked for."""
     chunk: SequenceChunk | None = None
     """The chunk that runs, of the innermost segment in chunks.  ``None``: no chunk runs."""
     keeping: KeptOutputs | None = None

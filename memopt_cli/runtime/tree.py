@@ -11,6 +11,8 @@ from torch import Tensor
 
 from memopt_cli.runtime.private_torch import tree_map
 
+_CONSTANTS = frozenset((type(None), bool, int, float, complex, str, bytes))
+
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
@@ -121,4 +123,3 @@ def joined(tensors: Sequence[Tensor], others: Sequence[Any], skeleton: Any) -> t
 
 
 _ONE_TENSOR: Final[Any] = ((_Slot(0),), {})
-_CONSTANTS = frozenset((type(None), bool, int, float, complex, str, bytes))

@@ -95,7 +95,7 @@ def why_whole(module: nn.Module) -> Complaint:
     return _reasons.get(module, "")
 
 
-def warnings_of(module: nn.Module) -> list[str]:
+def list_warnings(module: nn.Module) -> list[str]:
     """Return a sentence about each part of ``module`` that runs plainly or whole: its last warning."""
     return [f"{_warnings[part]}." for part in module.modules() if part in _warnings]
 

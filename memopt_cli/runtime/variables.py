@@ -11,7 +11,7 @@ The search follows the names in the code, and in the code of the functions and c
             return scale(x)     # ``scale`` is a function: the names in its code are searched, too
 
 Code of libraries (Python's, PyTorch's, any installed package) is not followed.  A name too many does no harm: a
-variable that does not change is left alone.
+variable that does not change is not touched.
 """
 
 from __future__ import annotations
@@ -37,9 +37,19 @@ Code = types.FunctionType | type | types.ModuleType
 
 _searches: MutableMapping[Code, tuple[tuple[Owner, ...], bool]] = WeakKeyDictionary()
 """Code that was searched -> its variables, and whether it may draw."""
+_RANDOM: Final = ("random", "numpy.random")
+"""Python modules of the global generators.  Code may name them otherwise: ``import numpy.random as npr``."""
+_WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
+"""Attributes in which decorated functions, methods, properties and partial functions keep what they wrap."""
+_INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)
+_DESCRIPTORS: Final = (
+    *(*_INERT, types.FunctionType, functools.partialmethod, functools.singledispatchmethod),
+    *(types.MemberDescriptorType, types.GetSetDescriptorType),
+)
+"""Kinds of class attributes that are code, and keep no state themselves."""
 
 
-def variables_of(code: Code) -> tuple[Owner, ...]:
+def find_variables(code: Code) -> tuple[Owner, ...]:
     """Return the variables that ``code``, a function or the methods of a class, may read and write.
 
     Included are the variables of the functions and classes that it names, and the defaults and attributes of functions.
@@ -143,18 +153,6 @@ class _Search:
         return isinstance(value, (*_INERT, types.FunctionType, type))
 
 
-_RANDOM: Final = ("random", "numpy.random")
-"""Python modules of the global generators.  Code may name them otherwise: ``import numpy.random as npr``."""
-_WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
-"""Attributes in which decorated functions, methods, properties and partial functions keep what they wrap."""
-_INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)
-_DESCRIPTORS: Final = (
-    *(*_INERT, types.FunctionType, functools.partialmethod, functools.singledispatchmethod),
-    *(types.MemberDescriptorType, types.GetSetDescriptorType),
-)
-"""Kinds of class attributes that are code, and keep no state themselves."""
-
-
 def _owners_inside(value: Any) -> Iterable[Owner]:
     """Yield the owner of the state behind ``value``, if that is a ``ContextVar`` or a ``threading.local``."""
     if isinstance(value, contextvars.ContextVar):
@@ -174,8 +172,8 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 def assigned_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of the globals that ``code``, or a function that it defines, assigns or deletes."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
-    return frozenset(own).union(*map(assigned_in, inner))
+    stored = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    return frozenset(stored).union(*map(assigned_in, inner))
 
 
 def _is_constant(function: types.FunctionType) -> bool:

@@ -1,1 +1,1 @@
-"""Searches and estimates that work on records alone: plans, batch sizes, and the needs of a step on another card."""
+"""Searches and estimates that work only on records: plans, batch sizes, and the needs of a step on another card."""

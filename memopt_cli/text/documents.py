@@ -26,14 +26,22 @@ from memopt_cli.errors import printable as printable
 from memopt_cli.text.units import MAX_DIGITS, format_bytes
 
 MAX_BYTES = 64 << 20
-"""Most bytes of a document that people read, or that memopt wrote for them."""
+"""Maximum size in bytes of a document that people read, or that memopt wrote for them."""
 _MAX_YAML_BYTES = 1 << 20  # of a YAML file
 _MAX_YAML_VALUES = 60_000
-"""Most separators of a YAML file, enough for a plan of some 6000 segments; PyYAML reads slowly, in Python."""
+"""Maximum number of separators of a YAML file, enough for a plan of some 6000 segments; PyYAML, in Python, is slow."""
 _MAX_JSON_VALUES = 2_000_000
-"""Most separators of a JSON document: a value takes some 100 bytes of memory, however short its text is."""
+"""Maximum number of separators of a JSON document: a value takes some 100 bytes of memory, however short it is."""
 _DEEPEST = 200
-"""Most levels of nested values, which Python walks by recursion."""
+"""Maximum depth of nested values, which Python walks by recursion."""
+_SPECIAL: Final = "it is not a regular file"
+_OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
+"""Parts of JSON text that may be unprintable, or that CI systems may take for a command."""
+_BREAKS: Final = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
+COMMAND: Final = re.compile(rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*:(?=:)|##\w*(?=\[)")
+"""Beginnings of commands of CI systems, without the last character: ``::error::``, ``##[error]``, ``##vso[``."""
+_HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Lone surrogates, except those by which Python represents the bytes of a path that is not UTF-8."""
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -75,17 +83,17 @@ class _ExactDumper(yaml.SafeDumper):
 _ExactDumper.add_representer(str, _ExactDumper.represent_text)
 
 
-def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
-    """Read a regular file or a pipe of at most ``most`` bytes; ``None`` allows as many as the machine has memory for.
+def read_bytes(path: str | os.PathLike[str], max_bytes: int | None = None) -> bytes:
+    """Read a regular file or a pipe of at most ``max_bytes``; ``None`` allows as many as the machine has memory for.
 
-    Devices are refused, as they may have no end.  Raises :class:`OSError` with a reason for people.
+    Devices are refused, since they may have no end.  Raises :class:`OSError` with a reason for people.
     """
     with _open(path) as file:
-        if most is None:
+        if max_bytes is None:
             _require_room(os.fstat(file.fileno()), path)
-        data = file.read() if most is None else file.read(most + 1)
-    if most is not None and len(data) > most:
-        raise OSError(errno.EFBIG, f"it is larger than {most >> 20} MiB", str(path))
+        data = file.read() if max_bytes is None else file.read(max_bytes + 1)
+    if max_bytes is not None and len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes >> 20} MiB", str(path))
     return data
 
 
@@ -97,23 +105,23 @@ def _require_room(state: os.stat_result, path: str | os.PathLike[str]) -> None:
     reason = f"it has {format_bytes(state.st_size)}, and this machine {format_bytes(room)} of memory"
     stored = state.st_blocks * 512
     if stored < state.st_size // 2:
-        reason += f"; only {format_bytes(stored)} of it were ever written, as of a download that was broken off"
+        reason += f"; only {format_bytes(stored)} of it were ever written, as if a download was broken off"
     raise OSError(errno.EFBIG, reason, str(path))
 
 
-def read_end(path: str | os.PathLike[str], most: int) -> bytes:
-    """Read the last ``most`` bytes of a regular file or a pipe.  Raises :class:`OSError` if it cannot be read."""
+def read_end(path: str | os.PathLike[str], nbytes: int) -> bytes:
+    """Read the last ``nbytes`` bytes of a regular file or a pipe.  Raises :class:`OSError` if it cannot be read."""
     with _open(path) as file:
         if file.seekable():
-            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-        return end_of(file, most)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - nbytes))
+        return read_tail(file, nbytes)
 
 
-def end_of(file: BinaryIO, most: int) -> bytes:
-    """Read ``file`` to its end, and return the last ``most`` bytes; at no time are more than a few more held."""
+def read_tail(file: BinaryIO, nbytes: int) -> bytes:
+    """Read ``file`` to its end, and return the last ``nbytes`` bytes; at no time are more than a few more held."""
     end = b""
     while block := file.read(1 << 20):
-        end = (end + block)[-most:]
+        end = (end + block)[-nbytes:]
     return end
 
 
@@ -127,7 +135,7 @@ def _open(path: str | os.PathLike[str]) -> BinaryIO:
 def _open_at_once(path: str, flags: int) -> int:
     """Open a file without waiting, and refuse one that cannot be read to an end.
 
-    A named pipe that nobody writes to counts as empty.  The file is examined after it was opened: if it were examined
+    A named pipe without a writer counts as empty.  The file is examined after it was opened: if it were examined
     by name before, another file could take its place in between.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
@@ -156,9 +164,6 @@ def _refuse_content(descriptor: int, path: str) -> None:
         raise OSError(errno.EINVAL, _SPECIAL, str(path)) from err
     if not is_empty:
         raise OSError(errno.EINVAL, _SPECIAL, str(path))
-
-
-_SPECIAL: Final = "it is not a regular file"
 
 
 def kept_below(path: str, folder: Path) -> bool:
@@ -276,10 +281,6 @@ def json_text(data: Any) -> str:
     return _OBEYED.sub(lambda found: "".join(map(_json_escape, found[0])), text) + "\n"
 
 
-_OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
-"""Parts of JSON text that may be unprintable, or that CI systems may take for a command."""
-
-
 def _json_escape(character: str) -> str:
     if character.isprintable() and character != "#":
         return character
@@ -304,11 +305,6 @@ def printable_data(data: Any) -> Any:
     if isinstance(data, dict):
         return {printable_data(key): printable_data(value) for key, value in data.items()}
     return [printable_data(item) for item in data] if isinstance(data, list) else data
-
-
-_BREAKS: Final = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
-COMMAND: Final = re.compile(rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*:(?=:)|##\w*(?=\[)")
-"""Beginnings of commands of CI systems, without the last character: ``::error::``, ``##[error]``, ``##vso[``."""
 
 
 def no_commands(text: str) -> str:
@@ -357,10 +353,6 @@ def _check_values(value: Any) -> None:
         ]
 
 
-_HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Lone surrogates, except those by which Python represents the bytes of a path that is not UTF-8."""
-
-
 def _finite(data: Any) -> Any:
     if isinstance(data, float) and not math.isfinite(data):
         return None
@@ -374,6 +366,6 @@ def _one_line(err: Exception) -> str:
     return abridge(" ".join(str(err).split()) or type(err).__name__, 400)
 
 
-def abridge(text: str, most: int) -> str:
-    """Return the beginning and the end of ``text``, if it has more than ``most`` characters."""
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+def abridge(text: str, max_length: int) -> str:
+    """Return the beginning and the end of ``text``, if it has more than ``max_length`` characters."""
+    return text if len(text) <= max_length else f"{text[: max_length // 2]} ... {text[-max_length // 2 :]}"

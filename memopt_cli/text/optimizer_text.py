@@ -15,6 +15,29 @@ Implementation = Literal["default", "for-loop", "foreach", "fused"]
 
 _LOOPS: tuple[Implementation, ...] = ("default", "for-loop", "foreach")
 _FUSED: tuple[Implementation, ...] = (*_LOOPS, "fused")
+_CLASSES: Mapping[str, tuple[str, tuple[Implementation, ...]]] = {
+    "sgd": ("SGD", _FUSED),
+    "adam": ("Adam", _FUSED),
+    "adamw": ("AdamW", _FUSED),
+    "adagrad": ("Adagrad", _FUSED),
+    "adadelta": ("Adadelta", _LOOPS),
+    "adafactor": ("Adafactor", _LOOPS),
+    "adamax": ("Adamax", _LOOPS),
+    "muon": ("Muon", ("default",)),
+    "nadam": ("NAdam", _LOOPS),
+    "radam": ("RAdam", _LOOPS),
+    "rmsprop": ("RMSprop", _LOOPS),
+}
+"""Name -> class in ``torch.optim`` and implementations.
+
+Four classes are missing: LBFGS needs a closure, SparseAdam needs sparse gradients, Rprop moves parameters even at a
+rate of zero, and the memory of ASGD's step depends on its numbers.
+"""
+IN_MEMORY = " (in memory)"
+"""End of the reference of a function that cannot be found by name."""
+_FUNCTION = re.compile(r".+\.py:[^\W\d]\w*")
+_NOTEBOOK = re.compile(r"(.+\.ipynb)(:.*)?")
+_OWN = "Or give `file.py:function`, which takes the model and returns its optimizer."
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +62,6 @@ class MadeOptimizer:
 
 
 OptimizerChoice = NoOptimizer | NamedOptimizer | MadeOptimizer
-
-_CLASSES: Mapping[str, tuple[str, tuple[Implementation, ...]]] = {
-    "sgd": ("SGD", _FUSED),
-    "adam": ("Adam", _FUSED),
-    "adamw": ("AdamW", _FUSED),
-    "adagrad": ("Adagrad", _FUSED),
-    "adadelta": ("Adadelta", _LOOPS),
-    "adafactor": ("Adafactor", _LOOPS),
-    "adamax": ("Adamax", _LOOPS),
-    "muon": ("Muon", ("default",)),
-    "nadam": ("NAdam", _LOOPS),
-    "radam": ("RAdam", _LOOPS),
-    "rmsprop": ("RMSprop", _LOOPS),
-}
-"""Name -> class in ``torch.optim`` and implementations.
-
-Four classes are missing: LBFGS needs a closure, SparseAdam needs sparse gradients, Rprop moves parameters even at a
-rate of zero, and the memory of ASGD's step depends on its numbers.
-"""
-
-IN_MEMORY = " (in memory)"
-"""End of the reference of a function that cannot be found by name."""
-_FUNCTION = re.compile(r".+\.py:[^\W\d]\w*")
-_NOTEBOOK = re.compile(r"(.+\.ipynb)(:.*)?")
-_OWN = "Or give `file.py:function`, which takes the model and returns its optimizer."
 
 
 def optimizer_name(class_name: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from memopt_cli.errors import OptionError, for_message
-from memopt_cli.text.values import Amount, Choice, Kind, Offload, Real, Size, Whole
+from memopt_cli.text.values import Amount, Choice, Offload, Real, Size, ValueKind, Whole
 
 ARGUMENTS: Final = "Arguments"
 ANSWER: Final = "What fits"
@@ -32,6 +32,15 @@ MAX_RANKS: Final = 2**20
 """Maximum number of ranks of a layout."""
 LONGEST_S: Final = 1e6
 """Largest number of seconds that an option takes."""
+_SECONDS = Real(0, LONGEST_S, unit="seconds")
+_MODEL = (
+    "A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or package.module:callable "
+    "or file.py:function, which builds a model or a step of yours (memopt_cli.Step)."
+)
+_DIM = "Size of a symbol in the shapes: B=8. {}Repeatable."
+_PLAN_FILE = ("FILE", "file")
+_BUDGETS: Final = Choice(("speed", "balanced", "memory"))
+"""Shares of the modules that may become segments, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +51,8 @@ class Option:
     group: str = OTHERS
     takes: str | None = None
     """Name of the option's value in help; ``None`` for a switch."""
-    kind: Kind | str | None = None
-    """Kind of value for both surfaces, or the name of a check of the command line alone (:mod:`memopt_cli.cli.values`);
+    kind: ValueKind | str | None = None
+    """Kind of value for both surfaces, or the name of a check of the command line only (:mod:`memopt_cli.cli.values`);
     ``None`` if the type of the parameter is check enough."""
     default: str = ""
     """Default in words, for help; empty to show the value itself."""
@@ -64,20 +73,9 @@ class Option:
     @property
     def checked_risk(self) -> Literal["data", "file", "code"]:
         """Highest risk of a value; a switch and a value that is parsed are data."""
-        is_parsed = isinstance(self.kind, Kind) and not isinstance(self.kind, Offload)  # disk:FOLDER writes there
+        is_parsed = isinstance(self.kind, ValueKind) and not isinstance(self.kind, Offload)  # disk:FOLDER writes there
         return "data" if self.takes is None or is_parsed else self.risk
 
-
-_SECONDS = Real(0, LONGEST_S, unit="seconds")
-_MODEL = (
-    "A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or package.module:callable "
-    "or file.py:function, which builds a model or a step of yours (memopt_cli.Step)."
-)
-_DIM = "Size of a symbol in the shapes: B=8. {}Repeatable."
-_PLAN_FILE = ("FILE", "file")
-
-_BUDGETS: Final = Choice(("speed", "balanced", "memory"))
-"""Shares of the modules that may become segments, by name."""
 
 OPTIONS: Final[Mapping[str, Option]] = {
     # -------------------------------------------------------------------------------------------- the model
@@ -589,25 +587,25 @@ OPTIONS: Final[Mapping[str, Option]] = {
 """Name of a parameter -> its option; ``command.name`` -> the option of a command that differs from the others."""
 
 
-def option_of(command: str, name: str) -> Option:
+def find_option(command: str, name: str) -> Option:
     """Return the description of option ``name`` for ``command``."""
     return OPTIONS.get(f"{command}.{name}") or OPTIONS[name]
 
 
-def accepted(name: str, given: object, kind: Kind | None = None) -> Any:
-    """Check the argument ``given`` for the option ``name``, and return it as a plain value, such as a tensor's number.
+def check_option(name: str, value: object, kind: ValueKind | None = None) -> Any:
+    """Check the argument ``value`` for the option ``name``, and return it as a plain value, such as a tensor's number.
 
     ``kind``: the check if ``name`` is not an option, such as the size of a dimension.
     Raises :class:`OptionError` for a value that the option does not allow.
     """
     checked = kind or OPTIONS[name].kind
-    assert isinstance(checked, Kind), f"{name} has no check of its own"
+    assert isinstance(checked, ValueKind), f"{name} has no check of its own"
     try:
-        return checked.of(given)
+        return checked.check(value)
     except ValueError as refusal:
-        raise OptionError(f"{name} is {for_message(given)}", hint=f"Give {refusal}.") from None
+        raise OptionError(f"{name} is {for_message(value)}", hint=f"Give {refusal}.") from None
 
 
-def accepted_if_given(name: str, given: object) -> Any:
-    """Return the value by :func:`accepted`; ``None`` for ``None``."""
-    return None if given is None else accepted(name, given)
+def check_option_if_given(name: str, value: object) -> Any:
+    """Return the value by :func:`check_option`; ``None`` for ``None``."""
+    return None if value is None else check_option(name, value)

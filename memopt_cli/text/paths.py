@@ -1,4 +1,4 @@
-"""Paths of modules, as reports and messages name many of them in few rows."""
+"""Paths of modules in reports and messages, which name many of them in few rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from memopt_cli.text.units import format_count
 _NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 
+def quote_module(path: str) -> str:
+    """Return ``path`` in quotes for messages; the model itself, whose path is empty, is ``'(root)'``."""
+    return f"'{path or '(root)'}'"
+
+
 def gather_paths(held: Mapping[str, int]) -> dict[str, int]:
-    """Return ``held``, path -> bytes, largest first, with paths that differ in one number alone as one row.
+    """Return ``held``, path -> bytes, largest first, with paths that differ only in one number as one row.
 
     For example ``blocks.*.mlp (×12)`` with the bytes of all twelve.
     """

@@ -18,6 +18,17 @@ from memopt_cli.errors import MemoptError, error_chain
 from memopt_cli.text.options import OPTIONS, Option
 from memopt_cli.text.values import Real
 
+_CALLER: Final = 4
+"""Stack level of the user's script: above :func:`warn_unchanged` are memopt's function and its wrapper."""
+_MARKED_OPTION: Final = re.compile(r"`((?:memopt [a-z]|--?[a-z])[^`\n]*|file\.py:function)`")
+_OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
+    flag: (key.rpartition(".")[2], option)
+    for key, option in OPTIONS.items()
+    for flags in (option.flags or (f"--{key.rpartition('.')[2].replace('_', '-')}",))
+    for flag in flags.split("/")
+}
+"""Flag -> the option's name, and its row in the table."""
+
 
 @contextlib.contextmanager
 def said_in_python() -> Iterator[None]:
@@ -43,10 +54,6 @@ def warn_unchanged(why: str) -> None:
         warnings.warn(in_python(why), stacklevel=_CALLER)
 
 
-_CALLER: Final = 4
-"""Stack level of the user's script: above :func:`warn_unchanged` are memopt's function and its wrapper."""
-
-
 def notes_in_python(result: Any) -> Any:
     """Return ``result`` with its notes, or those of its summary, in Python's words."""
     if hasattr(result, "summary"):
@@ -58,16 +65,16 @@ def notes_in_python(result: Any) -> Any:
 
 def on_command_line(text: str) -> str:
     """Return ``text`` with its marked options as flags, without the backticks."""
-    return "".join(split_marks(text))
+    return "".join(split_marked_options(text))
 
 
-def split_marks(text: str) -> list[str]:
+def split_marked_options(text: str) -> list[str]:
     """Split ``text`` at its marked options and commands, which are every second part, without the backticks."""
     parts = [""]
-    for index, part in enumerate(_MARK.split(text)):
+    for index, part in enumerate(_MARKED_OPTION.split(text)):
         if index % 2 == 0:
             parts[-1] += part
-        elif _parse_mark(part) is None:
+        elif _parse_marked(part) is None:
             parts[-1] += f"`{part}`"
         else:
             parts += [part, ""]
@@ -78,32 +85,21 @@ def in_python(text: str) -> str:
     """Return ``text`` with its marked options as arguments: ``dims={"B": 8}`` for ```--dim B=8```.
 
     ```memopt check --level 3``` becomes ``memopt_cli.check(level=3)``, and ```file.py:function``` "a function".  An
-    option that no function takes stays a flag if it is alone, and is left out among others: ``--plan-only``, for
+    option that no function takes stays a flag if it is the only one, and is left out among others: ``--plan-only``, for
     example, since functions write no model.
     """
-    return _MARK.sub(_mark_in_python, text)
+    return _MARKED_OPTION.sub(_marked_in_python, text)
 
 
-_MARK: Final = re.compile(r"`((?:memopt [a-z]|--?[a-z])[^`\n]*|file\.py:function)`")
-
-_OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
-    flag: (key.rpartition(".")[2], option)
-    for key, option in OPTIONS.items()
-    for flags in (option.flags or (f"--{key.rpartition('.')[2].replace('_', '-')}",))
-    for flag in flags.split("/")
-}
-"""Flag -> the option's name, and its row in the table."""
-
-
-def _parse_mark(mark: str) -> tuple[list[str], list[tuple[str, str]]] | None:
-    """Split ``mark`` into the words before its first flag, and its flags with their values (empty for none).
+def _parse_marked(marked: str) -> tuple[list[str], list[tuple[str, str]]] | None:
+    """Split ``marked`` into the words before its first flag, and its flags with their values (empty for none).
 
     ``None`` for a text that is not an option: a PyTorch error that memopt quotes may have backticks, too.
     """
     with contextlib.suppress(ValueError):  # a quotation that does not end
         command: list[str] = []
         flags: list[tuple[str, str]] = []
-        for word in shlex.split(mark):
+        for word in shlex.split(marked):
             flag, _, value = word.partition("=") if word.startswith("--") else (word, "", "")
             if flag in _OPTIONS:
                 flags.append((flag, value))
@@ -117,10 +113,10 @@ def _parse_mark(mark: str) -> tuple[list[str], list[tuple[str, str]]] | None:
     return None
 
 
-def _mark_in_python(mark: re.Match[str]) -> str:
-    typed = _parse_mark(mark[1])
+def _marked_in_python(marked: re.Match[str]) -> str:
+    typed = _parse_marked(marked[1])
     if typed is None:
-        return mark[0]
+        return marked[0]
     command, flags = typed
     if command == ["file.py:function"]:
         return "a function"
@@ -133,7 +129,7 @@ def _mark_in_python(mark: re.Match[str]) -> str:
     if trusted:
         arguments.append(_trust(trusted))
     if not arguments:
-        return mark[1]
+        return marked[1]
     if not command:
         return ", ".join(arguments)
     name = "apply_plan" if command[1] == "apply" else command[1].replace("-", "_")
@@ -152,13 +148,13 @@ def _field_of_trust(flag: str) -> str:
     return field if argument == "trust" else ""
 
 
-def _trust(given: list[tuple[str, str]]) -> str:
-    """Return the argument ``trust`` for ``given``, fields and values: ``trust=memopt_cli.Trust(packages=("a", "b"))``.
+def _trust(settings: list[tuple[str, str]]) -> str:
+    """Return the argument ``trust`` for ``settings``, by field: ``trust=memopt_cli.Trust(packages=("a", "b"))``.
 
     A field without a value is a switch.
     """
     fields: dict[str, list[str]] = {}
-    for field, value in given:
+    for field, value in settings:
         fields.setdefault(field, []).extend([f'"{value}"'] if value else [])
     spelled = []
     for field, values in fields.items():

@@ -14,7 +14,7 @@ _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)} | {
     unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL)
 }
 MAX_DIGITS = 80
-"""Most characters of a whole number that fits 64 bits, underscores and base included."""
+"""Maximum number of characters of a whole number that fits 64 bits, underscores and base included."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
@@ -22,9 +22,9 @@ def parse_bytes(text: str, *, needs_unit: bool = False, may_be_share: bool = Fal
     """Parse a size in bytes: ``"24GiB"``, ``"1.5 MB"``, ``"4096"``.
 
     ``KiB`` … are powers of 1024, ``kB`` … powers of 1000, and a bare number is bytes.  Case does not matter, and a
-    fraction of a byte is dropped.  Raises :class:`UsageError` for anything else, and for 8 EiB or more; if a limit
-    ``needs_unit``, for a bare number other than 0 as well, which nobody meant as bytes: the hint names the percentage
-    too where the limit ``may_be_share``.
+    fraction of a byte is dropped.  Raises :class:`UsageError` for anything else, and for 8 EiB or more.  A limit,
+    ``needs_unit``, may not be a bare number other than 0, which was hardly meant as bytes: the hint names the
+    percentage too where the limit ``may_be_share``.
     """
     match = _SIZE.fullmatch(text)
     if needs_unit and match is not None and not match.group(2) and match.group(1).strip("0."):
@@ -42,13 +42,13 @@ def parse_bytes(text: str, *, needs_unit: bool = False, may_be_share: bool = Fal
 
 def format_count(number: int, noun: str) -> str:
     """Format a count: ``1 tensor``, ``2 tensors``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number} {noun if number == 1 else f'{noun}s'}"
 
 
-def format_some(texts: Sequence[str], most: int = 3) -> str:
-    """Format at most ``most`` of ``texts``: ``a, b, c and 2 more``."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return f"{', '.join(texts[:most])}{more}"
+def format_some(texts: Sequence[str], max_shown: int = 3) -> str:
+    """Format at most ``max_shown`` of ``texts``: ``a, b, c and 2 more``."""
+    more = f" and {len(texts) - max_shown} more" if len(texts) > max_shown else ""
+    return f"{', '.join(texts[:max_shown])}{more}"
 
 
 def dtype_name(dtype: object) -> str:

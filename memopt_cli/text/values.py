@@ -16,24 +16,24 @@ from typing import Any
 from memopt_cli.text.units import parse_amount
 
 
-class Kind:
+class ValueKind:
     """A kind of value that options take."""
 
     def parse(self, text: str) -> Any:
         """Return the value that ``text`` spells.  Raises :class:`ValueError` if options do not take it."""
-        return self.of(text)
+        return self.check(text)
 
-    def of(self, given: object) -> Any:
-        """Return ``given`` as a plain value.  Raises :class:`ValueError` if options do not take it."""
+    def check(self, value: object) -> Any:
+        """Return ``value`` as a plain value.  Raises :class:`ValueError` if options do not take it."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Kind):
-    """A whole number from ``least`` to ``most``."""
+class Whole(ValueKind):
+    """A whole number from ``minimum`` to ``maximum``."""
 
-    least: int = -(2**63)
-    most: int = 2**63 - 1
+    minimum: int = -(2**63)
+    maximum: int = 2**63 - 1
 
     def parse(self, text: str) -> int:
         """Return the number that ``text`` spells."""
@@ -41,66 +41,66 @@ class Whole(Kind):
             number = int(text)
         except ValueError:
             raise ValueError(self._words()) from None
-        return self.of(number)
+        return self.check(number)
 
-    def of(self, given: object) -> int:
-        """Return ``given``, a whole number of any library (NumPy, PyTorch), as an ``int``; ``True`` is refused."""
-        number = whole_number(given)
-        if number is None or not self.least <= number <= self.most:
+    def check(self, value: object) -> int:
+        """Return ``value``, a whole number of any library (NumPy, PyTorch), as an ``int``; ``True`` is refused."""
+        number = whole_number(value)
+        if number is None or not self.minimum <= number <= self.maximum:
             raise ValueError(self._words(number or 0))
         return number
 
     def _words(self, found: int = 0) -> str:
         if found >= 2**63:
             return "a whole number below 2**63"
-        if self.most < 2**63 - 1:
-            return f"a whole number from {self.least} to {self.most}"
-        return "a whole number" if self.least == -(2**63) else f"a whole number of at least {self.least}"
+        if self.maximum < 2**63 - 1:
+            return f"a whole number from {self.minimum} to {self.maximum}"
+        return "a whole number" if self.minimum == -(2**63) else f"a whole number of at least {self.minimum}"
 
 
 @dataclass(frozen=True, slots=True)
-class Real(Kind):
-    """A number from ``least`` to ``most``, in a ``unit``."""
+class Real(ValueKind):
+    """A number from ``minimum`` to ``maximum``, in a ``unit``."""
 
-    least: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    maximum: float = math.inf
     unit: str = ""
     above: bool = False
-    """Whether numbers must be above ``least``, and not only at least that."""
+    """Whether numbers must be above ``minimum``, and not only at least that."""
     unlimited: bool = False
     """Whether infinity is taken, too; on the command line it is spelled ``none``."""
 
     def parse(self, text: str) -> float:
         """Return the number that ``text`` spells."""
         try:
-            return self.of(math.inf if self.unlimited and text == "none" else float(text))
+            return self.check(math.inf if self.unlimited and text == "none" else float(text))
         except ValueError:
             raise ValueError(f"{self._words()}{', or none' if self.unlimited else ''}") from None
 
-    def of(self, given: object) -> float:
-        """Return ``given``, a number of any library, as a ``float``; ``True`` is refused."""
-        number = real_number(given)
-        if number is None or not (self.least <= number <= self.most and (self.unlimited or math.isfinite(number))):
+    def check(self, value: object) -> float:
+        """Return ``value``, a number of any library, as a ``float``; ``True`` is refused."""
+        number = real_number(value)
+        if number is None or not (self.minimum <= number <= self.maximum and (self.unlimited or math.isfinite(number))):
             raise ValueError(f"{self._words()}{', or math.inf' if self.unlimited else ''}")
-        if self.above and number == self.least:
+        if self.above and number == self.minimum:
             raise ValueError(self._words())
         return number
 
     def _words(self) -> str:
         if self.above:
-            return f"a finite number above {self.least:g}"
+            return f"a finite number above {self.minimum:g}"
         kind = f"a number of {self.unit}" if self.unit else "a number"
-        if math.isinf(self.most):
-            return f"{kind} of at least {self.least:g}"
+        if math.isinf(self.maximum):
+            return f"{kind} of at least {self.minimum:g}"
         return (
-            f"{kind} of at most {self.most:g}"
-            if math.isinf(self.least)
-            else f"{kind} from {self.least:g} to {self.most:g}"
+            f"{kind} of at most {self.maximum:g}"
+            if math.isinf(self.minimum)
+            else f"{kind} from {self.minimum:g} to {self.maximum:g}"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Amount(Kind):
+class Amount(ValueKind):
     """An amount of memory: an ``int`` of bytes, or a ``float`` up to 1, the share of some memory."""
 
     def parse(self, text: str) -> int | float:
@@ -112,12 +112,12 @@ class Amount(Kind):
             raise ValueError("an amount that something fits into: 24GiB, 512MB or 60%")
         return amount
 
-    def of(self, given: object) -> int | float:
-        """Return the bytes or the share that ``given`` is, or spells."""
-        if isinstance(given, str):
-            return self.parse(given)
-        size = whole_number(given)
-        amount = real_number(given) if size is None else size
+    def check(self, value: object) -> int | float:
+        """Return the bytes or the share that ``value`` is, or spells."""
+        if isinstance(value, str):
+            return self.parse(value)
+        size = whole_number(value)
+        amount = real_number(value) if size is None else size
         if amount is None or not amount > 0 or (isinstance(amount, float) and amount > 1):
             raise ValueError('bytes or a share up to 1: "24GiB", "60%" or 0.6')
         return amount
@@ -129,12 +129,12 @@ class Size(Amount):
 
     def parse(self, text: str) -> int:
         """Return the bytes of ``8GiB``.  Raises :class:`UsageError` for other text, :class:`ValueError` for a share."""
-        return self.of(parse_amount(text))
+        return self.check(parse_amount(text))
 
-    def of(self, given: object) -> int:
-        """Return the bytes that ``given`` is, or spells."""
+    def check(self, value: object) -> int:
+        """Return the bytes that ``value`` is, or spells."""
         try:
-            amount = Amount.of(self, given)
+            amount = Amount.check(self, value)
         except ValueError:  # which would offer shares, too
             amount = 0.0
         if isinstance(amount, float):
@@ -143,42 +143,42 @@ class Size(Amount):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Kind):
+class Choice(ValueKind):
     """One of a few names."""
 
     names: tuple[str, ...]
 
-    def of(self, given: object) -> str:
-        """Return ``given`` if it is one of the names."""
-        if not isinstance(given, str) or given not in self.names:
+    def check(self, value: object) -> str:
+        """Return ``value`` if it is one of the names."""
+        if not isinstance(value, str) or value not in self.names:
             raise ValueError(f"one of {', '.join(self.names)}")
-        return given
+        return value
 
 
 @dataclass(frozen=True, slots=True)
-class Offload(Kind):
+class Offload(ValueKind):
     """A place where stored tensors wait: ``host``, ``disk`` or ``disk:FOLDER``; or ``auto`` or ``none``."""
 
-    def of(self, given: object) -> str:
-        """Return ``given`` if it names a place."""
-        name, has_folder, folder = given.partition(":") if isinstance(given, str) else ("", "", "")
+    def check(self, value: object) -> str:
+        """Return ``value`` if it names a place."""
+        name, has_folder, folder = value.partition(":") if isinstance(value, str) else ("", "", "")
         if name not in ("auto", "none", "host", "disk") or (has_folder and not (name == "disk" and folder)):
             raise ValueError("auto, none, host, disk or disk:FOLDER")
-        return str(given)
+        return str(value)
 
 
-def whole_number(given: object) -> int | None:
-    """Return ``given`` as an ``int``; ``None`` if it is not a whole number, or is a truth value."""
-    if isinstance(given, bool) or not hasattr(given, "__index__"):
+def whole_number(value: object) -> int | None:
+    """Return ``value`` as an ``int``; ``None`` if it is not a whole number, or is a truth value."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:
-        return operator.index(given)
+        return operator.index(value)
     except TypeError:  # a tensor of several numbers, or of numbers that are not whole
         return None
 
 
-def real_number(given: object) -> float | None:
-    """Return ``given`` as a ``float``; ``None`` if it is not a number, or is a truth value."""
-    is_scalar = callable(getattr(given, "numel", None)) and given.numel() == 1  # type: ignore[attr-defined]
-    is_number = isinstance(given, numbers.Real) or is_scalar
-    return float(given) if is_number and not isinstance(given, bool) else None  # type: ignore[arg-type]
+def real_number(value: object) -> float | None:
+    """Return ``value`` as a ``float``; ``None`` if it is not a number, or is a truth value."""
+    is_scalar = callable(getattr(value, "numel", None)) and value.numel() == 1  # type: ignore[attr-defined]
+    is_number = isinstance(value, numbers.Real) or is_scalar
+    return float(value) if is_number and not isinstance(value, bool) else None  # type: ignore[arg-type]

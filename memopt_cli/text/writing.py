@@ -53,7 +53,7 @@ def _is_special(path: Path) -> bool:
     return is_named or (os.path.exists(path) and not os.path.isfile(path))
 
 
-def left_alone(plan: Path) -> list[str]:
+def note_existing_plan(plan: Path) -> list[str]:
     """Return a sentence on the file at the path of ``plan``, for an answer without a plan; nothing if there is none."""
     return [f"{plan} is of an earlier run and is left as it is."] if os.path.lexists(plan) else []
 
@@ -75,7 +75,7 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
     try:
         for path, fill in files.items():
             with _os_errors(path):
-                staged[path] = _sibling(path)
+                staged[path] = _temporary_path(path)
                 _fill(staged[path], fill)
         check_targets(files, force=force)  # another process may have written there meanwhile
         try:
@@ -91,7 +91,7 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
 
 
 def _fill(path: Path, fill: Fill) -> None:
-    # O_EXCL and O_NOFOLLOW: somebody may have put a link in its place, through which another file would be written.
+    # O_EXCL and O_NOFOLLOW: a link may have been put in its place, through which another file would be written.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(path, "wb", opener=lambda name, _: os.open(name, flags, _MODE)) as file:
         fill(file)
@@ -101,7 +101,7 @@ def _fill(path: Path, fill: Fill) -> None:
 
 def _rename_all(staged: Mapping[Path, Path], *, force: bool) -> None:
     """Rename all files, or none.  Raises :class:`FileExistsError` for a file that may not be replaced."""
-    backups = {path: _sibling(path) for path in staged}
+    backups = {path: _temporary_path(path) for path in staged}
     begun: list[Path] = []
     try:
         for path, temporary in staged.items():
@@ -152,7 +152,7 @@ def _restore(path: Path, backup: Path, *, renamed: bool) -> None:
         path.unlink()
 
 
-def _sibling(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     """Return an unpredictable temporary name in the folder of ``path``."""
     return path.with_name(f".{path.name[:_LONGEST_STEM]}.{secrets.token_hex(8)}.memopt")
 

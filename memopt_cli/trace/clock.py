@@ -84,7 +84,7 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
     """Time the operators of ``step``, and return them in their order; gradients are removed.
 
     A short step is taken several times, and each operator gets its shortest time.  On a GPU, a step takes less than its
-    operators one by one, as kernels run while the next ones are launched.  So there the times are scaled down to add up
+    operators one by one: kernels run while the next ones are launched.  So there the times are scaled down to add up
     to the time of a whole step.
     """
     device, start = step.settings.device, StartingState(step.model)
@@ -123,7 +123,7 @@ def _step_s(step: Step, start: StartingState, clock: Clock | None = None) -> flo
     return seconds
 
 
-def seconds_of(run: Callable[[], object], device: str, *, runs: int) -> float:
+def measure_seconds(run: Callable[[], object], device: str, *, runs: int) -> float:
     """Return the seconds of the shortest of ``runs`` calls of ``run``."""
     return min(_time_run(run, device)[1] for _ in range(runs))
 
@@ -139,7 +139,7 @@ def _time_run(run: Callable[[], Any], device: str) -> tuple[Any, float]:
 
 @functools.cache
 def packing_bytes_per_s(device: str) -> float:
-    """Measure how fast ``device`` packs and unpacks dropout masks, in bytes a second; once in a process."""
+    """Measure how fast ``device`` packs and unpacks dropout masks, in bytes per second; once in a process."""
     mask = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float() / 0.9
     codec = COMPRESSORS["two-valued"]
     flush = torch.zeros(_CACHES_BYTES // 4, device=device)
@@ -167,11 +167,11 @@ def with_link(trace: StepTrace, place: PlaceName, device: str) -> StepTrace:
 
 @functools.cache
 def _rates(target: Place, device: str) -> tuple[float, float, float]:
-    """Measure copies from ``device`` to ``target``: bytes a second there and back, CPU seconds a byte; 0 if refused."""
+    """Measure copies from ``device`` to ``target``: bytes per second both ways, CPU seconds per byte; 0 if refused."""
     tensor = torch.ones(_SENT_BYTES, dtype=torch.uint8, device=device)
     out_s, in_s, copying_s, rounds = 0.0, 0.0, 0.0, -1
     while out_s + in_s < _MIN_COPYING_S or rounds < 1:
-        cpu_s = time.process_time()  # of all threads, as others copy while this one waits
+        cpu_s = time.process_time()  # of all threads, since others copy while this one waits
         sent = target.send(tensor.untyped_storage(), 0, _SENT_BYTES)
         if sent is None:
             return 0.0, 0.0, 0.0
@@ -212,7 +212,7 @@ def segment_s(device: str) -> float:
     def step() -> None:
         layers(x).sum().backward()
 
-    run = functools.partial(seconds_of, device=device, runs=_SEGMENT_RUNS)
+    run = functools.partial(measure_seconds, device=device, runs=_SEGMENT_RUNS)
     operators_s = run(step) + run(forward)
     install_segment(layers, SegmentConfig())
     return run(step) - operators_s
@@ -224,16 +224,16 @@ def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepT
     Packing runs operators by the values that it meets, and when tensors are freed; so where only those of packing
     differ, they share their time.  If the model's differ, ``trace`` stays unchanged, and the note says why.
     """
-    own = [timed for timed in times if not timed.packs]
-    if [op.name for op in trace.ops if not op.packs] != [timed.name for timed in own]:
+    of_model = [timed for timed in times if not timed.packs]
+    if [op.name for op in trace.ops if not op.packs] != [timed.name for timed in of_model]:
         return trace, (
-            f"the step that was timed ran other operators ({len(times)}) than the recorded one ({len(trace.ops)}): "
+            f"the {len(times)} operators of the timed step differ from the {len(trace.ops)} of the recorded one: "
             "step times are estimated from floating-point operations"
         )
     if [op.name for op in trace.ops] != [timed.name for timed in times]:
         packed_s = sum(timed.seconds for timed in times if timed.packs) / max(1, sum(op.packs for op in trace.ops))
-        rest = iter(own)
-        times = [OperatorTime(op.name, packed_s, packs=True) if op.packs else next(rest) for op in trace.ops]
+        remaining = iter(of_model)
+        times = [OperatorTime(op.name, packed_s, packs=True) if op.packs else next(remaining) for op in trace.ops]
     ops = tuple(replace(op, seconds=timed.seconds) for op, timed in zip(trace.ops, times, strict=True))
     seconds = _forward_seconds(ops)
     modules = tuple(replace(module, forward_s=seconds[module.path]) for module in trace.modules)

@@ -36,10 +36,19 @@ _KINDS = {
     "recv": "receive",
 }
 """Beginning of an operator's name, without underscores -> the kind of collective; other operators exchange nothing."""
+_LABELS: dict[str, tuple[str, tuple[int | str, ...]]] = {
+    "fsdp::all_gather_copy_in": ("gathered", (0, 1)),
+    "fsdp::split_with_sizes_copy": ("gathered", ("out",)),
+    "fsdp::chunk_cat": ("reduction", ("out",)),
+    "c10d::_reduce_scatter_base_": ("reduction", (0,)),
+}
+"""Operator -> the kind of the tensors that it fills for an exchange, and the arguments with such tensors.  The second
+argument of the first operator is its input, which is a copy if it casts.  The last operator fills gradients, which get
+their own label later."""
 
 
 @functools.cache
-def collective_of(func: Any) -> str:
+def classify_collective(func: Any) -> str:
     """Return the kind of collective that ``func`` is (``all-gather``); empty if it is none."""
     namespace, _, name = func.name().partition("::")
     if namespace not in _GROUPS:
@@ -57,10 +66,10 @@ class Collectives:
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Count ``func`` if it is a collective, with the bytes of its largest tensor, which all ranks share."""
-        kind = collective_of(func)
+        kind = classify_collective(func)
         if kind:
             self._calls[kind] += 1
-            self._bytes[kind] += max(map(_bytes_of, (*args, *kwargs.values(), output)))
+            self._bytes[kind] += max(map(_count_bytes, (*args, *kwargs.values(), output)))
 
     def records(self) -> tuple[Collective, ...]:
         """Return the collectives so far, in descending order of their bytes."""
@@ -68,7 +77,7 @@ class Collectives:
         return tuple(Collective(kind=k, calls=self._calls[k], whole_bytes=self._bytes[k]) for k in kinds)
 
 
-def _bytes_of(value: Any) -> int:
+def _count_bytes(value: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
@@ -85,17 +94,6 @@ def exchange_buffers(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[t
 def _label_of(func: Any) -> tuple[str, tuple[int | str, ...]]:
     """Return the kind of the tensors that ``func`` fills for an exchange, and the arguments with such tensors."""
     return _LABELS.get(func.name().partition(".")[0], ("", ()))
-
-
-_LABELS: dict[str, tuple[str, tuple[int | str, ...]]] = {
-    "fsdp::all_gather_copy_in": ("gathered", (0, 1)),
-    "fsdp::split_with_sizes_copy": ("gathered", ("out",)),
-    "fsdp::chunk_cat": ("reduction", ("out",)),
-    "c10d::_reduce_scatter_base_": ("reduction", (0,)),
-}
-"""Operator -> the kind of the tensors that it fills for an exchange, and the arguments with such tensors.  The second
-argument of the first operator is its input, which is a copy if it casts.  The last operator fills gradients, which get
-their own label later."""
 
 
 @contextlib.contextmanager
@@ -116,7 +114,7 @@ def resizes_seen(report: Callable[[torch.UntypedStorage], object]) -> Iterator[N
 
 @contextlib.contextmanager
 def staging_unseen() -> Iterator[None]:
-    """Hide from all dispatch modes the tensors that a backend makes in ``wait()``, as gloo does to copy results.
+    """Hide from all dispatch modes the tensors that a backend makes in ``wait()``; gloo copies results there.
 
     They are not tensors of the step, just as the workspaces of kernels are not.
     """

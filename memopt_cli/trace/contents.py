@@ -25,6 +25,8 @@ from memopt_cli.trace.workspace import ASIDE_LABEL
 
 _CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 """Codecs that are tried for inputs of segments."""
+_COMPARED_PHASES = ("forward", "backward")
+"""Phases that must run the same operators; a step of a few samples may have no update."""
 
 
 class ContentsReader:
@@ -81,15 +83,15 @@ def aside() -> Iterator[None]:
 def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
     """Return ``full``, a step on fake tensors, with the codecs of ``small``, a real step on fewer samples; and a note.
 
-    If the small step ran other operators, only modules get their codecs, and the note says so.  Otherwise the note is
-    empty.
+    If the small step ran different operators, only modules get their codecs, and the note says so.  Otherwise the note
+    is empty.
     """
     small_modules = {module.path: module for module in small.modules}
     modules = tuple(_with_codec_of(module, small_modules.get(module.path)) for module in full.modules)
     full = replace(full, modules=modules)
     if not _ran_alike(full, small):
         return full, (
-            "a step of a few samples runs other operators than the full one, so it is not known whether saved tensors "
+            "a step of a few samples differs from the full one in operators, so it is not known whether saved tensors "
             "can be packed: they are assumed not to be"
         )
     small_storages = (small.storages[index] for index in _comparable_storages(small))
@@ -110,10 +112,6 @@ def with_parts(ops: Sequence[OpTrace], storages: Sequence[StorageTrace]) -> tupl
         return replace(storage, compressor="parts", packed_bytes=packed_bytes) if saved_bytes else storage
 
     return tuple(map(as_parts, storages))
-
-
-_COMPARED_PHASES = ("forward", "backward")
-"""Phases that must run the same operators; a step of a few samples may have no update."""
 
 
 def _ran_alike(full: StepTrace, small: StepTrace) -> bool:

@@ -66,7 +66,7 @@ def _lives(log: StorageLog) -> list[Life]:
     return [(s.nbytes, s.born - 1, s.died) for s in lasting]
 
 
-def codecs_of(trace: StepTrace, dry_run: StepTrace) -> Codecs:
+def match_codecs(trace: StepTrace, dry_run: StepTrace) -> Codecs:
     """Return the codecs of storages and inputs that packed to fewer bytes in ``trace``, for use in a dry run.
 
     A module whose forward makes its storages by other operators in ``dry_run`` is left out.

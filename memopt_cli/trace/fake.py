@@ -1,7 +1,7 @@
 """A training step on tensors without data (PyTorch's fake tensors): the dry run.
 
 It runs the model's code and makes the same storages as a real step, but takes no memory and computes nothing.  Code
-that reads a number from a tensor cannot go on without data, unless that number follows from code and inputs alone
+that reads a number from a tensor cannot go on without data, unless that number follows only from code and inputs
 (:mod:`memopt_cli.trace.known_numbers`).
 """
 
@@ -26,8 +26,8 @@ from memopt_cli.runtime.private_torch import (
     fakes_exchanged,
     is_fake,
     memory_of,
-    mend_copies_of_fakes,
     parameters_of,
+    patch_deepcopy,
 )
 from memopt_cli.runtime.stand_ins import ChunksDifferError, StandIns
 from memopt_cli.runtime.state import StartingState
@@ -44,7 +44,7 @@ from memopt_cli.training.user_step import StepModels
 
 def fake_mode() -> FakeTensorMode:
     """Return a mode in which new tensors have no data, and operators may mix them with tensors that have data."""
-    mend_copies_of_fakes()
+    patch_deepcopy()
     return RememberingDryRun(allow_non_fake_inputs=True)
 
 
@@ -78,14 +78,14 @@ def _copied_without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         with mode, NumbersKnown():
             try:
                 return model.make_again()
-            except MemoptError as error:  # its hint blames the user's function, which only fails without data
+            except MemoptError as error:  # its hint is about the user's function, which only fails without data
                 raise RuntimeError(error.message) from error
-    copied = {id(g): g.clone_state() for g in _generators_of(model)}  # the mode would copy them without their state
+    copied = {id(g): g.clone_state() for g in _find_generators(model)}  # the mode would copy them without their state
     with FakeCopyMode(mode):
         return copy.deepcopy(model, copied)
 
 
-def _generators_of(model: nn.Module) -> Iterator[torch.Generator]:
+def _find_generators(model: nn.Module) -> Iterator[torch.Generator]:
     return (value for m in model.modules() for value in vars(m).values() if isinstance(value, torch.Generator))
 
 
@@ -99,7 +99,7 @@ class FakeStep:
     def __init__(self, step: Step, mode: FakeTensorMode | None = None, sharded: nn.Module | None = None) -> None:
         self._mode = mode or fake_mode()
         self._frees = sharded is None  # a forward without its backward leaves parameters gathered
-        self._given: list[tuple[Tensor, Tensor]] = []
+        self._valued_inputs: list[tuple[Tensor, Tensor]] = []
         """Pairs of an input without data and its values, for integers and masks, whose numbers models read."""
         model = _copied_without_data(step.model, self._mode) if sharded is None else sharded
         args, kwargs = self._without_data(step)
@@ -110,31 +110,31 @@ class FakeStep:
         self._start = StartingState(model)
         self._stand_ins = StandIns(model)
         if sharded is not None:
-            self._settle()
+            self._warm_up()
         elif self.step.optimizer is not None:
             self.count()  # a first step makes the optimizer's state, which all later steps have
 
     @contextlib.contextmanager
-    def fed(self, step: Step) -> Iterator[FakeStep]:
+    def using_inputs(self, step: Step) -> Iterator[FakeStep]:
         """Use the inputs of another ``step`` in the block."""
-        own = self.step, self._given
+        own = self.step, self._valued_inputs
         self._take_inputs(step)
         try:
             yield self
         finally:
-            self.step, self._given = own
+            self.step, self._valued_inputs = own
 
-    def feed(self, step: Step) -> None:
+    def set_inputs(self, step: Step) -> None:
         """Use the inputs of another ``step`` from now on; for a sharded model."""
         self._take_inputs(step)
-        self._start.enter()
-        self._settle()
+        self._start.restore()
+        self._warm_up()
 
     def _take_inputs(self, step: Step) -> None:
         args, kwargs = self._without_data(step)
         self.step = replace(self.step, args=args, kwargs=kwargs)
 
-    def _settle(self) -> None:
+    def _warm_up(self) -> None:
         """Take a step that is not counted: in the first, ``DTensor`` makes tensors to learn how to shard operators."""
         with self._running():
             self.step.reset_gradients()
@@ -151,13 +151,13 @@ class FakeStep:
         # An allocator's peak depends on every single tensor, so all chunks run for that.
         stand_ins = self._stand_ins if allocated is None else None
         while True:  # until no more chunks turn out to differ
-            self._start.enter()
+            self._start.restore()
             with contextlib.suppress(ChunksDifferError), self._running():
                 return count(self.step, workspaces, codecs, allocated, stand_ins)
 
     def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
         """Record the step like :func:`~memopt_cli.trace.record`, without contents and times."""
-        self._start.enter()
+        self._start.restore()
         with self._running():
             return record(self.step, batch, contents=False, frees=self._frees, workspaces=workspaces, codecs=codecs)
 
@@ -165,28 +165,30 @@ class FakeStep:
     def _running(self) -> Iterator[None]:
         """Run the step in the block, with the known values of its inputs, which an earlier run may have overwritten."""
         numbers = NumbersKnown()
-        for tensor, values in self._given:
-            numbers.tell(tensor, values)
-        with self._mode, numbers, numbers.known_to_libraries():
+        for tensor, values in self._valued_inputs:
+            numbers.note_values(tensor, values)
+        with self._mode, numbers, numbers.readable_by_libraries():
             yield
 
     def _without_data(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs of ``step`` without data, and remember the values that the model may read."""
-        self._given = []
+        self._valued_inputs = []
 
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or is_fake(leaf):
                 return leaf
             made = self._mode.from_tensor(leaf)
             if leaf.layout is torch.strided and not leaf.is_floating_point() and not leaf.is_complex():
-                self._given.append((made, leaf))
+                self._valued_inputs.append((made, leaf))
             return made
 
         with self._mode:
             args, kwargs = map_leaves(fake, (step.args, step.kwargs))
         owners: dict[int, set[int]] = defaultdict(set)
-        for _, values in self._given:
+        for _, values in self._valued_inputs:
             owners[values.untyped_storage().data_ptr()].add(memory_of(values))
         # Where two storages share memory, a write to one changes the other's values unnoticed: they are not known.
-        self._given = [pair for pair in self._given if len(owners[pair[1].untyped_storage().data_ptr()]) == 1]
+        self._valued_inputs = [
+            pair for pair in self._valued_inputs if len(owners[pair[1].untyped_storage().data_ptr()]) == 1
+        ]
         return args, kwargs

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from memopt_cli.runtime.private_torch import number_of, running_node
+from memopt_cli.runtime.private_torch import running_node, sequence_number
 
 _WRITES = {
     "aten::index_add",
@@ -38,14 +38,14 @@ _WRITES_IN = {
     "ClampBackward0": {"aten::masked_fill"},  # since PyTorch 2.14
 }
 """Formula -> further operators that the plain formula calls in place."""
+_MASK = 1 / 4
+"""Size of a mask, as a share of a float32 tensor."""
 
 
 def _without(*operators: str) -> dict[str, float]:
     return dict.fromkeys(operators, 0.0)
 
 
-_MASK = 1 / 4
-"""Size of a mask, as a share of a float32 tensor."""
 _SPREAD = _without("aten::isnan", "aten::logical_and")
 _SHARES: dict[str, dict[str, float]] = {
     "MaxBackward1": _SPREAD,
@@ -100,7 +100,7 @@ class Formula:
         """Return whether a plain step calls ``operator`` in place even on a result that the formula keeps."""
         return operator in _COMBINES
 
-    def share_of(self, operator: str) -> float:
+    def count_call(self, operator: str) -> float:
         """Count a call of ``operator``, and return the share of its bytes that a plain step takes."""
         shares = _SHARES.get(self.name)
         if shares is None:
@@ -116,7 +116,7 @@ def formula_at(tick: int, before: Formula | None) -> Formula | None:
     node = running_node()
     if node is None or isinstance(node, BackwardCFunction):
         return None
-    name, number = node.name(), number_of(node)
+    name, number = node.name(), sequence_number(node)
     if before is not None and (before.name, before.number) == (name, number):
         return before
     return Formula(name, number, tick, _is_shared(node))

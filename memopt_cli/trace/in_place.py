@@ -20,6 +20,11 @@ from memopt_cli.trace.formulas import Formula, formula_at
 from memopt_cli.trace.operators import operator_name
 from memopt_cli.trace.storages import Peaks, Storage, Storages
 
+_ZEROS = torch.ops.aten._efficientzerotensor.default
+"""Operator whose result represents zeros without memory."""
+_OWN_MODULES = frozenset((__name__, "memopt_cli.trace.log", "torch._compile", "torch._dynamo.eval_frame"))
+"""Python modules whose frames lie between the caller of an operator and the dispatch mode that sees it."""
+
 
 class InPlace:
     """Corrects the peaks for the last operator of backward, if it writes in place in a plain step."""
@@ -37,12 +42,12 @@ class InPlace:
         self._forced: Storage | None = None
         """Result of the last operator, if a plain step writes it into the target although something holds that."""
 
-    def share_of(self, func: Any, *, differentiates: bool) -> float:
+    def plain_share(self, func: Any, *, differentiates: bool) -> float:
         """Return the share of the result's bytes that a plain step takes; call it once, before the operator counts."""
         formula = self._formula = formula_at(self._storages.tick, self._formula) if differentiates else None
         if func is _ZEROS:
             return 0.0
-        return formula.share_of(operator_name(func)) if formula else 1.0
+        return formula.count_call(operator_name(func)) if formula else 1.0
 
     def replaced_bytes(self, func: Any, args: Any, output: Any) -> int:
         """Return the bytes of the storage to which a plain step would write ``output``; 0 if it makes a new one."""
@@ -56,7 +61,7 @@ class InPlace:
         self._target.is_replaced = True
         return self._target.nbytes
 
-    def settle(self) -> None:
+    def finish_operator(self) -> None:
         """Settle the account of the last operator.
 
         If something else still holds the target, a plain step makes a new storage as well, which then counts.  Masks
@@ -66,7 +71,7 @@ class InPlace:
             self._target.is_replaced = False
             if self._target.died is None:
                 if self._forced is None:
-                    self._peaks.rise(self._storages.tick, self._uncorrected_bytes, 0)
+                    self._peaks.raise_to(self._storages.tick, self._uncorrected_bytes, 0)
                 else:
                     self._storages.drop(self._forced)
         self._target = self._forced = None
@@ -103,10 +108,3 @@ def _adds_gradients(func: Any, args: Any) -> bool:
         return False
     caller = caller_beyond(_OWN_MODULES)
     return caller is not None and is_engine(caller)
-
-
-_ZEROS = torch.ops.aten._efficientzerotensor.default
-"""Operator whose result represents zeros without memory."""
-
-_OWN_MODULES = frozenset((__name__, "memopt_cli.trace.log", "torch._compile", "torch._dynamo.eval_frame"))
-"""Python modules whose frames lie between the caller of an operator and the dispatch mode that sees it."""

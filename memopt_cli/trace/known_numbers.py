@@ -44,6 +44,11 @@ _SOURCES = frozenset("arange eye full linspace logspace ones scalar_tensor tril_
 """Operators that make tensors from numbers."""
 _CONSTANT = _aten.lift_fresh.default
 """Operator that ``torch.tensor([1, 2])`` calls on a tensor with data."""
+_ASKS_WHETHER_NOT_FINITE = {_aten.isnan.default, _aten.isinf.default, _aten.isposinf.default, _aten.isneginf.default}
+_COMPARES = {_aten.eq.Tensor: True, _aten.ne.Tensor: False}
+"""Comparison -> its result for two equal numbers."""
+_COMPARES_WITH_NUMBER = {_aten.eq.Scalar: True, _aten.ne.Scalar: False}
+"""Comparison with a Python number -> its result if they are equal."""
 
 
 class NumbersKnown(TorchDispatchMode):
@@ -54,12 +59,12 @@ class NumbersKnown(TorchDispatchMode):
         self._made: dict[int, tuple[weakref.ref[Any], _Made, int]] = {}
         """Key of a storage without data -> that storage, the operator that makes it, and which of its results it is."""
 
-    def tell(self, tensor: Tensor, values: Tensor) -> None:
+    def note_values(self, tensor: Tensor, values: Tensor) -> None:
         """Note that ``tensor``, which has no data, has ``values``, which must not be written to."""
         self._note([tensor], _Made.of(values))
 
     @contextmanager
-    def known_to_libraries(self) -> Iterator[None]:
+    def readable_by_libraries(self) -> Iterator[None]:
         """Let the transformers library read known numbers in the block, as it does in a real step.
 
         To find out whether a mask is needed, the library reads the mask.  If the mask is fake, it makes one in any
@@ -88,7 +93,7 @@ class NumbersKnown(TorchDispatchMode):
         if func is _CONSTANT and not is_fake(args[0]):
             with unseen(), torch.no_grad():
                 values = args[0].clone()
-            self.tell(result, values)
+            self.note_values(result, values)
             return result
         if not self._made and not _is_source(func):  # nothing is known yet, so nothing follows from it
             return result
@@ -97,7 +102,7 @@ class NumbersKnown(TorchDispatchMode):
                 if tensor.layout is torch.strided:
                     self._made.pop(memory_of(tensor), None)
         elif self._follows(func, args, kwargs):
-            arguments = map_leaves(self._note_of, (args, kwargs))
+            arguments = map_leaves(self._make_note, (args, kwargs))
             self._note(tensors_of(result), _Made(lambda: _run(func, arguments)))
         return result
 
@@ -105,18 +110,18 @@ class NumbersKnown(TorchDispatchMode):
         """Return the result of ``func``, which fails without data, from known numbers; ``None`` if one is not known."""
         if takes := _TAKES.get(func):
             masks = [leaf for leaf in tensors_of(args[1]) if leaf.dtype is torch.bool]
-            values = [self._note_of(mask).values() if self._is_known(mask) else None for mask in masks]
+            values = [self._make_note(mask).values() if self._is_known(mask) else None for mask in masks]
             return None if any(value is None for value in values) else takes(self, *args, values)
         if not self._follows(func, args, kwargs):
             return None
-        result = _run(func, map_leaves(self._note_of, (args, kwargs)))
+        result = _run(func, map_leaves(self._make_note, (args, kwargs)))
         device = next(tensor.device for tensor in tensors_of((args, kwargs)))
         return map_leaves(lambda leaf: self.made_known(leaf, device) if isinstance(leaf, Tensor) else leaf, result)
 
     def made_known(self, values: Tensor, device: torch.device) -> Tensor:
         """Make a tensor without data on ``device`` that is known to have ``values``."""
         made = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
-        self.tell(made, values)
+        self.note_values(made, values)
         return made
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -132,7 +137,7 @@ class NumbersKnown(TorchDispatchMode):
         return is_fake(tensor) and tensor.layout is torch.strided and memory_of(tensor) in self._made
 
     def _note(self, tensors: list[Tensor], made: _Made) -> None:
-        """Note that ``tensors`` are the results of ``made``; views need no note, as their storage has one."""
+        """Note that ``tensors`` are the results of ``made``; views need no note, since their storage has one."""
         for index, tensor in enumerate(tensors):
             is_new = is_fake(tensor) and tensor.layout is torch.strided and memory_of(tensor) not in self._made
             if is_new and tensor.numel() <= _MAX_VALUES:
@@ -143,7 +148,7 @@ class NumbersKnown(TorchDispatchMode):
     def _forget(self, key: int, _: object) -> None:
         self._made.pop(key, None)
 
-    def _note_of(self, leaf: Any) -> Any:
+    def _make_note(self, leaf: Any) -> Any:
         """Return ``leaf``, an argument of an operator, in a form that does not keep tensors alive, for the CPU."""
         if not isinstance(leaf, Tensor):
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
@@ -267,16 +272,11 @@ def _is_source(func: Any) -> bool:
 
 @functools.cache
 def _is_function(func: Any) -> bool:
-    """Return whether the results of ``func`` depend on its arguments alone: not on generators or old memory."""
+    """Return whether the results of ``func`` depend only on its arguments: not on generators or old memory."""
     if not has_schema(func) or func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return "empty" not in schema_of(func).name
 
 
-_ASKS_WHETHER_NOT_FINITE = {_aten.isnan.default, _aten.isinf.default, _aten.isposinf.default, _aten.isneginf.default}
-_COMPARES = {_aten.eq.Tensor: True, _aten.ne.Tensor: False}
-"""Comparison -> its result for two equal numbers."""
-_COMPARES_WITH_NUMBER = {_aten.eq.Scalar: True, _aten.ne.Scalar: False}
-"""Comparison with a Python number -> its result if they are equal."""
 _TAKES: dict[Any, Callable[..., Tensor]] = {_aten.index.Tensor: _index_numbers, _aten.masked_select.default: _select}
 """Operator whose result has a size that masks decide -> a function for it that needs only the masks' values."""

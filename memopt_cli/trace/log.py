@@ -26,7 +26,7 @@ from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import makes_internal_tensors, recorded_shares
 from memopt_cli.runtime.in_backward import is_updating
 from memopt_cli.runtime.packing import recorded_answers
-from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, is_made_of_others, parts_of, tree_leaves
+from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, is_made_of_others, tree_leaves, walk_parts
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.collectives import Collectives, exchange_buffers, resizes_seen, staging_unseen
@@ -38,6 +38,10 @@ from memopt_cli.trace.workspace import Shapes, Workspaces, argument_shapes
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep, guessed_number
 from memopt_cli.training.step import Step, seed_everything
+
+_PRELIMINARY_KINDS = frozenset(("activations", "temporaries"))
+"""Kinds that a storage gets by the phase in which it is made, until its purpose is known."""
+_DEVICE = torch.ops.prim.device.default
 
 
 class StorageLog(TorchDispatchMode):
@@ -60,7 +64,7 @@ class StorageLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_made_of_others, types)):
             return NotImplemented
-        self._in_place.settle()  # only now it shows whether something else holds what the last operator wrote to
+        self._in_place.finish_operator()  # only now it shows whether others hold what the last operator wrote to
         if func is _DEVICE and is_fake(args[0]):
             return args[0].fake_device  # two of three calls ask for this, and the fake mode below answers slowly
         updating = self.phase == "update" or is_updating()
@@ -71,18 +75,18 @@ class StorageLog(TorchDispatchMode):
             output = corrected_output(func, args, func(*args, **(kwargs or {})))
         is_counted = not is_bookkeeping(func)
         differentiates = self.phase == "backward" and not updating
-        share = self._in_place.share_of(func, differentiates=differentiates)
+        share = self._in_place.plain_share(func, differentiates=differentiates)
         storages = self.storages
         storages.tick += is_counted
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self.see(leaf, share=share)
         self._label(func, args, kwargs or {}, output)
-        workspace = self.workspaces.of(operator_name(func), shapes_of(args)) if self.workspaces and share else 0
+        workspace = self.workspaces.look_up(operator_name(func), shapes_of(args)) if self.workspaces and share else 0
         replaced_bytes = self._in_place.replaced_bytes(func, args, output) if differentiates else 0
-        self.peaks.rise(storages.tick, storages.live_bytes - replaced_bytes, workspace)
+        self.peaks.raise_to(storages.tick, storages.live_bytes - replaced_bytes, workspace)
         if is_counted:
-            self.ran(func, args, kwargs or {}, output, workspace)
+            self.note_operator(func, args, kwargs or {}, output, workspace)
         return output
 
     def _label(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -93,20 +97,20 @@ class StorageLog(TorchDispatchMode):
             if storage is not None and storage.kind in _PRELIMINARY_KINDS:
                 storage.kind = kind
 
-    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
+    def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         """Do nothing; subclasses note an operator that ran."""
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count ``storage`` anew after Python code resized it, as FSDP does to free and restore parameters."""
-        self.settle()
+        """Count ``storage`` again after Python code resized it, as FSDP does to free and restore parameters."""
+        self.finish_operator()
         storages, nbytes = self.storages, storage.nbytes()
         if storages.find_unresized(storage, storages.tick) is None and nbytes:
             storages.tick += 1
             self._begin(storage, None, None, 1.0)
-            self.peaks.rise(storages.tick, storages.live_bytes, 0)
-            self.grew(nbytes)
+            self.peaks.raise_to(storages.tick, storages.live_bytes, 0)
+            self.note_resize(nbytes)
 
-    def grew(self, nbytes: int) -> None:
+    def note_resize(self, nbytes: int) -> None:
         """Do nothing; subclasses note a resize to ``nbytes`` as if an operator had made them."""
 
     def see(
@@ -117,7 +121,7 @@ class StorageLog(TorchDispatchMode):
         A new record gets ``kind``, the module ``path`` (by default the running one), and ``share`` of the bytes, which
         a plain step would take.  Of a tensor made of others, all parts are counted, and the first is returned.
         """
-        records = [self._see(part, kind, path, share) for part in parts_of(tensor)]
+        records = [self._see(part, kind, path, share) for part in walk_parts(tensor)]
         return next(iter(records), None)
 
     def _see(self, tensor: Tensor, kind: str | None, path: str | None, share: float) -> Storage | None:
@@ -136,13 +140,13 @@ class StorageLog(TorchDispatchMode):
             self._made[path] += 1
         return record
 
-    def settle(self) -> None:
+    def finish_operator(self) -> None:
         """Finish the count of the last operator; to be called before the next one, and at the end of a phase."""
-        self._in_place.settle()
+        self._in_place.finish_operator()
 
     def enter(self, phase: Phase) -> None:
         """Begin ``phase`` of the step."""
-        self.settle()
+        self.finish_operator()
         self.phase = phase
         self.peaks.enter(phase, self.storages.live_bytes)
 
@@ -250,14 +254,14 @@ def run_step(step: Step, log: StorageLog) -> None:
         log.enter(phase)
 
     step.take(enter)
-    log.settle()
+    log.finish_operator()
     _label_gradients(log, step.model)
 
 
 def resident_bytes(step: Step) -> int:
     """Return the bytes of parameters, gradients if there are any, buffers, inputs and optimizer state of ``step``.
 
-    Targets that the loss holds are counted with the inputs: the step reads them, whoever made them.
+    Targets that the loss holds are counted with the inputs: the step reads them, wherever they were made.
     """
     parameters = list(step.model.parameters())
     return unique_bytes(
@@ -303,9 +307,3 @@ def _label_gradients(log: StorageLog, model: nn.Module) -> None:
             storage = log.see(parameter.grad, "gradients")
             if storage is not None:
                 storage.kind = "gradients"
-
-
-_PRELIMINARY_KINDS = frozenset(("activations", "temporaries"))
-"""Kinds that a storage gets by the phase in which it is made, until its purpose is known."""
-
-_DEVICE = torch.ops.prim.device.default

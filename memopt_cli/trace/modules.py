@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memopt_cli.records import CompressorName, ModuleTrace
 from memopt_cli.runtime import named_parts, refusal
 from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Codec, OwnCompressor, declared_compressor
-from memopt_cli.runtime.module_state import matrices_of
+from memopt_cli.runtime.module_state import find_matrices
 from memopt_cli.runtime.private_torch import version_counter
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import ContentsReader, aside
@@ -111,7 +111,7 @@ def taking_notes(
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
         if log.phase == "forward":
-            storages = ((tensor, log.find(tensor)) for tensor in matrices_of(module))
+            storages = ((tensor, log.find(tensor)) for tensor in find_matrices(module))
             state = [tensor for tensor, storage in storages if storage is not None and storage.kind == "activations"]
             notes[path].leave([log.see(t) for t in tensors_of(output)], held_bytes(state))
 
@@ -147,7 +147,7 @@ def _own_codec(module: nn.Module) -> OwnCompressor:
     return OwnCompressor(cast("Codec", module.x_compressor))
 
 
-def listed_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
+def list_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
     """List every module of ``model`` in its order, as if none was called: without inputs and outputs."""
     return tuple(
         ModuleTrace(

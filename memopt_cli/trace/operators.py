@@ -14,6 +14,8 @@ from memopt_cli.runtime.private_torch import has_schema, schema_of, tree_leaves
 from memopt_cli.text.units import dtype_name
 
 _aten = torch.ops.aten
+_STATISTICS = ("running_mean", "running_var")
+"""Arguments that batch norm writes in training mode, although its schema does not say so."""
 
 
 def operator_name(func: Any) -> str:
@@ -49,7 +51,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not rates or any(rates)
 
 
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Count the floating-point operations of products, convolutions, attention and recurrent layers; 0 for others.
 
     A multiply-add counts as two, as in ``torch.utils.flop_counter``.
@@ -58,15 +60,11 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
     return int(formula(*args, **kwargs, out_val=output)) if formula else 0
 
 
-def dtype_of(leaves: Iterable[Any]) -> str:
+def find_dtype(leaves: Iterable[Any]) -> str:
     """Return the dtype (``bfloat16``) of the first floating-point or complex tensor in ``leaves``; empty if none is."""
     dtypes = (leaf.dtype for leaf in leaves if isinstance(leaf, Tensor))
     floating = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
     return next(map(dtype_name, floating), "")
-
-
-_STATISTICS = ("running_mean", "running_var")
-"""Arguments that batch norm writes in training mode, although its schema does not say so."""
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from memopt_cli.runtime.private_torch import CHANNELS_LAST, is_fake
 from memopt_cli.trace.recurrent import with_two_biases, with_workspace
 
 _aten = torch.ops.aten
+_BATCH_NORMS = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
 
 
 def corrected_output(func: Any, args: Any, output: Any) -> Any:
@@ -70,8 +71,6 @@ def _format_of(x: Any) -> torch.memory_format:
     last = CHANNELS_LAST.get(x.dim())
     return last if last is not None and x.is_contiguous(memory_format=last) else torch.contiguous_format
 
-
-_BATCH_NORMS = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default)
 
 _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.mkldnn_rnn_layer.default: with_workspace,

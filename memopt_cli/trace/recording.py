@@ -44,7 +44,7 @@ def record(
     """
     step.model.zero_grad(set_to_none=True)
     before, start = ModuleState(step.model), StartingState(step.model)
-    start.enter()  # gives the model copies, so that the step can free its state although ``start`` holds the originals
+    start.restore()  # gives the model copies: the step can free its state although ``start`` holds the originals
     step.reset_gradients()  # only now, so that nothing here keeps the gradients alive: a user's own step may free them
     notes: dict[str, ModuleNotes] = {}
     with module_stack(step.unwrapped_model) as running:
@@ -59,7 +59,7 @@ def record(
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
-    start.enter()  # the forward in _lives_without_autograd begins with the same state
+    start.restore()  # the forward in _lives_without_autograd begins with the same state
     records = _Records(log)
     is_own = isinstance(step, OwnStep)
     freed = records.freed(_lives_without_autograd(step)) if frees and not is_own else records.last_uses()
@@ -125,7 +125,7 @@ class _Records:
     def freed(self, lives: list[tuple[int, int, int | None]]) -> list[int | None]:
         """Return for each storage the tick at which the model itself released it.
 
-        ``lives`` come from a forward in which autograd saved nothing.  If it made other storages than the recorded
+        ``lives`` come from a forward in which autograd saved nothing.  If its storages differ from the recorded
         forward, the last uses in forward are returned instead.
         """
         births = [(s.born, s.nbytes) for s in self._log.storages.made[: len(lives)]]
@@ -137,7 +137,7 @@ class _Records:
     def last_uses(self) -> list[int | None]:
         """Return for each storage that autograd saves the tick of its last use in forward; for others, of their death.
 
-        For a user's own step nothing better is known, as it cannot run without autograd.
+        For a user's own step nothing better is known, since it cannot run without autograd.
         """
         log = self._log
         ran = ((tick, op.record) for tick, op in enumerate(log.ops[: log.last_forward_end], 1))
@@ -167,16 +167,16 @@ class _Records:
             kind=s.kind,
             module=self._log.ops[s.born - 1].record.module if s.born else s.path,
             born=s.born - 1,
-            died=self._end_of(s.died),
-            freed=self._end_of(freed),
+            died=self._first_operator_after(s.died),
+            freed=self._first_operator_after(freed),
             saved_by=tuple(sorted({op for op in savers if op is not None})),
             compressor=compressor,
             packed_bytes=packed,
             fixed_bytes=self._log.fixed_bytes.get(s.index, ()),
         )
 
-    def _end_of(self, tick: int | None) -> int | None:
-        """Return the first operator after ``tick``.  ``None``: there is none."""
+    def _first_operator_after(self, tick: int | None) -> int | None:
+        """Return the first operator after ``tick``; ``None`` if there is none."""
         return tick if tick is not None and tick < len(self._log.ops) else None
 
     def call_records(self) -> tuple[ModuleCall, ...]:

@@ -1,6 +1,6 @@
 """A cache of operators' results in dry runs, which makes dry runs faster.
 
-On tensors without data, a result depends on the shapes and settings of the arguments alone, and a step runs the same
+On tensors without data, a result depends only on the shapes and settings of the arguments, and a step runs the same
 operators on the same shapes over and over.  PyTorch has such a cache as well, but a look-up takes longer than most
 kernels run.  PyTorch decides what may be cached: an entry is made here where PyTorch made one.
 """
@@ -35,6 +35,8 @@ _ALIASES = frozenset(
 )
 """Operators whose results are cached here, but not by PyTorch: it only caches single results that are new or declared
 views."""
+_UNCACHEABLE = object()
+"""Entry for a result that cannot be cached."""
 
 
 class _New(NamedTuple):
@@ -59,10 +61,6 @@ class _Several(NamedTuple):
 
     kind: type
     entries: tuple[Any, ...]
-
-
-_UNCACHEABLE = object()
-"""Entry for a result that cannot be cached."""
 
 
 class RememberingDryRun(DryRun):

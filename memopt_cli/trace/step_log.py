@@ -23,13 +23,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt_cli.records import CompressorName, OpTrace, Phase
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.compressor import makes_internal_tensors
-from memopt_cli.runtime.private_torch import is_fake, next_node, number_of, parts_of, running_node, tree_leaves
+from memopt_cli.runtime.private_torch import is_fake, next_node, running_node, sequence_number, tree_leaves, walk_parts
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import ContentsReader, aside
 from memopt_cli.trace.lines import line_of_the_model
 from memopt_cli.trace.log import StorageLog, shapes_of
-from memopt_cli.trace.operators import draws, dtype_of, flops_of, operator_name, written_tensors
+from memopt_cli.trace.operators import count_flops, draws, find_dtype, operator_name, written_tensors
 from memopt_cli.trace.recurrent import fixed_bytes
 from memopt_cli.trace.storages import Storage
 from memopt_cli.trace.workspace import Workspaces
@@ -46,7 +46,7 @@ class CalledModule:
 
     path: str
     caller: int
-    """Index of the call around it.  -1: there is none."""
+    """Index of the call around it; -1 if there is none."""
     start: int
     """First operator of its forward."""
     inputs: tuple[int, ...]
@@ -94,7 +94,7 @@ class StepLog(StorageLog):
         self.fixed_bytes: dict[int, tuple[tuple[int, int], ...]] = {}
         """Storage -> :attr:`~memopt_cli.records.StorageTrace.fixed_bytes`."""
 
-    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
+    def note_operator(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any, workspace_bytes: int) -> None:
         phase, call = self._phase_and_call()
         path_of_call = self.calls[call].path if call is not None and call >= 0 else ""
         module = self.module_running() if call is None else path_of_call
@@ -114,9 +114,9 @@ class StepLog(StorageLog):
             reads=self._indices(arguments),
             mutates=self._indices(written_tensors(func, args, kwargs)),
             random=draws(func, args, kwargs),
-            flops=flops_of(func, args, kwargs, output),
-            dtype=dtype_of(arguments),
-            moved_bytes=self._bytes_of([*arguments, *tree_leaves(output)]),
+            flops=count_flops(func, args, kwargs, output),
+            dtype=find_dtype(arguments),
+            moved_bytes=self._count_bytes([*arguments, *tree_leaves(output)]),
             workspace_bytes=workspace_bytes,
             fixed_workspace_bytes=fixed,
             line=line_of_the_model() if self.phase == "forward" else "",
@@ -125,7 +125,7 @@ class StepLog(StorageLog):
         )
         self.ops.append(LoggedOp(record, call))
 
-    def grew(self, nbytes: int) -> None:
+    def note_resize(self, nbytes: int) -> None:
         phase, call = self._phase_and_call()
         self.ops.append(LoggedOp(OpTrace(name=GREW, phase=phase, module=self.module_running()), call))
 
@@ -177,7 +177,7 @@ class StepLog(StorageLog):
         node = running_node()
         if node is None:  # no node runs: backward has not begun, and this is the loss
             return "forward", None
-        number = number_of(node)
+        number = sequence_number(node)
         if number <= self._last_node:
             index = bisect.bisect_right(self._call_from_node, (number, len(self.calls))) - 1
             return "backward", self._call_from_node[index][1]
@@ -195,13 +195,13 @@ class StepLog(StorageLog):
         if storage is not None and storage.kind != "parameters":
             self.savers[storage.index][next_node() - 1] = None
             if self._contents is not None and storage.index not in self.packed:
-                part = next(parts_of(alias))
+                part = next(walk_parts(alias))
                 with aside():
                     whole = part if part.nbytes == storage.nbytes else part.new_empty(0).set_(part.untyped_storage())
                 self.packed[storage.index] = self._contents.codec_of_saved(whole)
         return alias
 
-    def _bytes_of(self, leaves: list[Any]) -> int:
+    def _count_bytes(self, leaves: list[Any]) -> int:
         """Return the bytes of the tensors in ``leaves``; an expanded tensor counts as its storage at most."""
         tensors = ((leaf, self.find(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
         return sum(min(tensor.nbytes, storage.nbytes) for tensor, storage in tensors if storage is not None)

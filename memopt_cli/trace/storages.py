@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memopt_cli.records import Phase, PhasePeak
 from memopt_cli.runtime.deferred import DeferredLinear
-from memopt_cli.runtime.private_torch import memory_of, parts_of, storage_key
+from memopt_cli.runtime.private_torch import memory_of, storage_key, walk_parts
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class Storage:
     died: int | None = None
     """Tick at which it was freed; ``None`` while it is alive."""
     is_replaced: bool = False
-    """Whether a plain step writes the last operator's result into this storage, if nobody else holds it."""
+    """Whether a plain step writes the last operator's result into this storage, if nothing else holds it."""
 
 
 @dataclass(slots=True)
@@ -42,10 +42,10 @@ class Peaks:
     """The most bytes alive at any instant so far, and their ticks."""
 
     tensor_bytes: int = 0
-    """Most bytes of storages alive: the tensor peak."""
+    """Maximum bytes of storages alive at once: the tensor peak."""
     tensor_tick: int = 0
     allocated_bytes: int = 0
-    """Most bytes of storages alive plus the workspace of the running operator: the allocated peak."""
+    """Maximum bytes of storages alive at once plus the workspace of the running operator: the allocated peak."""
     allocated_tick: int = 0
     phases: dict[Phase, PhasePeak] = field(default_factory=dict)
     """Phase -> its own peaks."""
@@ -58,7 +58,7 @@ class Peaks:
         start = PhasePeak(phase=phase, tensor_peak_bytes=live_bytes, allocated_peak_bytes=live_bytes)
         self.phases[phase] = self.phases.get(phase, start).raised(live_bytes, live_bytes)
 
-    def rise(self, tick: int, live_bytes: int, workspace_bytes: int) -> None:
+    def raise_to(self, tick: int, live_bytes: int, workspace_bytes: int) -> None:
         """Raise the tensor peak to ``live_bytes``, and the allocated peak to the sum of both, if they are more."""
         with_workspace = live_bytes + workspace_bytes
         if self.phase is not None:
@@ -109,7 +109,7 @@ class Storages:
 
     def find(self, tensor: Tensor) -> Storage | None:
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
-        part = next(parts_of(tensor), tensor)
+        part = next(walk_parts(tensor), tensor)
         entry = self._alive.get(memory_of(part)) if has_storage(part) else None
         return entry[1] if entry else None
 
@@ -125,13 +125,13 @@ class Storages:
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of ``tensors``, or of their storages if these have fewer."""
-    return min(unique_bytes(tensors), sum(part.nbytes for t in tensors for part in parts_of(t) if has_storage(part)))
+    return min(unique_bytes(tensors), sum(part.nbytes for t in tensors for part in walk_parts(t) if has_storage(part)))
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Return the bytes of the storages of ``tensors``, each counted once."""
     sizes = {}
-    for t in (part for tensor in tensors if tensor is not None for part in parts_of(tensor)):
+    for t in (part for tensor in tensors if tensor is not None for part in walk_parts(tensor)):
         if has_storage(t):
             storage = t.untyped_storage()
             sizes[storage_key(storage)] = storage.nbytes()

@@ -36,7 +36,7 @@ class _Run:
     nbytes: int
     """Bytes of the run's workspace."""
     smaller: _Run | None = None
-    """Corresponding run in a step of a smaller batch.  ``None``: there is none."""
+    """Corresponding run in a step of a smaller batch; ``None`` if there is none."""
 
     def scaled(self, shapes: Shapes) -> int:
         """Return the bytes for other ``shapes``, on the line through this run and the smaller one.
@@ -101,18 +101,18 @@ class Workspaces:
             for run in runs:
                 paired.record(operator, run.shapes, run.nbytes)
             smaller_runs = smaller._runs.get(operator, [])
-            if len(smaller_runs) == len(runs):  # otherwise nobody knows which runs correspond
+            if len(smaller_runs) == len(runs):  # otherwise it is unknown which runs correspond
                 for run, smaller_run in zip(paired._runs[operator], smaller_runs, strict=True):
                     have_same_ranks = list(map(len, run.shapes)) == list(map(len, smaller_run.shapes))
                     is_counterpart = have_same_ranks and _differ_in_size(run.shapes, smaller_run.shapes)
                     run.smaller = smaller_run if is_counterpart else None
         return paired
 
-    def of(self, operator: str, shapes: Shapes) -> int:
+    def look_up(self, operator: str, shapes: Shapes) -> int:
         """Return the workspace bytes of ``operator`` on ``shapes``; for shapes not recorded, by the nearest run.
 
-        Runs are near in this order: shapes that differ in the first dimension alone, as in chunks; in one other
-        dimension; shapes with as many dimensions, as in chunks of chunks; all others.  Of equally near runs, the run of
+        Runs are near in this order: shapes that differ only in the first dimension, like chunks; in one other
+        dimension; shapes with as many dimensions, like chunks of chunks; all others.  Of equally near runs, the run of
         the nearest number of elements is taken.  Tensors that only one of two runs has, such as an optional gradient,
         are not compared.
         """

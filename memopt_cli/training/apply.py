@@ -48,6 +48,9 @@ from memopt_cli.training.wrappers import unwrap
 
 _SEGMENT_FIELDS = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 """Fields that an entry of a plan shares with the configuration of its segment."""
+_ROOT = "(root)"
+"""Path of the model itself in messages."""
+_REMOVE_FIRST = "Remove the plan that the model has: memopt_cli.remove_plan(model)."
 
 
 def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> nn.Module:
@@ -132,7 +135,7 @@ def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
 
 def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]:
     """Return module -> its configurations by length, for a plan with ranges; the root is always among them."""
-    assert plan.by is not None, "it has ranges"
+    assert plan.by is not None, "called only for plans with ranges"
     if any(isinstance(settings_of(module), ConfigsByLength) for _, module in named_parts(model)):
         raise PlanError("a part of the model has a plan by length already", hint=_REMOVE_FIRST)
     if not takes_argument(model, plan.by.argument):
@@ -171,10 +174,10 @@ def plan_of(model: nn.Module) -> Plan:
     # A part taken out of a model with a plan by length cannot tell the length, so its plan is the longest range's.
     if not isinstance(root, ConfigsByLength) or root.length is None:
         configs = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
-        return replace(_plan_of(configs), in_backward=in_backward, compile=compiled_as(model))
+        return replace(_make_plan(configs), in_backward=in_backward, compile=compiled_as(model))
     ranges = []
     for index, up_to in enumerate(root.up_to):
-        part = _plan_of({path: c for path, m in installed.items() if (c := _in_range(m, index)) is not None})
+        part = _make_plan({path: c for path, m in installed.items() if (c := _in_range(m, index)) is not None})
         ranges.append(PlanRange(up_to=up_to, segments=part.segments, packed=part.packed, place=part.place))
     by = InputDimension(dim=root.length.name, argument=root.length.argument, axis=root.length.axis)
     return Plan(by=by, ranges=tuple(ranges), in_backward=in_backward)
@@ -186,7 +189,7 @@ def _in_range(module: nn.Module, index: int) -> SegmentConfig | None:
     return settings.configs[index] if isinstance(settings, ConfigsByLength) else settings
 
 
-def _plan_of(installed: Mapping[str, SegmentConfig]) -> Plan:
+def _make_plan(installed: Mapping[str, SegmentConfig]) -> Plan:
     """Return the plan for ``installed``, path -> configuration; the inverse of :func:`_configs`."""
     segments = (
         from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in _SEGMENT_FIELDS}})
@@ -299,6 +302,3 @@ def _install(module: nn.Module, config: SegmentConfig | ConfigsByLength) -> None
         if isinstance(config, ConfigsByLength) and config.length is not None and not any(config.configs):
             hint = "A plan by length looks at what the whole model is given; use a plan without ranges."
         raise PlanError(f"module '{config.path}' cannot be a segment: {reason}", hint=hint) from reason
-
-
-_ROOT, _REMOVE_FIRST = "(root)", "Remove the plan that the model has: memopt_cli.remove_plan(model)."

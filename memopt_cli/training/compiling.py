@@ -13,6 +13,8 @@ from memopt_cli.runtime.module_state import COMPILED_CALL, COMPILED_KEY
 from memopt_cli.runtime.private_torch import call_of_its_own, is_compiled, within_budget
 from memopt_cli.training.wrappers import split_wrappers
 
+_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
 
 def compile_model(model: nn.Module, how: CompilePlan) -> None:
     """Set up ``model`` to be compiled with the settings ``how`` at its next call, as ``model.compile(...)`` does.
@@ -41,11 +43,8 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
 
 
 def _hooks_on(model: nn.Module) -> str:
-    """Return a text that identifies the hooks of ``model``: when they change, PyTorch compiles anew and sees them."""
+    """Return a text that identifies the hooks of ``model``: when they change, PyTorch compiles again and sees them."""
     return str([[*vars(model)[name]] for name in _HOOKS])
-
-
-_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def require_uncompiled(model: nn.Module) -> None:

@@ -21,6 +21,21 @@ from memopt_cli.errors import StepError, first_line
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import tensors_of
 
+_HINTS: Final = {
+    "more than 1 value per channel": "Batch normalization trains on several samples: give a batch of at least 2.",
+    "positional arguments but": "Each input is an argument of forward: leave targets out, and use them in the loss, "
+    "`--loss file.py:function`.",
+}
+"""Words of an error -> the hint on it."""
+GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."
+_OF_INPUTS: Final = re.compile(
+    r"shape|size|d-?type|scalar type|dimension|argument|input|out of range|channels|\b\dD\b|expected", re.IGNORECASE
+)
+"""Words in errors about what a forward was given, by PyTorch, by Python and by libraries of models."""
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+"""Beginnings of the paths of Python's own modules and of installed packages."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunningCall:
@@ -91,9 +106,6 @@ def skipped_layers_notes(model: nn.Module) -> list[str]:
     ]
 
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
 def _has_any(ran: Mapping[str, bool], prefix: str) -> bool:
     return any(has_gradient for name, has_gradient in ran.items() if name.startswith(prefix))
 
@@ -121,7 +133,7 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
     """Return the exception to raise for ``error``, which the user's code raised in a step of ``model``.
 
     It names the module that rejected its input, and what that takes.  An error that speaks of no input, such as a
-    ``raise`` in the user's code, is told as what it is, with the line that raised it.
+    ``raise`` in the user's code, is reported as such, with the line that raised it.
     """
     stack = running_calls(error, model)
     if not stack:
@@ -131,25 +143,25 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
         )
     if not (_OF_INPUTS.search(str(error)) or _is_of_torch(type(stack[-1].module).__module__)):
         return StepError(
-            f"{_forward_of(stack, model)} raised {first_line(error)}{raised_at(error)}",
+            f"{_describe_forward(stack, model)} raised {first_line(error)}{raised_at(error)}",
             hint="The same error appears when the model is called with these inputs in plain Python.",
         )
     last = stack[-1]
     path, kind = _own_path(last, model), type(last.module).__name__
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
-    given = f"{_shapes(last.inputs)}: {first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
-    hint = next((hint for said, hint in _HINTS.items() if said in str(error)), GIVE_ACCEPTED)
+    reason = f"{first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
+    hint = next((hint for words, hint in _HINTS.items() if words in str(error)), GIVE_ACCEPTED)
     hint = _dtype_hint(last, stack[0].inputs) or hint
-    return InputsRejectedError(f"{where} rejected its input {given}", hint=hint)
+    return InputsRejectedError(f"{where} rejected its input {_shapes(last.inputs)}: {reason}", hint=hint)
 
 
-def _dtype_hint(call: RunningCall, given: Any) -> str:
-    """Return the hint if the weights of the module of ``call`` have another floating dtype than its input, else "".
+def _dtype_hint(call: RunningCall, model_inputs: Any) -> str:
+    """Return the hint if the module of ``call`` has weights and an input of different floating dtypes, else "".
 
-    ``given``: the inputs of the model.
+    ``model_inputs``: the inputs of the whole model.
     """
     weight, first = next(call.module.parameters(recurse=False), None), next(iter(tensors_of(call.inputs)), None)
-    model_input = next((tensor for tensor in tensors_of(given) if tensor.is_floating_point()), None)
+    model_input = next((tensor for tensor in tensors_of(model_inputs) if tensor.is_floating_point()), None)
     if weight is None or first is None or model_input is None or weight.dtype == first.dtype:
         return ""
     if not (weight.is_floating_point() and first.is_floating_point()):
@@ -159,27 +171,12 @@ def _dtype_hint(call: RunningCall, given: Any) -> str:
     return f"Its weights are {dtype}: give such inputs, `-i {spec}`, or run the step in float32, `--precision fp32`."
 
 
-_HINTS: Final = {
-    "more than 1 value per channel": "Batch normalization trains on several samples: give a batch of at least 2.",
-    "positional arguments but": "Each input is an argument of forward: leave targets out, and use them in the loss, "
-    "`--loss file.py:function`.",
-}
-"""Words of an error -> the hint on it."""
-
-GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."
-
-_OF_INPUTS: Final = re.compile(
-    r"shape|size|d-?type|scalar type|dimension|argument|input|out of range|channels|\b\dD\b|expected", re.IGNORECASE
-)
-"""Words in errors about what a forward was given, by PyTorch, by Python and by libraries of models."""
-
-
 def _own_path(call: RunningCall, model: nn.Module) -> str:
     """Return the module's own path: that of ``call`` goes through a run of layers, if it is in one."""
     return next((path for path, module in model.named_modules() if module is call.module), call.path)
 
 
-def _forward_of(stack: list[RunningCall], model: nn.Module) -> str:
+def _describe_forward(stack: list[RunningCall], model: nn.Module) -> str:
     path, kind = _own_path(stack[-1], model), type(stack[-1].module).__name__
     return f"forward of module '{path}' ({kind})" if path else f"forward of {kind}"
 
@@ -196,10 +193,6 @@ def raised_at(error: BaseException) -> str:
     own = [(frame, line) for frame, line in frames if not frame.f_code.co_filename.startswith(_INSTALLED)]
     frame, line = (own or frames)[-1]
     return f" ({frame.f_code.co_filename}, line {line})"
-
-
-_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-"""Beginnings of the paths of Python's own modules and of installed packages."""
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -29,9 +29,14 @@ _SWITCH: Final = re.compile(r"(?!save|load|resume|from)\w*(checkpoint|ckpt)\w*|w
 (torchvision's DenseNet)."""
 _SUSPENDED: Final = "_memopt_checkpoints_off"
 """Attribute of a model under a plan, which lists the switches that were on before."""
+_ON_AGAIN: Final = (
+    "The model checkpoints by itself under its plan ({}): what it recomputes itself is recomputed twice, or without "
+    "the plan, which takes more memory and time. Turn that off after the plan is applied, or do not turn it on, as "
+    "gradient_checkpointing_enable() and TrainingArguments(gradient_checkpointing=True) do."
+)
 
 
-def switches_of(model: nn.Module) -> tuple[str, ...]:
+def find_switches(model: nn.Module) -> tuple[str, ...]:
     """Return the attributes in ``model`` that are true and by their names turn checkpoints on: ``blocks.0.with_cp``."""
     return tuple(
         f"{path}.{name}".removeprefix(".")
@@ -42,8 +47,8 @@ def switches_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def turn_off(model: nn.Module) -> tuple[str, ...]:
-    """Turn the switches of ``model`` off for good, and return those that were on."""
-    switches = switches_of(model)
+    """Turn the switches of ``model`` off permanently, and return those that were on."""
+    switches = find_switches(model)
     _set(model, switches, on=False)
     return switches
 
@@ -73,20 +78,13 @@ def warn_if_on(model: nn.Module) -> None:
             return
         looked.add(within_checkpoint)
         known = model_of()
-        if known is not None and (switches := switches_of(known)):
+        if known is not None and (switches := find_switches(known)):
             looked.update((False, True))
             warn_caller(_ON_AGAIN.format(attributes_in_words(switches)))
 
     for _, part in named_parts(model):
         if settings_of(part) is not None:
             look_at_first_call(part, look)
-
-
-_ON_AGAIN: Final = (
-    "The model checkpoints by itself under its plan ({}): what it recomputes itself is recomputed twice, or without "
-    "the plan, which takes more memory and time. Turn that off after the plan is applied, or do not turn it on, as "
-    "gradient_checkpointing_enable() and TrainingArguments(gradient_checkpointing=True) do."
-)
 
 
 def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:

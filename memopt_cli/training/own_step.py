@@ -35,6 +35,8 @@ OnUpdate = Callable[[Optimizer], object]
 
 NUMBER_READ = torch.ops.aten._local_scalar_dense.default
 """Operator that reads a number out of a tensor."""
+NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
+LIST_OPTIMIZERS = "List the optimizers that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
 
 
 class OwnStep(Step):
@@ -89,12 +91,12 @@ class OwnStep(Step):
         models.zero_grad(set_to_none=True)
         if models.leaves is None:
             start = StartingState(models)
-            if any(map(is_fake, models.parameters())):  # without data: one step tells, as no scaler skips it
+            if any(map(is_fake, models.parameters())):  # without data: one step tells, since no scaler skips it
                 with _NumbersGuessed() as guessing:
                     self.run(guessing.enter)
             else:
                 self.find_scale(start)
-            start.enter()
+            start.restore()
             models.restore_moved()
             models.zero_grad(set_to_none=True)
         for name, parameter in models.named_parameters():
@@ -130,10 +132,6 @@ class OwnStep(Step):
                 if parameter.grad is not None:
                     check_finite(parameter.grad, f"the gradient of '{name}'")
         return output
-
-
-NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
-LIST_OPTIMIZERS = "List the optimizers that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
 
 
 class _Watch:
@@ -218,7 +216,7 @@ class _Watch:
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer``, a fused one, skips its update, as a scaler found gradients that are not finite."""
+    """Return whether the fused ``optimizer`` skips its update because a scaler found gradients that are not finite."""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, Tensor) and not is_fake(found_inf) and bool(found_inf.any())
 

@@ -38,6 +38,10 @@ from memopt_cli.training.wrappers import unwrap
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
 _AUTOCASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALES = 33
+"""Number of scales that are tried, from 2^16 down to 2^-16; a loss that is a sum may need one below 1."""
+_NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
+_FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script shows where they come from."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +59,9 @@ class Step:
     make_optimizer: OptimizerMaker = no_optimizer
     """Makes an optimizer like ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
-    """Scaler of the loss, which skips updates whose gradients are not finite.  ``None``: no scaling."""
+    """Scaler of the loss, which skips updates whose gradients are not finite; ``None`` if not scaled."""
     buckets: Sequence[Tensor] = ()
-    """Buckets in which DDP reduces gradients over ranks; listed here, as no attribute of the model refers to them.  A
+    """Buckets in which DDP reduces gradients over ranks; listed here: no attribute of the model refers to them.  A
     step may replace them."""
     report: Report = ignore
     """Callback for a message to the user, called whenever the start of backward is guessed."""
@@ -146,7 +150,7 @@ class Step:
             self.update()
 
     def find_scale(self, start: StartingState) -> None:
-        """Halve the scale of the loss until the gradients are finite, as a script's first, skipped updates do.
+        """Halve the scale of the loss until the gradients are finite, like a script's first, skipped updates.
 
         Each try begins from ``start``, and the gradients of the last try stay.  Raises :class:`StepError` if no scale
         makes gradients finite.
@@ -218,12 +222,6 @@ def _unscale_without_data(parameters: Iterable[Tensor]) -> None:
             parameter.grad.mul_(1.0)
 
 
-SCALES = 33
-"""Number of scales that are tried, from 2^16 down to 2^-16; a loss that is a sum may need one below 1."""
-_NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
-_FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script shows where they come from."
-
-
 def _is_finite(parameter: Tensor) -> bool:
     return parameter.grad is None or bool(torch.isfinite(parameter.grad.to_dense()).all())
 
@@ -231,7 +229,7 @@ def _is_finite(parameter: Tensor) -> bool:
 def _scale_loss(
     scaler: torch.amp.GradScaler, roots: list[Tensor], cotangents: list[Tensor | None]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Scale losses into new tensors, as a training script does, and ``cotangents`` of other roots in place."""
+    """Scale losses into new tensors, like a training script, and ``cotangents`` of other roots in place."""
     for cotangent in cotangents:
         if cotangent is not None:
             cotangent.mul_(scaler.scale(torch.ones((), device=cotangent.device)))
@@ -297,7 +295,7 @@ def begin(step: Step, start: StartingState) -> None:
     Otherwise the membrane of a spiking neuron, for example, would still be part of the last step's graph.  Backward
     would fail half-way, and leave gradients in some layers, to which a second try would add.
     """
-    start.enter()
+    start.restore()
     step.reset_gradients()
     seed_everything(step.settings.seed)
 
@@ -385,8 +383,8 @@ def _call_loss(loss: Callable[[Any], Any], output: Any) -> Any:
             raise
         raise LossError(
             f"the loss failed: {first_line(error)}",
-            hint="It is called with the model's output alone. Targets lie beside it in the file, as many as there are "
-            "samples: def loss(output): return loss_fn(output, targets[: len(output)]). Without a loss, every output "
+            hint="It gets only the model's output. Keep the targets in the same file as the function, one for each "
+            "sample: def loss(output): return loss_fn(output, targets[: len(output)]). Without a loss, every output "
             "gets a random gradient, which takes the same memory.",
         ) from error
 
@@ -401,7 +399,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def loss_entry(output: Any, report: Report = ignore) -> Tensor | None:
     """Return the loss in a model's ``output``; ``None`` if there is none.
 
-    It is a scalar output, an entry ``loss``, or the only scalar among the outputs that requires a gradient, as in
+    It is a scalar output, an entry ``loss``, or the only scalar among the outputs that requires a gradient, such as in
     ``return logits, loss``; ``report`` is called about the last one.  Such a scalar must depend on every parameter that
     the other outputs depend on: the temperature of a contrastive model, or an auxiliary loss of a few layers, is not
     the loss.

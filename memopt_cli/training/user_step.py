@@ -17,10 +17,12 @@ from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import buffers_of
 from memopt_cli.training.optimizers import closure_refusal, wants_closure
 
+_EXAMPLE = 'Write for example memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=train_step).'
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A training step, as a function such as ``train.py:make_step`` returns it.
+    """A training step, the result of a function such as ``train.py:make_step``.
 
     Raises ``OptionError`` (a ``ValueError``) for a name that no plan could use, and for an optimizer that
     wants a closure or updates a tensor of no listed model.
@@ -46,9 +48,6 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step on the inputs ``args`` and ``kwargs``."""
         return self.run(*args, **kwargs)
-
-
-_EXAMPLE = 'Write for example memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=train_step).'
 
 
 def _check_models(models: Mapping[str, nn.Module]) -> None:
@@ -81,7 +80,7 @@ class StepModels(nn.Module):
     step is called again, and the new models are given the parameters and buffers of the old.
     """
 
-    # Slots keep these attributes out of ``vars(module)``, which is restored before every job, as steps may change it.
+    # Slots keep these attributes out of ``vars(module)``, which is restored before every job: steps may change it.
     __slots__ = ("_device", "_make", "_moved", "leaves", "step", "waiting")
 
     def __init__(self, step: Step, make: Callable[[], Step], device: str = "cpu") -> None:
@@ -93,7 +92,7 @@ class StepModels(nn.Module):
         self.leaves: frozenset[str] | None = None
         """Names of the parameters that have gradients at the end of a step; ``None`` before the first step."""
         self._moved: dict[nn.Parameter, Tensor] = {}
-        """Parameter that a step changes by other means than its optimizers -> its value before the step."""
+        """Parameter that a step changes without its optimizers -> its value before the step."""
         self.waiting = {id(optimizer) for optimizer in step.optimizers}
         """Ids of the optimizers that have not updated yet; updates that a scaler skips do not count."""
         for name, model in step.models.items():
@@ -113,7 +112,7 @@ class StepModels(nn.Module):
         self._moved = {p: value for p, value in before.items() if not torch.equal(p, value)}
 
     def restore_moved(self) -> None:
-        """Restore parameters that a step changes by other means than its optimizers, such as a mean teacher's."""
+        """Restore parameters that a step changes without its optimizers, such as a mean teacher's."""
         with torch.no_grad():
             for parameter, value in self._moved.items():
                 parameter.copy_(value)
@@ -147,7 +146,7 @@ class StepModels(nn.Module):
         return copy
 
 
-def models_of(model: nn.Module | Step | Mapping[str, nn.Module]) -> nn.Module:
+def join_models(model: nn.Module | Step | Mapping[str, nn.Module]) -> nn.Module:
     """Return the module that a plan is installed on: ``model``, or all models of a step or of a mapping as one."""
     if isinstance(model, nn.Module):
         return model

@@ -53,13 +53,13 @@ def split_wrappers(model: nn.Module, *, keep_compiled: bool = False) -> tuple[tu
     With ``keep_compiled``, the result of ``torch.compile`` does not count as a wrapper.
     """
     wrappers: list[Wrapper] = []
-    while (wrapper := _wrapper_of(model)) is not None and not (keep_compiled and wrapper is _COMPILED):
+    while (wrapper := _find_wrapper(model)) is not None and not (keep_compiled and wrapper is _COMPILED):
         wrappers.append(wrapper)
         model = getattr(model, wrapper.attribute)
     return tuple(wrappers), model
 
 
-def _wrapper_of(model: Any) -> Wrapper | None:
+def _find_wrapper(model: Any) -> Wrapper | None:
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__)
     return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
 
@@ -83,7 +83,7 @@ def wrapper_notes(wrappers: Sequence[Wrapper]) -> tuple[str, ...]:
 
 
 def compiled_notes(model: nn.Module) -> tuple[str, ...]:
-    """Return a note if parts of ``model`` are compiled, as they are measured without compilation."""
+    """Return a note if parts of ``model`` are compiled, since they are measured without compilation."""
     if not any(map(is_compiled, model.modules())):
         return ()
     return ("Parts of the model are compiled (torch.compile): the step is measured without compilation.",)

@@ -2,7 +2,7 @@
 
 A copy of the module, in float64 and training mode, runs whole and in even and uneven chunks, on the inputs that it gets
 in the model and on random inputs.  Outputs, gradients, buffers and state must agree.  A module that looks ahead, mixes
-samples or draws random numbers does not pass.  Batch norms mix samples by their statistics alone, which are gathered
+samples or draws random numbers does not pass.  Batch norms mix samples only by their statistics, which are gathered
 first, in passes over all chunks.  Where that is impossible, chunks are inexact, and used only if the user allows it.
 """
 
@@ -123,7 +123,7 @@ def _candidate_rules(
     if length < 2:
         return
     inputs = _leading(lengths, length)
-    args, kwargs = in_double((args, kwargs))  # under autocast they may have another precision than its parameters
+    args, kwargs = in_double((args, kwargs))  # under autocast their precision may differ from its parameters'
     with torch.no_grad(), DoubleThroughout():  # type: ignore[no-untyped-call]
         output = copy.deepcopy(module).double()(*args, **kwargs)
     parts = output if isinstance(output, tuple) else (output,)
@@ -175,7 +175,7 @@ def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     all_inputs = _trial_inputs(in_double((args, kwargs)), in_double((cut, kwargs)))
     for seed, (chunks, inputs) in enumerate(zip((_uneven_number(length), 2, short), all_inputs, strict=True)):
         whole, chunked = copy.deepcopy(module), _cut(module, rule, chunks)
-        worst = difference(_effects_of(whole, inputs, seed), _effects_of(chunked, inputs, seed))
+        worst = difference(_compute_effects(whole, inputs, seed), _compute_effects(chunked, inputs, seed))
         if reason := why_whole(chunked):
             return f"it {reason}"
         if worst.relative > TOLERANCE:
@@ -208,7 +208,7 @@ def _cut(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
     return chunked
 
 
-def _effects_of(module: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
+def _compute_effects(module: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
     args, kwargs = inputs
     return effects(Step(model=module, args=args, kwargs=kwargs, settings=StepSettings(seed=seed)))
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memopt_cli.errors import MemoptError
 from memopt_cli.records import CallPrint, ChoicePrint, FollowedSteps, StepPrint, TensorPrint
 from memopt_cli.runtime.generators import Generators
-from memopt_cli.runtime.module_state import copy_of
+from memopt_cli.runtime.module_state import copy_module
 from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
@@ -55,7 +55,7 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
     with compiled_anew() if has_compiled else contextlib.nullcontext(), generators_kept(), _trainable(step) as training:
         model = training.model
         start = _prints(_parameters(model) | named_tensors_on(model))
-        values = AttributeValues.of(model)
+        values = AttributeValues.read(model)
         seed_everything(step.settings.seed)
         first_digest = _generator_digest(model)
 
@@ -88,8 +88,8 @@ def _take_first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
 @contextlib.contextmanager
 def _trainable(step: Step) -> Iterator[Step]:
     """Yield ``step`` with an optimizer that moves parameters, and restore the parameters afterwards."""
-    if isinstance(step, OwnStep):  # a copy, as its function holds its own optimizers: the copy makes new ones
-        yield replace(step, model=copy_of(step.model))
+    if isinstance(step, OwnStep):  # a copy, since its function holds its own optimizers; the copy makes new ones
+        yield replace(step, model=copy_module(step.model))
         return
     with parameters_kept(step.model):
         yield replace(step, optimizer=_optimizer(step))
@@ -140,7 +140,7 @@ def _attempt(step: Step, start: AttributeValues, between: Callable[[nn.Module], 
     except MemoptError as error:
         return StepPrint(effects=(), others=(), hooks=(), failed=error.message)
     after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
-    changes = _prints(AttributeValues.of(step.model).changes_since(start))
+    changes = _prints(AttributeValues.read(step.model).changes_since(start))
     return replace(record, effects=record.effects + after, others=record.others + changes)
 
 

@@ -19,7 +19,7 @@ from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.in_backward import StateOnDemand
-from memopt_cli.runtime.module_state import ModuleState, copy_of
+from memopt_cli.runtime.module_state import ModuleState, copy_module
 from memopt_cli.runtime.private_torch import TorchDispatchMode, schema_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
@@ -33,6 +33,10 @@ share of the largest gradient, not by their own size."""
 
 _NORM_EPSILON = 1e-5
 """Number that norms add to a variance, so that smaller variances do not matter."""
+AT_UPDATE = " at update "
+"""Words between the name of a gradient that an optimizer used and the number of the update."""
+_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_NARROWER = {wide: narrow for narrow, wide in _WIDER.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ def effects(step: Step) -> dict[str, Tensor]:
     For a user's own step, these are the gradients that it passes to its optimizers, and the gradients that it leaves.
 
     The caller's inputs and random generators stay unchanged.  The model's gradients are removed before and afterwards,
-    also if the step fails half-way; the model keeps the state that the step leaves.
+    even if the step fails half-way; the model keeps the state that the step leaves.
     """
     step.model.zero_grad(set_to_none=True)
     try:
@@ -64,7 +68,7 @@ def effects(step: Step) -> dict[str, Tensor]:
             collected = _own_effects(step) if isinstance(step, OwnStep) else _plain_effects(step)
             collected |= generator_state()
         # The gradient of an embedding with sparse=True is sparse.
-        gradients = {name: gradient.to_dense() for name, gradient in gradients_of(step.model).items()}
+        gradients = {name: gradient.to_dense() for name, gradient in named_gradients(step.model).items()}
         return collected | gradients | copy_state(step.model)
     finally:
         step.model.zero_grad(set_to_none=True)
@@ -75,7 +79,7 @@ def _plain_effects(step: Step) -> dict[str, Tensor]:
     inputs = map_leaves(_fresh_leaf if step.compares_inputs else as_leaf, (step.args, step.kwargs))
     args, kwargs = copy_tensors(inputs)
     step = replace(step, args=args, kwargs=kwargs)
-    # TorchScript runs unoptimized, as in segments: its profiling executor has derivatives that round differently.
+    # TorchScript runs unoptimized, like in segments: its profiling executor has derivatives that round differently.
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
         output = step.forward()
     outputs = dict(enumerate(tensors_of(output)))
@@ -116,10 +120,6 @@ class UpdateGradients:
                 self.gradients[name] = parameter.grad.detach().clone()
 
 
-AT_UPDATE = " at update "
-"""Words between the name of a gradient that an optimizer used and the number of the update."""
-
-
 def gradients_by_parameter(effects: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return name of a parameter -> its last gradient among the ``effects`` of a step."""
     gradients = ((name.partition(AT_UPDATE)[0], t) for name, t in effects.items() if name.startswith("gradient of "))
@@ -128,10 +128,10 @@ def gradients_by_parameter(effects: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def tensors_on(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that a step left on ``model`` and on generators, not copied: gradients, buffers, state."""
-    return state_tensors(model) | generator_state() | gradients_of(model)
+    return state_tensors(model) | generator_state() | named_gradients(model)
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+def named_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return the gradients of the parameters of ``model`` that have one, by name."""
     return {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -156,7 +156,7 @@ class CannotCopyError(StepError):
 def copy_model(model: nn.Module) -> nn.Module:
     """Return a deep copy of ``model``.  Raises :class:`CannotCopyError` with the reason."""
     try:
-        return copy_of(model)
+        return copy_module(model)
     except Exception as error:  # the model's own classes may do anything
         raise CannotCopyError(f"the model cannot be copied ({first_line(error)})") from error
 
@@ -233,7 +233,7 @@ def in_double(value: Any) -> Any:
 
 
 class DoubleThroughout(TorchDispatchMode):
-    """Dispatch mode that doubles the width of requested dtypes, as a model's own ``x.float()`` would round.
+    """Dispatch mode that doubles the width of requested dtypes, since a model's own ``x.float()`` would round.
 
     An operator that has no kernel for float64, such as the grouped product of a mixture of experts, runs in float32.
     Its inputs under two plans differ by less than float32 can show, so that its outputs are nearly always equal.
@@ -282,7 +282,7 @@ def step_cast_to_double(step: Step) -> Iterator[Step]:
             parameter.data = data
         for optimizer, state in states:
             optimizer.state = state
-        start.enter()
+        start.restore()
 
 
 def _state_in_double(state: Mapping[Any, dict[str, Any]], parameter: Any) -> dict[str, Any]:
@@ -297,10 +297,6 @@ def _widen(value: Any) -> Any:
 
 def _narrow(value: Any) -> Any:
     return value.to(_NARROWER.get(value.dtype, value.dtype)) if isinstance(value, Tensor) else value
-
-
-_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-_NARROWER = {wide: narrow for narrow, wide in _WIDER.items()}
 
 
 def bit_equal(reference: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

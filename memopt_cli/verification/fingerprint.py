@@ -1,6 +1,6 @@
 """Fingerprints of a step: a few numbers for each tensor, by which two processes can compare all that their steps left.
 
-A digest tells whether two tensors are bit-identical.  If not, as sums may have been formed in another order,
+A digest tells whether two tensors are bit-identical.  If not, since sums may have been formed in another order,
 projections tell how far apart they are.  A projection is the sum of a tensor's elements with weights from the normal
 distribution; there are :data:`_DIRECTIONS`.  The squared difference of two tensors' projections is, on average, the
 squared distance of the tensors (Johnson and Lindenstrauss, "Extensions of Lipschitz mappings into a Hilbert space",
@@ -35,7 +35,7 @@ _SHIFT = 4099
 """Offset from the weights of one piece to the weights of the next: a prime number, so that swapped pieces differ."""
 
 
-def tensors_left(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
+def tensors_after_step(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
     """Return the tensors that a step left, not copied: ``output``, gradients, buffers, state and generators, by name.
 
     ``None``: a deferred output that nothing has read.  Reading it here would compute it.
@@ -52,7 +52,9 @@ def _values(output: Tensor) -> Tensor | None:
 def fingerprint(effects: Mapping[str, Tensor | None]) -> Fingerprint:
     """Make the fingerprint of the tensors in ``effects``; :func:`mark_repeatable` sets later whether it repeats."""
     return Fingerprint(
-        tensors=tuple(_print_of(name, t.detach(), _weights()) for name, t in effects.items() if t is not None),
+        tensors=tuple(
+            _fingerprint_tensor(name, t.detach(), _weights()) for name, t in effects.items() if t is not None
+        ),
         put_off=tuple(name for name, t in effects.items() if t is None),
         repeats=False,
     )
@@ -76,7 +78,7 @@ def _ends_with_step(name: str) -> bool:
     return name.startswith("output[") or AT_UPDATE in name
 
 
-def _print_of(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
+def _fingerprint_tensor(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
     """Return the digest and the projections of ``tensor``, read piece by piece."""
     kind = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
     if tensor.layout is torch.sparse_coo:

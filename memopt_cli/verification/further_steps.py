@@ -96,7 +96,7 @@ def follow(
         return (skipped,), None
     finally:  # a copy may have changed the original, if for example a function in it refers to that
         recorded.step.model.zero_grad(set_to_none=True)
-        start.enter()
+        start.restore()
 
 
 def _compare_all(
@@ -214,7 +214,7 @@ class _SteppingCopy:
         return self.take(variation)  # once more, now from the original state
 
     def _take(self, variation: Variation) -> dict[str, Tensor]:
-        (self._start if self.at_start else self._reached).enter()
+        (self._start if self.at_start else self._reached).restore()
         with variation.vary(self._step) as step:
             collected = effects(step)
         synchronize(step.settings.device)

@@ -18,34 +18,34 @@ from torch import Tensor, nn
 from memopt_cli.runtime.deferred import DeferredLinear
 from memopt_cli.runtime.module_state import generators_by_name, numbers_by_attribute, state_by_name
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.verification.effects import generator_state, gradients_of
+from memopt_cli.verification.effects import generator_state, named_gradients
 
 _NUMBERS = (bool, int, float, complex)
 
 
 def tensors_by_name(name: str, value: Any) -> dict[str, Tensor]:
     """Return the tensors in ``value``, by paths that begin with ``name``: ``output.logits``, ``output[0]``."""
-    return {path: leaf for path, leaf in _leaves_of(name, value) if isinstance(leaf, Tensor)}
+    return {path: leaf for path, leaf in _walk_leaves(name, value) if isinstance(leaf, Tensor)}
 
 
 def numbers_by_name(name: str, value: Any) -> dict[str, Tensor]:
     """Return the numbers in ``value`` as tensors, by paths that begin with ``name``."""
-    return {path: _as_tensor([leaf]) for path, leaf in _leaves_of(name, value) if not isinstance(leaf, Tensor)}
+    return {path: _as_tensor([leaf]) for path, leaf in _walk_leaves(name, value) if not isinstance(leaf, Tensor)}
 
 
-def _leaves_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and numbers in ``value`` with their paths; from unknown containers, the tensors alone."""
+def _walk_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and numbers in ``value`` with their paths; from unknown containers, only the tensors."""
     if isinstance(value, Tensor) or type(value) in _NUMBERS:
         yield name, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves_of(f"{name}.{key}", inner)
+            yield from _walk_leaves(f"{name}.{key}", inner)
     elif isinstance(value, list | tuple | deque):
         for index, inner in enumerate(value):
-            yield from _leaves_of(f"{name}[{index}]", inner)
+            yield from _walk_leaves(f"{name}[{index}]", inner)
     elif is_dataclass(value) and not isinstance(value, type):
         for part in fields(value):
-            yield from _leaves_of(f"{name}.{part.name}", getattr(value, part.name))
+            yield from _walk_leaves(f"{name}.{part.name}", getattr(value, part.name))
     else:
         yield from ((f"{name}[{index}]", tensor) for index, tensor in enumerate(tensors_of(value)))
 
@@ -58,14 +58,14 @@ def compute_deferred(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def named_tensors_on(model: nn.Module) -> dict[str, Tensor]:
     """Return gradients, buffers, tensors in attributes of ``model``, and the global random generators, by name.
 
-    Unlike :func:`memopt_cli.verification.effects.tensors_on`, it names state by path, as two models may keep different
+    Unlike :func:`memopt_cli.verification.effects.tensors_on`, it names state by path: two models may keep different
     tensors.
     """
     buffers = dict(model.named_buffers())
     buffer_ids = {id(buffer) for buffer in buffers.values()}
     state = {name: t for name, t in state_by_name(model).items() if isinstance(t, Tensor) and id(t) not in buffer_ids}
     named = {f"buffer {name}": t for name, t in buffers.items()} | {f"state {name}": t for name, t in state.items()}
-    return named | gradients_of(model) | generator_state()
+    return named | named_gradients(model) | generator_state()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class AttributeValues:
     generator_states: Mapping[str, bytes]
 
     @classmethod
-    def of(cls, model: nn.Module) -> AttributeValues:
+    def read(cls, model: nn.Module) -> AttributeValues:
         """Read the current numbers and generators of ``model``."""
         states = {name: _state_bytes(generator) for name, generator in generators_by_name(model).items()}
         return cls(numbers_by_attribute(model), states)

@@ -127,7 +127,7 @@ def _compare(
         raise StepError(f"without the plan the step runs, and with it {error.message}") from error
     finally:
         remove(step.model)
-        start.enter()
+        start.restore()
     recorded = RecordedStep(
         step=step,
         batch=batch,
@@ -161,13 +161,13 @@ def _timed_effects(step: Step, start: StartingState) -> tuple[dict[str, Tensor],
 
 
 def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
-    start.enter()
+    start.restore()
     with failure_named(step.model):
         return effects(step)
 
 
 def _noise(first: dict[str, Tensor], second: dict[str, Tensor], device: str) -> float:
-    """Return twice the difference of two runs of the original, as atomic additions on a GPU may cause.
+    """Return twice the difference of two runs of the original; atomic additions on a GPU may cause one.
 
     Raises :class:`StepError` for a difference on the CPU: nothing can be verified for such a model.
     """

@@ -45,7 +45,7 @@ def least_sizes(requested: Sizes, observe: Observe, alike: str = "") -> Sizes:
         for _ in range(_MAX_ROUNDS):
             larger = next(_enlarge(sizes, cuts), None)
             if larger is None:
-                every_chunk_runs = all(cut.length >= cut.asked for cut in cuts(sizes).values())
+                every_chunk_runs = all(cut.length >= cut.chunks for cut in cuts(sizes).values())
                 return _shrink(alike, sizes, cuts) if every_chunk_runs else requested
             if math.prod(larger.values()) > _MAX_GROWTH * math.prod(requested.values()):
                 return requested
@@ -84,14 +84,14 @@ def _runs(sizes: Sizes, cuts: Observe) -> bool:
 
 def _enlarge(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:
     """Yield ``sizes`` with one size larger, for a segment that lacks chunks, or uneven chunks."""
-    present = cuts(sizes)
-    even_segments = [key for key, cut in present.items() if not _is_uneven(cut.length, cut.asked)]
+    current_cuts = cuts(sizes)
+    even_segments = [key for key, cut in current_cuts.items() if not _is_uneven(cut.length, cut.chunks)]
     if not even_segments:
         return
     larger_by_one = ({**sizes, name: size + 1} for name, size in sizes.items())
-    cuts_of_larger = [cuts(larger) if _runs(larger, cuts) else present for larger in larger_by_one]
+    cuts_of_larger = [cuts(larger) if _runs(larger, cuts) else current_cuts for larger in larger_by_one]
     for key in even_segments:
-        length, chunks = present[key].length, present[key].asked
+        length, chunks = current_cuts[key].length, current_cuts[key].chunks
         steps = [_steps(length, larger[key].length - length, chunks) for larger in cuts_of_larger]
         candidates = [{**sizes, name: sizes[name] + more} for name, more in zip(sizes, steps, strict=True) if more]
         if candidates:

@@ -95,7 +95,7 @@ def _masks(step: Step) -> AbstractContextManager[Step]:
 
 
 def _is_mask(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a mask: zeros and ones, not floating, as floating ones are spikes."""
+    """Return whether ``leaf`` is a mask: zeros and ones, not floating, since floating ones are spikes."""
     if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.is_complex() or not leaf.dim():
         return False
     return leaf.shape[-1] > 1 and bool(((leaf == 0) | (leaf == 1)).all())
@@ -129,7 +129,7 @@ def _frozen(step: Step) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def _frozen_late(step: Step) -> Iterator[Step]:
+def _freeze_before_backward(step: Step) -> Iterator[Step]:
     """Freeze parameters between forward and backward: when the loss is computed."""
     if isinstance(step, OwnStep):
         raise CannotVaryError("its function forms the loss")
@@ -165,7 +165,7 @@ _KINDS: dict[str, Vary] = {
     "with masks changed": _masks,
     "in eval mode": _eval,
     "with frozen parameters": _frozen,
-    "with parameters frozen before backward": _frozen_late,
+    "with parameters frozen before backward": _freeze_before_backward,
 }
 """Name of a check, as the end of a sentence -> the variation."""
 CHECKS = len(_KINDS) + 1

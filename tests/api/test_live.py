@@ -470,7 +470,7 @@ def test_a_second_ctrl_c_in_the_verification_leaves_the_model(x: Tensor, monkeyp
 
 
 @pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize("place", ["foresee", "find"])
+@pytest.mark.parametrize("place", ["dry_run_ahead", "find"])
 def test_ctrl_c_in_the_search_for_the_batch_ends_only_that(
     place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

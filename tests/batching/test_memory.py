@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memopt_cli.batching.memory import LimitedMemory, ProcessMemory, meter_of, usage_share
+from memopt_cli.batching.memory import LimitedMemory, ProcessMemory, choose_meter, usage_share
 from memopt_cli.errors import UsageError
 
 MIB = 1 << 20
@@ -40,7 +40,7 @@ def test_freed_small_blocks_do_not_count() -> None:
 
 
 def test_capacity_is_that_of_the_device() -> None:
-    memory = meter_of("cpu")
+    memory = choose_meter("cpu")
     assert isinstance(memory, ProcessMemory)
     assert memory.used_bytes() <= memory.capacity_bytes()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt_cli.batching.architecture import RULES, architectures_of, candidate_shapes
+from memopt_cli.batching.architecture import RULES, candidate_shapes, recognize_architectures
 from memopt_cli.batching.shape_optimizer import BatchShapeOptimizer
 from memopt_cli.batching.trial import Trial
 from memopt_cli.errors import MemoryBudgetError, UsageError
@@ -121,7 +121,7 @@ class LIFLayer(nn.Module):
     ],
 )
 def test_architectures_are_recognized(model: nn.Module, kinds: list[str]) -> None:
-    assert list(architectures_of(model)) == kinds
+    assert list(recognize_architectures(model)) == kinds
 
 
 def test_candidates_follow_the_architecture() -> None:

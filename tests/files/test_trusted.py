@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from memopt_cli.files.trusted import remember_trust, remembered_trust
+from memopt_cli.files.trusted import recall_trust, remember_trust
 from memopt_cli.records import Trust
 
 Memopt = Callable[..., Any]
@@ -59,10 +59,10 @@ def test_paths_of_code_are_remembered_from_anywhere(tmp_path: Path, monkeypatch:
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     remember_trust("net.pt", empty, Trust(code_paths=("train.py",), sandbox=False))
     monkeypatch.chdir("/")
-    found = remembered_trust(str(tmp_path / "net.pt"))
+    found = recall_trust(str(tmp_path / "net.pt"))
     assert found is not None
     assert found.flags == f"--code-path {tmp_path}/train.py --no-sandbox"
-    assert remembered_trust(str(tmp_path / "state" / "net.pt")) is None
+    assert recall_trust(str(tmp_path / "state" / "net.pt")) is None
 
 
 @pytest.mark.parametrize("forge", ["writable", "another's", "nonsense", "unknown"])
@@ -73,7 +73,7 @@ def test_nothing_is_offered_that_somebody_else_may_have_written(
     model.write_bytes(b"")
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
     remember_trust(str(model), empty, Trust(pickle=True))
-    assert remembered_trust(str(model)) == Trust(pickle=True)
+    assert recall_trust(str(model)) == Trust(pickle=True)
     (kept,) = state.iterdir()
     if forge == "writable":
         state.chmod(0o777)
@@ -82,7 +82,7 @@ def test_nothing_is_offered_that_somebody_else_may_have_written(
         monkeypatch.setattr(os, "getuid", lambda: other)
     else:
         kept.write_text("[" if forge == "nonsense" else json.dumps({"pickle": True, "more": 1}))
-    assert remembered_trust(str(model)) is None
+    assert recall_trust(str(model)) is None
 
 
 def test_without_a_folder_to_write_to_nothing_is_lost(profile: Memopt, state: Path) -> None:

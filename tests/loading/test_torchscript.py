@@ -19,7 +19,7 @@ from memopt_cli.records import LoadedModel, ModelSource, Trust
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.script import ScriptLeaf
-from memopt_cli.runtime.script_code import UnsafeScriptError, check_code, parsed_code
+from memopt_cli.runtime.script_code import UnsafeScriptError, check_code, parse_code
 from tests.loading.script_corpus import CORPUS, compiled, differing, peak_bytes, run, with_segments
 from tests.rows import quick
 from tests.zoo.models import GIVEN, Parts
@@ -319,4 +319,4 @@ def test_a_method_may_be_called_as_a_function_of_pythons_is(tmp_path: Path) -> N
 @pytest.mark.parametrize("text", ["a = " + "(" * 250 + "1" + ")" * 250, "a = " + "-" * 100_000 + "1"])
 def test_why_code_cannot_be_read_is_said(text: str) -> None:
     with pytest.raises(UnsafeScriptError, match=r"cannot be read \(\w"):
-        parsed_code(text)
+        parse_code(text)

@@ -342,7 +342,7 @@ def test_a_route_that_fails_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPa
 def test_steps_that_take_long_are_timed_on_few_models_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[int, int]] = []
 
-    def timer(name: str, given: comparison.Given) -> Callable[[], float]:
+    def timer(name: str, given: comparison.TrialInputs) -> Callable[[], float]:
         size = (given.models, given.args[0].shape[1])
         assert size[0] == given.args[0].shape[0] == given.tree[0].weight.shape[0]  # type: ignore[index, union-attr]
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from memopt_cli.errors import UsageError
 from memopt_cli.online import ElementWise, traced, untraced
-from memopt_cli.online.operations import operation_of, trace_kind, weights_per_output
+from memopt_cli.online.operations import make_operation, trace_kind, weights_per_output
 
 LAYERS = {
     "linear": (lambda: nn.Linear(4, 3), (4,)),
@@ -24,7 +24,7 @@ LAYERS = {
 def test_an_operation_is_the_sum_of_its_rows_and_knows_its_gradients(name: str) -> None:
     make, shape = LAYERS[name]
     layer = make().double()
-    operation, z = operation_of(layer), torch.rand(3, *shape, dtype=torch.float64)
+    operation, z = make_operation(layer), torch.rand(3, *shape, dtype=torch.float64)
     y = layer(z)
     torch.testing.assert_close(operation.apply(z, 3, layer.weight, layer.bias), y)
 
@@ -46,7 +46,7 @@ def test_an_operation_is_the_sum_of_its_rows_and_knows_its_gradients(name: str) 
 @pytest.mark.parametrize("initial", [torch.tensor(0.5), torch.rand(3), torch.rand(2, 1)])
 def test_an_elementwise_parameter_is_expanded_to_the_states_shape(initial: torch.Tensor) -> None:
     layer = ElementWise(initial, (2, 3))
-    operation = operation_of(layer)
+    operation = make_operation(layer)
     assert layer().shape == (2, 3)
     y = operation.apply(None, 4, None, layer.weight)
     assert y.shape == (4, 2, 3)

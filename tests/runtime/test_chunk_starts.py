@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, chunk_starts
-from memopt_cli.runtime.module_state import matrices_of
+from memopt_cli.runtime.module_state import find_matrices
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan
@@ -149,7 +149,7 @@ def test_forwards_and_states_grow_with_the_logarithm(chunks: int, monkeypatch: p
     y = net(x)
     assert block.forwards == chunks
     made: list[int] = []
-    monkeypatch.setattr(chunk_starts, "matrices_of", lambda module: made.append(1) or matrices_of(module))
+    monkeypatch.setattr(chunk_starts, "find_matrices", lambda module: made.append(1) or find_matrices(module))
     y.sum().backward()
     again = len(made)  # chunks that were run for their states alone
     assert chunks - 1 <= again <= chunks * math.log2(chunks) / 2 + 1

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from memopt_cli.runtime.compressor import IndexCompressor, SpikeCompressor, TwoValuedCompressor
 from memopt_cli.runtime.packing import PackedSaves, _Late, codec_for, recorded_answers
+from memopt_cli.runtime.private_torch import memory_of
 from tests.zoo.models import Parts
 
 SIZE = (8, 16, 16, 16)
@@ -47,7 +48,7 @@ class Recording(PackedSaves):
     @property
     def stored(self) -> list[Any]:
         """Return what is held in the end."""
-        self.settle()
+        self.pack_waiting()
         return [stored.stored if isinstance(stored, _Late) else stored for stored in self._packed]
 
 
@@ -171,8 +172,19 @@ def test_a_view_with_the_other_sign_is_another_tensor() -> None:
     x, saves = spikes(*SIZE), PackedSaves(())
     views = [x, torch._neg_view(x)]
     stored = [saves.pack(view) for view in views]
-    saves.settle()
+    saves.pack_waiting()
     assert all(map(torch.equal, map(saves.unpack, stored), views))
+
+
+def test_a_tensor_in_the_memory_of_a_replaced_buffer_is_packed() -> None:
+    """A neuron replaces its membrane potential in forward, and spikes may get the storage that is freed."""
+    potential = torch.zeros(SIZE)
+    saves, x = Recording((potential,)), spikes(*SIZE)
+    ((_, reference),) = saves._untouched.items()
+    del potential
+    saves._untouched = {memory_of(x): reference}  # as if the allocator had given its storage to the spikes
+    saves.pack(x)
+    assert held_bytes(saves.stored) == x.numel() // 8
 
 
 def test_channels_last_stays() -> None:
@@ -195,7 +207,7 @@ def test_an_address_that_is_used_again_is_not_taken_for_the_old_tensor() -> None
         x = spikes(*SIZE)
         seen.add(x.data_ptr())
         stored = saves.pack(x)
-        saves.settle()
+        saves.pack_waiting()
         assert torch.equal(saves.unpack(stored), x)
         del x, stored
     assert len(seen) < 30  # addresses were used again

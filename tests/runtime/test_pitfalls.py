@@ -266,7 +266,7 @@ def _pack_two_at_one_address() -> None:
         first = (torch.rand(64, 64) < 0.5).float()
         address, expected = first.untyped_storage()._cdata, first.clone()
         kept = saves.pack(first)
-        saves.settle()
+        saves.pack_waiting()
         del first
         alive = []  # each takes the place of a storage that went, until one takes the first's
         while len(alive) < 100 and address not in [other.untyped_storage()._cdata for other in alive]:

@@ -108,16 +108,16 @@ def test_views_share_a_storage_and_others_do_not() -> None:
 
 def test_holders_of_a_storage_are_tensors() -> None:
     x = torch.zeros(4, requires_grad=True) * 2
-    assert p.holders_of(x) == 1
+    assert p.count_holders(x) == 1
     view, again = x[1:], x.detach()
-    assert p.holders_of(x) == 3
+    assert p.count_holders(x) == 3
     del view, x
-    assert p.holders_of(again) == 1
+    assert p.count_holders(again) == 1
     result = again.requires_grad_().exp()
-    assert p.holders_of(result) == 2, "its node saves it"
+    assert p.count_holders(result) == 2, "its node saves it"
     with p.FakeTensorMode():
         fake = torch.zeros(4)
-        assert p.holders_of(fake) == 1
+        assert p.count_holders(fake) == 1
 
 
 def test_a_tangent_of_zeros_says_so() -> None:
@@ -272,7 +272,7 @@ def test_a_tensor_of_a_dry_run_has_a_mode_and_a_device() -> None:
 
 
 def test_a_tensor_of_a_dry_run_is_copied_deeply() -> None:
-    p.mend_copies_of_fakes()
+    p.patch_deepcopy()
     with p.FakeTensorMode():
         layer, plain = nn.Linear(2, 2), torch.zeros(3).requires_grad_()
         plain.sum().backward()
@@ -470,7 +470,7 @@ def test_nodes_are_numbered_in_turn() -> None:
     first = p.next_node()
     y = x.exp()
     z = y.sin()
-    assert [p.number_of(t.grad_fn) for t in (y, z)] == [first, first + 1]
+    assert [p.sequence_number(t.grad_fn) for t in (y, z)] == [first, first + 1]
     assert p.next_node() == first + 2
 
 
@@ -854,12 +854,12 @@ def test_a_script_is_taken_apart() -> None:
 
 
 def test_an_archive_is_read_record_by_record() -> None:
-    reader = p.reader_of(archive_of(Scripted()))
+    reader = p.open_archive(archive_of(Scripted()))
     names = reader.get_all_records()
     code = next(name for name in names if name.endswith(".py"))
     assert b"def forward" in reader.get_record(code)
     with pytest.raises(RuntimeError):
-        p.reader_of(b"no archive")
+        p.open_archive(b"no archive")
 
 
 def test_functional_layers_take_what_these_return() -> None:
@@ -954,13 +954,13 @@ def test_a_tensor_made_of_others_is_taken_apart() -> None:
         mesh = init_device_mesh("cpu", (4,))
         sharded = distribute_tensor(torch.zeros(10), mesh, [Shard(0)])
         assert p.is_made_of_others(type(sharded))
-        (part,) = p.parts_of(sharded)
+        (part,) = p.walk_parts(sharded)
         assert part.shape == (3,)
         assert torch.distributed.get_world_size() == 4
     finally:
         torch.distributed.destroy_process_group()
     whole = torch.zeros(10)
-    assert list(p.parts_of(whole)) == [whole]
+    assert list(p.walk_parts(whole)) == [whole]
     assert not p.is_made_of_others(nn.Parameter)
     with p.FakeTensorMode():
         assert not p.is_made_of_others(type(torch.zeros(1)))
@@ -1075,8 +1075,11 @@ def test_what_a_tensor_was_concatenated_from() -> None:
     twice, (low, high) = leaf * 2, torch.ones(2, 4, requires_grad=True).aminmax(dim=0)
     found = p.parts_of_concatenation(torch.cat([twice, leaf, plain], dim=-1))
     assert found == (-1, [(p.edge_of(twice), 3), (None, 3), (None, None)])
-    assert p.edge_of(twice) == (p.number_of(twice.grad_fn), 0)
-    assert [p.edge_of(t) for t in (low, high)] == [(p.number_of(low.grad_fn), 0), (p.number_of(low.grad_fn), 1)]
+    assert p.edge_of(twice) == (p.sequence_number(twice.grad_fn), 0)
+    assert [p.edge_of(t) for t in (low, high)] == [
+        (p.sequence_number(low.grad_fn), 0),
+        (p.sequence_number(low.grad_fn), 1),
+    ]
     assert p.edge_of(leaf) is p.edge_of(plain) is None
     nothing = torch.empty(0, requires_grad=True) * 1
     found = p.parts_of_concatenation(torch.cat([nothing, twice], dim=1))

@@ -333,7 +333,7 @@ def test_copies_of_unchanged_tensors_are_dropped() -> None:
     start = StartingState(block)
     with torch.no_grad():
         block(torch.randn(3, 4, 2, 2))
-    start.settle()
+    start.end_forward()
     assert start._held is not None
     assert [held.copy is not None for held in start._held.tensors.values()] == [True] * 3  # statistics and counter
 
@@ -536,6 +536,6 @@ def test_a_model_that_adds_hooks_once_has_them_once_from_its_starting_state_on()
     model, x = Collecting(), torch.ones(2, 4)
     start = StartingState(model)
     for _ in range(3):
-        start.enter()
+        start.restore()
         assert model(x)[1] == 2
         assert model.seen == 1

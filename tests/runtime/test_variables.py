@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan
-from memopt_cli.runtime.frozen import parts_of
+from memopt_cli.runtime.frozen import find_objects
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.runtime.variables import variables_of
+from memopt_cli.runtime.variables import find_variables
 from tests.runtime import globals_of_another
 from tests.runtime.conftest import same_bits
 from tests.zoo.models import GIVEN, Parts, counter
@@ -240,9 +240,9 @@ def test_a_global_of_a_module_that_has_no_file(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_libraries_are_not_followed() -> None:
-    assert variables_of(nn.Linear) == ()
-    assert variables_of(random.Random) == ()
-    names = {name for found in variables_of(Reading) for name in found.read()}
+    assert find_variables(nn.Linear) == ()
+    assert find_variables(random.Random) == ()
+    names = {name for found in find_variables(Reading) for name in found.read()}
     assert "torch" not in names
 
 
@@ -254,7 +254,7 @@ def test_a_name_that_is_defined_meanwhile_is_taken_away_again() -> None:
 
     start = StartingState(Reading(define))
     define()
-    start.enter()
+    start.restore()
     assert "calls_made" not in globals()
 
 
@@ -266,4 +266,4 @@ class Shared:
 
 
 def test_what_is_shared_with_other_threads_is_not_looked_at() -> None:
-    assert not any(isinstance(part, Shared) for part in parts_of([Shared()]))
+    assert not any(isinstance(part, Shared) for part in find_objects([Shared()]))

@@ -37,7 +37,7 @@ def test_what_no_memory_holds_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
         read_bytes(whole)
     with pytest.raises(OSError, match=r"16\.0 KiB of memory; only 0 B of it were ever written"):
         read_bytes(sparse)
-    assert len(read_bytes(whole, most=1 << 20)) == 1 << 20
+    assert len(read_bytes(whole, max_bytes=1 << 20)) == 1 << 20
 
 
 @pytest.mark.parametrize("path", SPECIAL)

@@ -11,8 +11,8 @@ from typer.main import get_command
 
 from memopt_cli.cli.app import app
 from memopt_cli.errors import OptionError
-from memopt_cli.text.options import OPTIONS, accepted, accepted_if_given
-from memopt_cli.text.values import Amount, Kind, Real, Size, Whole
+from memopt_cli.text.options import OPTIONS, check_option, check_option_if_given
+from memopt_cli.text.values import Amount, Real, Size, ValueKind, Whole
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
 
@@ -24,12 +24,12 @@ def test_every_row_is_an_option_of_some_command() -> None:
 
 
 def test_a_value_becomes_a_plain_one() -> None:
-    assert accepted("level", torch.tensor(3)) == 3
-    assert accepted("max_slowdown", math.inf) == math.inf
-    assert isinstance(accepted("clip_norm", torch.tensor(0.5)), float)
-    assert accepted_if_given("seed", None) is None
+    assert check_option("level", torch.tensor(3)) == 3
+    assert check_option("max_slowdown", math.inf) == math.inf
+    assert isinstance(check_option("clip_norm", torch.tensor(0.5)), float)
+    assert check_option_if_given("seed", None) is None
     with pytest.raises(OptionError, match="seed is None\nGive a whole number of at least 0"):
-        accepted("seed", None)
+        check_option("seed", None)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_value_becomes_a_plain_one() -> None:
         (Size(), "50%", "a size that something fits into: 64GiB or 512MB"),
     ],
 )
-def test_text_that_is_not_taken(kind: Kind, text: str, said: str) -> None:
+def test_text_that_is_not_taken(kind: ValueKind, text: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"^{said}"):
         kind.parse(text)
 

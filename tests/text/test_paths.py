@@ -1,8 +1,8 @@
-"""Many paths in few rows."""
+"""Paths in messages, and many paths in few rows."""
 
 from __future__ import annotations
 
-from memopt_cli.text.paths import gather_paths
+from memopt_cli.text.paths import gather_paths, quote_module
 
 
 def test_paths_that_differ_in_one_number_are_one_row() -> None:
@@ -15,3 +15,7 @@ def test_paths_that_differ_in_one_number_are_one_row() -> None:
         ("fc1", 1),
         ("fc2", 1),
     ]
+
+
+def test_the_model_itself_has_a_name_in_messages() -> None:
+    assert [quote_module(path) for path in ("", "blocks.0")] == ["'(root)'", "'blocks.0'"]

@@ -29,6 +29,6 @@ def test_an_operator_takes_what_is_gone_after_it(peaks: list[str]) -> None:
     assert meter is not None
     with meter:
         torch.ones(2, 3) @ torch.ones(3, 4)
-    assert meter.workspaces.of("aten::mm", ((2, 3), (3, 4))) == (900 << 10) - 300
-    assert meter.workspaces.of("aten::relu", ((2, 3),)) == 0
+    assert meter.workspaces.look_up("aten::mm", ((2, 3), (3, 4))) == (900 << 10) - 300
+    assert meter.workspaces.look_up("aten::relu", ((2, 3),)) == 0
     assert set(peaks) == {"cuda:1"}

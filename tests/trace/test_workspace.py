@@ -29,19 +29,19 @@ def found(allocations: list[tuple[int, int]], *runs: tuple[str, int, int]) -> Wo
 def test_what_comes_and_goes_while_an_operator_runs() -> None:
     # An output of 100 KiB that stays; 300 KiB that do not outlive the operator.
     allocations = [(10, 100 * KIB), (12, 300 * KIB), (15, -300 * KIB)]
-    assert found(allocations, ("conv", 9, 16)).of("aten::conv", SHAPES) == 300 * KIB
+    assert found(allocations, ("conv", 9, 16)).look_up("aten::conv", SHAPES) == 300 * KIB
 
 
 def test_what_an_operator_frees_for_good_is_no_workspace() -> None:
     allocations = [(1, 500 * KIB), (10, 100 * KIB), (11, -500 * KIB)]
-    assert found(allocations, ("backward", 9, 12)).of("aten::backward", SHAPES) == 100 * KIB
+    assert found(allocations, ("backward", 9, 12)).look_up("aten::backward", SHAPES) == 100 * KIB
 
 
 def test_nested_operators_each_have_theirs() -> None:
     allocations = [(10, 200 * KIB), (11, 100 * KIB), (12, -100 * KIB), (14, -200 * KIB)]
     seen = found(allocations, ("outer", 9, 15), ("inner", 11, 12))
-    assert seen.of("aten::outer", SHAPES) == 300 * KIB
-    assert seen.of("aten::inner", SHAPES) == 100 * KIB
+    assert seen.look_up("aten::outer", SHAPES) == 300 * KIB
+    assert seen.look_up("aten::inner", SHAPES) == 100 * KIB
 
 
 def test_an_operator_that_is_called_again_counts_once() -> None:
@@ -54,10 +54,10 @@ def test_little_is_left_out_and_the_most_counts() -> None:
     seen = Workspaces()
     for size in (60, 200, 100):
         seen.record("aten::conv", SHAPES, size * KIB)
-    assert seen.of("aten::conv", SHAPES) == 200 * KIB
+    assert seen.look_up("aten::conv", SHAPES) == 200 * KIB
     seen.record("aten::small", SHAPES, 63 * KIB)
-    assert seen.of("aten::small", SHAPES) == 0
-    assert seen.of("aten::unknown", SHAPES) == 0
+    assert seen.look_up("aten::small", SHAPES) == 0
+    assert seen.look_up("aten::unknown", SHAPES) == 0
 
 
 def test_chunks_of_chunks_follow_the_line_through_two_batch_sizes() -> None:
@@ -65,17 +65,17 @@ def test_chunks_of_chunks_follow_the_line_through_two_batch_sizes() -> None:
     large.record("aten::lstm", ((24, 32, 64), (64, 64)), 996 * KIB)
     small.record("aten::lstm", ((24, 16, 64), (64, 64)), 572 * KIB)
     line = large.pair_with(small)
-    assert line.of("aten::lstm", ((12, 2, 64), (64, 64))) == pytest.approx((148 + 424 / 16) * KIB, rel=0.001)
+    assert line.look_up("aten::lstm", ((12, 2, 64), (64, 64))) == pytest.approx((148 + 424 / 16) * KIB, rel=0.001)
 
 
 def test_shapes_never_seen_are_scaled_from_the_most_alike() -> None:
     seen = Workspaces()
     seen.record("aten::conv", ((8, 4), (4, 4)), 800 * KIB)
     seen.record("aten::conv", ((2, 6), (6, 6)), 100 * KIB)
-    assert seen.of("aten::conv", ((2, 4), (4, 4))) == 200 * KIB  # a chunk of the first
-    assert seen.of("aten::conv", ((16, 4), (4, 4))) == 1600 * KIB
-    assert seen.of("aten::conv", ((24, 6), (6, 6))) == 1200 * KIB
-    assert seen.of("aten::conv", ((48,),)) == 800 * KIB  # as many elements as the first
+    assert seen.look_up("aten::conv", ((2, 4), (4, 4))) == 200 * KIB  # a chunk of the first
+    assert seen.look_up("aten::conv", ((16, 4), (4, 4))) == 1600 * KIB
+    assert seen.look_up("aten::conv", ((24, 6), (6, 6))) == 1200 * KIB
+    assert seen.look_up("aten::conv", ((48,),)) == 800 * KIB  # as many elements as the first
 
 
 def test_what_does_not_grow_with_the_batch_is_found_in_a_smaller_step() -> None:
@@ -84,10 +84,10 @@ def test_what_does_not_grow_with_the_batch_is_found_in_a_smaller_step() -> None:
         workspaces.record("aten::rnn", ((batch, 64), (64, 64)), (100 + 50 * batch) * KIB)
         workspaces.record("aten::conv", ((8, 4), (4, 4)), 800 * KIB)
     seen = seen.pair_with(smaller)
-    assert seen.of("aten::rnn", ((4, 64), (64, 64))) == 300 * KIB
-    assert seen.of("aten::rnn", ((16, 64), (64, 64))) == 900 * KIB
-    assert seen.of("aten::rnn", ((8, 64), (64, 64))) == 500 * KIB
-    assert seen.of("aten::conv", ((2, 4), (4, 4))) == 200 * KIB  # both of one size: in proportion
+    assert seen.look_up("aten::rnn", ((4, 64), (64, 64))) == 300 * KIB
+    assert seen.look_up("aten::rnn", ((16, 64), (64, 64))) == 900 * KIB
+    assert seen.look_up("aten::rnn", ((8, 64), (64, 64))) == 500 * KIB
+    assert seen.look_up("aten::conv", ((2, 4), (4, 4))) == 200 * KIB  # both of one size: in proportion
 
 
 def test_what_chunks_do_not_divide_is_where_the_line_begins() -> None:
@@ -109,7 +109,7 @@ def test_a_dimension_that_is_not_the_first_may_differ() -> None:
     smaller.record("aten::lstm", ((12, 2, 57), (512, 57)), 450_000)
     smaller.record("aten::lstm", ((6, 200, 57), (512, 57)), 90_000)
     seen = seen.pair_with(smaller)
-    assert seen.of("aten::lstm", ((12, 32, 57), (512, 57))) == 480_000 + 29 * 30_000
+    assert seen.look_up("aten::lstm", ((12, 32, 57), (512, 57))) == 480_000 + 29 * 30_000
 
 
 def test_a_buffer_of_whole_pages_is_not_what_it_grows_with() -> None:
@@ -117,7 +117,7 @@ def test_a_buffer_of_whole_pages_is_not_what_it_grows_with() -> None:
     for batch, pages, workspaces in ((3, 6, seen), (2, 5, smaller)):
         workspaces.record("aten::rnn", ((batch, 64), (64, 64), (4096 * pages,)), (100 + 50 * batch) * KIB)
     seen = seen.pair_with(smaller)
-    assert seen.of("aten::rnn", ((64, 64), (64, 64), (4096 * 96,))) == (100 + 50 * 64) * KIB
+    assert seen.look_up("aten::rnn", ((64, 64), (64, 64), (4096 * 96,))) == (100 + 50 * 64) * KIB
     assert seen.fixed("aten::rnn", ((64, 64), (64, 64), (4096 * 96,))) == 100 * KIB
 
 
@@ -126,8 +126,8 @@ def test_a_falling_line_is_not_drawn_further() -> None:
     seen.record("aten::f", ((4, 10),), 1_000_000)
     smaller.record("aten::f", ((2, 10),), 1_200_000)
     seen = seen.pair_with(smaller)
-    assert seen.of("aten::f", ((64, 10),)) == 16_000_000
-    assert seen.of("aten::f", ((3, 10),)) == 1_100_000
+    assert seen.look_up("aten::f", ((64, 10),)) == 16_000_000
+    assert seen.look_up("aten::f", ((3, 10),)) == 1_100_000
 
 
 def test_runs_with_and_without_an_argument_are_not_compared() -> None:
@@ -135,7 +135,7 @@ def test_runs_with_and_without_an_argument_are_not_compared() -> None:
     seen.record("aten::f", ((3, 10), (3, 5000)), 300_000)
     smaller.record("aten::f", ((2, 10),), 100_000)
     seen = seen.pair_with(smaller)
-    assert seen.of("aten::f", ((6, 10), (6, 5000))) == 600_000
+    assert seen.look_up("aten::f", ((6, 10), (6, 5000))) == 600_000
 
 
 def test_steps_of_other_operators_are_not_compared() -> None:
@@ -144,7 +144,7 @@ def test_steps_of_other_operators_are_not_compared() -> None:
     for _ in range(2):
         smaller.record("aten::rnn", ((2, 64), (64, 64)), 500 * KIB)
     seen = seen.pair_with(smaller)
-    assert seen.of("aten::rnn", ((4, 64), (64, 64))) == 400 * KIB
+    assert seen.look_up("aten::rnn", ((4, 64), (64, 64))) == 400 * KIB
 
 
 def test_runs_of_other_layers_are_not_compared() -> None:
@@ -152,14 +152,14 @@ def test_runs_of_other_layers_are_not_compared() -> None:
     seen.record("aten::mm", ((8, 64), (64, 32)), 800 * KIB)
     smaller.record("aten::mm", ((2, 32), (32, 64)), 700 * KIB)
     seen = seen.pair_with(smaller)
-    assert seen.of("aten::mm", ((4, 64), (64, 32))) == 400 * KIB
+    assert seen.look_up("aten::mm", ((4, 64), (64, 32))) == 400 * KIB
 
 
 def test_a_tensor_that_one_run_lacks_does_not_count() -> None:
     seen = Workspaces()
     seen.record("aten::backward", argument_shapes([(8, 64), (), (8, 64), ()]), 800 * KIB)
-    assert seen.of("aten::backward", ((2, 64), (2, 32), (2, 64))) == 200 * KIB
-    assert seen.of("aten::backward", ((8, 64), (8, 32), (8, 64))) == 800 * KIB
+    assert seen.look_up("aten::backward", ((2, 64), (2, 32), (2, 64))) == 200 * KIB
+    assert seen.look_up("aten::backward", ((8, 64), (8, 32), (8, 64))) == 800 * KIB
 
 
 @given(
@@ -169,7 +169,7 @@ def test_a_workspace_is_never_negative_nor_above_the_peak(
     changes: list[tuple[int, int]], start: int, length: int
 ) -> None:
     allocations = sorted((when, change << 20) for when, change in changes)
-    workspace = found(allocations, ("any", start, start + length)).of("aten::any", SHAPES)
+    workspace = found(allocations, ("any", start, start + length)).look_up("aten::any", SHAPES)
     assert 0 <= workspace <= sum(max(0, change) for _, change in allocations)
 
 
@@ -245,7 +245,7 @@ def test_what_libraries_keep_is_part_of_every_operator() -> None:
     seen = Workspaces(kept_bytes=1000)
     seen.record("aten::convolution", ((8, 4),), 1 << 20)
     for found in (seen, seen.pair_with(Workspaces())):
-        assert found.of("aten::convolution", ((8, 4),)) == 1000 + (1 << 20)
-        assert found.of("aten::convolution", ((4, 4),)) == 1000 + (1 << 19)
-        assert found.of("aten::relu", ((8, 4),)) == found.fixed("aten::relu", ((8, 4),)) == 1000
+        assert found.look_up("aten::convolution", ((8, 4),)) == 1000 + (1 << 20)
+        assert found.look_up("aten::convolution", ((4, 4),)) == 1000 + (1 << 19)
+        assert found.look_up("aten::relu", ((8, 4),)) == found.fixed("aten::relu", ((8, 4),)) == 1000
         assert found.fixed("aten::convolution", ((8, 4),)) == 1000

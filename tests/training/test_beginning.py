@@ -79,7 +79,7 @@ def test_a_step_that_fails_half_way_leaves_no_gradients() -> None:
     with pytest.raises(RuntimeError, match=AGAIN):
         effects(step)
     assert all(p.grad is None for p in step.model.parameters())
-    start.enter()
+    start.restore()
     assert bit_equal(first, effects(step))
 
 
@@ -89,7 +89,7 @@ def test_a_step_begins_without_gradients() -> None:
     first = effects(step)
     for parameter in step.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    start.enter()
+    start.restore()
     assert bit_equal(first, effects(step))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import Subject, Traced, TraceJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.records import InputSpec, ModelSource
-from memopt_cli.training.own_checkpoints import resume, switches_of, watched_checkpoints
+from memopt_cli.training.own_checkpoints import find_switches, resume, watched_checkpoints
 from tests.zoo.models import GIVEN, Parts
 
 X = torch.ones(4, 8)
@@ -113,7 +114,7 @@ def flags(net: nn.Module) -> tuple[Any, ...]:
 def test_what_asks_for_checkpoints(name: str, value: Any, is_one: bool) -> None:
     net = nn.Sequential(nn.Linear(1, 1))
     vars(net[0])[name] = value
-    assert switches_of(net) == ((f"0.{name}",) if is_one else ())
+    assert find_switches(net) == ((f"0.{name}",) if is_one else ())
 
 
 class Calling(Parts, inner=lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), call=GIVEN):
@@ -240,8 +241,10 @@ def test_what_a_file_says_was_on_is_no_other_attribute(said: Any) -> None:
 
 
 @pytest.fixture
-def models(memopt: Any) -> None:
+def models(memopt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("models.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(Path.cwd())  # pickles name its classes
+    monkeypatch.delitem(sys.modules, "models", raising=False)
 
 
 FLAGS = ("-i", "512x16", "--level", "1", "--max-slowdown", "none", "--no-recommend-batch")
@@ -250,7 +253,7 @@ BY_ITSELF = "The model checkpoints by itself (use_checkpoint of 1 module), and t
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_process", "models")
+@pytest.mark.usefixtures("models")
 class TestCommands:
     def test_plans_are_searched_without_it(self, memopt: Any) -> None:
         done = memopt("optimize", "models.py:Asking", *FLAGS, "--json")
@@ -379,10 +382,10 @@ def test_transformers_switches_are_found() -> None:
         hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, vocab_size=8
     )
     model = transformers.BertModel(config)
-    assert switches_of(model) == ()
+    assert find_switches(model) == ()
     model.gradient_checkpointing_enable()
     layers = {f"encoder.layer.{index}.gradient_checkpointing" for index in range(2)}
-    assert layers <= {*switches_of(model)}
+    assert layers <= {*find_switches(model)}
     with watched_checkpoints(model) as found:
         model.train()(torch.zeros(1, 4, dtype=torch.int64))
     assert set(found) == {"encoder.layer.0", "encoder.layer.1"}

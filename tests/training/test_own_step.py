@@ -20,13 +20,13 @@ from memopt_cli.records import Plan, SearchOptions, SegmentPlan, StepSettings
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.search.plan.block_tree import block_tree
 from memopt_cli.search.plan.cost_model import CostModel
-from memopt_cli.search.plan.levels import allowed_at, level_of
+from memopt_cli.search.plan.levels import allowed_at, find_level
 from memopt_cli.search.plan.proposals import Proposals
 from memopt_cli.search.plan.schedules import SegmentLimits
 from memopt_cli.trace import FakeStep, count, record
 from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.user_step import models_of
+from memopt_cli.training.user_step import join_models
 from memopt_cli.verification.effects import bit_equal, effects, step_in_double
 from tests.conftest import Done
 
@@ -144,7 +144,7 @@ def test_an_optimizer_steps_in_double_with_the_state_that_it_made_itself() -> No
         return loss.detach()
 
     own = memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=run)
-    step = OwnStep(model=models_of(own), args=(torch.ones(2, 8),), kwargs={}, settings=StepSettings())
+    step = OwnStep(model=join_models(own), args=(torch.ones(2, 8),), kwargs={}, settings=StepSettings())
     with step_in_double(step) as double:
         assert effects(double)["gradient of net.weight at update 1"].dtype == torch.float64
         in_double = optimizer.state[net.weight]
@@ -318,7 +318,7 @@ def test_a_step_is_optimized_and_trains_as_before(memopt: Callable[..., Done], t
     torch.manual_seed(0)
     planned = steps.two_rounds()
     assert memopt_cli.apply_plan(planned, tmp_path / "own_steps.memopt.plan.yaml") is planned
-    assert memopt_cli.plan_of(models_of(planned)).segments
+    assert memopt_cli.plan_of(join_models(planned)).segments
     batches = list(torch.randn(5, 2048, 8, generator=torch.Generator().manual_seed(3)))
     assert trained(plain, batches) == trained(planned, batches)
 
@@ -327,7 +327,7 @@ def test_a_step_is_optimized_and_trains_as_before(memopt: Callable[..., Done], t
 def test_from_python(steps: Any) -> None:
     step, summary = memopt_cli.optimize_step(steps.two_rounds, (torch.randn(2048, 8),), level=1, budget="80%")
     assert summary.verification.passed
-    assert memopt_cli.plan_of(models_of(step)) == summary.plan
+    assert memopt_cli.plan_of(join_models(step)) == summary.plan
     original, found = (row.outcome for row in summary.levels)
     assert found.allocated_peak_bytes <= 0.8 * original.allocated_peak_bytes
 
@@ -390,7 +390,7 @@ def test_no_segments_nest_at_level_1_although_each_call_chooses_its_own() -> Non
         return loss.detach()
 
     own = memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=run)
-    step = OwnStep(model=models_of(own), args=(torch.ones(256, 8),), kwargs={}, settings=StepSettings())
+    step = OwnStep(model=join_models(own), args=(torch.ones(256, 8),), kwargs={}, settings=StepSettings())
     trace = record(step, 256, contents=True)
     proposals = Proposals(trace, lambda: None)
     proposals.allow(allowed_at(1, SearchOptions(level=1), trace.modules, SegmentLimits()))
@@ -398,4 +398,4 @@ def test_no_segments_nest_at_level_1_although_each_call_chooses_its_own() -> Non
     plans = [proposals.solvers.fastest(False, peak * share // 100) for share in range(32, 100, 4)]
     found = [plan for plan in plans if plan is not None]
     assert [s.path for s in found[0].segments] == ["net.0"]
-    assert [plan for plan in found if level_of(plan) > 1] == []
+    assert [plan for plan in found if find_level(plan) > 1] == []

@@ -16,7 +16,7 @@ from memopt_cli.pipeline.fingerprints.steps import compare_fingerprints
 from memopt_cli.records import Fingerprint, FingerprintCheck, Plan, SegmentPlan, from_data, to_data
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.verification.effects import tensors_on
-from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_left
+from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_after_step
 from tests.zoo.models import Parts
 
 LONG = 100_000
@@ -201,7 +201,7 @@ def test_all_that_a_step_leaves_is_looked_at() -> None:
     net = Net()
     output = net(drawn(3, 4))
     output.sum().backward()
-    left = tensors_left(net, output)
+    left = tensors_after_step(net, output)
     assert {name.partition(" ")[0] for name in left} == {"output[0]", "gradient", "buffer", "state", "the"}
     assert len(left) == 1 + 4 + 3 + 1 + 1
     assert left["gradient of body.weight"] is net.body.weight.grad
@@ -217,6 +217,6 @@ def test_logits_that_nobody_reads_are_not_computed_to_look_at_them() -> None:
     apply_plan(head, Plan(segments=(SegmentPlan(path="", chunks=2, through_loss=True),)))
     logits = head(drawn(5, 4))
     nn.functional.cross_entropy(logits, torch.arange(5)).backward()
-    found = fingerprint(tensors_left(head, logits))
+    found = fingerprint(tensors_after_step(head, logits))
     assert found.put_off == ("output[0]",)
     assert not logits.is_computed

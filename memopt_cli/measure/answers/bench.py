@@ -175,7 +175,7 @@ class Bench:
 
     def enter_start(self) -> None:
         """Restore the model's tensors and the random generators as they were when the model was loaded."""
-        self._start.enter()
+        self._start.restore()
 
     def reset(self) -> None:
         """Restore the model as it was loaded and drop its gradients; a plan stays on it."""

@@ -192,8 +192,8 @@ def _codecs(bench: Bench) -> trace.Codecs:
     dry_run = bench.fact(_original_trace if bench.has_fact(_original_trace) else _original_trace_without_workspaces)
     if _wants_data(bench, dry_run):
         with contextlib.suppress(Exception):  # the model's own code, or too little memory
-            return trace.codecs_of(record_on_data(bench, ORIGINAL).trace, dry_run.trace)
-    return trace.codecs_of(dry_run.trace, dry_run.trace)
+            return trace.match_codecs(record_on_data(bench, ORIGINAL).trace, dry_run.trace)
+    return trace.match_codecs(dry_run.trace, dry_run.trace)
 
 
 # ---------------------------------------------------------------------------------------------- their seconds

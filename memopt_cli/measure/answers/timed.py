@@ -42,7 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import ignore
 from memopt_cli.runtime import find_part
-from memopt_cli.runtime.unsafe import warnings_of
+from memopt_cli.runtime.unsafe import list_warnings
 from memopt_cli.text.units import format_bytes
 from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.apply import apply_plan, remove_segments
@@ -50,7 +50,7 @@ from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, is_out_of_memory, seed_everything, synchronize
 from memopt_cli.verification.effects import UpdateGradients, parameters_kept, tensors_on
-from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_left
+from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_after_step
 
 _MIN_TIMED_S = 0.3
 _MAX_STEPS = 20
@@ -97,7 +97,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         counted = trace.count(step)
     allocated = allocated_by(bench, step)
     fingerprints = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
-    not_as_planned = tuple(warnings_of(bench.model))
+    not_as_planned = tuple(list_warnings(bench.model))
     if job.plan == ORIGINAL:
         bench.remember(full_workspaces, workspaces_seen(meter, allocated))
         if clock is not None and clock.times:
@@ -132,7 +132,7 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
         ),
     )
     measurement = _measurement(bench, started, timed, counted, allocated)
-    not_as_planned = tuple(warnings_of(bench.model))
+    not_as_planned = tuple(list_warnings(bench.model))
     return Measured(
         measurement=measurement, fingerprint=fingerprints, not_as_planned=not_as_planned, graph_break=graph_break
     )
@@ -346,7 +346,7 @@ def _take_checked(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
         step.update()
     synchronize(bench.settings.device)
     seconds = time.perf_counter() - started
-    return seconds, fingerprint(tensors_left(bench.model, output) | updates)
+    return seconds, fingerprint(tensors_after_step(bench.model, output) | updates)
 
 
 @dataclass(slots=True)

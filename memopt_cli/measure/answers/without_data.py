@@ -123,7 +123,7 @@ def step_under(
     fake = bench.fact(_step_as_described)
     described = batch is None and not dims
     with (
-        contextlib.nullcontext(fake) if described else fake.fed(_step_at(bench, batch, dims)),
+        contextlib.nullcontext(fake) if described else fake.using_inputs(_step_at(bench, batch, dims)),
         bench.with_plan(plan, fake.step),
     ):
         yield fake
@@ -165,7 +165,7 @@ def _step_of_rank(
     try:
         rank = bench.rank_step.get(plan, make)
         if rank.sizes != (batch, dims):
-            rank.step.feed(_step_at(bench, batch, dims))
+            rank.step.set_inputs(_step_at(bench, batch, dims))
             rank.sizes = (batch, dims)
         yield rank.step
     except Exception as error:  # the model's own code may raise anything on tensors without data

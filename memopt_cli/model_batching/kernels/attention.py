@@ -80,7 +80,7 @@ def _split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _merged_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return the sum of both masks, to add to the scores, (models, images, heads, L, S).  ``None``: no masks."""
+    """Return the sum of both masks, to add to the scores, (models, images, heads, L, S); ``None`` without masks."""
     masks = []
     if attn_mask is not None:
         mask = _additive_mask(attn_mask, q)

@@ -17,6 +17,11 @@ from memopt_cli.model_batching.kernels import attention, linear
 from memopt_cli.model_batching.mapping import map_models
 from memopt_cli.runtime.private_torch import tree_leaves
 
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "linear": linear.linear,
+    "scaled_dot_product_attention": attention.scaled_dot_product_attention,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class GraphCall:
@@ -35,16 +40,16 @@ class GraphCall:
         return map_models(lambda a, k: self.function(*a, **k), axes, args, kwargs)
 
 
-def operation_of(call: GraphCall) -> Callable[..., Any]:
+def choose_operation(call: GraphCall) -> Callable[..., Any]:
     """Return the function that runs in place of ``call``."""
     kernel = _KERNELS.get(call.name)
     # Kernels take no tensor that the models share.
     if kernel is not None and call.args and False not in tree_leaves((call.args, call.kwargs)):
         return kernel
-    return partial(_part_of, call) if call.name in ("getitem", "getattr") else call.mapped
+    return partial(_take_part, call) if call.name in ("getitem", "getattr") else call.mapped
 
 
-def _part_of(call: GraphCall, whole: Any, part: Any) -> Any:
+def _take_part(call: GraphCall, whole: Any, part: Any) -> Any:
     # ``whole`` may not be a tensor but a tuple of outputs or a shape, which ``vmap`` cannot map over.
     return call.mapped(whole, part) if isinstance(whole, Tensor) else call.function(whole, part)
 
@@ -55,12 +60,6 @@ def _axes(flags: Any) -> Any:
     if isinstance(flags, dict):
         return {key: _axes(value) for key, value in flags.items()}
     return type(flags)(_axes(flag) for flag in flags)
-
-
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "linear": linear.linear,
-    "scaled_dot_product_attention": attention.scaled_dot_product_attention,
-}
 
 
 def shape_query(name: str) -> Callable[..., Any] | None:

@@ -31,7 +31,7 @@ KERNELS: Kernels = {
 """The kernel of each type of module that has one; a module of another type runs under ``vmap``."""
 
 
-def kernel_of(module: nn.Module) -> Callable[..., Any] | None:
+def find_kernel(module: nn.Module) -> Callable[..., Any] | None:
     """Return the kernel of ``module``.  ``None``: there is no kernel for its class and settings."""
     if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
         return None

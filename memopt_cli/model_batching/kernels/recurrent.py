@@ -52,7 +52,7 @@ def _plain_step(nonlinearity: str) -> Callable[..., Advance]:
     return make
 
 
-def _step_of(module: Any) -> Callable[..., Advance]:
+def _choose_step(module: Any) -> Callable[..., Advance]:
     match module:
         case nn.LSTM() | nn.LSTMCell():
             return _lstm_step
@@ -95,7 +95,7 @@ def _run_layer(module: Any, layer: int, direction: int, x: Tensor, state: State)
     suffix = f"_l{layer}_reverse" if direction else f"_l{layer}"
     w_ih, w_hh = getattr(module, f"weight_ih{suffix}"), getattr(module, f"weight_hh{suffix}")
     b_ih, b_hh, w_hr = (getattr(module, f"{name}{suffix}", None) for name in ("bias_ih", "bias_hh", "weight_hr"))
-    advance = _step_of(module)(w_hh, b_hh, w_hr)
+    advance = _choose_step(module)(w_hh, b_hh, w_hr)
     projected: Sequence[Tensor] = linear(x, w_ih, _input_bias(module, b_ih, b_hh)).unbind(1)
     state = tuple(t.to(projected[0].dtype) for t in state)  # under autocast, the product may be in float16
     outputs = []
@@ -133,7 +133,7 @@ def _cell(module: Any, x: Tensor, hx: Any = None) -> Any:
         start = (zero, zero) if is_lstm else zero
     projected = linear(x, module.weight_ih, _input_bias(module, module.bias_ih, module.bias_hh))
     states = tuple(t.to(projected.dtype) for t in (start if is_lstm else (start,)))
-    after = _step_of(module)(module.weight_hh, module.bias_hh)(projected, states)
+    after = _choose_step(module)(module.weight_hh, module.bias_hh)(projected, states)
     return after if is_lstm else after[0]
 
 

@@ -24,11 +24,11 @@ from torch import Tensor, fx, nn
 
 from memopt_cli.model_batching.extension import AbstractBatchModule
 from memopt_cli.model_batching.kernels.attention import TRACEABLE
-from memopt_cli.model_batching.kernels.functions import GraphCall, operation_of, shape_query
-from memopt_cli.model_batching.kernels.modules import KERNELS, kernel_of, mapped, run_custom
+from memopt_cli.model_batching.kernels.functions import GraphCall, choose_operation, shape_query
+from memopt_cli.model_batching.kernels.modules import KERNELS, find_kernel, mapped, run_custom
 from memopt_cli.model_batching.mapping import refuse_segments
 from memopt_cli.model_batching.routes.interface import Route, RouteRefusedError
-from memopt_cli.model_batching.stacked import slots_of
+from memopt_cli.model_batching.stacked import list_slots
 from memopt_cli.runtime import (
     ConfigsByLength,
     SegmentConfig,
@@ -40,7 +40,10 @@ from memopt_cli.runtime import (
 )
 from memopt_cli.runtime.private_torch import has_hooks, tree_flatten, tree_leaves
 from memopt_cli.runtime.tree import join_tensors, split_tensors
+from memopt_cli.text.paths import quote_module
 from memopt_cli.verification.effects import bit_equal, generator_state, generators_kept
+
+_RANDOM_FUNCTIONS = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"))
 
 
 class FusedRoute(Route):
@@ -49,7 +52,7 @@ class FusedRoute(Route):
     def __init__(self, tree: nn.Module, models: int) -> None:
         for path, module in named_parts(tree):
             if has_hooks(module):
-                raise RouteRefusedError(f"module '{path or '(root)'}' has hooks, which a graph would not run")
+                raise RouteRefusedError(f"module {quote_module(path)} has hooks, which a graph would not run")
         self._module = FusedModule(tree, models)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,7 +157,7 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
 
     The traced module is a copy with the same tensors, since tracing runs the model's code, which may set attributes.
     """
-    shared: dict[int, Any] = {id(slot.tensor): slot.tensor for slot in slots_of(source)}
+    shared: dict[int, Any] = {id(slot.tensor): slot.tensor for slot in list_slots(source)}
     entry = _Entry(copy.deepcopy(source, shared), skeleton, count)
     before = _attributes(entry.model)
     with generators_kept():
@@ -170,7 +173,7 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
     changed = [path for path, attributes in _attributes(entry.model).items() if attributes != before.get(path)]
     if changed:
         raise RouteRefusedError(
-            f"module '{changed[0] or '(root)'}' keeps state in attributes, which a graph would not update"
+            f"module {quote_module(changed[0])} keeps state in attributes, which a graph would not update"
         )
     return graph, entry
 
@@ -199,7 +202,7 @@ class _GraphFusion:
         self._graph = fx.Graph()
         self._new_nodes: dict[fx.Node, fx.Node] = {}
         self._is_batched: dict[fx.Node, bool] = {}
-        self._stacked_ids = {id(slot.tensor) for slot in slots_of(source)}
+        self._stacked_ids = {id(slot.tensor) for slot in list_slots(source)}
 
     def rewrite(self, graph: fx.Graph) -> fx.Graph:
         """Return ``graph`` rewritten so that it runs all models."""
@@ -257,20 +260,20 @@ class _GraphFusion:
             return False, self._emit(node, query, args[:1], {})
         if query := shape_query(name):
             return False, self._emit(node, query, args, kwargs)
-        return True, self._emit(node, operation_of(call), args, kwargs)
+        return True, self._emit(node, choose_operation(call), args, kwargs)
 
     def _module_operation(self, module: nn.Module, path: str) -> Callable[..., Any]:
         config = settings_of(module)
         if isinstance(config, ConfigsByLength):
             raise RouteRefusedError(
-                f"module '{path or '(root)'}' has a plan by length, which depends on the model's input"
+                f"module {quote_module(path)} has a plan by length, which depends on the model's input"
             )
         if config is not None and not config.through_loss:
             return _fused_segment(module, self._models)
         if isinstance(module, AbstractBatchModule):
             return functools.partial(run_custom, module)
         # A linear layer in chunks through its loss runs plainly: here the loss is computed for all models, later.
-        kernel = KERNELS[nn.Linear] if config is not None else kernel_of(module)
+        kernel = KERNELS[nn.Linear] if config is not None else find_kernel(module)
         if kernel is None:
             refuse_segments(module, path)
             return mapped(module)
@@ -295,9 +298,6 @@ class _GraphFusion:
         operation = functools.partial(run)  # a new object for each node, since generated code finds it by its name
         operation.__name__ = operation.__qualname__ = f"_{node.name}"  # type: ignore[attr-defined]
         return self._graph.create_node("call_function", operation, tuple(args), dict(kwargs), node.name)
-
-
-_RANDOM_FUNCTIONS = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"))
 
 
 def _fused_segment(module: nn.Module, models: int) -> nn.Module:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.model_batching.stacked import Slot, placeholder_copy, shared_names, slots_of
+from memopt_cli.model_batching.stacked import Slot, list_slots, placeholder_copy, shared_names
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.private_torch import use_weights
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class _Lending:
-    """A stacked tensor, which lends each model its part for a call."""
+class _SharedSlot:
+    """A slot of the stacked model, which gives each model its part of the tensor for a call."""
 
     slot: Slot
     is_shared: bool
@@ -47,25 +47,25 @@ class LoopRoute:
         shared = shared_names(tree)
         # An embedding's ``max_norm`` writes its weight in forward.
         written_ids = {id(m.weight) for m in tree.modules() if getattr(m, "max_norm", None) is not None}
-        self._lendings = [
-            _Lending(slot, slot.name in shared, slot.is_buffer or id(slot.tensor) in written_ids)
-            for slot in slots_of(tree)
+        self._shared_slots = [
+            _SharedSlot(slot, slot.name in shared, slot.is_buffer or id(slot.tensor) in written_ids)
+            for slot in list_slots(tree)
         ]
         self._models = [placeholder_copy(tree) for _ in range(models)]
-        self._slots = [{slot.name: slot for slot in slots_of(model)} for model in self._models]
+        self._slots = [{slot.name: slot for slot in list_slots(model)} for model in self._models]
         self._recurrent = [[m for m in model.modules() if isinstance(m, nn.RNNBase)] for model in self._models]
         self._start_states = [ModuleState(model) for model in self._models]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the models on ``args`` and ``kwargs``, as :class:`~memopt_cli.model_batching.routes.interface.Route`."""
-        lent = self._lend()
+        parts = self._share_tensors()
         tensors, skeleton = split_tensors((args, kwargs))
         pieces = zip(*(t.unbind(0) for t in tensors), strict=True) if tensors else [()] * len(self._models)
         outputs = []
         for model, piece in zip(self._models, pieces, strict=True):
             model_args, model_kwargs = join_tensors(piece, skeleton)
             outputs.append(model(*model_args, **model_kwargs))
-        self._take_back(lent)
+        self._collect_buffers(parts)
         return stack_outputs(outputs)
 
     def reset(self) -> None:
@@ -73,22 +73,22 @@ class LoopRoute:
         for state in self._start_states:
             state.restore()
 
-    def _lend(self) -> list[tuple[Slot, Sequence[Tensor]]]:
+    def _share_tensors(self) -> list[tuple[Slot, Sequence[Tensor]]]:
         views: dict[int, Sequence[Tensor]] = {}
-        for lending in self._lendings:
-            key = id(lending.slot.tensor)
-            views[key] = views.get(key) or lending.views(len(self._models))
-        lent = [(lending.slot, views[id(lending.slot.tensor)]) for lending in self._lendings]
-        for slot, pieces in lent:
+        for shared in self._shared_slots:
+            key = id(shared.slot.tensor)
+            views[key] = views.get(key) or shared.views(len(self._models))
+        parts = [(shared.slot, views[id(shared.slot.tensor)]) for shared in self._shared_slots]
+        for slot, pieces in parts:
             for slots, piece in zip(self._slots, pieces, strict=True):
                 slots[slot.name].tensors[slot.key] = piece
         for module in (m for modules in self._recurrent for m in modules):
             use_weights(module)
-        return lent
+        return parts
 
-    def _take_back(self, lent: list[tuple[Slot, Sequence[Tensor]]]) -> None:
+    def _collect_buffers(self, parts: list[tuple[Slot, Sequence[Tensor]]]) -> None:
         """Stack buffers that a model has replaced by new tensors; a buffer written in place needs nothing."""
-        for slot, pieces in lent:
+        for slot, pieces in parts:
             new_tensors = [slots[slot.name].tensor for slots in self._slots]
             if slot.is_buffer and any(new is not old for new, old in zip(new_tensors, pieces, strict=True)):
                 slot.tensors[slot.key] = torch.stack(new_tensors)
@@ -107,4 +107,5 @@ def stack_outputs(outputs: list[Any]) -> Any:
             f"the models return outputs of different shapes, which cannot be stacked: {'; '.join(shapes)}",
             hint="Batch the part of the model whose outputs have the same shape for every model.",
         )
-    return join_tensors([torch.stack(column) for column in columns], split[0][1])
+    _, skeleton = split[0]
+    return join_tensors([torch.stack(column) for column in columns], skeleton)

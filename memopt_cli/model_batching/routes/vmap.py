@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 from memopt_cli.model_batching.mapping import map_models, refuse_kept_tensors, refuse_segments
 from memopt_cli.model_batching.routes.interface import Route
-from memopt_cli.model_batching.stacked import placeholder_copy, shared_names, slots_of
+from memopt_cli.model_batching.stacked import list_slots, placeholder_copy, shared_names
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 
@@ -18,7 +18,7 @@ class VmapRoute(Route):
 
     def __init__(self, tree: nn.Module, models: int) -> None:
         refuse_segments(tree)
-        self._slots = slots_of(tree)
+        self._slots = list_slots(tree)
         shared = shared_names(tree)
         self._axes = {slot.name: None if slot.name in shared else 0 for slot in self._slots}
         self._models = models

@@ -51,14 +51,14 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.search.batch_size.memory_limit import limits_of
+from memopt_cli.search.batch_size.memory_limit import compute_limits
 from memopt_cli.search.batch_size.pair_search import PairSearch
 from memopt_cli.search.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.plan.dry_runs import TimeIsUp
 from memopt_cli.search.plan.scaled import ScaledStep
 from memopt_cli.text.units import format_bytes
-from memopt_cli.text.writing import check_targets, content, left_alone, write_all
+from memopt_cli.text.writing import check_targets, content, note_existing_plan, write_all
 
 _MAX_RUNS = 8
 """Maximum number of runs, the original's included."""
@@ -88,7 +88,9 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
     prepared = without_checkpoints
     if not resolved.options.targets:
         prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
-    limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of)
+    limits = compute_limits(
+        request.memory, prepared.subject.settings.device, request.longest_step_s, request.multiple_of
+    )
     limits = replace(limits, max_samples=request.global_batch)
     notes = [*resolved.notes, *prepared.notes, *checkpoint_notes, *optimizer_state_notes(prepared)]
     # Dry runs, and trials of modules in chunks, need a few samples.
@@ -194,11 +196,11 @@ class _FastestSearch:
         )
         pairs = search.price(self.runs.largest_usable(case.search.runs.best))
         self.prepared.progress.stage("running the plans that may be faster")
-        search.seek(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
+        search.try_pairs(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
         if not self.runs.usable() and not self.probes.is_late():
             unit = self.limits.multiple_of
             plan = pricing.least(unit)
-            search.seek([] if plan.is_empty else [(plan, unit)], 0.0)
+            search.try_pairs([] if plan.is_empty else [(plan, unit)], 0.0)
 
     def _run_finalists(self) -> None:
         """Run the best pairs once more, as a busy machine may have changed their order."""
@@ -232,7 +234,7 @@ class _FastestSearch:
             if best not in case.search.runs:
                 search.max_runs = max(search.max_runs, search.runs + 1)
             search.run_more(case, lambda batch_search: batch_search.also_run([best]))
-            search.run_more(case, lambda batch_search: batch_search.seek_faster(smaller, max_runs=search.left))
+            search.run_more(case, lambda batch_search: batch_search.find_faster(smaller, max_runs=search.left))
         return case
 
     def _run_original(self, batch: int) -> BatchProbe | Failure:
@@ -348,7 +350,7 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
     training = fastest_prepared(request, prepared)
     if training.answer.plan.is_empty:
         files = {batch_path: batch_file(training.header, fastest_data(training, None))}
-        training = replace(training, notes=(*training.notes, *left_alone(plan_path)))
+        training = replace(training, notes=(*training.notes, *note_existing_plan(plan_path)))
     else:
         files = {
             batch_path: batch_file(training.header, fastest_data(training, plan_path.name)),

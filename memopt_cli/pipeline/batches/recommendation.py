@@ -44,7 +44,7 @@ from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.accumulation import accumulate, make_accumulation
 from memopt_cli.search.batch_size.length_comparison import RUNS, compare_lengths, longest_size
 from memopt_cli.search.batch_size.length_strategies import read_lengths
-from memopt_cli.search.batch_size.memory_limit import limits_elsewhere, limits_of
+from memopt_cli.search.batch_size.memory_limit import compute_limits, limits_elsewhere
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_copies
@@ -112,11 +112,11 @@ def recommend_prepared(
         prepared = replace(prepared, subject=replace(prepared.subject, card=request.card))
         notes.append(_ESTIMATED_NOTE.format(request.card.name))
     elif request.fake:
-        limits = limits_of(request.memory, device, math.inf, request.multiple_of)
+        limits = compute_limits(request.memory, device, math.inf, request.multiple_of)
         limits = replace(limits, runnable_bytes=0, probes=0)
         notes.append(_PREDICTED_NOTE)
     else:
-        limits = limits_of(request.memory, device, request.longest_step_s, request.multiple_of)
+        limits = compute_limits(request.memory, device, request.longest_step_s, request.multiple_of)
     search = CaseSearch(
         prepared=prepared,
         notes=notes,
@@ -289,7 +289,7 @@ class _BatchSearch:
             best = case.search.runs.fitting[-1].batch // unit if case.search.runs.fitting else 0
             faster = [best // 2 * unit, best // 4 * unit] if best else []
             self.search.run_more(
-                case, functools.partial(BatchSearch.seek_faster, batches=faster, max_runs=-(-runs // cases_left))
+                case, functools.partial(BatchSearch.find_faster, batches=faster, max_runs=-(-runs // cases_left))
             )
 
     def _accumulate(self, main: Case) -> Accumulation | None:

@@ -12,7 +12,7 @@ from memopt_cli.search.batch_size.lines import fit_line
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.scaled import ScaledStep, pair_records
-from memopt_cli.search.plan.search_spaces import heads_of
+from memopt_cli.search.plan.search_spaces import find_heads
 
 _MAX_UPDATE_SHARE = 0.9
 """Upper limit on the share of a step that its update takes: the times come from different runs and may conflict."""
@@ -54,7 +54,7 @@ class ScaledModels:
 
     def of(self, plan: Plan, batch: int) -> CostModel | Failure | NotTried:
         """Return the cost model for ``plan`` at ``batch``, or the failure to record its step."""
-        heads = heads_of(plan)
+        heads = find_heads(plan)
         if (heads, batch) not in self._models:
             step = self._step(heads)
             if isinstance(step, ScaledStep):

@@ -39,7 +39,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.lines import fit_line
-from memopt_cli.search.batch_size.memory_limit import limits_of
+from memopt_cli.search.batch_size.memory_limit import compute_limits
 from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.plan.policy import resolve
 
@@ -66,7 +66,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
         plan.require_eager("strategies are measured without a compiler")
     prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
     steps = _steps(request, prepared)
-    limits = limits_of(request.memory, prepared.subject.settings.device, request.longest_step_s)
+    limits = compute_limits(request.memory, prepared.subject.settings.device, request.longest_step_s)
     job = _StrategySearch(request=request, steps=steps, prepared=prepared, limits=limits, notes=list(prepared.notes))
     if "plan" in request.strategies and plan is None:
         plan = job.search_plan()

@@ -45,7 +45,7 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.runtime import reset_hidden_state
-from memopt_cli.runtime.module_state import copy_of
+from memopt_cli.runtime.module_state import copy_module
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.text.units import dtype_name
 from memopt_cli.training.apply import plan_of, remove_plan
@@ -184,7 +184,7 @@ def detached_copy(model: nn.Module) -> nn.Module:
     Raises :class:`StepError` if the model cannot be copied.
     """
     try:
-        model_copy = copy_of(model)
+        model_copy = copy_module(model)
     except Exception as err:  # the user's classes may do anything
         raise StepError(
             f"the model cannot be copied, so it cannot be profiled without being changed: {first_line(err)}",

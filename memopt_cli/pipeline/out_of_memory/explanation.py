@@ -39,8 +39,8 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.capacity import runnable_bytes
-from memopt_cli.search.batch_size.memory_limit import limits_of
-from memopt_cli.text.documents import end_of, read_end
+from memopt_cli.search.batch_size.memory_limit import compute_limits
+from memopt_cli.text.documents import read_end, read_tail
 from memopt_cli.text.units import format_bytes
 
 _DEFAULT_MEMORY_SHARE: Final = 0.9
@@ -159,7 +159,7 @@ def _counted_as(prepared: Prepared) -> str:
 
 def _read_error(path: str) -> OutOfMemoryText:
     try:
-        data = end_of(sys.stdin.buffer, _MAX_LOG_BYTES) if path == "-" else read_end(path, _MAX_LOG_BYTES)
+        data = read_tail(sys.stdin.buffer, _MAX_LOG_BYTES) if path == "-" else read_end(path, _MAX_LOG_BYTES)
     except OSError as err:
         raise UsageError(f"{path} cannot be read: {err.strerror}", hint="Check the path.") from err
     error = read_oom(data.decode(_encoding_of(data), errors="replace"))
@@ -201,7 +201,7 @@ def _read_snapshot(request: ExplainRequest) -> SnapshotFacts:
 def _limit_here(request: ExplainRequest, prepared: Prepared) -> tuple[int, str]:
     """Return the memory limit in bytes by the request, or else by the device, and its name."""
     memory = _DEFAULT_MEMORY_SHARE if request.memory is None else request.memory
-    limits = limits_of(memory, prepared.subject.settings.device, LONGEST_STEP_S)
+    limits = compute_limits(memory, prepared.subject.settings.device, LONGEST_STEP_S)
     return limits.budget_bytes, limits.name
 
 

@@ -18,9 +18,8 @@ from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.plans.worth import drop_by_measurement, drop_by_prediction
 from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, TooSlow
 from memopt_cli.records.progress import Span
-from memopt_cli.records.summary import PREDICTED_SHARE
+from memopt_cli.records.summary import LOWER_SHARE, PREDICTED_SHARE
 from memopt_cli.search.plan.policy import skipped_step
-from memopt_cli.search.plan.search_spaces import WORTH_LOWERING
 
 _MISPREDICTED_RATIO = 1.05
 """If a measured peak exceeds its prediction by this factor, the other levels' predictions are checked too."""
@@ -249,7 +248,7 @@ def _exceeds_prediction(row: LevelRow) -> bool:
 def _is_predicted_lower(row: LevelRow, other: LevelRow) -> bool:
     """Return whether the plan of ``row`` is predicted to peak clearly lower than the plan of ``other``."""
     predicted, other_predicted = row.predicted_allocated_peak_bytes, other.predicted_allocated_peak_bytes
-    return predicted is not None and other_predicted is not None and predicted < (1 - WORTH_LOWERING) * other_predicted
+    return predicted is not None and other_predicted is not None and predicted < (1 - LOWER_SHARE) * other_predicted
 
 
 def _peak_bytes(row: LevelRow) -> float:

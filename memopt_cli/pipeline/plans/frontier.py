@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from memopt_cli.errors import UsageError
-from memopt_cli.records import Measurement, ParetoPoint
+from memopt_cli.records import LOWER_SHARE, Measurement, ParetoPoint
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.text.units import format_bytes, format_count
-
-_MIN_STEP_SHARE: Final = 0.02
-"""Each plan on the frontier must peak lower than the plan shown before it by at least this share."""
 
 
 def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], str]:
@@ -65,7 +61,7 @@ def clearly_smaller(priced_plans: Sequence[PricedPlan]) -> list[PricedPlan]:
     """Return ``priced_plans``, fastest first, without plans hardly smaller than the plan chosen before them."""
     chosen: list[PricedPlan] = []
     for priced in priced_plans:
-        if not chosen or priced.peak_bytes <= (1 - _MIN_STEP_SHARE) * chosen[-1].peak_bytes:
+        if not chosen or priced.peak_bytes <= (1 - LOWER_SHARE) * chosen[-1].peak_bytes:
             chosen.append(priced)
     return chosen
 

@@ -15,6 +15,7 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.worth import drop_by_measurement
 from memopt_cli.records import (
+    LOWER_SHARE,
     Counted,
     Dropped,
     Failure,
@@ -28,11 +29,9 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import ignore
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried
-from memopt_cli.search.plan.levels import level_of
+from memopt_cli.search.plan.levels import find_level
 from memopt_cli.text.units import format_bytes
 
-_MIN_SAVED_SHARE = 0.02
-"""The optimizer in backward is worth its restrictions on the training script if it saves this share of the peak."""
 _MIN_OFFERED_SHARE = 0.05
 """A note proposes it to users who have not asked for it if it saves this share of the peak."""
 
@@ -60,13 +59,13 @@ class InBackwardPlans:
 
     def of(self, priced: PricedPlan) -> PricedPlan | None:
         """Return ``priced`` with the optimizer in backward, by a dry run; ``None`` if that does not lower its peak."""
-        if not self.is_allowed or _gradient_bytes(priced.counted) < _MIN_SAVED_SHARE * priced.peak_bytes:
+        if not self.is_allowed or _gradient_bytes(priced.counted) < LOWER_SHARE * priced.peak_bytes:
             return None
         plan = replace(priced.plan, in_backward=True)
         answer = self.count(plan)
         if isinstance(answer, Counted):
-            lower_priced = replace(priced, plan=plan, counted=answer, level=level_of(plan))
-            return lower_priced if lower_priced.peak_bytes <= (1 - _MIN_SAVED_SHARE) * priced.peak_bytes else None
+            lower_priced = replace(priced, plan=plan, counted=answer, level=find_level(plan))
+            return lower_priced if lower_priced.peak_bytes <= (1 - LOWER_SHARE) * priced.peak_bytes else None
         if not isinstance(answer, NotTried):
             self.refuse(plan, NotRun(failure=answer))
         return None

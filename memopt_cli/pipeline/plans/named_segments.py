@@ -15,7 +15,7 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import Dropped, LevelRow, Measurement, NotRun, OptimizeRequest
 from memopt_cli.search.plan.policy import select, skipped_step
-from memopt_cli.search.plan.targets import find_refusals, named_modules, refusal_notes, segments_plan
+from memopt_cli.search.plan.targets import find_named_modules, find_refusals, refusal_notes, segments_plan
 from memopt_cli.text.units import format_bytes
 
 
@@ -36,7 +36,7 @@ def find_named_segments(request: OptimizeRequest, prepared: Prepared) -> Finding
         traced = record_step(sessions(), ORIGINAL, original.outcome, findings.notes, sessions=sessions)
     modules = traced.trace.modules
     findings.selection = replace(
-        select(named_modules(modules, options) or (), options), refusals=find_refusals(modules, options)
+        select(find_named_modules(modules, options) or (), options), refusals=find_refusals(modules, options)
     )
     findings.notes += refusal_notes(findings.selection.refusals)
     findings.rows, findings.applied_level = [original], 1

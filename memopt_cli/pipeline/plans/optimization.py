@@ -209,7 +209,7 @@ class _PlanSearch:
             prepared.progress.stage("estimating the batch that fits")
             advice = begin_advice(request, prepared, row.plan, row.outcome, sessions)
             if request.confirm_batch:
-                advice.search.foresee()
+                advice.search.dry_run_ahead()
             else:
                 advise_by_dry_runs(advice.search)
             self.findings.advice = advice

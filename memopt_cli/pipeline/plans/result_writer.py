@@ -36,7 +36,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.text.units import format_bytes
-from memopt_cli.text.writing import Fill, content, left_alone, write_all
+from memopt_cli.text.writing import Fill, content, note_existing_plan, write_all
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class ResultWriter:
             self._choose_free_names()
         header, findings = file_header(self.prepared), self.findings
         if findings.plan.is_empty:
-            findings.notes += left_alone(self.paths.plan)
+            findings.notes += note_existing_plan(self.paths.plan)
             self._write_summary()
             return
         predicted: PredictedStep | None = None  # only for a card of --for

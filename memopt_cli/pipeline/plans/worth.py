@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from memopt_cli.records import (
+    LOWER_SHARE,
     Dropped,
     Failure,
     LevelRow,
@@ -17,10 +18,9 @@ from memopt_cli.records import (
     TooSlow,
 )
 
-_MIN_SAVED_SHARE = 0.02
-"""A plan slower than :data:`_FREE_SLOWDOWN` must save at least this share of the original's peak."""
 _FREE_SLOWDOWN = 1.02
-"""A plan with at most this slowdown is worth any saving at all."""
+"""A plan with at most this slowdown is worth any saving at all; a slower one must save
+:data:`~memopt_cli.records.LOWER_SHARE` of the original's peak."""
 _TIMING_SHARE = 0.03
 """Steps timed at different moments are equally fast if they differ by at most this share."""
 _EQUAL_SHARE = 0.01
@@ -100,6 +100,6 @@ def _saves_too_little(
     peak_bytes: int, original_bytes: int, slowdown: float, *, is_predicted: bool = False
 ) -> SavesTooLittle | None:
     saved_share = 1 - peak_bytes / original_bytes
-    if saved_share >= _MIN_SAVED_SHARE or (saved_share > 0 and slowdown <= _FREE_SLOWDOWN):
+    if saved_share >= LOWER_SHARE or (saved_share > 0 and slowdown <= _FREE_SLOWDOWN):
         return None
     return SavesTooLittle(saved=saved_share, slowdown=slowdown, is_predicted=is_predicted)

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any, Final
 
-from memopt_cli.runtime.lifted.layout import Block, Node
+from memopt_cli.runtime.lifted.layout import Block, Node, first_output
 from memopt_cli.runtime.lifted.operators import DTYPES, EXPRESSIONS, FUNCTIONS, find_operator
 from memopt_cli.runtime.lifted.program import FURTHER_CALL, is_further_call, is_name, tuple_name
 from memopt_cli.runtime.lifted.variables import Variables
@@ -42,7 +42,7 @@ class Expressions:
 
     def write_inline(self, node: Node) -> None:
         """Write the value of ``node`` inline wherever it is used, without a variable."""
-        self._inline[node[3][0]] = self.of(node)
+        self._inline[first_output(node)] = self.renderer(node)
 
     def is_inline(self, operand: Any) -> bool:
         """Return whether ``operand`` is a value that has no variable."""
@@ -76,7 +76,7 @@ class Expressions:
         text = self.text(operand)
         return text if isinstance(ast.parse(text, mode="eval").body, _SIMPLE) else f"({text})"
 
-    def of(self, node: Node) -> Callable[[], str]:
+    def renderer(self, node: Node) -> Callable[[], str]:
         """Return a function that returns the text of ``node`` as an expression, once its operands have variables."""
         kind, detail, operands, _, blocks = node
 
@@ -85,8 +85,8 @@ class Expressions:
 
         def pairs() -> str:
             texts = list(map(self.text, operands))
-            key_of = self.global_name("key_of")
-            return ", ".join(f"{key_of}({key}): {value}" for key, value in zip(texts[::2], texts[1::2], strict=True))
+            check_key = self.global_name("check_key")
+            return ", ".join(f"{check_key}({key}): {value}" for key, value in zip(texts[::2], texts[1::2], strict=True))
 
         forms: dict[str, Callable[[], str]] = {
             "operator": lambda: self._operator(detail, operands),
@@ -151,8 +151,8 @@ class Expressions:
     def _choice(self, condition: Any, blocks: tuple[Block, ...]) -> str:
         """Return ``a and b``, ``a or b`` or ``b if a else c``."""
         for block in blocks:
-            self._inline |= {node[3][0]: self.of(node) for node in block[1]}
-        then, otherwise = (block[2][0] for block in blocks)
+            self._inline |= {first_output(node): self.renderer(node) for node in block[1]}
+        then, otherwise = (result for _, _, (result, *_) in blocks)
         first = self._operand(condition)
         if repr(otherwise) == "(False,)":  # 0 equals False
             return first if repr(then) == "(True,)" else f"{first} and {self._operand(then)}"

@@ -5,18 +5,18 @@ that nothing in between can change the value::
 
     aten::mul.int(a, b) -> c, aten::floordiv.int(c, 2) -> d    becomes    d = a * b // 2
 
-The product depends on numbers alone, and may move any distance.  An attribute or an item of a list moves only if no
+The product depends only on numbers, and may move any distance.  An attribute or an item of a list moves only if no
 statement lies in between, since that might change it.  Operators on tensors never move, so that they run in their
 order; only the last one of a function may stand in its ``return``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS, READING
-from memopt_cli.runtime.lifted.program import values_of
+from memopt_cli.runtime.lifted.program import values_among
 
 Block = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
 """Parameters, nodes and results.  Each value has a number; a result is such a number, or a constant in a 1-tuple."""
@@ -32,6 +32,11 @@ _MAX_HEIGHT: Final = 32
 """Maximum number of expressions nested in each other, since Python's parser has a limit."""
 
 
+def first_output(node: Node) -> int:
+    """Return the first value that ``node`` makes."""
+    return node[3][0]
+
+
 class Layout:
     """The layout of one method; results are cached by block."""
 
@@ -44,7 +49,7 @@ class Layout:
         """Return the values that ``block`` uses and does not compute; its parameters may be among them."""
         if id(block) not in self._uses:
             _, nodes, results = block
-            used = values_of(results).union(*map(self.used_by, nodes))
+            used = values_among(results).union(*map(self.used_by, nodes))
             self._uses[id(block)] = frozenset(used.difference(*(node[3] for node in nodes)))
         return self._uses[id(block)]
 
@@ -54,7 +59,7 @@ class Layout:
 
     def used_by(self, node: Node) -> set[int]:
         """Return the values that ``node`` uses, in its blocks too."""
-        return values_of(node[2]) | self.used_inside(node) if node[4] else values_of(node[2])
+        return values_among(node[2]) | self.used_inside(node) if node[4] else values_among(node[2])
 
     def places(self, block: Block, *, tail: bool = False) -> list[int]:
         """Return, for each node of ``block``, the index of the node whose statement contains its expression.
@@ -87,7 +92,7 @@ class Layout:
         barrier = end
         for index in range(end - 1, -1, -1):
             node = nodes[index]
-            user = _only(users.get(node[3][0], ())) if len(node[3]) == 1 else None
+            user = _only_user(node, users)
             if user is not None and heights[index] < _MAX_HEIGHT:
                 adjacent = barrier >= places[user]
                 moves = self._moves(node, adjacent) or (tail and adjacent and user == end and not node[4])
@@ -115,9 +120,8 @@ class Layout:
             inner = max((self._height(inner) for inner in node[4]), default=0) if node[0] == "if" else 0
             height = 1 + max((of_value.get(v, 0) for v in node[2] if type(v) is int), default=0) + inner
             heights.append(height)
-            moves = len(node[3]) == 1 and _only(users.get(node[3][0], ())) is not None and self._moves(node, True)
-            if moves and height < _MAX_HEIGHT:
-                of_value[node[3][0]] = height
+            if _only_user(node, users) is not None and self._moves(node, True) and height < _MAX_HEIGHT:
+                of_value[first_output(node)] = height
         self._heights[id(block)] = max(heights, default=0)
         return heights
 
@@ -134,8 +138,10 @@ class Layout:
         return detail in EXPRESSIONS and (EXPRESSIONS[detail].pure or (detail in READING and adjacent))
 
 
-def _only(users: Sequence[int]) -> int | None:
-    return users[0] if len(users) == 1 else None
+def _only_user(node: Node, users: Mapping[int, Sequence[int]]) -> int | None:
+    """Return the only one of ``users`` of the only output of ``node``; ``None`` if it has more outputs or users."""
+    of_output = users.get(first_output(node), ()) if len(node[3]) == 1 else ()
+    return of_output[0] if len(of_output) == 1 else None
 
 
 class Needed:

@@ -21,10 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.runtime.lifted.operators import FUNCTIONS, is_data
-from memopt_cli.runtime.lifted.program import BadProgramError, check_program, check_size, is_further_call, nodes_of
+from memopt_cli.runtime.lifted.program import BadProgramError, check_program, check_size, is_further_call, walk_nodes
 from memopt_cli.runtime.lifted.source import generate
 from memopt_cli.runtime.private_torch import MODULE_ATTRIBUTES, buffers_of, children_of, parameters_of
 from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
+
+_CLASSES: dict[str, type[LiftedModule]] = {}
+_NUMBERS = itertools.count()
+"""Numbers for the classes' files and modules, by which tracebacks and ``torch.compile`` find their code."""
+_NAMING: Final = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "IMPORT_NAME"})
 
 
 class LiftedModule(nn.Module):
@@ -35,7 +40,7 @@ class LiftedModule(nn.Module):
     _constants: tuple[Tensor, ...]
     """Tensors that are part of the program; they follow the module to its device and keep their dtype."""
     _device: torch.device | None
-    """The device to which the module was moved.  ``None``: it never was."""
+    """The device to which the module was moved; ``None`` if it never was."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return restore_lifted, (self._program, vars(self))
@@ -72,11 +77,6 @@ def lifted_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     return _CLASSES[key]
 
 
-_CLASSES: dict[str, type[LiftedModule]] = {}
-_NUMBERS = itertools.count()
-"""Numbers for the classes' files and modules, by which tracebacks and ``torch.compile`` find their code."""
-
-
 def restore_lifted(program: tuple[Any, ...], state: dict[str, Any]) -> LiftedModule:
     """Return a lifted module for an unpickler.  Saved models name this function: do not rename it.
 
@@ -101,7 +101,7 @@ def check_lifted(module: LiftedModule) -> None:
     _check_state(module)
     _, _, methods, functions = type(module)._program
     for method in (*methods, *functions):
-        for node in nodes_of(method[3]):
+        for node in walk_nodes(method[3]):
             _check_node(node, module)
 
 
@@ -112,21 +112,18 @@ def make_module(program: tuple[Any, ...], constants: tuple[Tensor, ...]) -> Lift
     return module
 
 
-def operators_of(module: nn.Module) -> list[str]:
+def list_operators(module: nn.Module) -> list[str]:
     """Return the operators, such as ``aten::linear``, that methods of ``module`` call; none if it is not lifted."""
     _, _, methods, functions = module._program if isinstance(module, LiftedModule) else (0, "", (), ())
-    nodes = (node for method in (*methods, *functions) for node in nodes_of(method[3]))
+    nodes = (node for method in (*methods, *functions) for node in walk_nodes(method[3]))
     return [detail for kind, detail, *_ in nodes if kind == "operator"]
 
 
 def global_names(code: types.CodeType) -> set[str]:
     """Return the names of globals and modules in ``code``, and in the functions within it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in _NAMING}
-    return own.union(*map(global_names, inner))
-
-
-_NAMING: Final = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "IMPORT_NAME"})
+    named_here = {step.argval for step in dis.get_instructions(code) if step.opname in _NAMING}
+    return named_here.union(*map(global_names, inner))
 
 
 def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
@@ -139,11 +136,11 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
         raise BadProgramError(f"Python cannot compile it ({err})") from err
     known = {**FUNCTIONS, **names}
-    own = {function[0] for function in functions}
+    defined = {function[0] for function in functions}
     # Python would look up any other name among its builtins, ``open`` and ``eval`` included.
-    if unknown := global_names(code) - {*known, *own}:
+    if unknown := global_names(code) - {*known, *defined}:
         raise BadProgramError(f"it names {', '.join(sorted(unknown))}, which no program may")
-    if double := own & known.keys():
+    if double := defined & known.keys():
         raise BadProgramError(f"it defines {', '.join(sorted(double))}, a name that is already in use")
     namespace = _namespace(number, known)
     exec(code, namespace)

@@ -147,8 +147,8 @@ _READING: Final = {
     ("aten::add", "t"): "{0} + {1}",
     ("aten::mul", "left_t right_"): "{0} * {1}",
     ("aten::len", " ".join(["t", *(f"Dict_{key}" for key in _KEYS)])): "len({0})",
-    ("aten::__getitem__", " ".join(["t", "str", *(f"Dict_{key}" for key in _KEYS)])): "{0}[key_of({1})]",
-    ("aten::__contains__", " ".join(["int_list", "float_list", "str_list", *_KEYS])): "key_of({1}) in {0}",
+    ("aten::__getitem__", " ".join(["t", "str", *(f"Dict_{key}" for key in _KEYS)])): "{0}[check_key({1})]",
+    ("aten::__contains__", " ".join(["int_list", "float_list", "str_list", *_KEYS])): "check_key({1}) in {0}",
     ("aten::slice", "t"): "{0}[{1}:{2}:{3}]",
     ("aten::list", "t -"): "list({0})",
     ("aten::copy", " ".join(["t", *(f"Dict_{key}" for key in _KEYS)])): "{0}.copy()",
@@ -157,8 +157,8 @@ _READING: Final = {
     ("aten::keys", " ".join(_KEYS)): "list({0}.keys())",
     ("aten::values", " ".join(_KEYS)): "list({0}.values())",
     ("aten::items", " ".join(_KEYS)): "list({0}.items())",
-    ("aten::get", " ".join(_KEYS)): "{0}.get(key_of({1}))",
-    ("aten::get", " ".join(f"default_{key}" for key in _KEYS)): "{0}.get(key_of({1}), {2})",
+    ("aten::get", " ".join(_KEYS)): "{0}.get(check_key({1}))",
+    ("aten::get", " ".join(f"default_{key}" for key in _KEYS)): "{0}.get(check_key({1}), {2})",
     ("aten::index", "list_int list_float list_bool list_str"): "{0}.index({1})",
     ("aten::count", "int float bool str"): "{0}.count({1})",
     ("prim::min", "self_int self_float self_bool"): "min({0})",
@@ -182,19 +182,19 @@ _CHANGING: Final = {
     ("aten::is_autocast_enabled", "-"): "is_autocast_enabled()",
     ("aten::is_autocast_cpu_enabled", "-"): "is_autocast_enabled('cpu')",
     ("aten::is_grad_enabled", "-"): "is_grad_enabled()",
-    ("aten::pop", "t"): "{0}.pop(key_of({1}))",
-    ("aten::pop", " ".join(f"Dict_{key}" for key in _KEYS)): "{0}.pop(key_of({1}))",
-    ("aten::pop", " ".join(f"Dict_default_{key}" for key in _KEYS)): "{0}.pop(key_of({1}), {2})",
-    ("aten::setdefault", " ".join(_KEYS)): "{0}.setdefault(key_of({1}), {2})",
+    ("aten::pop", "t"): "{0}.pop(check_key({1}))",
+    ("aten::pop", " ".join(f"Dict_{key}" for key in _KEYS)): "{0}.pop(check_key({1}))",
+    ("aten::pop", " ".join(f"Dict_default_{key}" for key in _KEYS)): "{0}.pop(check_key({1}), {2})",
+    ("aten::setdefault", " ".join(_KEYS)): "{0}.setdefault(check_key({1}), {2})",
     ("aten::insert", "t"): "{0}.insert({1}, {2})",
     ("aten::extend", "t"): "{0}.extend({1})",
     ("aten::clear", " ".join(["t", *_KEYS])): "{0}.clear()",
     ("aten::reverse", "t"): "{0}.reverse()",
     ("aten::remove", "int float bool"): "{0}.remove({1})",
     ("aten::sort", "int float bool str"): "{0}.sort(reverse={1})",
-    ("aten::update", " ".join(_KEYS)): "{0}.update(dict_of({1}))",
-    ("aten::Delete", "t"): "{0}.pop(key_of({1}))",
-    ("aten::Delete", " ".join(f"Dict_{key}" for key in _KEYS)): "{0}.pop(key_of({1}))",
+    ("aten::update", " ".join(_KEYS)): "{0}.update(check_dict({1}))",
+    ("aten::Delete", "t"): "{0}.pop(check_key({1}))",
+    ("aten::Delete", " ".join(f"Dict_{key}" for key in _KEYS)): "{0}.pop(check_key({1}))",
     ("aten::warn", "-"): "warn({0})",
     ("prim::Print", "-"): "print({...})",
     ("aten::tensor", "float int bool -"): "make_tensor({0}, {1}, {2}, {3})",
@@ -202,8 +202,8 @@ _CHANGING: Final = {
 
 _ALIASING: Final = {
     ("aten::append", "t"): "{0}.append({1})",
-    ("aten::_set_item", "t"): "{0}[key_of({1})] = {2}",
-    ("aten::_set_item", " ".join(_KEYS)): "{0}[key_of({1})] = {2}",
+    ("aten::_set_item", "t"): "{0}[check_key({1})] = {2}",
+    ("aten::_set_item", " ".join(_KEYS)): "{0}[check_key({1})] = {2}",
     ("aten::add_", "t"): "{0}.extend({1})",
 }
 
@@ -294,7 +294,7 @@ def format_text(pattern: str, *values: Any) -> str:
     return first + "".join(f"{value}{piece}" for value, piece in zip(values, pieces, strict=False))
 
 
-def key_of(value: Any) -> Any:
+def check_key(value: Any) -> Any:
     """Return ``value`` if it may be a key.
 
     Raises :class:`ScriptError` if not.  Containers are refused: hashing a deeply nested tuple could overflow the stack.
@@ -304,7 +304,7 @@ def key_of(value: Any) -> Any:
     return value
 
 
-def dict_of(value: Any) -> dict[Any, Any]:
+def check_dict(value: Any) -> dict[Any, Any]:
     """Return ``value`` if it is a dict.  Raises :class:`ScriptError` if not, since nobody has checked its keys."""
     if not isinstance(value, dict):
         raise ScriptError(f"the program uses a {type(value).__name__} as a dict")
@@ -343,7 +343,7 @@ _DATA: Final = (Tensor, bool, int, float, str, torch.dtype, torch.device)
 
 
 def checked_data(value: Any) -> Any:
-    """Return ``value``, which becomes an attribute.  Raises :class:`ScriptError` if it is not data, as a module."""
+    """Return ``value``, which becomes an attribute.  Raises :class:`ScriptError` if it is not data but a module."""
     if not is_data(value):
         raise ScriptError(f"the program sets an attribute to a {type(value).__name__}, which is not data")
     return value
@@ -352,7 +352,7 @@ def checked_data(value: Any) -> Any:
 FUNCTIONS: Final[Mapping[str, Any]] = {
     **{f.__name__: f for f in (abs, all, any, bool, float, int, len, list, max, min, print, range, str, sum)},
     **{f.__name__: f for f in (dtype_code, layout_code, number_tensor, make_tensor, format_text)},
-    **{f.__name__: f for f in (parameter_of, checked_data, key_of, dict_of)},
+    **{f.__name__: f for f in (parameter_of, checked_data, check_key, check_dict)},
     "math": types.SimpleNamespace(
         **{name: getattr(math, name) for name in "sqrt exp log sin cos tanh ceil floor isnan isinf gcd inf nan".split()}
     ),

@@ -152,24 +152,24 @@ def check_program(program: Any) -> None:
     _check_recursion((*methods, *functions))
 
 
-def nodes_of(block: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+def walk_nodes(block: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """Yield every node of ``block`` and of the blocks in it."""
     for node in block[1]:
         yield node
         for inner in node[4]:
-            yield from nodes_of(inner)
+            yield from walk_nodes(inner)
 
 
 def used_values(node: tuple[Any, ...]) -> set[int]:
     """Return the values that ``node`` uses, in its blocks too if these do not define them."""
-    used = values_of(node[2])
+    used = values_among(node[2])
     for parameters, nodes, results in node[4]:
-        inside = values_of(results).union(*map(used_values, nodes))
+        inside = values_among(results).union(*map(used_values, nodes))
         used |= inside - set(parameters) - {value for inner in nodes for value in inner[3]}
     return used
 
 
-def values_of(operands: Iterable[Any]) -> set[int]:
+def values_among(operands: Iterable[Any]) -> set[int]:
     """Return the values among ``operands``."""
     return {operand for operand in operands if type(operand) is int}
 
@@ -183,7 +183,7 @@ def is_pure(kind: str, detail: Any) -> bool:
 
 def without_unused(nodes: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
     """Return ``nodes`` without pure nodes whose values neither other nodes nor ``results`` use."""
-    needed_values, needed_nodes = values_of(results), []
+    needed_values, needed_nodes = values_among(results), []
     for node in reversed(nodes):
         if not is_pure(node[0], node[1]) or needed_values & set(node[3]):
             needed_nodes.append(node)
@@ -384,7 +384,7 @@ def _check_recursion(methods: Sequence[tuple[Any, ...]]) -> None:
     # TorchScript has no recursion.  Modules that hold and call each other end as in Python, by a RecursionError.
     calls: dict[str, set[str]] = {name: set() for name, *_ in methods}
     for name, _, _, block in methods:
-        for kind, detail, *_ in nodes_of(block):
+        for kind, detail, *_ in walk_nodes(block):
             if kind == "function" or (kind == "call" and not detail[0]):
                 calls[name].add(detail if kind == "function" else detail[1])
     try:

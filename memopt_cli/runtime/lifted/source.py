@@ -29,7 +29,7 @@ from memopt_cli.runtime.lifted.allowed import LIBRARIES
 from memopt_cli.runtime.lifted.expressions import Expressions, Names, literal
 from memopt_cli.runtime.lifted.layout import ATOMS, Block, Layout, Needed, Node
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS, FUNCTIONS
-from memopt_cli.runtime.lifted.program import nodes_of, tuple_name
+from memopt_cli.runtime.lifted.program import tuple_name, walk_nodes
 from memopt_cli.runtime.lifted.variables import Variables
 
 FOREVER: Final = 2**63 - 1
@@ -43,7 +43,8 @@ def generate(program: tuple[Any, ...]) -> tuple[str, Names]:
     _, _, methods, functions = program
     names: Names = {}
     known = {text for name in (*FUNCTIONS, *LIBRARIES) for text in (name, f"{name}_")}
-    named = {tuple_name(n[1][0]) for m in (*methods, *functions) for n in nodes_of(m[3]) if n[0] == "named"}
+    nodes = (node for function in (*methods, *functions) for node in walk_nodes(function[3]))
+    named = {tuple_name(detail[0]) for kind, detail, *_ in nodes if kind == "named"}
     taken = frozenset({*known, *named, "self", *(f[0] for f in functions)})
     writers = [_Writer(f, names, taken, "") for f in functions] + [_Writer(m, names, taken, "self") for m in methods]
     return "\n\n\n".join(writer.write() for writer in writers) + "\n", names
@@ -176,8 +177,8 @@ class _Writer:
 
     def _forget(self, values: Iterable[int], needed: Container[int]) -> None:
         """Release the variables of ``values``, except values that are still ``needed``."""
-        dead = self.variables.held(value for value in values if value not in needed)
-        names = [(self.variables.name(value), self.hints[value][1]) for value in dead]
+        unneeded = self.variables.held(value for value in values if value not in needed)
+        names = [(self.variables.name(value), self.hints[value][1]) for value in unneeded]
         for name, _ in names:
             self.variables.release(str(name))
         if heavy := [str(name) for name, is_heavy in names if is_heavy]:
@@ -212,7 +213,7 @@ class _Writer:
 
 
 def _write_expression(writer: _Writer, node: Node, after: Needed) -> None:
-    text = writer.expressions.of(node)()
+    text = writer.expressions.renderer(node)()
     needed = [value for value in node[3] if value in after or node[0] == "unpack"]
     names = writer.define(needed, after)
     for name, value in zip(names, needed, strict=True):
@@ -233,7 +234,8 @@ def _write_set(writer: _Writer, node: Node, after: Needed) -> None:
 
 
 def _write_raise(writer: _Writer, node: Node, after: Needed) -> None:
-    writer.line(f"raise {writer.expressions.global_name('ScriptError')}({writer.expressions.text(node[2][0])})")
+    message, *_ = node[2]
+    writer.line(f"raise {writer.expressions.global_name('ScriptError')}({writer.expressions.text(message)})")
 
 
 def _outputs(writer: _Writer, node: Node, after: Needed) -> dict[str, int]:
@@ -256,8 +258,9 @@ def _bind_outputs(writer: _Writer, node: Node, outputs: dict[str, int]) -> None:
 
 
 def _branches(writer: _Writer, node: Node, outputs: dict[str, int], after: Needed, *, tail: bool) -> None:
-    condition, branches = writer.expressions.text(node[2][0]), []
-    for block in node[4]:
+    _, _, (operand, *_), _, blocks = node
+    condition, branches = writer.expressions.text(operand), []
+    for block in blocks:
         position = writer.variables.position()
         targets = {name: block[2][position] for name, position in outputs.items()}
         branches.append(writer.inner(block, after, after.ending, targets, tail=tail))
@@ -280,7 +283,8 @@ def _write_grad(writer: _Writer, node: Node, after: Needed) -> None:
 
 
 def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
-    (rounds, condition, *starts), ((parameters, _, results),) = node[2], node[4]
+    _, _, (rounds, condition, *starts), outputs, (block,) = node
+    parameters, _, results = block
     count, first = writer.expressions.text(rounds), writer.expressions.text(condition)
     carried = _carried_variables(writer, node, after)
     writer.assign(dict(zip(carried, starts, strict=True)))
@@ -294,13 +298,13 @@ def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
     if conditional:
         writer.line(f"{keep} = {first}")
         targets[keep] = results[0]
-    counted = parameters[0] in writer.layout.uses(node[4][0])
+    counted = parameters[0] in writer.layout.uses(block)
     index = writer.fresh(_variable(writer.hints[parameters[0]][0])) if counted else writer.fresh("_")
     if counted:
         writer.variables.bind(index, parameters[0])
-    inner = writer.inner(node[4][0], outer, parameters, targets)
+    inner = writer.inner(block, outer, parameters, targets)
     writer.variables.rewind(position)
-    for name, value in zip(carried, node[3], strict=True):
+    for name, value in zip(carried, outputs, strict=True):
         writer.variables.bind(name, value)
     if rounds == (FOREVER,) and not counted:
         writer.line(f"while {keep or True}:")
@@ -350,7 +354,7 @@ class _NeededInLoop:
 
 
 def _known_data(block: Block, known: set[int]) -> set[int]:
-    """Return the values in ``block`` that are surely data: results of operators, attributes and constants.
+    """Return the values in ``block`` that are certain to be data: results of operators, attributes and constants.
 
     An argument, the return value of a module, and an item of a container may be anything, so the code checks them
     before it sets an attribute to one (``checked_data``).

@@ -83,19 +83,19 @@ class Ranges:
 class _Job:
     """A job: write ``nbytes`` of memory at ``address`` to the file at ``offset``, or read them from there."""
 
-    __slots__ = ("_done", "_is_cancelled", "_turn", "address", "error", "nbytes", "offset")
+    __slots__ = ("_claim", "_done", "_is_cancelled", "address", "error", "nbytes", "offset")
 
     def __init__(self, address: int, nbytes: int, offset: int) -> None:
         self.address, self.nbytes, self.offset = address, nbytes, offset
         self.error: Exception | None = None
-        self._turn = threading.Lock()
+        self._claim = threading.Lock()
         """A lock that is never released: the thread that does the job takes it, or before it the one that cancels."""
         self._done = threading.Event()
         self._is_cancelled = False
 
     def run(self, copy: Callable[[_Job, int], None]) -> None:
         """Call ``copy`` for the start of every block, until all are copied or the job is cancelled."""
-        if not self._turn.acquire(blocking=False):
+        if not self._claim.acquire(blocking=False):
             return
         try:
             for start in range(0, self.nbytes, _BLOCK):
@@ -115,7 +115,7 @@ class _Job:
     def cancel(self) -> None:
         """Stop using the memory; if the job has begun, wait until the block that it copies is done."""
         self._is_cancelled = True
-        if not self._turn.acquire(blocking=False):
+        if not self._claim.acquire(blocking=False):
             self._done.wait()
 
 

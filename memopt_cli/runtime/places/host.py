@@ -21,6 +21,11 @@ from torch import Tensor
 from memopt_cli.runtime.places.interface import Place, Sent, warn_once
 from memopt_cli.runtime.private_torch import unseen
 
+_CGROUPS: Final = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
 
 class _Block:
     """A block of pinned memory."""
@@ -155,9 +160,3 @@ def _free_by_source() -> Iterator[int]:
     for limit, used in _CGROUPS:
         with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is "max", which means none
             yield max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
-
-
-_CGROUPS: Final = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)

@@ -28,8 +28,8 @@ from memopt_cli.runtime.compressor import Packed, internal_tensors, is_dense
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.places.interface import DEVICE, DISK, Place, Sent, SentWithoutData, waiting, warn_once
 from memopt_cli.runtime.private_torch import (
+    count_holders,
     has_memory,
-    holders_of,
     is_fake,
     is_ordinary,
     memory_of,
@@ -104,11 +104,11 @@ class Parcel:
     def complete(self) -> None:
         """Free the tensors of earlier parcels.  The tensors of this parcel are freed when the next is complete."""
         earlier = [part for reference in _thread.parts_here if (part := reference()) is not None and part.may_go]
-        own = [part for reference in self._parts if (part := reference()) is not None]
+        current = [part for reference in self._parts if (part := reference()) is not None]
         for part in earlier:
-            part.give_up((*earlier, *own))
-        _thread.parts_here = [ref(part) for part in (*earlier, *own) if part.may_go]
-        if own:
+            part.give_up((*earlier, *current))
+        _thread.parts_here = [ref(part) for part in (*earlier, *current) if part.may_go]
+        if current:
             self._before, _thread.last = _thread.last, ref(self)
 
     def ask(self) -> None:
@@ -211,13 +211,14 @@ class _Part:
             if not self.may_go or any(version_of(tensor) != version for tensor, version in self._tensors):
                 return
             assert self._sent is not None
-            storage = memory_of(self._tensors[0][0])
+            first, _ = self._tensors[0]
+            storage = memory_of(first)
             own_holders = sum(memory_of(tensor) == storage for part in sent for tensor, _ in part._tensors)
-            if holders_of(self._tensors[0][0]) > own_holders:
+            if count_holders(first) > own_holders:
                 return
             with waiting():
                 is_sent = self._sent.wait_until_sent()
-            if is_sent and _address_of(self._tensors[0][0]) == self._address:
+            if is_sent and _address_of(first) == self._address:
                 self._tensors = []
             else:
                 self._stay()

@@ -50,7 +50,7 @@ def free_capacity(device: str) -> Capacity:
     """Return the memory of ``device`` of which ``--memory 90%`` takes 90 %.
 
     On CUDA it is what NVML reports as free, with the processes that hold the rest.  On the CPU it is all of
-    :func:`device_capacity`, as the system makes room.  Raises :class:`MeasurementError` if NVML does not answer.
+    :func:`device_capacity`, since the system makes room.  Raises :class:`MeasurementError` if NVML does not answer.
     """
     if not device.startswith("cuda"):
         return device_capacity(device)

@@ -13,6 +13,9 @@ from memopt_cli.errors import BatchShapeError, UsageError
 from memopt_cli.text.documents import MAX_BYTES, printable, read_bytes
 
 TOKEN_BUDGET = "token_budget"
+_NUMBER = r"0{0,9}[1-9][0-9]{0,17}"  # bounded, as Python refuses to parse integers of thousands of digits
+_LENGTH = re.compile(_NUMBER)
+_COUNTED = re.compile(rf"({_NUMBER})(?:\s*[\s:,]\s*({_NUMBER}))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +118,6 @@ def compare_length_strategies(
         )
         for name, extents in extents_by_strategy.items()
     )
-
-
-_NUMBER = r"0{0,9}[1-9][0-9]{0,17}"  # bounded, as Python refuses to parse integers of thousands of digits
-_LENGTH = re.compile(_NUMBER)
-_COUNTED = re.compile(rf"({_NUMBER})(?:\s*[\s:,]\s*({_NUMBER}))?")
 
 
 def read_lengths(path: str | Path) -> list[int]:

@@ -66,7 +66,7 @@ def _precision(number: int) -> int:
 def interpolate(values: Mapping[int, float], number: int) -> float | None:
     """Interpolate the value at ``number`` from ``values``; ``None`` if a bend nearby could change it.
 
-    The function is taken to be convex and piecewise linear.  Then its value lies below the line through the nearest
+    The function is assumed to be convex and piecewise linear.  Then its value lies below the line through the nearest
     known numbers on both sides, and above the line through the two nearest on either side.  The value is returned if
     the two bounds agree.
     """

@@ -15,7 +15,7 @@ _AIMED_TIME_SHARE = 0.9
 vain."""
 
 
-def limits_of(memory: int | float, device: str, longest_step_s: float, multiple_of: int = 1) -> Limits:
+def compute_limits(memory: int | float, device: str, longest_step_s: float, multiple_of: int = 1) -> Limits:
     """Return the limits on ``device`` for a budget of ``memory``: an int in bytes, a float as a share of free bytes."""
     whole = device_capacity(device)
     free = free_capacity(device) if isinstance(memory, float) else whole

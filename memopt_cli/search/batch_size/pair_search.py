@@ -1,6 +1,6 @@
 """The search for a plan and a larger batch that together train faster (``memopt recommend-batch --search``).
 
-A plan costs time, but frees memory for a larger batch, which may run at more samples a second.  First, the fastest plan
+A plan costs time, but frees memory for a larger batch, which may train more samples per second.  First the fastest plan
 that fits is predicted at a series of batches.  Dry runs then find the largest batch that fits for the most promising
 pairs.  Last, the best pairs are run.
 """
@@ -77,7 +77,7 @@ class PairSearch:
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes that a run may take on this device."""
+        """Maximum bytes that a run may take on this device."""
         return min(self.limits.budget_bytes, self.limits.runnable_bytes)
 
     def batches(self, after: int) -> Iterator[int]:
@@ -109,11 +109,11 @@ class PairSearch:
                 break
         return list(largest.items())
 
-    def seek(self, pairs: Sequence[tuple[Plan, int]], best_rate: float) -> None:
-        """Run those ``pairs`` that may be faster than ``best_rate`` samples a second, the most promising first.
+    def try_pairs(self, pairs: Sequence[tuple[Plan, int]], best_rate: float) -> None:
+        """Run those ``pairs`` that may be faster than ``best_rate`` samples per second, the most promising first.
 
         Each round either sizes a pair by dry runs, which makes it a candidate, or runs a candidate.  A run corrects all
-        other predictions, so the most promising pair is chosen anew each time.
+        other predictions, so the most promising pair is chosen again each time.
         """
         waiting, candidates = list(pairs), list[PairCandidate]()
         while self.runs_left() > 0 and not self.is_over():
@@ -135,7 +135,7 @@ class PairSearch:
                 return
 
     def _rate(self, plan: Plan, batch: int) -> float:
-        """Predict the samples a second of ``plan`` at ``batch``."""
+        """Predict the samples per second of ``plan`` at ``batch``."""
         return self.samples_per_s(batch, self.step_s(plan, batch), self.update_s)
 
     def _measured_rate(self, run: BatchProbe) -> float:

@@ -17,7 +17,7 @@ from memopt_cli.search.batch_size.lines import fit_line, largest_root
 from memopt_cli.search.batch_size.runs import Runs
 
 MIN_REFUSING_ONE = 2
-"""Smallest batch of a model that refuses a single sample, as a batch norm cannot normalize one."""
+"""Smallest batch of a model that refuses a single sample, which a batch norm cannot normalize."""
 
 Predict = Callable[[int], float]
 """Returns the bytes of tensors at the peak of a batch by a dry run, always the same.  Infinite: the dry run failed."""
@@ -33,9 +33,9 @@ class PeakModel:
     predict: Predict | None
     """Dry run of a batch.  ``None``: the step cannot run on tensors without data."""
     ratio: float = 1.0
-    """Measured peak divided by the predicted peak, as assumed before the first run."""
+    """Measured peak divided by the predicted peak, assumed before the first run."""
     ignored: set[int] = field(default_factory=set)
-    """Batches of runs that the model ignores, as each would need a dry run that teaches little."""
+    """Batches of runs that the model ignores, since each would need a dry run that teaches little."""
     _predicted: set[int] = field(default_factory=set)
     """Batches that had a dry run."""
 
@@ -48,9 +48,10 @@ class PeakModel:
         if len(compared) < 2:
             return predicted * self.measured_ratio()
         near, far = sorted(compared, key=lambda run: abs(run.batch - batch))[:2]
-        points = [(self.predicted(run.batch), run.allocated_peak_bytes) for run in (near, far)]
-        if points[0][0] == points[1][0] or math.isinf(predicted):  # both predicted alike: shift by the nearest's error
-            return predicted + points[0][1] - points[0][0]
+        near_predicted, far_predicted = self.predicted(near.batch), self.predicted(far.batch)
+        if near_predicted == far_predicted or math.isinf(predicted):  # shift by the error of the nearest
+            return predicted + near.allocated_peak_bytes - near_predicted
+        points = [(near_predicted, near.allocated_peak_bytes), (far_predicted, far.allocated_peak_bytes)]
         intercept, slope = fit_line(points)
         return intercept + slope * predicted
 

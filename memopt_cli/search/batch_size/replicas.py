@@ -11,7 +11,7 @@ from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.text.units import format_bytes, format_copies
 
 CHOICE_RATIO = 4
-"""Memory that is taken for a moment to choose a route (how the copies run as one), divided by a step's memory."""
+"""Memory that choosing a route (how the copies run as one) takes for a moment, divided by a step's memory."""
 _PATIENCE = 2
 """Maximum number of runs in a row that train no faster than one with fewer copies."""
 _MIN_RATIO = 1.25
@@ -22,7 +22,7 @@ _MIN_RATIO = 1.25
 class ReplicaSearch:
     """The search for one answer.
 
-    The peak is assumed to be ``a + c * copies``, fitted to the last two runs, as each copy adds its own parameters,
+    The peak is assumed to be ``a + c * copies``, fitted to the last two runs: each copy adds its own parameters,
     gradients and activations.
     """
 
@@ -82,9 +82,7 @@ class ReplicaSearch:
             return self.limits.name
         if peak_bytes * CHOICE_RATIO > self.limits.runnable_bytes:
             free = format_bytes(self.limits.runnable_bytes)
-            return (
-                f"this machine, where {free} are free and choosing a route takes {CHOICE_RATIO} times a step's memory"
-            )
+            return f"this machine, where {free} are free and choosing a route takes the memory of {CHOICE_RATIO} steps"
         if last.step_s * size / last.replicas > self.limits.longest_step_s:
             return f"{self.limits.time_name} ({self.limits.longest_step_s:g} s)"
         return ""

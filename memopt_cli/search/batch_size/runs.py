@@ -23,7 +23,7 @@ class Limits:
     device_bytes: int
     """Bytes of the device's memory."""
     runnable_bytes: int
-    """Most bytes that a run may take on this machine; the answer for a batch that takes more is an estimate."""
+    """Maximum bytes that a run may take on this machine; the answer for a batch that takes more is an estimate."""
     name: str
     """Budget in words: ``80 % of the machine's memory``."""
     longest_step_s: float
@@ -35,7 +35,7 @@ class Limits:
     multiple_of: int = 1
     """Number that must divide every batch."""
     max_samples: int | None = None
-    """Largest useful batch.  ``None``: no such bound."""
+    """Largest useful batch; ``None`` if unbounded."""
     probes: int = MAX_PROBES
 
     @property
@@ -68,7 +68,7 @@ class Runs(dict[int, BatchProbe | Failure]):
 
     @property
     def fastest(self) -> BatchProbe:
-        """Run that fits and has most samples a second; there must be one."""
+        """Run that fits and has most samples per second; there must be one."""
         return max(self.fitting, key=lambda run: run.samples_per_s)
 
     @property

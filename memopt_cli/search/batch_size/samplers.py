@@ -1,6 +1,6 @@
 """Batch samplers that group sequences of like length, for ``DataLoader(batch_sampler=…)``: every index once an epoch.
 
-The order depends on the seed and the epoch alone, so that all ranks of a distributed run agree on it.  Each rank gets
+The order depends only on the seed and the epoch, so that all ranks of a distributed run agree on it.  Each rank gets
 its share, the same number of batches on every rank.
 """
 
@@ -99,7 +99,7 @@ class LengthBucketSampler(LengthSampler):
             return [i * self._size - (self._size - rest) * (i > smaller) for i in range(whole + 1)]
 
         longest = [self._lengths[i] for i in indices]
-        # Moving the smaller batch one further swaps it with another batch, so the sum is updated, not computed anew.
+        # Moving the smaller batch one further swaps it with another batch, so the sum is updated, not computed again.
         positions = sum(self._size * longest[rest + i * self._size] for i in range(whole)) + rest * longest[0]
         best = (positions, 0)
         for index in range(1, whole + 1):

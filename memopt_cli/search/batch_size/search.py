@@ -17,14 +17,14 @@ from memopt_cli.search.batch_size.runs import Limits, Runs
 _FIRST_RUN_RATIO = 4
 """Ratio of the answer by dry runs to the first batch that is run, if the answer is far above the user's batch.  The
 first run shows the time of a step, and its memory apart from tensors; it is no larger than the user's batch.  An answer
-near the user's batch is run at once, as a smaller run would hardly change it."""
+near the user's batch is run at once, since a smaller run would hardly change it."""
 _MIN_TIMED_RATIO = 1.5
 """A larger batch limited by time is run if it is this many times the best so far: small ones are slower per sample."""
 _SAFE_SHARE = 0.98
 """Share of the budget that the last run aims at if no run has fitted yet, since an answer that ran is worth more than a
-closer estimate.  A batch that fits this share by dry runs is taken to fit."""
+closer estimate.  A batch that fits this share by dry runs is assumed to fit."""
 _SIMILAR_SHARE = 0.25
-"""The speed of one batch stands for the speed of another that differs by less than this share."""
+"""The speed of one batch stands for that of a batch whose size differs by less than this share."""
 _FORESIGHT_RATIO = 1.5
 """Ratio of a batch to the answer after one run, for which a dry run is made in advance: more runs may raise it."""
 
@@ -63,7 +63,7 @@ class BatchSearch:
                 break
             self.run(candidate)
 
-    def foresee(self) -> None:
+    def dry_run_ahead(self) -> None:
         """Make the dry runs in advance that the search is likely to need; to be called once a batch has run."""
         largest = self.model.largest_within(self.runs.limits.budget_bytes)
         next_run = min(self.runs.affordable(), largest)
@@ -84,7 +84,7 @@ class BatchSearch:
                 self.model.ignored.add(batch)
                 self.run(batch)
 
-    def seek_faster(self, batches: Sequence[int], max_runs: int) -> None:
+    def find_faster(self, batches: Sequence[int], max_runs: int) -> None:
         """Run ``batches``, in descending order, until a larger one is the fastest, in at most ``max_runs`` runs.
 
         A batch is skipped if a similar one has run.
@@ -118,7 +118,7 @@ class BatchSearch:
         return describe(run) if isinstance(run, StepFailed | Crashed) else ""
 
     def refusal(self) -> StepFailed | None:
-        """Return the failure at other batches if the step runs at the user's batch alone; else ``None``.
+        """Return the failure at other batches if the step runs only at the user's batch; else ``None``.
 
         The next smaller and larger batch are run if their dry runs fail, as long as runs are left.
         """
@@ -139,20 +139,20 @@ class BatchSearch:
         best = self.runs.best
         if not best and self.runs.limits.probes - len(self.runs) == 1:  # the last run should fit
             max_bytes = int(max_bytes * _SAFE_SHARE)
-        # If the largest batch in time surely fits, there is no need to look for the largest in memory by dry runs.
+        # If the largest batch in time is certain to fit, the largest in memory need not be found by dry runs.
         affordable = self.runs.affordable() if self.runs.measured else None
         if affordable is not None and self._fits_safely(affordable, max_bytes):
             return self._if_worth_a_run(affordable)
         candidate = self._at_least(self.runs.below_failures(self.model.largest_within(max_bytes)))
         if affordable is not None and affordable < candidate:
             return self._if_worth_a_run(affordable)
-        if not self.runs and self._begins_small(candidate, max_bytes):
+        if not self.runs and self._should_start_smaller(candidate, max_bytes):
             candidate = self._at_least(self.runs.rounded(min(self.batch, candidate // _FIRST_RUN_RATIO)))
         is_answered = candidate in self.runs or candidate < best + max(unit, SAME_BATCH_SHARE * best)
         return None if is_answered else candidate
 
     def _fits_safely(self, batch: int, max_bytes: int) -> bool:
-        """Return whether ``batch`` is near one that ran, and surely fits in ``max_bytes``."""
+        """Return whether ``batch`` is near one that ran, and certain to fit in ``max_bytes``."""
         is_near = batch <= _FIRST_RUN_RATIO * self.runs.measured[-1].batch and self.runs.below_failures(batch) == batch
         return is_near and self.model.peak_bytes(batch) <= _SAFE_SHARE * max_bytes
 
@@ -167,7 +167,7 @@ class BatchSearch:
         is_enough = batch >= max(MIN_REFUSING_ONE, self.runs.limits.multiple_of)
         return batch if is_enough else self.model.smallest_batch
 
-    def _begins_small(self, candidate: int, max_bytes: int) -> bool:
+    def _should_start_smaller(self, candidate: int, max_bytes: int) -> bool:
         """Return whether a smaller batch should run before ``candidate``, which may not fit or may take too long."""
         is_far = candidate > _FIRST_RUN_RATIO * self.batch
         fits_safely = self.model.predict is not None and self.model.peak_bytes(candidate) <= _SAFE_SHARE * max_bytes

@@ -16,6 +16,9 @@ from typing import Final
 
 from memopt_cli.records import AllocatorRules, StorageTrace
 
+STEPS: Final = 2
+"""Number of simulated steps: the second one, like all later ones, finds the segments that the first has reserved."""
+
 
 class NoRoomError(Exception):
     """Raised if the device has no room for a block."""
@@ -43,7 +46,7 @@ class CachingAllocator:
 
     rules: AllocatorRules = field(default_factory=AllocatorRules)
     max_bytes: int | None = None
-    """Bytes of the device's memory.  ``None``: no bound."""
+    """Bytes of the device's memory; ``None`` if unbounded."""
     allocated_bytes: int = 0
     allocated_peak_bytes: int = 0
     reserved_bytes: int = 0
@@ -153,15 +156,11 @@ def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
     return [Lifetime(nbytes=s.nbytes, born=s.born, died=s.died) for s in lasting]
 
 
-STEPS: Final = 2
-"""Number of simulated steps: the second one, like all later ones, finds the segments that the first has reserved."""
-
-
 def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:
     """Run ``allocator`` through training steps with blocks of these ``lives``.
 
     Blocks that exist before and after the step stay.  Blocks that a step makes and that outlive it are freed at its
-    end, as gradients are before the next step.  Raises :class:`NoRoomError` if a block does not fit.
+    end, like gradients before the next step.  Raises :class:`NoRoomError` if a block does not fit.
     """
     permanent = [life for life in lives if life.born < 0 and life.died is None]
     for life in permanent:

@@ -12,7 +12,7 @@ from typing import Final
 from memopt_cli.records import DeviceProfile, OpTrace, Rate, StepTrace
 
 _RATES: Final[dict[str, Rate]] = {"float64": "fp64", "complex128": "fp64", "bfloat16": "bf16", "float16": "fp16"}
-"""Dtype -> the rate of its matrix products; float32 has two, tf32 and fp32 (see :func:`rate_of`)."""
+"""Dtype -> the rate of its matrix products; float32 has two, tf32 and fp32 (see :func:`choose_rate`)."""
 _IN_TF32: Final = ("convolution", "_rnn")
 """Parts of the names of operators that PyTorch runs by cuDNN, which computes them in TF32 by default."""
 _PACKING_PASSES: Final = 10
@@ -23,12 +23,12 @@ def operator_s(op: OpTrace, device: DeviceProfile) -> float:
     """Return the seconds of ``op`` on ``device``; 0 if it only makes a view, for which no kernel runs."""
     if not op.makes and not op.mutates:
         return 0.0
-    products_s = op.flops / rate_of(op, device)
+    products_s = op.flops / choose_rate(op, device)
     return max(products_s, op.moved_bytes / device.bandwidth_bytes_per_s, device.launch_s)
 
 
-def rate_of(op: OpTrace, device: DeviceProfile) -> float:
-    """Return the floating-point operations a second of ``op`` on ``device``; by default, the rate of fp32."""
+def choose_rate(op: OpTrace, device: DeviceProfile) -> float:
+    """Return the floating-point operations per second of ``op`` on ``device``; by default, the rate of fp32."""
     rate = _RATES.get(op.dtype, "tf32" if any(part in op.name for part in _IN_TF32) else "fp32")
     return device.flops_per_s.get(rate, device.flops_per_s["fp32"])
 

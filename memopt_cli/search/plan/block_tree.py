@@ -95,7 +95,7 @@ class _Node:
     """The call; for a round, a call that ends when the next block begins."""
     children: list[_Node] = field(default_factory=list)
     round_call: ModuleCall | None = None
-    """Operators of a round as a call: its forward up to the first backward, and its backward.  ``None``: no round."""
+    """A round as a call: its forward up to the first backward, and its backward; ``None`` if there is no round."""
 
 
 def _nest(calls: Sequence[ModuleCall]) -> _Node:
@@ -192,34 +192,34 @@ class _Builder:
         inputs = [s for s in call.inputs if storages[s].born >= 0]
         paid = [storages[s] for s in inputs if payers.get(s, call.start) >= call.start]
         rerun = self._model.rerun(call)
-        own = self._span(call.path, call.forward, call.backward, rerun.stop)
-        own.forward_bytes = self._bytes.forward_alone(call)
-        own.rerun = rerun
-        own.input_bytes = sum(storage.nbytes for storage in paid)
-        own.unsaved_input_bytes = sum(storages[s].nbytes for s in inputs if payers.get(s, call.end) >= call.end)
-        own.packing_s = packing_s(self._trace, sum(storage.packing_cost_bytes for storage in paid), len(inputs))
-        own.packed_input_bytes, own.compressor = self._packed_inputs(module, call)
-        own.input_shape = tuple(module.input_shape)
-        own.all_input_bytes = sum(storages[s].nbytes for s in call.inputs)
-        own.output_bytes = sum(storages[s].nbytes for s in {*call.outputs})
-        own.state_bytes = module.state_bytes
-        own.refusal = module.refusal if call.backward else "nothing in it is differentiated"
-        own.children = children
-        own.signature = hash(
+        block = self._span(call.path, call.forward, call.backward, rerun.stop)
+        block.forward_bytes = self._bytes.forward_alone(call)
+        block.rerun = rerun
+        block.input_bytes = sum(storage.nbytes for storage in paid)
+        block.unsaved_input_bytes = sum(storages[s].nbytes for s in inputs if payers.get(s, call.end) >= call.end)
+        block.packing_s = packing_s(self._trace, sum(storage.packing_cost_bytes for storage in paid), len(inputs))
+        block.packed_input_bytes, block.compressor = self._packed_inputs(module, call)
+        block.input_shape = tuple(module.input_shape)
+        block.all_input_bytes = sum(storages[s].nbytes for s in call.inputs)
+        block.output_bytes = sum(storages[s].nbytes for s in {*call.outputs})
+        block.state_bytes = module.state_bytes
+        block.refusal = module.refusal if call.backward else "nothing in it is differentiated"
+        block.children = children
+        block.signature = hash(
             (
-                own.signature if not children else None,
+                block.signature if not children else None,
                 tuple(child.signature for child in children),
-                own.kept_bytes,
-                own.packed_input_bytes,
-                own.input_bytes,
-                own.unsaved_input_bytes,
-                own.input_shape,
-                own.output_bytes,
-                own.refusal,
+                block.kept_bytes,
+                block.packed_input_bytes,
+                block.input_bytes,
+                block.unsaved_input_bytes,
+                block.input_shape,
+                block.output_bytes,
+                block.refusal,
                 module.class_name,
             )
         )
-        return own
+        return block
 
     def _children(self, call: ModuleCall, parts: Sequence[_Node]) -> Iterator[Block]:
         """Yield a block for each of ``parts``, which ``call`` makes directly, and for the operators between them."""
@@ -240,7 +240,7 @@ class _Builder:
         """Make a block of the operators in ``forward`` and ``backward``; a rerun of it ends before ``stop``."""
         sums, ops = self._bytes, [*forward, *backward]
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
-        passed, passed_whole = sums.passed(forward, backward)
+        passed, passed_whole = sums.bytes_paid_later(forward, backward)
         base = {i: sums.base[i] + passed[i] for i in ops}
         kept, packed = (paid[forward.stop] - paid[forward.start] for paid in (sums.paid, sums.paid_packed))
         outside = max(passed.values(), default=0), max((sums.whole[i] for i in ops), default=0)
@@ -258,12 +258,12 @@ class _Builder:
             recompute_peak_bytes=max([highest + more_bytes, *(base[i] for i in backward)]),
             resident_bytes=max((sums.resident[i] for i in backward), default=0),
             costly=tuple(self._costly[first:last]),
-            refusal="no module runs these operators alone",
+            refusal="no module runs only these operators",
             signature=hash((*(self._trace.ops[i].name for i in forward), len(backward), kept, packed, *outside)),
         )
 
     def _packed_inputs(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
-        """Return the bytes of the packed inputs and their codec; the step's own inputs count, as segments copy them."""
+        """Return the bytes of the packed inputs and their codec; the step's own inputs count: segments copy them."""
         codecs: tuple[CompressorName, ...] = (module.compressor, "parts")
         for codec in codecs:
             packed = packed_inputs(self._trace, module, call, codec) if codec != "null" else {}
@@ -272,7 +272,7 @@ class _Builder:
         return 0, "null"
 
 
-def repeated_paths(root: Block) -> set[str]:
+def find_repeated_paths(root: Block) -> set[str]:
     """Return the paths of modules that are called more than once a step."""
     calls = Counter(block.path for block in root if block.path)
     return {path for path, count in calls.items() if count > 1}

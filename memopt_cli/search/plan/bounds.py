@@ -1,4 +1,4 @@
-"""The choice of ranges for a plan by length: few, as each is searched and verified, for the shortest epoch."""
+"""The choice of ranges for a plan by length: few, since each is searched and verified, for the shortest epoch."""
 
 from __future__ import annotations
 

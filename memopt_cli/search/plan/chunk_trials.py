@@ -10,6 +10,7 @@ from memopt_cli.records import MAX_NORMS, ChunkRule, ModuleTrace, Plan, SearchOp
 from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.interface import Probes, is_within
 from memopt_cli.search.plan.proposals import Proposals
+from memopt_cli.text.paths import quote_module
 
 _MAX_CLASSES = 12
 """Maximum number of classes of modules that are tried in chunks, since each trial takes a real step of a module."""
@@ -81,7 +82,7 @@ class ChunkTrials:
         self._set_rules(rules)
         return False
 
-    def hopeful_rules(self) -> dict[str, tuple[ChunkRule, int]]:
+    def optimistic_rules(self) -> dict[str, tuple[ChunkRule, int]]:
         """Return :attr:`rules` with a guess for each module that is not decided yet: that it can run in chunks.
 
         It is guessed to be cut along the longer of its first two axes.  Unless inexact chunks are allowed, a module
@@ -129,7 +130,7 @@ class ChunkTrials:
         return rule is not None
 
     def _try(self, path: str) -> ChunkRule | None:
-        self._probes.report(f"asking whether {path or '(root)'} can run in chunks")
+        self._probes.report(f"asking whether {quote_module(path)} can run in chunks")
         self.count += 1
         rule = self._probes.chunking(path)
         return rule if isinstance(rule, ChunkRule) else None

@@ -41,7 +41,7 @@ from memopt_cli.search.plan.sending import LINK_BYTES_PER_S, SEND_S, waits_s
 _PACKING_BYTES_PER_S = 1e9
 """Assumed packing rate in bytes per second, where it was not measured: about as fast as copying the tensor twice."""
 OP_S = 2.3e-6
-"""Least seconds of an operator, however small its tensors are.  Each chunk after the first adds them in forward,
+"""Minimum seconds of an operator, however small its tensors are.  Each chunk after the first adds them in forward,
 recomputation and backward.  Fitted, like the next five constants, to tiny layers in 1 to 4 chunks
 (``benchmarks/overhead.py``).  Other machines are faster or slower: see
 :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
@@ -57,11 +57,13 @@ MODULE_S = 12e-6
 SEGMENT_OP_S = 3e-6
 """Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
 PACKING_S = 90e-6
-"""Seconds to pack a small tensor and unpack it again; measured, like the next two, by ``benchmarks/overhead.py``."""
-INSPECTION_S = 21e-6
-"""Seconds to find that a tensor is not to be packed."""
+"""Seconds to pack a small tensor and unpack it again; measured by ``benchmarks/overhead.py``."""
+INSPECTION_S = 60e-6
+"""Seconds to find that a tensor is not to be packed: 40 µs among the products of a BERT, 110 µs among the convolutions
+of a U-Net, where tensor and code have left the caches; ``benchmarks/overhead.py`` finds 21 µs where they have not."""
 KEEP_OP_S = 10e-6
-"""Seconds that a segment with kept outputs adds to each operator, in either run, by passing through Python."""
+"""Seconds that a segment with kept outputs adds to each operator, in either run, by passing through Python; measured by
+``benchmarks/overhead.py``."""
 NORM_S = 150e-6
 """Seconds that each norm adds to a chunk where batch statistics are gathered.  The norm is then a dozen small operators
 in forward, recomputation and backward, whether it gathers or normalizes."""
@@ -72,6 +74,9 @@ _FLOPS_PER_S = 5e10
 """Assumed operations per second where no operator was timed; only ratios of times matter then."""
 _MIN_OP_S = 15e-6
 """Minimum seconds of an operator, assumed where no operator was timed."""
+_MAX_CHUNKS = 256
+"""Maximum number of chunks of a segment.  More save little compared with the weights, and a dry run with 2048 took
+over a minute (four blocks of two layers, 64 features, batch 2048)."""
 
 
 def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
@@ -155,10 +160,10 @@ def norm_operators(trace: StepTrace) -> list[NormOperator]:
         outputs = sum(trace.storages[index].nbytes > 0 for index in op.makes)
         return op.phase == "forward" and "batch_norm" in op.name and outputs > 1
 
-    def input_of(op: OpTrace) -> StorageTrace:
+    def largest_input(op: OpTrace) -> StorageTrace:
         return max((trace.storages[index] for index in op.reads), key=lambda storage: storage.nbytes)
 
-    norms = [(index, input_of(op)) for index, op in enumerate(trace.ops) if gathers(op)]
+    norms = [(index, largest_input(op)) for index, op in enumerate(trace.ops) if gathers(op)]
     return [NormOperator(index, storage.born, storage.nbytes) for index, storage in norms]
 
 
@@ -201,11 +206,6 @@ def _first_from(norms: Sequence[NormOperator], op: int) -> int:
     return bisect.bisect_left(norms, op, key=lambda norm: norm.op)
 
 
-_MAX_CHUNKS = 256
-"""Maximum number of chunks of a segment.  More save little compared with the weights, and a dry run with 2048 took
-over a minute (four blocks of two layers, 64 features, batch 2048)."""
-
-
 def chunk_counts(length: int, factor: int) -> Iterator[int]:
     """Yield numbers of chunks worth a try, each about ``factor`` times the previous number, up to ``length``.
 
@@ -222,7 +222,7 @@ def chunk_counts(length: int, factor: int) -> Iterator[int]:
 
 
 def longest_share(chunks: int, length: int) -> float:
-    """Return the share that the longest of ``chunks`` has of an axis of ``length``.  ``length`` 0: not known."""
+    """Return the share that the longest of ``chunks`` has of an axis of ``length``, which is 0 if unknown."""
     return math.ceil(length / chunks) / length if length else 1 / chunks
 
 
@@ -264,7 +264,7 @@ class CostModel:
         """Seconds before each operator starts; the last entry is the total."""
         self.norms = norm_operators(trace)
         self._least_s = [0.0, *accumulate(map(least_op_s, trace.ops))]
-        """Least seconds of all operators before each operator; the last entry is the total."""
+        """Cumulative minimum seconds of the operators before each operator; the last entry is the total."""
         self._modules_in = Counter(path for module in trace.modules for path in ancestry(module.path))
         """Path -> number of modules in the module there, itself included."""
         self._original = Original(trace)
@@ -372,7 +372,7 @@ class CostModel:
             first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
             trained_bytes = trained_input_bytes(self.trace, call)
             block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.input_bytes <= trained_bytes)
-        block.keeps_graph = self._outliving(call) > block.state_bytes > 0
+        block.keeps_graph = self._bytes_at_end(call) > block.state_bytes > 0
         block.first_saver = _first_saver(self._ends, call)
         block.length = self._length(segment)
         share = longest_share(segment.chunks, block.length)
@@ -390,9 +390,9 @@ class CostModel:
             savers = [op for op in self._original.savers[index] if op < block.call.start]
             return any(not any(op in segment for segment in segments) for op in savers)
 
-        return set(filter(is_saved, (part for index in block.call.inputs for part in self._parts_of(index))))
+        return set(filter(is_saved, (part for index in block.call.inputs for part in self._sources(index))))
 
-    def _outliving(self, call: ModuleCall) -> int:
+    def _bytes_at_end(self, call: ModuleCall) -> int:
         """Return the bytes of activations made in ``call`` that are alive at the end of the step."""
         first, last = (bisect.bisect_left(self._outliving_born, edge) for edge in (call.start, call.end))
         return self._outliving_bytes[last] - self._outliving_bytes[first]
@@ -400,11 +400,11 @@ class CostModel:
     def _kept_operators(self, block: ReplayedSegment, inner_calls: Sequence[ModuleCall]) -> frozenset[int]:
         """Return the operators whose outputs ``block`` keeps; operators of ``inner_calls`` run again anyway."""
         inner_ops = {op for call in inner_calls for op in call.forward}
-        own = [op for op in range(block.call.start, block.stop) if op not in inner_ops]
-        return frozenset(kept_calls(self.trace, own, block.segment.keep))
+        outer_ops = [op for op in range(block.call.start, block.stop) if op not in inner_ops]
+        return frozenset(kept_calls(self.trace, outer_ops, block.segment.keep))
 
     def _length(self, segment: SegmentPlan) -> int:
-        """Return the length of the axis along which ``segment`` is cut.  0: its input has no such axis."""
+        """Return the length of the axis along which ``segment`` is cut; 0 if its input lacks that axis."""
         shape = self.modules[segment.path].input_shape
         return shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
 
@@ -438,12 +438,10 @@ class CostModel:
         if codec != "parts":
             return packed
         storages = self.trace.storages
-        stored_bytes = {
-            index: sum(storages[part].nbytes for part in self._parts_of(index) & stored) for index in packed
-        }
+        stored_bytes = {index: sum(storages[part].nbytes for part in self._sources(index) & stored) for index in packed}
         return {index: max(0, storages[index].nbytes - nbytes) for index, nbytes in stored_bytes.items() if nbytes}
 
-    def _parts_of(self, storage: int) -> Set[int]:
+    def _sources(self, storage: int) -> Set[int]:
         """Return the storages from which an operator made ``storage``."""
         born = self.trace.storages[storage].born
         return set(self.trace.ops[born].reads) if born >= 0 else set()
@@ -456,7 +454,7 @@ class _Times:
     """
 
     def __init__(self, trace: StepTrace) -> None:
-        self.kinds = [_kind_of(op, trace) for op in trace.ops]
+        self.kinds = [_timing_key(op, trace) for op in trace.ops]
         """Kind of every operator."""
         seconds: dict[tuple[object, ...], list[float]] = defaultdict(list)
         for op, kind in zip(trace.ops, self.kinds, strict=True):
@@ -467,12 +465,12 @@ class _Times:
         """Median seconds for the kind of every operator."""
 
 
-def _kind_of(op: OpTrace, trace: StepTrace) -> tuple[object, ...]:
+def _timing_key(op: OpTrace, trace: StepTrace) -> tuple[object, ...]:
     tensors = (tuple(trace.storages[index].nbytes for index in indices) for indices in (op.reads, op.makes))
     return (op.name, op.phase, op.flops, *tensors)
 
 
-def timed_like(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
+def copy_times(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
     """Return ``trace`` with operators timed as in ``first``, and the ratio of its step time to the one of ``first``.
 
     Two recordings of nearly the same step are seconds apart, and the machine may be half as fast in one: the sums of
@@ -508,8 +506,8 @@ def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec
 def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
     """List pairs of an operator of forward that autograd saves for, and the operator before which a rerun may stop.
 
-    If only inputs of an operator are saved, as for a linear layer, it need not run again: autograd saves inputs before
-    the operator runs.  If its output is saved, as for a ReLU, it must run again.
+    If only inputs of an operator are saved, like a linear layer's, it need not run again: autograd saves inputs before
+    the operator runs.  If its output is saved, like a ReLU's, it must run again.
     """
     ends: dict[int, int] = {}
     for index, storage in enumerate(trace.storages):
@@ -521,6 +519,6 @@ def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
 
 
 def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:
-    """Return the first operator of ``call`` that autograd saves for, by the list ``ends``.  ``None``: no such one."""
+    """Return the first operator of ``call`` that autograd saves for, by the list ``ends``, if any."""
     first = bisect.bisect_left(ends, (call.start, 0))
     return ends[first][0] if first < len(ends) and ends[first][0] < call.end else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memopt_cli.records import Counted, Failure, Plan
 from memopt_cli.search.plan.interface import NotTried, Probes
-from memopt_cli.search.plan.levels import level_of
+from memopt_cli.search.plan.levels import find_level
 from memopt_cli.search.plan.proposals import Proposals
 
 
@@ -65,7 +65,7 @@ class DryRuns:
                 self._priced[plan] = None
             elif isinstance(counted, Counted):
                 slowdown = proposals.slowdown(plan)
-                level = max(level_of(plan), self._sends_from if plan.sends else 0)
+                level = max(find_level(plan), self._sends_from if plan.sends else 0)
                 self._priced[plan] = PricedPlan(plan=plan, counted=counted, level=level, slowdown=slowdown)
             else:
                 self._priced[plan], self.failures[plan] = None, counted

@@ -28,7 +28,7 @@ class Probes:
     trace: Callable[[Plan], StepTrace | Failure | NotTried] = lambda plan: NotTried(reason="no step is recorded")
     """Records a step under a plan."""
     late: Callable[[], bool] = lambda: False
-    """Tells whether the time of the search is over.  Long computations call it as well, as they run no probe."""
+    """Tells whether the time of the search is over.  Long computations call it as well: they run no probe."""
 
 
 def is_within(path: str, ancestor: str) -> bool:

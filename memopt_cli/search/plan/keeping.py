@@ -61,7 +61,7 @@ def choices(calls: Sequence[CostlyCall]) -> list[frozenset[int]]:
 def keep_names(calls: Sequence[CostlyCall], kept: Collection[int], inner_paths: Collection[str]) -> tuple[str, ...]:
     """Return the names by which a plan refers to ``kept``, a part of a segment's costly ``calls``.
 
-    ``aten::mm`` stands for all calls of that operator, ``aten::mm#2`` for the second call alone.  Calls in inner
+    ``aten::mm`` stands for all calls of that operator, ``aten::mm#2`` for the second call only.  Calls in inner
     segments, at ``inner_paths``, are not numbered.
     """
     own_calls = [c for c in calls if not any(is_within(c.module, path) for path in inner_paths)]

@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from memopt_cli.records import Plan, SearchOptions, SegmentPlan
+from memopt_cli.records import LOWER_SHARE, Plan, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.levels import NESTED
-from memopt_cli.search.plan.search_spaces import WORTH_LOWERING, SearchSpace, SearchSpaces, heads_of
+from memopt_cli.search.plan.search_spaces import SearchSpace, SearchSpaces, find_heads
 
 _MAX_DRY_RUNS = 6
 """Maximum number of dry runs for one budget with packing, and as many without."""
@@ -25,8 +25,8 @@ _UNUSED_SHARE = 0.02
 _MIN_STEP_SHARE = 0.002
 """After a dry run exceeded the budget, it is lowered by at least this share."""
 _PATIENCE = 2
-"""Maximum number of trials in a row that lower the peak by less than :data:`WORTH_LOWERING`.  After one more, no
-further modules are tried."""
+"""Maximum number of trials in a row that lower the peak by less than :data:`~memopt_cli.records.LOWER_SHARE`.  After
+one more, no further modules are tried."""
 _MAX_REARRANGEMENTS = 4
 """Maximum number of dry runs of plans that differ from the best by one rearrangement."""
 _MODEL_ERROR = 0.05
@@ -65,24 +65,24 @@ class LevelRuns:
     def smallest(self, max_slowdown: float) -> PricedPlan | None:
         """Return the smallest plan so far with the heads of this search space; ``None`` if all exceed the slowdown."""
         heads = self.space.proposals.heads
-        same_heads = [priced for priced in self.dry_runs.up_to(self.level) if heads_of(priced.plan) == heads]
+        same_heads = [priced for priced in self.dry_runs.up_to(self.level) if find_heads(priced.plan) == heads]
         usable = [priced for priced in same_heads if priced.slowdown <= max_slowdown]
         return min(usable, key=lambda priced: (priced.peak_bytes, priced.slowdown), default=None)
 
     def smallest_with_heads(self, max_slowdown: float) -> Plan:
-        """Return the smallest plan without heads, with this space's heads added, as the solver here may miss it."""
+        """Return the smallest plan without heads, with this space's heads added, which the solver here may miss."""
         plan, heads = self.dry_runs.smallest(NESTED, max_slowdown).plan, self.space.proposals.heads
         segments = (s for s in plan.segments if not any(is_within(head.path, s.path) for head in heads))
         return replace(plan, segments=(*segments, *heads))
 
     def peak_to_beat(self, priced: PricedPlan) -> int:
         """Return the higher of the counted and the predicted peak of ``priced``; a plan predicted below may beat it."""
-        return max(priced.peak_bytes, self.space.proposals.peak_of(priced.plan))
+        return max(priced.peak_bytes, self.space.proposals.predict_peak(priced.plan))
 
     def may_be_smallest(self, plan: Plan, max_slowdown: float) -> bool:
-        """Return whether a dry run of ``plan`` could give the lowest peak so far, as its prediction may be off."""
+        """Return whether a dry run of ``plan`` could give the lowest peak so far: its prediction may be off."""
         best = self.smallest(max_slowdown)
-        return best is None or self.space.proposals.peak_of(plan) < (1 + _MODEL_ERROR) * self.peak_to_beat(best)
+        return best is None or self.space.proposals.predict_peak(plan) < (1 + _MODEL_ERROR) * self.peak_to_beat(best)
 
     def _failing(self, plan: Plan) -> SegmentPlan | None:
         """Find the one segment that makes ``plan`` fail, by bisection; ``None`` if no single segment does."""
@@ -117,7 +117,7 @@ class LevelSearch:
         self._approach_by(False, budget_bytes, may_learn=True)
         if True in packings and self.runs.fastest(budget_bytes) is None:
             self._approach_by(True, budget_bytes, may_learn=True)
-        # Ends at once if a plan fits.  Else the plan of the least peak may fit, as the sums are a little off.
+        # Ends at once if a plan fits.  Else the plan of the least peak may fit, since the sums are a little off.
         self.descend(budget_bytes)
 
     def descend(self, budget_bytes: int, max_slowdown: float = math.inf) -> None:
@@ -137,8 +137,8 @@ class LevelSearch:
             if is_worth_a_run and self.runs.count(plan) is None and not self.runs.is_allowed(plan):
                 plan = None  # a segment of it was found to fail, and forbidden: solve again without
                 continue
-            peak_bytes = self.space.proposals.peak_of(plan)
-            without_gain = 0 if peak_bytes < (1 - WORTH_LOWERING) * lowest else without_gain + 1
+            peak_bytes = self.space.proposals.predict_peak(plan)
+            without_gain = 0 if peak_bytes < (1 - LOWER_SHARE) * lowest else without_gain + 1
             lowest = min(lowest, peak_bytes)
         self._rearrange(budget_bytes, max_slowdown)
 
@@ -167,7 +167,7 @@ class LevelSearch:
             plan = self._fastest(packed, target, budget_bytes, may_learn=may_learn)
             if plan is None:
                 break
-            predicted_bytes = self.space.proposals.peak_of(plan)
+            predicted_bytes = self.space.proposals.predict_peak(plan)
             peak_bytes = int(predicted_bytes * bias)
             if peak_bytes <= (1 + _MODEL_ERROR) * budget_bytes and self.runs.would_be_fastest(plan, budget_bytes):
                 counted = self.runs.count(plan)
@@ -203,7 +203,7 @@ class LevelSearch:
         """Return the plan of the least peak whose slowdown is at most ``max_slowdown``, its chunks confirmed."""
         proposals = self.space.proposals
         while True:
-            # Twice the peak, as the solver's sums are a little off.
+            # Twice the peak, since the solver's sums are a little off.
             plan = proposals.solvers.least(2 * proposals.model.peak_bytes, max_slowdown)
             if plan is None or self.space.trials.confirm(plan):
                 return plan
@@ -229,10 +229,10 @@ class LevelSearch:
     def _rearrangements(self, best: PricedPlan, max_slowdown: float) -> list[Plan]:
         """Return the few plans of the lowest predicted peaks that differ from ``best`` by one rearrangement."""
         proposals, max_plans = self.space.proposals, self.options.max_candidates_per_round
-        plans = self.space.improvements.rearrange(best.plan, self.space.hopeful_rules())
+        plans = self.space.improvements.rearrange(best.plan, self.space.optimistic_rules())
         smaller = [plan for plan in plans if self._seems_below(plan, best)]
         fast_enough = [plan for plan in smaller if proposals.slowdown(plan) <= max_slowdown]
-        ranked = sorted(fast_enough, key=lambda plan: (proposals.peak_of(plan), proposals.slowdown(plan)))
+        ranked = sorted(fast_enough, key=lambda plan: (proposals.predict_peak(plan), proposals.slowdown(plan)))
         return ranked[: _MAX_REARRANGEMENTS if max_plans is None else min(_MAX_REARRANGEMENTS, max_plans)]
 
     def _seems_below(self, plan: Plan, priced: PricedPlan) -> bool:
@@ -244,5 +244,5 @@ class LevelSearch:
         """
         if any(segment.spatial_split for segment in plan.segments):
             return True
-        share = 1.0 if self.space.trials.allow(plan) else 1 - WORTH_LOWERING
-        return self.space.proposals.peak_of(plan) < share * self.space.proposals.peak_of(priced.plan)
+        share = 1.0 if self.space.trials.allow(plan) else 1 - LOWER_SHARE
+        return self.space.proposals.predict_peak(plan) < share * self.space.proposals.predict_peak(priced.plan)

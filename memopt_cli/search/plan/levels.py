@@ -12,7 +12,7 @@ from memopt_cli.records import ModuleTrace, Plan, SearchOptions
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.schedules import SegmentLimits, count_segments
 from memopt_cli.search.plan.segment_schedules import Allowed
-from memopt_cli.search.plan.targets import named_modules
+from memopt_cli.search.plan.targets import find_named_modules
 
 NESTED = 2
 """Lowest level with segments in other segments."""
@@ -25,10 +25,10 @@ KEPT = 4
 def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: SegmentLimits) -> Allowed:
     """Return the permissions of ``level`` under ``options`` and ``limits``.
 
-    If the user named modules, level 1 may put segments on these modules alone, and higher levels also on their parts.
+    If the user named modules, level 1 may put segments only on these modules, and higher levels also on their parts.
     Raises :class:`PlanError` for a target that matches nothing that can be a segment.
     """
-    named = named_modules(modules, options)
+    named = find_named_modules(modules, options)
     named_paths = None if named is None else {module.path for module in named}
 
     def is_target(path: str) -> bool:
@@ -49,7 +49,7 @@ def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace
     )
 
 
-def level_of(plan: Plan) -> int:
+def find_level(plan: Plan) -> int:
     """Return the least level that allows all that ``plan`` does."""
     if plan.is_empty:
         return 0

@@ -20,17 +20,17 @@ _CASTS_AND_COPIES = {"aten::_to_copy", "aten::clone"}
 _LOSS = "aten::_log_softmax"
 
 
-def add_heads(start: Plan, peak_bytes: int, trace: StepTrace, peak_of: Callable[[Plan], float]) -> Plan:
+def add_heads(start: Plan, peak_bytes: int, trace: StepTrace, count_peak: Callable[[Plan], float]) -> Plan:
     """Return ``start`` with the heads that lower its peak of ``peak_bytes``; ``start`` itself if none does.
 
-    Where two heads have equal peaks, one alone lowers nothing.  So a head that leaves the peak as it is stays as well.
-    ``peak_of`` counts the peak of a plan by a dry run.  Infinite: the dry run failed.
+    Where two heads have equal peaks, one of them lowers nothing.  So heads that leave the peak as it is stay as well.
+    ``count_peak`` counts the peak of a plan by a dry run.  Infinite: the dry run failed.
     """
     best, lowest = start, float(peak_bytes)
     for head in loss_heads(trace):
         segments = tuple(s for s in best.segments if not is_within(head.path, s.path))
         plan = replace(best, segments=(*segments, head))
-        if (peak := peak_of(plan)) <= lowest:
+        if (peak := count_peak(plan)) <= lowest:
             best, lowest = plan, peak
     return best if lowest < peak_bytes else start
 

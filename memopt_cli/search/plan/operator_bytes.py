@@ -25,7 +25,7 @@ class OperatorBytes:
         """Operators at which a backward begins; several in a user's own step."""
         self.payer: dict[int, int] = {}
         """Storage kept for backward -> the operator that pays for it."""
-        self.paid, self.paid_packed = self._payments()
+        self.paid, self.paid_packed = self._compute_payments()
         """Prefix sums of the bytes that operators of forward pay for: without packing, and with it."""
         self.base, self.entry, self.resident = self._levels()
         """Three lists of bytes alive that are not kept for backward: while an operator runs, with its workspace; before
@@ -33,7 +33,7 @@ class OperatorBytes:
         self.whole = self._compute_whole()
         """At every operator, bytes of packable tensors that exist unpacked: in forward, or where backward uses them."""
 
-    def _payments(self) -> tuple[list[int], list[int]]:
+    def _compute_payments(self) -> tuple[list[int], list[int]]:
         """Compute :attr:`payer`, :attr:`paid` and :attr:`paid_packed`."""
         count = len(self._trace.ops) + 1
         paid, packed = [0] * count, [0] * count
@@ -90,7 +90,7 @@ class OperatorBytes:
         index = bisect.bisect_left(self._backward_starts, op)
         return self._backward_starts[min(index, len(self._backward_starts) - 1)]
 
-    def passed(self, forward: range, backward: range) -> tuple[dict[int, int], dict[int, int]]:
+    def bytes_paid_later(self, forward: range, backward: range) -> tuple[dict[int, int], dict[int, int]]:
         """Return operator -> bytes made in ``forward`` and paid for later: in all storages, and in unpackable ones."""
         changes: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
         for index in range(*self._born_in(forward)):

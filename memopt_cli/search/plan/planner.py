@@ -11,11 +11,11 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from memopt_cli.records import Counted, Outlook, PlaceName, Plan, SearchOptions, StepTrace
+from memopt_cli.records import LOWER_SHARE, Counted, Outlook, PlaceName, Plan, SearchOptions, StepTrace
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan, TimeIsUp
 from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.level_search import LevelRuns, LevelSearch
-from memopt_cli.search.plan.search_spaces import WORTH_LOWERING, SearchSpace, SearchSpaces
+from memopt_cli.search.plan.search_spaces import SearchSpace, SearchSpaces
 from memopt_cli.search.plan.sending import fewer_sent, sending_variants
 from memopt_cli.text.units import format_bytes
 
@@ -85,7 +85,7 @@ class Planner:
             return None, None
         frontier = [p for p in self.frontier_so_far if not p.plan.is_empty and p.plan not in excluded]
         faster = [other for other in frontier if other.slowdown <= (1 - _MIN_CONTRAST) * priced.slowdown]
-        smaller = [other for other in frontier if other.peak_bytes <= (1 - WORTH_LOWERING) * priced.peak_bytes]
+        smaller = [other for other in frontier if other.peak_bytes <= (1 - LOWER_SHARE) * priced.peak_bytes]
         return _outlook(faster[-1:]), _outlook(smaller[:1]) or self._smaller_by_sums(priced.peak_bytes)
 
     def least(self, level: int, max_slowdown: float = math.inf) -> PricedPlan:
@@ -111,7 +111,7 @@ class Planner:
         while True:
             below = self.dry_runs.smallest(level - 1, max_slowdown)
             tie_bytes = int((1 + _TIE_SHARE) * least.peak_bytes)
-            lower_bytes = int((1 - WORTH_LOWERING) * below.peak_bytes)
+            lower_bytes = int((1 - LOWER_SHARE) * below.peak_bytes)
             budget_bytes = min(tie_bytes, lower_bytes) if least.peak_bytes <= lower_bytes else below.peak_bytes
             fastest = self.within(level, budget_bytes) or least
             previous, least = least, self.dry_runs.smallest(level, max_slowdown)
@@ -159,21 +159,21 @@ class Planner:
         priced = self.dry_runs.get(plan)
         with contextlib.suppress(TimeIsUp):
             space = self._spaces.at(level)
-            predicted_bytes = self._spaces.of(plan).proposals.peak_of(plan)
+            predicted_bytes = self._spaces.space_for(plan).proposals.predict_peak(plan)
             peak_bytes = predicted_bytes if priced is None else max(priced.peak_bytes, predicted_bytes)
-            solvers = space.proposals.supposing(space.hopeful_rules(), space.proposals.solvers.packings)
+            solvers = space.proposals.solvers_assuming(space.optimistic_rules(), space.proposals.solvers.packings)
             least = solvers.least(peak_bytes, max_slowdown)
-            return least is not None and space.proposals.peak_of(least) < (1 - _MIN_GAIN) * peak_bytes
+            return least is not None and space.proposals.predict_peak(least) < (1 - _MIN_GAIN) * peak_bytes
         return True
 
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
-        """Predict the least peak by the solver alone; ``None`` if it is not clearly below ``peak_bytes``."""
+        """Predict the least peak by the solver only; ``None`` if it is not clearly below ``peak_bytes``."""
         with contextlib.suppress(TimeIsUp):
             proposals = self._spaces.highest.proposals
             plan = proposals.solvers.least(peak_bytes)
             if plan is not None and self.dry_runs.get(plan) is None:
-                predicted_bytes = proposals.peak_of(plan)
-                if predicted_bytes < (1 - WORTH_LOWERING) * peak_bytes:
+                predicted_bytes = proposals.predict_peak(plan)
+                if predicted_bytes < (1 - LOWER_SHARE) * peak_bytes:
                     return Outlook(peak_bytes=predicted_bytes, slowdown=proposals.slowdown(plan))
         return None
 
@@ -208,11 +208,11 @@ class Planner:
             return
         candidates: dict[Plan, tuple[float, int, Plan, SearchSpace]] = {}
         for priced in [priced for priced in self.dry_runs.up_to(level) if not priced.plan.sends]:
-            space = self._spaces.of(priced.plan)
-            error_bytes = priced.peak_bytes - space.proposals.peak_of(priced.plan)
+            space = self._spaces.space_for(priced.plan)
+            error_bytes = priced.peak_bytes - space.proposals.predict_peak(priced.plan)
             for variant in sending_variants(priced.plan, self._place):
                 plan = self._fit_in_room(variant, space)
-                peak_bytes, slowdown = space.proposals.peak_of(plan) + error_bytes, space.proposals.slowdown(plan)
+                peak_bytes, slowdown = space.proposals.predict_peak(plan) + error_bytes, space.proposals.slowdown(plan)
                 if plan.sends and slowdown <= max_slowdown:
                     candidates[plan] = slowdown if budget_bytes else 0.0, peak_bytes, plan, space
         runs, bias = 0, 1 - _SENDING_ERROR
@@ -239,8 +239,8 @@ class Planner:
         """
         excess_bytes, refutations = 0, 0
         while (best := self.dry_runs.fastest(level, budget_bytes)) and refutations < _MAX_REFUTATIONS:
-            space = self._spaces.of(best.plan)
-            error_bytes = best.peak_bytes - space.proposals.peak_of(best.plan) + excess_bytes
+            space = self._spaces.space_for(best.plan)
+            error_bytes = best.peak_bytes - space.proposals.predict_peak(best.plan) + excess_bytes
             fits = functools.partial(self._fits, space, budget_bytes - error_bytes, best)
             relaxed = space.improvements.relax(best.plan, fits)
             counted = self.dry_runs.count(relaxed, space.proposals) if relaxed != best.plan else None
@@ -261,7 +261,7 @@ class Planner:
         """
         if plan.sends and space.proposals.slowdown(plan) > best.slowdown:
             return False
-        return self._spaces.admits(plan) and space.proposals.peak_of(plan) <= max_bytes
+        return self._spaces.admits(plan) and space.proposals.predict_peak(plan) <= max_bytes
 
 
 def _outlook(plans: Sequence[PricedPlan]) -> Outlook | None:

@@ -22,8 +22,8 @@ from memopt_cli.records import (
     SearchOverrides,
     SelectionPolicy,
 )
-from memopt_cli.text.options import OPTIONS, accepted
-from memopt_cli.text.values import Kind, Real, Whole
+from memopt_cli.text.options import OPTIONS, check_option
+from memopt_cli.text.values import Real, ValueKind, Whole
 
 DEFAULT_SLOWDOWN = 1.33
 """Default limit on the slowdown of a level's plan: one more forward is about a third of a step."""
@@ -58,21 +58,57 @@ PROFILE_OF: dict[Preference, Profile] = {"speed": "safe", "balanced": "balanced"
 
 
 # ------------------------------------------------------------------------------------------------ options
+_CHECKED = {name for name, option in OPTIONS.items() if isinstance(option.kind, ValueKind)}
+"""Options whose values the table of options can check."""
+_WIDER_RANGES: dict[str, ValueKind] = {
+    "gc_target_budget_ratio": Real(maximum=1),
+    "max_candidates_per_round": Whole(0),
+    "max_gc_wrapped_modules": Whole(),
+}
+"""Option -> a wider range for SpikingJelly's calls, where 0 or less means none; the command line refuses 0 and less."""
+_EXPLANATIONS: dict[SelectionPolicy, str] = {
+    "no_candidates": "No module that the step calls matches and can be a segment.",
+    "explicit_zero_budget": "max_gc_wrapped_modules={limit} selects none of {n} candidates.",
+    "zero_ratio_budget": "gc_target_budget_ratio={ratio} selects none of {n} candidates.",
+    "all_candidates": "All {n} candidates are selected: nothing limits their number.",
+    "budget_covers_all": "All {n} candidates are selected: the budget covers them.",
+    "fallback_module_order": "The first {k} of {n} candidates in the model's order: their inputs are not known.",
+    "largest_input_activations": "The {k} of {n} candidates with the largest inputs.",
+    "least_predicted_peak": "{k} of {n} candidates: the set with the lowest predicted peak.",
+    "fastest_within_budget": "{k} of {n} candidates: the fastest plan found for this peak.",
+}
+STEP_NAMES = {1: "level1_gc", 2: "level2_spatial_split", 3: "level3_temporal_split", 4: "level4_greedy_unwrap"}
+"""Level -> its name among the applied steps of a summary."""
+_PREFER_ADVICE: dict[Preference, str] = {
+    "speed": "With prefer=speed little is recomputed; if memory is still short, prefer=balanced saves more.",
+    "balanced": "If memory is still short, prefer=memory saves more; if steps are too slow, try prefer=speed.",
+    "memory": "With prefer=memory every candidate may be recomputed; if steps are too slow, try prefer=balanced.",
+}
+_BUDGET_ADVICE: dict[str | None, str] = {
+    "speed": "checkpoint_budget=speed leaves half of the candidates as they are; balanced or memory saves more.",
+    "memory": "checkpoint_budget=memory recomputes every candidate; with balanced or speed, a step takes less time.",
+}
+_PROFILE_ADVICE: dict[str, str] = {
+    "safe": "profile=safe stops at level 1; profile=balanced or memory also splits the heaviest segments.",
+    "exhaustive": "profile=exhaustive searches without limits; profile=memory comes close in less time.",
+}
 
 
 def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedSearch:
     """Resolve ``overrides``: single options override the profile; profile and checkpoint budget override ``prefer``.
 
-    ``has_inputs`` tells whether there are inputs to run the model on, which levels above 1 need, as they are measured.
+    ``has_inputs`` tells whether there are inputs to run the model on, which levels above 1 need to be measured.
     Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs.  If that level
     comes from a profile, level 1 is used instead.
     """
-    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
-    for name in given.keys() & _CHECKED:
-        given[name] = accepted(name, given[name], _WIDER_RANGES.get(name))
-    notes = _apply_preference(given)
-    profile = given.get("profile")
-    options = SearchOptions(**{"max_slowdown": DEFAULT_SLOWDOWN, **(PROFILES[profile] if profile else {}), **given})
+    overridden: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
+    for name in overridden.keys() & _CHECKED:
+        overridden[name] = check_option(name, overridden[name], _WIDER_RANGES.get(name))
+    notes = _apply_preference(overridden)
+    profile = overridden.get("profile")
+    options = SearchOptions(
+        **{"max_slowdown": DEFAULT_SLOWDOWN, **(PROFILES[profile] if profile else {}), **overridden}
+    )
     requested = options.level
     if requested > 1 and not has_inputs:
         if profile is None:
@@ -87,29 +123,19 @@ def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedS
         )
     if options.max_slowdown == math.inf:
         options = replace(options, max_slowdown=None)
-    options = _limit_profiling(_apply_budget(options, notes), given, notes)
-    slowdown = given.get("max_slowdown")
+    options = _limit_profiling(_apply_budget(options, notes), overridden, notes)
+    slowdown = overridden.get("max_slowdown")
     return ResolvedSearch(options=options, requested_level=requested, notes=tuple(notes), asked_slowdown=slowdown)
 
 
-_CHECKED = {name for name, option in OPTIONS.items() if isinstance(option.kind, Kind)}
-"""Options whose values the table of options can check."""
-_WIDER_RANGES: dict[str, Kind] = {
-    "gc_target_budget_ratio": Real(most=1),
-    "max_candidates_per_round": Whole(0),
-    "max_gc_wrapped_modules": Whole(),
-}
-"""Option -> a wider range for SpikingJelly's calls, where 0 or less means none; the command line refuses 0 and less."""
-
-
-def _apply_preference(given: dict[str, Any]) -> list[str]:
-    """Add to ``given`` the profile and the checkpoint budget of its ``prefer``, unless set; return a note on each."""
-    preference = given.get("prefer")
+def _apply_preference(overridden: dict[str, Any]) -> list[str]:
+    """Add to ``overridden`` the profile and checkpoint budget of its ``prefer``, unless set; return a note on each."""
+    preference = overridden.get("prefer")
     if preference is None:
         return []
     preset = {"profile": PROFILE_OF[preference], "checkpoint_budget": preference}
-    added = {name: value for name, value in preset.items() if name not in given}
-    given.update(added)
+    added = {name: value for name, value in preset.items() if name not in overridden}
+    overridden.update(added)
     return [f"prefer={preference} sets {name}={value}." for name, value in added.items()]
 
 
@@ -127,7 +153,7 @@ def _apply_budget(options: SearchOptions, notes: list[str]) -> SearchOptions:
     return replace(options, gc_target_budget_ratio=ratio)
 
 
-def _limit_profiling(options: SearchOptions, given: Mapping[str, Any], notes: list[str]) -> SearchOptions:
+def _limit_profiling(options: SearchOptions, overridden: Mapping[str, Any], notes: list[str]) -> SearchOptions:
     """Return ``options`` limited to one round of one candidate, unless they allow expensive profiling."""
     if options.allow_expensive_profiling or options.level <= 1:
         return options
@@ -137,8 +163,8 @@ def _limit_profiling(options: SearchOptions, given: Mapping[str, Any], notes: li
         "warmup_in_profile_workers": False,
     }
     for name, bound in bounds.items():
-        if given.get(name, bound) != bound:
-            notes.append(f"{name} is {bound} instead of {given[name]}, since allow_expensive_profiling is False.")
+        if overridden.get(name, bound) != bound:
+            notes.append(f"{name} is {bound} instead of {overridden[name]}, since allow_expensive_profiling is False.")
     return replace(options, **bounds)
 
 
@@ -237,23 +263,7 @@ def _none_allowed(options: SearchOptions) -> SelectionPolicy:
     return "explicit_zero_budget" if by_count else "zero_ratio_budget"
 
 
-_EXPLANATIONS: dict[SelectionPolicy, str] = {
-    "no_candidates": "No module that the step calls matches and can be a segment.",
-    "explicit_zero_budget": "max_gc_wrapped_modules={limit} selects none of {n} candidates.",
-    "zero_ratio_budget": "gc_target_budget_ratio={ratio} selects none of {n} candidates.",
-    "all_candidates": "All {n} candidates are selected: nothing limits their number.",
-    "budget_covers_all": "All {n} candidates are selected: the budget covers them.",
-    "fallback_module_order": "The first {k} of {n} candidates in the model's order: their inputs are not known.",
-    "largest_input_activations": "The {k} of {n} candidates with the largest inputs.",
-    "least_predicted_peak": "{k} of {n} candidates: the set with the lowest predicted peak.",
-    "fastest_within_budget": "{k} of {n} candidates: the fastest plan found for this peak.",
-}
-
-
 # ------------------------------------------------------------------------------------------------ words for the summary
-
-STEP_NAMES = {1: "level1_gc", 2: "level2_spatial_split", 3: "level3_temporal_split", 4: "level4_greedy_unwrap"}
-"""Level -> its name among the applied steps of a summary."""
 
 
 def skipped_step(level: int, *, segments: int, tried: int, options: SearchOptions) -> str:
@@ -285,18 +295,3 @@ def _specific_advice(options: SearchOptions, selection: Selection | None) -> str
     if budget in _BUDGET_ADVICE and options.gc_target_budget_ratio == CHECKPOINT_BUDGETS.get(budget or "speed"):
         return _BUDGET_ADVICE[budget]  # no explicit limit overruled it
     return _PROFILE_ADVICE.get(options.profile or "", "")
-
-
-_PREFER_ADVICE: dict[Preference, str] = {
-    "speed": "With prefer=speed little is recomputed; if memory is still short, prefer=balanced saves more.",
-    "balanced": "If memory is still short, prefer=memory saves more; if steps are too slow, try prefer=speed.",
-    "memory": "With prefer=memory every candidate may be recomputed; if steps are too slow, try prefer=balanced.",
-}
-_BUDGET_ADVICE: dict[str | None, str] = {
-    "speed": "checkpoint_budget=speed leaves half of the candidates as they are; balanced or memory saves more.",
-    "memory": "checkpoint_budget=memory recomputes every candidate; with balanced or speed, a step takes less time.",
-}
-_PROFILE_ADVICE: dict[str, str] = {
-    "safe": "profile=safe stops at level 1; profile=balanced or memory also splits the heaviest segments.",
-    "exhaustive": "profile=exhaustive searches without limits; profile=memory comes close in less time.",
-}

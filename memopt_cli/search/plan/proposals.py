@@ -133,7 +133,7 @@ class Proposals:
         may_pack = allowed.compress and self.model.packable_bytes > 0 and not self.modules[""].refusal
         self.solvers = self._solvers(allowed, (False, True) if may_pack else (False,))
 
-    def supposing(self, chunks: Mapping[str, tuple[ChunkRule, int]], packings: Iterable[bool]) -> Solvers:
+    def solvers_assuming(self, chunks: Mapping[str, tuple[ChunkRule, int]], packings: Iterable[bool]) -> Solvers:
         """Return solvers that assume that the modules of ``chunks`` can run in chunks, for each of ``packings``."""
         return self._solvers(replace(self.allowed, chunks=chunks), packings)
 
@@ -142,7 +142,7 @@ class Proposals:
         self._tick()
         return self.model.predict(plan)
 
-    def peak_of(self, plan: Plan) -> int:
+    def predict_peak(self, plan: Plan) -> int:
         """Predict the allocated peak of ``plan`` in bytes."""
         return self.predict(plan).allocated_peak_bytes
 

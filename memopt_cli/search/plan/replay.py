@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from memopt_cli.records import ModuleCall, OpTrace, SegmentPlan, StepTrace, StorageTrace
 from memopt_cli.search.plan.sending import (
@@ -26,6 +27,10 @@ from memopt_cli.search.plan.sending import (
     SentTensor,
     schedule_parcels,
 )
+
+MIN_PACKED_BYTES = 4096
+"""A tensor with fewer bytes is not packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
+_NORM_BACKWARD = "aten::native_batch_norm_backward"
 
 
 def chunk_state_bytes(segment: SegmentPlan, state_bytes: int) -> tuple[int, int]:
@@ -60,7 +65,7 @@ class ReplayedSegment:
     """First operator in the segment that autograd saves something for, and so the last one that backward reaches.
     ``None``: autograd saves nothing."""
     length: int = 0
-    """Length of the axis along which the chunks are cut.  0: not known."""
+    """Length of the axis along which the chunks are cut; 0 if unknown."""
     shares: float = 1.0
     """Size of the whole divided by the size of the longest chunk, multiplied over this segment and all around it."""
     longest_adds_in_place: bool = False
@@ -87,10 +92,6 @@ class ReplayedSegment:
         return next((norm for norm in self.norms if norm > op), None)
 
 
-MIN_PACKED_BYTES = 4096
-"""A tensor with fewer bytes is not packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
-
-
 class Original:
     """Facts about a recorded step that all of its replays share."""
 
@@ -112,7 +113,7 @@ class Original:
                 self.first_backward_reader.setdefault(index, number)
         self._inputs: dict[tuple[int, int], frozenset[int]] = {}
 
-    def inputs_of(self, call: ModuleCall) -> frozenset[int]:
+    def find_inputs(self, call: ModuleCall) -> frozenset[int]:
         """Return the storages made before ``call`` that its recomputation reads: its inputs, and earlier calls' state.
 
         Parameters gathered from other ranks (FSDP) are not among them: backward gathers them again.
@@ -168,7 +169,7 @@ class _Order:
             return self.length
         return self.instants[op - 1] + 1 if op > 0 else 0
 
-    def end_of(self, block: ReplayedSegment) -> int:
+    def recomputation_end(self, block: ReplayedSegment) -> int:
         """Return the instant at which the recomputation of ``block`` ends."""
         return block.offset + block.stop - block.call.start
 
@@ -221,10 +222,10 @@ class _Lives:
         self._order = order
         self._by_input: dict[int, list[ReplayedSegment]] = defaultdict(list)
         for block in blocks:
-            for index in original.inputs_of(block.call):
+            for index in original.find_inputs(block.call):
                 self._by_input[index].append(block)
 
-    def savers_in(self, index: int) -> dict[ReplayedSegment | None, list[int]]:
+    def group_savers(self, index: int) -> dict[ReplayedSegment | None, list[int]]:
         """Group the operators that autograd keeps storage ``index`` for, by the innermost block around them."""
         savers: dict[ReplayedSegment | None, list[int]] = {}
         for op in self._original.savers[index]:
@@ -245,7 +246,7 @@ class _Lives:
         """Return the instant at which autograd releases ``storage``: after the backward of the first of ``savers``.
 
         The recording has that instant exactly if the original has the same first saver, and only autograd kept the
-        storage alive.  Otherwise it is taken to be the end of the backward of the module around the saver.
+        storage alive.  Otherwise it is assumed to be the end of the backward of the module around the saver.
         """
         first = min(savers)
         if first == min(storage.saved_by, default=None) and storage.died != storage.freed:
@@ -286,9 +287,9 @@ class _Lives:
         """
         if block.parent is None and block.first_saver is not None:
             storage = self._original.trace.storages[index]
-            return max(self._order.end_of(block), self.release(storage, [block.first_saver]))
-        is_saved = any(block in _self_and_enclosing(saver) for saver in self.savers_in(index))
-        return self._order.after(block.call.backward_end) if is_saved else self._order.end_of(block)
+            return max(self._order.recomputation_end(block), self.release(storage, [block.first_saver]))
+        is_saved = any(block in _self_and_enclosing(saver) for saver in self.group_savers(index))
+        return self._order.after(block.call.backward_end) if is_saved else self._order.recomputation_end(block)
 
     def escapes(
         self, storage: StorageTrace, savers: dict[ReplayedSegment | None, list[int]], block: ReplayedSegment
@@ -323,7 +324,7 @@ class _Passes:
         for norm in block.norms:
             instant = self._order.after(self._original.backward_end[norm])
             if instant < block.join:
-                input_bytes = max(_share_of(storages[index], block) for index in self._trace.ops[norm].makes)
+                input_bytes = max(_chunk_bytes(storages[index], block) for index in self._trace.ops[norm].makes)
                 ledger.extra[instant] = max(ledger.extra[instant], 2 * input_bytes - ledger.made[instant])
 
     def waiting_bytes(self, block: ReplayedSegment) -> int:
@@ -345,7 +346,7 @@ class _Passes:
             return 0
         ops = self._trace.ops[block.call.backward_start : block.call.backward_end]
         gradients = (index for op in ops if op.name == _NORM_BACKWARD for index in op.makes)
-        return max((_share_of(self._trace.storages[index], block) for index in gradients), default=0)
+        return max((_chunk_bytes(self._trace.storages[index], block) for index in gradients), default=0)
 
     def product_bytes(self, block: ReplayedSegment, norm: OpTrace) -> int:
         """Return the further bytes that the derivative of ``norm`` needs where chunks share batch statistics.
@@ -355,7 +356,19 @@ class _Passes:
         """
         if not any(around is not None and around.segment.batch_statistics for around in block.self_and_enclosing):
             return 0
-        return max((_share_of(self._trace.storages[index], block) for index in norm.makes), default=0)
+        return max((_chunk_bytes(self._trace.storages[index], block) for index in norm.makes), default=0)
+
+
+class _StoredInParcel(NamedTuple):
+    """A tensor that is stored in a parcel."""
+
+    stored_before: int
+    """Operator before which the tensor is stored."""
+    needed_at: int
+    """Instant at which backward needs the tensor."""
+    storage: int
+    """Index of the tensor's storage."""
+    parcel: SentParcel
 
 
 class _Parcels:
@@ -379,27 +392,26 @@ class _Parcels:
         self.by_storage: dict[int, SentParcel] = {}
         """Storage -> the first parcel that it is in."""
         self.copied: dict[int, int] = {}
-        """Input of the step -> its bytes.  Copying it frees nothing on the device, as the caller holds it."""
-        # Entries: operator before which a tensor is stored, instant at which backward needs it, storage, parcel.
-        stored: list[tuple[int, int, int, SentParcel]] = []
+        """Input of the step -> its bytes.  Copying it frees nothing on the device, since the caller holds it."""
+        stored: list[_StoredInParcel] = []
         for block in blocks:
             if block.parent is None and block.segment.place != "device" and block.segment.chunks == 1:
                 parcel = SentParcel(complete_at=order.after(block.call.end), needed_at=block.offset)
                 self.by_segment[block] = parcel
                 raw_inputs = (index for index in block.call.inputs if index not in block.packed)
-                stored += [(block.call.start, block.offset, index, parcel) for index in raw_inputs]
+                stored += [_StoredInParcel(block.call.start, block.offset, index, parcel) for index in raw_inputs]
         groups = list(self._groups(inner)) if sends_outside else []
         stored += [entry for group in groups for entry in group]
-        for _, needed_at, index, parcel in sorted(stored, key=lambda entry: entry[0]):
+        for _, needed_at, index, parcel in sorted(stored, key=lambda entry: entry.stored_before):
             storage = original.trace.storages[index]
             if storage.kind == "inputs" and storage.nbytes >= MIN_SENT_BYTES:
                 self.copied[index] = storage.nbytes
             elif storage.born >= 0 and storage.nbytes >= MIN_SENT_BYTES:
                 first = self.by_storage.setdefault(index, parcel)
                 first.needed_at = min(first.needed_at, needed_at)
-        schedule_parcels([*self.by_segment.values(), *(group[0][3] for group in groups)])
+        schedule_parcels([*self.by_segment.values(), *(first.parcel for first, *_ in groups)])
 
-    def _groups(self, inner: Sequence[ReplayedSegment | None]) -> Iterator[list[tuple[int, int, int, SentParcel]]]:
+    def _groups(self, inner: Sequence[ReplayedSegment | None]) -> Iterator[list[_StoredInParcel]]:
         """Yield an entry for each save in a parcel, parcel by parcel, for saves outside of segments."""
         storages, savers = self._original.trace.storages, self._original.savers
         large = (index for index, storage in enumerate(storages) if storage.nbytes >= MIN_PACKED_BYTES)
@@ -409,7 +421,7 @@ class _Parcels:
             following = saves[start + SAVES_OF_A_PARCEL][0] if start + SAVES_OF_A_PARCEL < len(saves) else None
             complete_at = self._order.instants[following if following is not None else group[-1][0]]
             parcel = SentParcel(complete_at=complete_at, needed_at=NEVER_NEEDED)
-            yield [(op, self._needed_at(index, op), index, parcel) for op, index in group]
+            yield [_StoredInParcel(op, self._needed_at(index, op), index, parcel) for op, index in group]
 
     def _needed_at(self, index: int, saver: int) -> int:
         """Return the instant at which backward asks for storage ``index``, which ``saver`` has saved."""
@@ -475,10 +487,10 @@ class Replay:
         """Enter ``storage``, made in forward: in the first forward, and again in every recomputation around it."""
         inner = self._inner[storage.born]
         enclosing = _self_and_enclosing(inner)
-        savers = self._lives.savers_in(index)
+        savers = self._lives.group_savers(index)
         is_kept = inner is not None and storage.born in inner.kept
         parcel = self._parcels.by_storage.get(index) if self._parcels else None
-        kept_end, held_until = self._order.end_of(inner) if inner else 0, 0
+        kept_end, held_until = self._order.recomputation_end(inner) if inner else 0, 0
         for depth, block in enumerate(enclosing):
             if block is not None and storage.born >= block.stop:
                 continue  # its recomputation ends before it would make the storage
@@ -489,7 +501,7 @@ class Replay:
             # A storage that never leaves an inner segment exists for one of that segment's chunks at a time.
             confining = [b for b in enclosing[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
             begin = self._order.at(block, storage.born)
-            nbytes = _share_of(storage, confining[0] if confining else block)
+            nbytes = _chunk_bytes(storage, confining[0] if confining else block)
             pass_begin = self._pass_begin(block, savers.get(block, ()))
             if sent_end > end and parcel is not None:
                 self._add_sent(parcel, begin, end, sent_end, nbytes)
@@ -690,10 +702,7 @@ class Replay:
         return running
 
 
-_NORM_BACKWARD = "aten::native_batch_norm_backward"
-
-
-def _share_of(storage: StorageTrace, block: ReplayedSegment | None) -> int:
+def _chunk_bytes(storage: StorageTrace, block: ReplayedSegment | None) -> int:
     """Return the bytes of ``storage`` in the longest chunk of ``block``; all of them for ``None``."""
     if block is None:
         return storage.nbytes

@@ -55,7 +55,7 @@ NO_COUNTS: Final = Counts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentLimits:
-    """Upper bounds on the segments of a plan.  ``None``: no bound."""
+    """Upper bounds on the segments of a plan; ``None`` if unbounded."""
 
     segments: int | None = None
     """Maximum number of outermost segments."""
@@ -120,7 +120,7 @@ class Schedule:
     held_bytes: int = 0
     """Bytes of outputs that the segment around the block keeps instead of computing them again."""
     segment: SegmentPlan | None = None
-    """Segment that the schedule puts on the block.  ``None``: no segment."""
+    """Segment that the schedule puts on the block; ``None`` for no segment."""
     parts: tuple[Schedule, ...] = ()
     """Schedules that make up this one, in the order of execution."""
     relocation: tuple[Block, Block] | None = None
@@ -214,7 +214,7 @@ def concatenate(before: Sequence[Schedule], after: Sequence[Schedule], bounds: B
 
 
 def _best_pairs(pairs: list[_Pair]) -> list[Schedule]:
-    """Return the Pareto set of ``pairs`` by kept bytes and time; peaks do not compete, as all are within the budget."""
+    """Return the Pareto set of ``pairs`` by kept bytes and time; peaks do not compete: all are within the budget."""
     pairs.sort(key=operator.itemgetter(0))
     best: list[_Pair] = []
     for pair in pairs:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from memopt_cli.search.plan.block_tree import Block, repeated_paths
+from memopt_cli.search.plan.block_tree import Block, find_repeated_paths
 from memopt_cli.search.plan.schedules import (
     MAX_INNER_SCHEDULES,
     MAX_SCHEDULES,
@@ -86,7 +86,7 @@ class _Candidates:
         self._allowed = allowed
         # In a user's own step nearly all modules are called several times.  There each call is decided by itself, and
         # the plan makes a module a segment if any of its calls wants that.
-        self._repeated = set() if root.is_round else repeated_paths(root)
+        self._repeated = set() if root.is_round else find_repeated_paths(root)
 
     def choices(self) -> list[_Choice]:
         """List the decisions to try on modules that are called several times.
@@ -104,8 +104,8 @@ class _Candidates:
 
         def kind(block: Block) -> int:
             may_be, must_be = self.may_be_segment(block, segment_paths), block.path in segment_paths
-            own = may_be, must_be, self._allowed.chunks.get(block.path)
-            kinds[block] = hash((block.signature, own, *map(kind, block.children)))
+            permissions = may_be, must_be, self._allowed.chunks.get(block.path)
+            kinds[block] = hash((block.signature, permissions, *map(kind, block.children)))
             return kinds[block]
 
         kind(self._root)
@@ -234,7 +234,7 @@ class Solver:
 
     def _schedules(self, block: Block, context: Context) -> list[Schedule]:
         """Return the Pareto set of ``block`` in ``context``; equal blocks are solved once."""
-        context = context.of(block)
+        context = context.narrow_to(block)
         key = self._allowed.means, self._choice.kinds[block], context
         if key not in self._cache.schedules:
             self._cache.schedules[key] = block, self._solve(block, context)

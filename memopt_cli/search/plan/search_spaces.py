@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepTrace
+from memopt_cli.records import LOWER_SHARE, ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepTrace
 from memopt_cli.search.plan.chunk_trials import ChunkTrials
-from memopt_cli.search.plan.cost_model import timed_like
+from memopt_cli.search.plan.cost_model import copy_times
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan, TimeIsUp
 from memopt_cli.search.plan.improvements import Improvements
 from memopt_cli.search.plan.interface import NotTried, Probes
@@ -22,10 +22,8 @@ from memopt_cli.search.plan.loss_heads import add_heads
 from memopt_cli.search.plan.policy import max_segments
 from memopt_cli.search.plan.proposals import Proposals
 from memopt_cli.search.plan.schedules import SegmentLimits
-from memopt_cli.search.plan.targets import named_modules
+from memopt_cli.search.plan.targets import find_named_modules
 
-WORTH_LOWERING = 0.02
-"""A peak counts as lower than another if it is lower by at least this share."""
 _MIN_TIME_SAVED = 0.05
 """Least share of the original step time that chunks must promise to save for modules to be tried in chunks, if a plan
 without chunks fits already."""
@@ -52,10 +50,10 @@ class SearchSpace:
         """Try modules at the peak of ``plan`` until one can run in chunks; return whether one can."""
         return self.may_cut and self.trials.learn(plan)
 
-    def hopeful_rules(self) -> Mapping[str, tuple[ChunkRule, int]]:
+    def optimistic_rules(self) -> Mapping[str, tuple[ChunkRule, int]]:
         """Return the rules for chunks, with a guess for each module that may still be tried."""
         may_try = self.may_cut and self.trials.may_try_more
-        return self.trials.hopeful_rules() if may_try else self.proposals.allowed.chunks
+        return self.trials.optimistic_rules() if may_try else self.proposals.allowed.chunks
 
     def lower(self, peak_to_beat: int, max_slowdown: float) -> Plan | None:
         """Return the smallest plan with chunks whose slowdown is at most ``max_slowdown``.
@@ -66,9 +64,9 @@ class SearchSpace:
         """
         proposals, trials = self.proposals, self.trials
         while self.may_cut:
-            solvers = proposals.supposing(self.hopeful_rules(), proposals.solvers.packings)
+            solvers = proposals.solvers_assuming(self.optimistic_rules(), proposals.solvers.packings)
             plan = solvers.least(peak_to_beat, max_slowdown)
-            if plan is None or proposals.peak_of(plan) >= (1 - WORTH_LOWERING) * peak_to_beat:
+            if plan is None or proposals.predict_peak(plan) >= (1 - LOWER_SHARE) * peak_to_beat:
                 break
             trials_before = trials.count
             if trials.confirm(plan):
@@ -89,7 +87,9 @@ class SearchSpace:
         max_slowdown = best.slowdown - _MIN_TIME_SAVED
         if max_slowdown <= self.proposals.least_slowdown:
             return False
-        plan = self.proposals.supposing(self.hopeful_rules(), [False]).fastest(packed=False, budget_bytes=target)
+        plan = self.proposals.solvers_assuming(self.optimistic_rules(), [False]).fastest(
+            packed=False, budget_bytes=target
+        )
         return plan is not None and self.proposals.slowdown(plan) < max_slowdown
 
 
@@ -98,7 +98,7 @@ class SearchSpaces:
 
     def __init__(self, trace: StepTrace, probes: Probes, dry_runs: DryRuns, options: SearchOptions) -> None:
         self._trace = trace
-        self._named = named_modules(trace.modules, options)
+        self._named = find_named_modules(trace.modules, options)
         self._probes = probes
         self._dry_runs = dry_runs
         self._options = options
@@ -124,9 +124,9 @@ class SearchSpaces:
         self._allow(space, level)
         return space
 
-    def of(self, plan: Plan) -> SearchSpace:
+    def space_for(self, plan: Plan) -> SearchSpace:
         """Return the search space that ``plan`` belongs to: with heads through their losses, or without."""
-        return self.highest if heads_of(plan) else self.plain
+        return self.highest if find_heads(plan) else self.plain
 
     def forbid(self, path: str, space: SearchSpace, level: int) -> None:
         """Rule out segments on the module at ``path`` from now on, and update ``space``, which is at ``level``."""
@@ -167,14 +167,14 @@ class SearchSpaces:
         """
         starts = {priced.plan: priced for priced in (self._dry_runs.smallest(NESTED), self._dry_runs.smallest(0))}
         for start in starts.values():
-            headed = add_heads(start.plan, start.peak_bytes, self._trace, self._peak_of)
-            if heads := heads_of(headed):
+            headed = add_heads(start.plan, start.peak_bytes, self._trace, self._count_peak)
+            if heads := find_heads(headed):
                 trace = self._probes.trace(Plan(segments=heads))
                 if isinstance(trace, StepTrace):
                     yield self._headed_by(headed, trace)
                 self._dry_runs.count(headed, self.plain.proposals)
 
-    def _peak_of(self, plan: Plan) -> float:
+    def _count_peak(self, plan: Plan) -> float:
         """Count the peak of ``plan`` by a dry run; infinite if the run fails."""
         counted = self._probes.count(plan)
         if isinstance(counted, NotTried):
@@ -182,8 +182,8 @@ class SearchSpaces:
         return counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
 
     def _headed_by(self, headed: Plan, trace: StepTrace) -> SearchSpace:
-        trace, slowdown = timed_like(trace, self._trace)
-        proposals = Proposals(trace, self._tick, heads=heads_of(headed), slowdown=slowdown)
+        trace, slowdown = copy_times(trace, self._trace)
+        proposals = Proposals(trace, self._tick, heads=find_heads(headed), slowdown=slowdown)
         for plan in (headed, Plan(segments=proposals.heads)):
             self._dry_runs.count(plan, proposals)
         return self._space(proposals)
@@ -206,6 +206,6 @@ class SearchSpaces:
         return replace(limits, segments=None if is_unlimited else max_segments(options, candidates))
 
 
-def heads_of(plan: Plan) -> tuple[SegmentPlan, ...]:
+def find_heads(plan: Plan) -> tuple[SegmentPlan, ...]:
     """Return the segments of ``plan`` that run through their losses."""
     return tuple(segment for segment in plan.segments if segment.through_loss)

@@ -56,7 +56,7 @@ class Context:
     kept: frozenset[int] = frozenset()
     """Indices of the costly calls in the block whose outputs the innermost segment around them keeps."""
 
-    def of(self, block: Block) -> Context:
+    def narrow_to(self, block: Block) -> Context:
         """Return this context for ``block``, without kept calls outside of the block."""
         return replace(self, kept=self.kept & {c.op for c in block.costly}) if self.kept else self
 
@@ -139,7 +139,7 @@ class Segments:
 
         The output and its gradient are never cut.  The peak is the largest of three sums, in the order of the code:
 
-        - during backward: one chunk's share, and either the states or the chunks of the input's gradient, as backward
+        - during backward: one chunk's share, and either the states or the chunks of the input's gradient, for backward
           frees states while it makes such chunks;
         - at the end of backward: the chunks of the input's gradient, and the whole gradient;
         - at the end of forward: the chunks of the output, and the whole output.

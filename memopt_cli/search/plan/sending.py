@@ -23,7 +23,7 @@ MIN_SENT_BYTES: Final = 1 << 16
 SAVES_OF_A_PARCEL: Final = 4
 """Saves outside of segments that make a parcel."""
 LINK_BYTES_PER_S: Final = 1e9
-"""Assumed rate of copies to and from a place, in bytes a second, where it was not measured."""
+"""Assumed rate of copies to and from a place, in bytes per second, where it was not measured."""
 NEVER_NEEDED: Final = sys.maxsize
 """Instant at which backward needs a parcel that is empty so far."""
 SEND_S: Final = 0.3e-3
@@ -39,7 +39,7 @@ class SentParcel:
     needed_at: int
     """Instant at which backward needs the parcel."""
     given_up_at: int | None = None
-    """Instant at which the parcel is given up.  ``None``: never, as for the last parcel."""
+    """Instant at which the parcel is given up; ``None`` if never, like the last parcel."""
     fetch_at: int = 0
     """Instant at which the fetch of the parcel begins."""
 

@@ -10,6 +10,7 @@ from memopt_cli.errors import PlanError
 from memopt_cli.records import Dropped, ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
 from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.policy import Selection, describe_choice
+from memopt_cli.text.paths import quote_module
 from memopt_cli.text.units import format_some
 
 _NEVER_CALLED = "the step never calls it"
@@ -17,6 +18,10 @@ _NONE_ALLOWED: dict[SelectionPolicy, str] = {
     "explicit_zero_budget": "max_gc_wrapped_modules allows none",
     "zero_ratio_budget": "gc_target_budget_ratio allows none",
 }
+_LOOP_CALLS = 4
+"""Minimum number of calls of each module in a loop over time steps."""
+_LOOP_MODULES = 3
+"""Minimum number of modules in a loop over time steps: with fewer, a module in a loop can be a segment."""
 
 
 def segments_plan(selection: Selection, options: SearchOptions) -> Plan:
@@ -29,7 +34,7 @@ def plain_segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
     return SegmentPlan(path=module.path, compressor=module.compressor if compress else "null")
 
 
-def named_modules(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
+def find_named_modules(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
     """Return the outermost modules that ``options`` name.  ``None``: they name none, so that memopt may choose any."""
     if options.targets:
         return match_targets(modules, options.targets)
@@ -42,7 +47,7 @@ def describe_selection(
     modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions, *, by_goal: bool
 ) -> Selection:
     """Describe which candidates ``plan`` selects, and why modules that the user named cannot be candidates."""
-    named = named_modules(modules, options)
+    named = find_named_modules(modules, options)
     candidates = len(named) if named is not None else sum(not module.refusal for module in modules)
     by_path = {module.path: module for module in modules}
     segments = find_outermost([by_path[segment.path] for segment in plan.segments])
@@ -59,7 +64,7 @@ def find_refusals(modules: Iterable[ModuleTrace], options: SearchOptions) -> dic
 
 def refusal_notes(refusals: Mapping[str, str]) -> list[str]:
     """Return a note on the modules in ``refusals`` (path -> why it cannot be a candidate), if there are any."""
-    modules = [f"'{path or '(root)'}' ({reason})" for path, reason in refusals.items()]
+    modules = [f"{quote_module(path)} ({reason})" for path, reason in refusals.items()]
     return [f"These modules cannot be segments: {format_some(modules)}."] if modules else []
 
 
@@ -77,11 +82,6 @@ def loop_notes(modules: Sequence[ModuleTrace]) -> list[str]:
         f"forward calls {names} at least {calls} times each, as a loop over time steps does. Put one time step, the "
         "body of the loop, into a module of its own, which a plan can recompute."
     ]
-
-
-_LOOP_CALLS = 4
-_LOOP_MODULES = 3
-"""Lowest numbers of calls and of modules in a loop over time steps; a module alone in a loop can be a segment."""
 
 
 def missing_segment_notes(

@@ -57,8 +57,8 @@ class Ranks:
             raise error
         if failures:
             first, failure = next(iter(failures.items()))
-            alike = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
-            raise failure if alike else _with_rank(failure, first, self.count)  # alike on all: blame no rank
+            is_common = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
+            raise failure if is_common else _with_rank(failure, first, self.count)  # the same on all ranks: name none
         return result
 
     @contextlib.contextmanager
@@ -95,7 +95,7 @@ class Ranks:
 
     def require_same(self, what: str, value: Any) -> str:
         """Return the digest of ``value``.  Raises :class:`UsageError` unless it is the same on all ranks."""
-        digests = self.all(lambda: digest_of(value))
+        digests = self.all(lambda: compute_digest(value))
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise UsageError(
@@ -148,7 +148,7 @@ def parameter_signatures(model: nn.Module) -> list[tuple[str, str, str]]:
     return [(name, str(tuple(p.shape)), str(p.dtype)) for name, p in model.named_parameters()]
 
 
-def digest_of(value: Any) -> str:
+def compute_digest(value: Any) -> str:
     """Return a digest of ``value``, a record or plain values; equal values have equal digests in all processes."""
     return hashlib.sha256(json.dumps(to_data(value), sort_keys=True).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Process groups: a real one, of ranks that a launcher started, or PyTorch's fake one in this process alone.
+"""Process groups: a real one, of ranks that a launcher started, or PyTorch's fake one, only in this process.
 
 With a fake group one process can predict one rank of many.  Its collectives send nothing, and return their own inputs.
 """

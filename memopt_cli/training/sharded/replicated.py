@@ -32,6 +32,7 @@ _UNCOUNTED = ("mixed_precision", "delay_all_reduce_named_params", "bucket_cap_mb
 
 _ELSEWHERE = frozenset(("device_ids", "output_device"))
 """Arguments that name a device of the user's script, which are dropped: here, tensors are on the CPU."""
+_REDUCERS: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
 @contextlib.contextmanager
@@ -123,7 +124,7 @@ class Reducer:
         self._limits = [FIRST_BUCKET_BYTES, cap] if wrapper.bucket_bytes_cap_default else [cap]
         self._seen: list[int] | None = None if self._finds_unused else []
         """Parameters in the order in which their gradients came in the first step; ``None`` after that step, and where
-        unused parameters are looked for, as buckets then stay."""
+        unused parameters are looked for, since buckets then stay."""
         self._unused: set[int] = set()
         """Parameters that the current step does not use."""
         self._is_reducing = self._has_begun = False
@@ -143,12 +144,12 @@ class Reducer:
         raise _not_predicted(name.strip("_"))
 
     def prepare_for_forward(self) -> None:
-        """Do nothing, as no forward needs preparation."""
+        """Do nothing: no forward needs preparation."""
 
     set_runtime_stats_and_log = prepare_for_forward
 
     def _rebuild_buckets(self) -> bool:
-        """Return ``False``: the buckets were made anew after the first step already."""
+        """Return ``False``: the buckets were already made again after the first step."""
         return False
 
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
@@ -218,7 +219,7 @@ class Reducer:
                 gradient.copy_(view)
 
     def _finish(self) -> None:
-        """End the backward of a step; after the first, make the buckets anew in the order of its gradients."""
+        """End the backward of a step; after the first, make the buckets again in the order of its gradients."""
         self._is_reducing = self._has_begun = False
         if self._finds_unused:
             dist.all_reduce(self._used, group=self._group)
@@ -227,9 +228,6 @@ class Reducer:
             self._unused = set(range(len(self._parameters))) - set(order)
             self._seen = None
             self._make_buckets([*order, *sorted(self._unused)], self._limits)
-
-
-_REDUCERS: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -25,6 +25,18 @@ from memopt_cli.training.sharded.replicated import without_reducer
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
 """The user's function, which spreads a model over a mesh and returns it."""
+_COMPILED = {"predicted": "it runs only on data", "measured": "its tensors are not seen"}
+_RETURN = "Let the function return the model that trains."
+_CALL = "The function is called with the model and a DeviceMesh of {} with the axes {}."
+_NO_GROUP = "The group and the mesh exist already: do not make new ones in the function."
+_NOT_WATCHED = "it handles memory in ways that are not counted here"
+_UNPREDICTED = {
+    "deepspeed": _NOT_WATCHED,
+    "torch.distributed._composable.replicate": "it becomes DistributedDataParallel only in the first step",
+    "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
+}
+"""Package -> why its modules are refused."""
+_OTHERS = "Use fully_shard, parallelize_module or DistributedDataParallel."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +92,6 @@ def _spread(
     return spread_model
 
 
-_COMPILED = {"predicted": "it runs only on data", "measured": "its tensors are not seen"}
-
-
 def data_ranks(model: nn.Module) -> int:
     """Return the number of ranks that have samples of their own: over which ``fully_shard`` or DDP reduces gradients.
 
@@ -110,11 +119,6 @@ def _call(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: RankLayou
     return spread_model
 
 
-_RETURN = "Let the function return the model that trains."
-_CALL = "The function is called with the model and a DeviceMesh of {} with the axes {}."
-_NO_GROUP = "The group and the mesh exist already: do not make new ones in the function."
-
-
 def _refuse(spread_model: Any, what: str) -> None:
     """Raise :class:`StepError` if a part of ``spread_model`` is of a package whose memory is not counted."""
     parts = spread_model.modules() if isinstance(spread_model, nn.Module) else [spread_model]
@@ -134,16 +138,6 @@ def _without_older(what: str) -> contextlib.AbstractContextManager[None]:
     return replaced(FullyShardedDataParallel, "__init__", lambda _: refuse)
 
 
-_NOT_WATCHED = "it handles memory in ways that are not counted here"
-_UNPREDICTED = {
-    "deepspeed": _NOT_WATCHED,
-    "torch.distributed._composable.replicate": "it becomes DistributedDataParallel only in the first step",
-    "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
-}
-"""Package -> why its modules are refused."""
-_OTHERS = "Use fully_shard, parallelize_module or DistributedDataParallel."
-
-
 def _is_spread(model: nn.Module) -> bool:
     parts = any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules())
     return parts or any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -151,7 +145,7 @@ def _is_spread(model: nn.Module) -> bool:
 
 def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shard every repeated block of ``model``, then the rest, by FSDP2 (HSDP on a mesh of two axes)."""
-    for block in repeated_blocks(model):
+    for block in find_repeated_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -160,7 +154,7 @@ def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 _BUILT_IN: dict[str, Shard] = {"fsdp": _fully_sharded, "ddp": lambda model, mesh: DistributedDataParallel(model)}
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+def find_repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of ``model`` to shard one by one, such as the layers of a transformer.
 
     They are modules with parameters, several of the same class in an ``nn.ModuleList`` or ``nn.Sequential``.  Of a
@@ -168,13 +162,13 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """
     if isinstance(model, nn.ModuleList | nn.Sequential):
         children = [child for child in model.children() if next(child.parameters(), None) is not None]
-        alike = {kind for kind in map(type, children) if sum(type(child) is kind for child in children) > 1}
-        alike = {kind for kind in alike if isinstance(model, nn.ModuleList) or any(_is_composite(kind, children))}
-        inner = [child for child in children if type(child) not in alike]
-        return [child for child in children if type(child) in alike] + [
-            block for child in inner for block in repeated_blocks(child)
+        repeated = {kind for kind in map(type, children) if sum(type(child) is kind for child in children) > 1}
+        repeated = {kind for kind in repeated if isinstance(model, nn.ModuleList) or any(_is_composite(kind, children))}
+        inner = [child for child in children if type(child) not in repeated]
+        return [child for child in children if type(child) in repeated] + [
+            block for child in inner for block in find_repeated_blocks(child)
         ]
-    return [block for child in model.children() for block in repeated_blocks(child)]
+    return [block for child in model.children() for block in find_repeated_blocks(child)]
 
 
 def _is_composite(kind: type, children: list[nn.Module]) -> list[bool]:

@@ -653,7 +653,7 @@ def test_ctrl_c_again_once_the_batch_is_given_up_stops(optimize: Memopt, monkeyp
         if len(pressed) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(BatchSearch, "foresee", press)
+    monkeypatch.setattr(BatchSearch, "dry_run_ahead", press)
     monkeypatch.setattr(Sessions, "__exit__", press_again)
     done = optimize("net.pt", *SPEC, "--level", "1", "--max-slowdown", "none", "--recommend-batch")
     assert (done.code, done.out) == (130, "")

@@ -86,7 +86,7 @@ def best(machine: Machine) -> tuple[int, int]:
 
 def sought(machine: Machine, **limits: Any) -> PairSearch:
     search = machine.search(**limits)
-    search.seek(search.price(100), 100 / machine.step_s(PLANS[0], 100))
+    search.try_pairs(search.price(100), 100 / machine.step_s(PLANS[0], 100))
     return search
 
 
@@ -109,7 +109,7 @@ def test_where_the_growth_is_not_known_a_pair_is_run_and_corrects_the_sums() -> 
     search.step_s = lambda plan, batch: (
         machine.step_s(plan, batch) if machine.asked else first_s * batch / 100 * (1 + 0.1 * len(plan.segments))
     )
-    search.seek(search.price(100), 100 / first_s)
+    search.try_pairs(search.price(100), 100 / first_s)
     plan, batch = best(machine)
     assert max(run.samples_per_s for run in search.fitting_runs) >= 0.97 * batch / machine.step_s(PLANS[plan], batch)
     assert len(machine.asked) <= 8
@@ -182,7 +182,7 @@ def test_batches_are_multiples() -> None:
     machine = Machine()
     search = machine.search(multiple_of=64)
     search.usable_batch = lambda size: size // 64 * 64
-    search.seek(search.price(64), 0.0)
+    search.try_pairs(search.price(64), 0.0)
     assert search.fitting_runs
     assert all(batch % 64 == 0 for _, batch in machine.asked)
 
@@ -201,7 +201,7 @@ def test_where_no_step_is_in_time_the_smallest_batch_is_run() -> None:
     search.fastest = lambda batch: PLANS[1]
     assert search.price(after=0) == [(PLANS[1], 1)]
     assert search.price(after=8) == []
-    search.seek([(PLANS[1], 1)], 0.0)
+    search.try_pairs([(PLANS[1], 1)], 0.0)
     assert machine.asked == [(1, 1)]
 
 
@@ -209,5 +209,5 @@ def test_dry_runs_are_spared_for_pairs_that_cannot_win() -> None:
     machine = Machine(fixed_s=0.5, true_slowdown=1.0)
     search = machine.search()
     priced, before = search.price(100), machine.dry_runs
-    search.seek(priced, 1e9)
+    search.try_pairs(priced, 1e9)
     assert machine.dry_runs == before

@@ -230,7 +230,7 @@ def test_what_is_foreseen_is_all_that_is_asked_without_data() -> None:
     )
     search = machine.search(8, 1_000_000, longest_step_s=20.0, aim=0.7)
     search.run(8)
-    search.foresee()
+    search.dry_run_ahead()
     foreseen = [*dry]
     search.find()
     advice = search.outcome()
@@ -438,7 +438,7 @@ def test_smaller_batches_are_run_until_one_is_slower(fastest: int, max_runs: int
     machine = Machine(peak=line, predict=line, seconds=lambda n: n / (1000 - abs(n - fastest)))
     search = machine.search(64)
     search.find()
-    search.seek_faster([124, 62, 31, 15, 7], max_runs)
+    search.find_faster([124, 62, 31, 15, 7], max_runs)
     assert machine.asked == [62, 249, *asked]  # what ran first tells of 62 as well
 
 

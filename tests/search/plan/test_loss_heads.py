@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt_cli.records import OpTrace, Plan, SegmentPlan, StepSettings, StepTrace
-from memopt_cli.search.plan.cost_model import timed_like
+from memopt_cli.search.plan.cost_model import copy_times
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.loss_heads import add_heads, loss_heads
 from memopt_cli.training.apply import apply_plan, remove_plan
@@ -54,7 +54,7 @@ def subject_of(loss: Callable[[Tensor, Tensor], object], hidden: int = 96) -> Su
     return Subject(LanguageModel(loss, hidden), torch.randint(VOCABULARY, (8, 64)))
 
 
-def heads_of(subject: Subject) -> tuple[SegmentPlan, ...]:
+def find_heads(subject: Subject) -> tuple[SegmentPlan, ...]:
     return loss_heads(subject.trace)
 
 
@@ -62,7 +62,7 @@ def heads_of(subject: Subject) -> tuple[SegmentPlan, ...]:
 @pytest.mark.parametrize("loss", [alone, hugging_face])
 def test_the_head_of_a_language_model_is_found(loss: Callable[[Tensor, Tensor], object]) -> None:
     # 512 rows: four chunks of 128, though the logits are 19 times as large as the input.
-    assert heads_of(subject_of(loss)) == (SegmentPlan(path="head", chunks=4, through_loss=True),)
+    assert find_heads(subject_of(loss)) == (SegmentPlan(path="head", chunks=4, through_loss=True),)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_the_head_of_a_language_model_is_found(loss: Callable[[Tensor, Tensor], 
     ],
 )
 def test_logits_that_others_read_are_made(loss: Callable[[Tensor, Tensor], object]) -> None:
-    assert heads_of(subject_of(loss)) == ()
+    assert find_heads(subject_of(loss)) == ()
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_logits_that_others_read_are_made(loss: Callable[[Tensor, Tensor], objec
 def test_level_3_takes_the_head_first(loss: Callable[[Tensor, Tensor], object]) -> None:
     subject = subject_of(loss)
     plans = subject.planner(level=3)
-    (head,) = heads_of(subject)
+    (head,) = find_heads(subject)
     assert head not in plans.least(2).plan.segments
     found = plans.least(3)
     assert head in found.plan.segments
@@ -111,12 +111,12 @@ def test_heads_that_stand_equally_high_go_together(
     monkeypatch.setattr("memopt_cli.search.plan.loss_heads.loss_heads", lambda trace: heads)
     tried: list[Plan] = []
 
-    def peak_of(plan: Plan) -> float:
+    def count_peak(plan: Plan) -> float:
         tried.append(plan)
         paths = {segment.path for segment in plan.segments}
         return 1000.0 * (2.0 if "worse" in paths else both if len(paths) == 2 else 1.0)
 
-    found = add_heads(Plan(), 1000, subject.trace, peak_of)
+    found = add_heads(Plan(), 1000, subject.trace, count_peak)
     assert [segment.path for segment in found.segments] == kept
     assert len(tried) == 3
 
@@ -128,22 +128,22 @@ def test_a_head_that_cannot_run_through_its_loss_stays() -> None:
 
 def test_a_head_takes_the_place_of_the_segments_in_it() -> None:
     subject = subject_of(alone)
-    (head,) = heads_of(subject)
+    (head,) = find_heads(subject)
     start = Plan(segments=(SegmentPlan(path="head"), SegmentPlan(path="blocks")))
     tried: list[Plan] = []
 
-    def peak_of(plan: Plan) -> float:
+    def count_peak(plan: Plan) -> float:
         tried.append(plan)
         return math.inf
 
-    add_heads(start, 1000, subject.trace, peak_of)
+    add_heads(start, 1000, subject.trace, count_peak)
     assert [plan.segments for plan in tried] == [(SegmentPlan(path="blocks"), head)]
 
 
 @pytest.mark.slow
 def test_a_planner_builds_on_the_head_through_its_loss() -> None:
     subject = subject_of(alone)
-    (head,) = heads_of(subject)
+    (head,) = find_heads(subject)
     frontier = subject.planner().frontier(4)
     assert frontier[-1].peak_bytes < 0.7 * subject.planner().least(2).peak_bytes
     assert head in frontier[-1].plan.segments
@@ -157,11 +157,11 @@ def test_level_4_prices_on_the_step_with_the_head_through_its_loss() -> None:
     """On the original step the logits are the peak, and hide what a block keeps."""
     subject = subject_of(alone, hidden=256)
     blocks = tuple(SegmentPlan(path=f"blocks.{i}") for i in range(4))
-    budget = subject.dry_run(Plan(segments=(*blocks, *heads_of(subject))))
+    budget = subject.dry_run(Plan(segments=(*blocks, *find_heads(subject))))
     three, four = (subject.planner(level=level).within(level, budget) for level in (3, 4))
     assert four.peak_bytes <= budget
     assert four.slowdown <= three.slowdown
-    assert heads_of(subject)[0] in four.plan.segments
+    assert find_heads(subject)[0] in four.plan.segments
 
 
 def test_the_smallest_plan_without_the_head_is_tried_with_it_wherever_a_search_begins() -> None:
@@ -187,7 +187,7 @@ def test_the_step_with_the_head_is_recorded_once() -> None:
     plans = subject.planner_asking(replace(subject.probes(), trace=trace))
     plans.least(4)
     plans.frontier(4)
-    assert asked == [Plan(segments=heads_of(subject))]
+    assert asked == [Plan(segments=find_heads(subject))]
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_where_the_step_with_the_head_cannot_be_recorded_the_head_alone_may_be_i
     subject = subject_of(alone)
     probes = replace(subject.probes(), trace=lambda plan: NotTried(reason="time is up"))
     found = subject.planner_asking(probes).least(4)
-    assert heads_of(subject)[0] in found.plan.segments
+    assert find_heads(subject)[0] in found.plan.segments
     assert subject.dry_run(found.plan) == found.peak_bytes
 
 
@@ -224,7 +224,7 @@ def test_a_machine_that_is_faster_in_the_second_recording_does_not_make_the_head
         return StepTrace(modules=(), tensor_peak_bytes=0, resident_bytes=0, batch=1, ops=ops)
 
     first, second = step(["aten::softmax"], 1.0), step(["aten::chunk", "aten::chunk"], 0.5)
-    timed, slowdown = timed_like(second, first)
+    timed, slowdown = copy_times(second, first)
     assert [op.seconds for op in timed.ops] == [1.0] * 4
     assert slowdown == 4 / 3
-    assert timed_like(step([], 0.0), step([], 0.0))[1] == 1.0
+    assert copy_times(step([], 0.0), step([], 0.0))[1] == 1.0

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.online import LIF, OverTime
-from memopt_cli.records import ChunkRule, Crashed, Outlook, Plan, Refused, SearchOptions, SegmentPlan
+from memopt_cli.records import LOWER_SHARE, ChunkRule, Crashed, Outlook, Plan, Refused, SearchOptions, SegmentPlan
 from memopt_cli.runtime.runs import group_layers
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried, is_within
 from memopt_cli.search.plan.keeping import names_single_calls
 from memopt_cli.search.plan.level_search import LevelSearch
-from memopt_cli.search.plan.levels import level_of
+from memopt_cli.search.plan.levels import find_level
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.proposals import Proposals, Solvers
 from memopt_cli.search.plan.schedules import Schedule, count_segments
 from memopt_cli.search.plan.search import Solver
-from memopt_cli.search.plan.search_spaces import WORTH_LOWERING, SearchSpaces
+from memopt_cli.search.plan.search_spaces import SearchSpaces
 from sample_models import gpt
 from tests.rows import quick
 from tests.search.plan.subjects import (
@@ -87,7 +87,7 @@ def test_no_level_is_above_the_one_below(any_step: Subject, best: dict[int, Pric
         peaks = [any_step.original.allocated_peak_bytes, *(priced.peak_bytes for priced in found)]
         assert peaks == sorted(peaks, reverse=True)
         for level, priced in zip(LEVELS, found, strict=True):
-            assert level_of(priced.plan) == priced.level <= level
+            assert find_level(priced.plan) == priced.level <= level
             assert any_step.dry_run(priced.plan) == priced.peak_bytes
 
 
@@ -100,7 +100,7 @@ def test_a_level_is_nearly_as_small_as_its_frontier(any_step: Subject, best: dic
         assert best[level].peak_bytes <= NEARLY_A_FRONTIER * plans.frontier(level)[-1].peak_bytes
         for priced in counted(plans):
             paths = [s.path for s in priced.plan.segments]
-            assert level_of(priced.plan) <= level
+            assert find_level(priced.plan) <= level
             assert len(paths) == len(set(paths))
             assert not refused.intersection(paths)
             assert not any(names_single_calls(s.keep) for s in priced.plan.segments if s.chunks > 1)
@@ -116,7 +116,7 @@ def test_a_budget_that_a_level_meets_is_met_by_every_level_above(
         found = any_step.planner(chunking, level=other).within(other, budget)
         assert found is not None, (level, other)
         assert found.peak_bytes <= budget
-        assert level_of(found.plan) <= other
+        assert find_level(found.plan) <= other
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_the_frontier_falls_in_peak_and_rises_in_time(subject: Subject) -> None:
     for at, priced in enumerate(found):
         faster, smaller = plans.neighbours(priced.plan)
         before = [p for p in found[:at] if p.slowdown <= 0.99 * priced.slowdown and not p.plan.is_empty]
-        after = [p for p in found[at:] if p.peak_bytes <= (1 - WORTH_LOWERING) * priced.peak_bytes]
+        after = [p for p in found[at:] if p.peak_bytes <= (1 - LOWER_SHARE) * priced.peak_bytes]
         assert (faster.peak_bytes if faster else 0) == (before[-1].peak_bytes if before else 0)
         assert not after or (smaller and smaller.peak_bytes) == after[0].peak_bytes
     assert plans.neighbours(segments("nowhere")) == (None, None)
@@ -333,7 +333,7 @@ def test_what_a_dry_run_has_refuted_is_not_told_as_a_smaller_plan(
     plans = subject.planner()
     least = plans.least(4)
     known, unknown = counted(plans)[0].plan, segments("nowhere")
-    monkeypatch.setattr(Proposals, "peak_of", lambda self, plan: 1)
+    monkeypatch.setattr(Proposals, "predict_peak", lambda self, plan: 1)
     monkeypatch.setattr(Proposals, "slowdown", lambda self, plan: 2.0)
     told = []
     for plan in (known, unknown):
@@ -727,7 +727,7 @@ def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut
     plans = small("chain").planner(lambda path: rule_along(0))
     plans.least(3)
     search = plans._at(level)
-    rearranged = search.space.improvements.rearrange(segments("blocks.1"), search.space.hopeful_rules())
+    rearranged = search.space.improvements.rearrange(segments("blocks.1"), search.space.optimistic_rules())
     assert any(segment.chunks > 1 for plan in rearranged for segment in plan.segments) is cut
 
 

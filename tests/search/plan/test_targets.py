@@ -11,11 +11,11 @@ from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.levels import allowed_at
 from memopt_cli.search.plan.schedules import SegmentLimits
 from memopt_cli.search.plan.targets import (
+    find_named_modules,
     find_outermost,
     find_refusals,
     loop_notes,
     match_targets,
-    named_modules,
     plain_segment,
     refusal_notes,
 )
@@ -66,7 +66,7 @@ BLOCKS = in_order(
 )
 def test_targets_asked_for(targets: tuple[str, ...], expected: list[str]) -> None:
     assert [m.path for m in match_targets(BLOCKS, targets)] == expected
-    assert named_modules(BLOCKS, SearchOptions(targets=targets)) == match_targets(BLOCKS, targets)
+    assert find_named_modules(BLOCKS, SearchOptions(targets=targets)) == match_targets(BLOCKS, targets)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_targets_that_match_nothing(level: int, target: str, message: str) -> No
     [(None, None), ((), []), (("b.y", "a.x", "a"), ["a", "b.y"]), (("b.x", "b.z"), [])],
 )
 def test_modules_asked_for_by_path(modules: tuple[str, ...] | None, expected: list[str] | None) -> None:
-    found = named_modules(BLOCKS, SearchOptions(modules=modules))
+    found = find_named_modules(BLOCKS, SearchOptions(modules=modules))
     assert (None if found is None else [m.path for m in found]) == expected
 
 
 def test_targets_come_before_modules() -> None:
-    found = named_modules(BLOCKS, SearchOptions(targets=("b",), modules=("a",)))
+    found = find_named_modules(BLOCKS, SearchOptions(targets=("b",), modules=("a",)))
     assert found is not None
     assert [m.path for m in found] == ["b"]
 

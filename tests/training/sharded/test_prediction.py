@@ -20,7 +20,7 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.ranks import predict_rank
 from memopt_cli.records import Counted, InputSpec, ModelSource, Plan, RankLayout, RankPrediction, StepSettings
 from memopt_cli.runtime.private_torch import start_fake_group
-from memopt_cli.training.sharded.spread import repeated_blocks
+from memopt_cli.training.sharded.spread import find_repeated_blocks
 from tests.rows import quick
 from tests.training.sharded import models, wrong
 from tests.training.sharded.cases import (
@@ -270,9 +270,9 @@ def test_a_process_with_a_group_of_its_own_predicts_nothing() -> None:
 
 def test_repeated_blocks() -> None:
     net = models.transformer()
-    assert repeated_blocks(net) == list(net.blocks)  # type: ignore[call-overload]
+    assert find_repeated_blocks(net) == list(net.blocks)  # type: ignore[call-overload]
     images = models.convolutional()
-    assert repeated_blocks(images) == list(images[3])  # type: ignore[index]
-    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
+    assert find_repeated_blocks(images) == list(images[3])  # type: ignore[index]
+    assert find_repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
     twice = nn.ModuleList([models.transformer(), models.transformer()])
-    assert repeated_blocks(twice) == list(twice)
+    assert find_repeated_blocks(twice) == list(twice)

@@ -29,7 +29,7 @@ from memopt_cli.runtime.container import check_installed, restore_by_length, res
 from memopt_cli.runtime.lengths import LengthOf
 from memopt_cli.runtime.lifted.module import LiftedModule, restore_lifted
 from memopt_cli.runtime.module_state import label_of
-from memopt_cli.runtime.script import ScriptLeaf, bytes_of
+from memopt_cli.runtime.script import ScriptLeaf, archive_bytes
 from memopt_cli.runtime.segment_config import SegmentConfig
 
 RUNTIME: Final = "memopt_cli.runtime"
@@ -91,7 +91,7 @@ def _fill_script(target: Any, state: Any) -> None:
     if not isinstance(archive, Tensor) or archive.dtype != torch.uint8 or archive.dim() != 1:
         raise BrokenError("a script has no archive")
     try:
-        check_script_archive(bytes_of(archive), "its TorchScript part", NESTED_CODE_LIMIT)
+        check_script_archive(archive_bytes(archive), "its TorchScript part", NESTED_CODE_LIMIT)
     except ValueError as err:
         raise BrokenError(f"its TorchScript part is damaged: {err}") from err
     fill(target, state)
