@@ -30,6 +30,7 @@ from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.loading.user_code import UserCode, command_line_of, import_failure, make_importable
 from memopt_cli.loading.user_function import user_function
+from memopt_cli.records import FIRST_USED
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
 from memopt_cli.text.documents import quoted_flag, quoted_path
 from memopt_cli.text.misnamed import other_class_hint
@@ -167,7 +168,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
                 f"{file.path} holds {len(state_dicts)} state dicts, and none fits: {names}",
                 hint=f"Name one to see the differences: `{quoted_flag('--key', '.'.join(where))}`.",
             )
-        notes.append(f"The file has several state dicts ({names}); the first is used. `--key` names another.")
+        notes.append(f"The file has several state dicts ({names}){FIRST_USED} `--key` names another.")
     else:
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
     chosen = saved.get(where)

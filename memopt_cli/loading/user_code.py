@@ -183,7 +183,7 @@ def command_line_of(name: str) -> Iterator[None]:
     If the code exits, the error gets a note with the last line that it wrote to stderr, which tells why.
     """
     arguments, sys.argv = sys.argv, [name]
-    stream, sys.stderr = sys.stderr, (heard := _Heard(sys.stderr))  # type: ignore[assignment]
+    stream, sys.stderr = sys.stderr, (heard := _Heard(sys.stderr))
     try:
         yield
     except SystemExit as err:
