@@ -127,8 +127,11 @@ def test_the_line_that_loads_the_model_works_in_any_folder(memopt: Memopt, net: 
 
 @pytest.mark.slow
 def test_a_model_of_a_class_in_a_file_is_loaded_with_the_folder_of_its_code(
-    spawn_memopt: Memopt, step: list[str]
+    spawn_memopt: Memopt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    inputs = tmp_path / "inputs.pt"
+    torch.save([torch.randn(256, 32)], inputs)  # inputs of a file cannot be resized: no batch is searched for
     Path("code").mkdir()
     Path("code/user_layer.py").write_text(
         "from torch import nn\n\n\nclass Layer(nn.Sequential):\n    def __init__(self):\n"
@@ -138,7 +141,7 @@ def test_a_model_of_a_class_in_a_file_is_loaded_with_the_folder_of_its_code(
         "from torch import nn\nfrom user_layer import Layer\n\n\nclass Net(nn.Sequential):\n    def __init__(self):\n"
         "        super().__init__(Layer(), Layer(), Layer())\n"
     )
-    done = spawn_memopt(Path.cwd(), "optimize", "code/user_net.py:Net", *step)
+    done = spawn_memopt(tmp_path, "optimize", "code/user_net.py:Net", "--input-data", str(inputs), *STEP[2:])
     assert done.code == 0, done.err
     line = done.out.splitlines()[-1].removeprefix("use it: ")
     ran = subprocess.run(
