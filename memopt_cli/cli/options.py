@@ -72,7 +72,7 @@ class InputOptions:
     def spec(self, context: typer.Context, dims: Sequence[str] | None = None) -> InputSpec | None:
         """Return the inputs that the command line describes, or else the config file; ``None`` if neither does.
 
-        ``dims``: ``--dim`` with one size in place of each range; ``None``: as typed.
+        ``dims``: ``--dim`` with one size in place of each range; by default as typed.
         """
         sizes = self.dims if dims is None else dims
         return input_spec(context, self.inputs, self.input_data, self.input_script, sizes)
@@ -151,7 +151,7 @@ DESCRIBING: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownOptions:
+class DisplayOptions:
     """Options that say how much is printed, and in which form."""
 
     json: bool = False
