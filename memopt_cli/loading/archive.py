@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
-from memopt_cli.loading.interface import CUT_OFF, TRUNCATED
+from memopt_cli.loading.interface import DOWNLOAD_AGAIN_HINT, TRUNCATED_REASON
 from memopt_cli.text.units import format_bytes
 
 _END = struct.Struct("<4s4H2LH")
@@ -91,7 +91,7 @@ class Archive:
             return stored
         except Exception as err:
             reason = f"its record {name[:_LONGEST_NAME]} is missing or damaged"
-            raise FileFormatError(f"{self._path} cannot be read: {reason}", hint=TRUNCATED) from err
+            raise FileFormatError(f"{self._path} cannot be read: {reason}", hint=DOWNLOAD_AGAIN_HINT) from err
 
     def read(self, name: str) -> bytes:
         """Return a copy of the bytes of the record ``name``."""
@@ -127,7 +127,7 @@ def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict
         raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_HINT) from err
     except Exception as err:  # a damaged or hostile directory may raise anything
         reason = str(err) if type(err) is ValueError else "the archive is damaged"
-        raise FileFormatError(f"{path} cannot be read: {reason}", hint=TRUNCATED) from err
+        raise FileFormatError(f"{path} cannot be read: {reason}", hint=DOWNLOAD_AGAIN_HINT) from err
 
 
 def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
@@ -178,7 +178,7 @@ def _count_records(data: bytes) -> int:
         if position != end or signature64 != b"PK\x06\x06":
             raise ValueError("the archive is damaged: it has two ends")
     if data.startswith(b"PK\x03\x04") and b"PK\x05\x06" not in data[-_LONGEST_END:]:
-        raise ValueError(CUT_OFF)
+        raise ValueError(TRUNCATED_REASON)
     if signature != b"PK\x05\x06" or comment or start + size != end:
         raise ValueError("the archive is damaged: its end is not where it should be")
     return int(count)

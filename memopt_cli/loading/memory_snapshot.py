@@ -238,7 +238,7 @@ class _Failure:
     """A moment at which memory ran out."""
 
     device: int | None = None
-    """Index of the device.  ``None``: memory never ran out."""
+    """Index of the device, or ``None`` if memory never ran out."""
     moment: int = 0
     """Time in microseconds."""
     asked_bytes: int = 0

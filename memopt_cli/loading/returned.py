@@ -73,7 +73,7 @@ def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str
 def _check(file: ModelFile, original_classes: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
     """Raise :class:`MemoptError` if ``file`` holds anything but an optimized model.
 
-    ``original_classes``: the :func:`_classes` of the original.  ``None``: it is a folder, which names no classes.
+    ``original_classes``: the :func:`_classes` of the original; ``None`` for a folder, which names no classes.
     """
     if not file.data.startswith(_START) or _SCRIPT_RECORD in record_names(file.data):
         raise UnsafeFileError("it is not an archive of torch.save")

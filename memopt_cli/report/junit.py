@@ -19,7 +19,7 @@ from memopt_cli.errors import MemoptError, printable, printable_lines
 from memopt_cli.records import Comparison, Equivalence
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import describe_verdict, growth, reasons
-from memopt_cli.report.interface import Judged
+from memopt_cli.report.interface import VerdictResult
 from memopt_cli.text.documents import COMMAND
 from memopt_cli.text.spelling import on_command_line
 
@@ -30,7 +30,7 @@ _BEGUN_S: Final = time.monotonic()
 class JunitReport:
     """JUnit XML with one test suite, ``memopt check`` or ``memopt verify``."""
 
-    def show(self, answer: Judged, stream: TextIO) -> None:
+    def show(self, answer: VerdictResult, stream: TextIO) -> None:
         if isinstance(answer, Comparison):
             _write(*_comparison(answer), stream, "memopt check")
         else:
