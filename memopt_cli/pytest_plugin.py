@@ -37,7 +37,7 @@ class TrainMemory:
     """Counts the memory of training steps, and fails the test if a step needs more than the limit."""
 
     def __init__(self, limit_bytes: int | None, properties: list[tuple[str, object]] | None = None) -> None:
-        """Count against ``limit_bytes`` (``None``: no limit), and add each peak to a test's ``properties``."""
+        """Count against ``limit_bytes``, unless it is ``None``, and add each peak to a test's ``properties``."""
         self._limit_bytes = limit_bytes
         self._properties = [] if properties is None else properties
         self.steps = 0

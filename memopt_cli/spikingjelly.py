@@ -155,7 +155,7 @@ def memory_optimization(
         Factor by which level 3 multiplies the number of a segment's chunks.
     max_split_rounds, max_candidates_per_round:
         Maximum number of splits of segments and of multiplications of chunks, and of modules that are tried for each.
-        ``None``: the limits of ``profile``.
+        By default the limits of ``profile``.
     warmup_in_main_process:
         Take one step of a copy of the optimized model in this process, so that the first real step is not slow.
     warmup_in_profile_workers:
@@ -169,7 +169,7 @@ def memory_optimization(
     split_fn:
         A function that returns, for a module that may be a segment, the submodules that may be segments in its place
         from level 2 on (no submodule inside another).  memopt calls it again with each of them, and does not split a
-        part without the attributes that it reads.  ``None``: every submodule may.
+        part without the attributes that it reads.  By default every submodule may.
     can_chunk:
         A function that returns whether a module may run in chunks.  memopt still tests whether chunks compute the same.
     process_group:
@@ -345,8 +345,8 @@ def _verify_on_guess(
 ) -> Verification | None:
     """Verify the plan of ``findings`` on inputs guessed from the layers of ``net``.
 
-    ``None``: the model does not take such inputs; ``findings`` gets a note.  Raises :class:`VerificationError` if the
-    plan changes what the model computes.
+    Returns ``None`` if the model does not take such inputs; ``findings`` gets a note.  Raises
+    :class:`VerificationError` if the plan changes what the model computes.
     """
     try:
         with processes.keep_server(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:

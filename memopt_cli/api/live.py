@@ -120,14 +120,14 @@ def optimize(
         ``S`` has its own plan, and every forward uses the one for its input.
     lengths:
         How often each size of that range occurs, as for ``--lengths``: the path of a file, the size of each input, or
-        ``{64: 900, 2048: 3}``.  ``None``: every size is equally likely.
+        ``{64: 900, 2048: 3}``.  With ``None``, every size is equally likely.
     level:
-        What a plan may do, 0 to 4; ``None``: 3.
+        What a plan may do, 0 to 4; by default 3.
     budget:
         The largest allowed peak: ``"8GiB"``, ``"60%"`` of the original's peak, ``0.6``, or bytes.  memopt then returns
-        the fastest plan whose measured peak is within it.  ``None``: the plan with the least peak.
+        the fastest plan whose measured peak is within it.  With ``None``, the plan with the least peak.
     max_slowdown:
-        The largest allowed step time, divided by the original's.  ``None``: 1.33, or no limit with a budget;
+        The largest allowed step time, divided by the original's.  By default 1.33, or no limit with a budget;
         ``math.inf``: no limit.
     target:
         Classes or paths of the modules that may become segments; memopt chooses if there are none.
@@ -140,7 +140,7 @@ def optimize(
         Where plans may send stored tensors until backward: ``"host"``, from a GPU; ``"disk"`` or ``"disk:FOLDER"``, on
         the CPU, which sets ``memopt_cli.offload_folder``; ``"auto"``: host on a GPU, and none on the CPU.
     host_memory:
-        The most that plans may send to host memory, ``"64GiB"`` or bytes.  ``None``: half of the free host memory,
+        The most that plans may send to host memory, ``"64GiB"`` or bytes.  By default half of the free host memory,
         which no value can exceed.
     recommend_batch:
         Also say how large a batch the plan allows.  This needs inputs that are text: tensors have one size.
@@ -148,21 +148,21 @@ def optimize(
         A GPU that is not here, for which the plan is searched by estimates, as ``--for``: ``"a100-40gb"``, the path of
         a YAML file, or a ``DeviceProfile``.  Nothing is measured, and no batch recommended.
     loss:
-        A function of the model's output.  ``None``: the loss that the model returns, else a seeded random gradient.
+        A function of the model's output.  By default, the loss that the model returns, else a seeded random gradient.
     optimizer:
         The optimizer whose state counts: text as for ``--optimizer`` (``adamw:fused``), or a function that makes one,
         ``lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True)``.
     optimizer_in_backward:
-        Let plans run the optimizer in backward, which frees each gradient as soon as it is used. The returned plan is
+        Let plans run the optimizer in backward, which frees each gradient as soon as it is used.  The returned plan is
         for ``memopt_cli.apply_plan(model, plan, optimizer=optimizer)``; the script must then not clip, accumulate or
         scale gradients.
     accumulate:
         Number of micro-batches for each step of the optimizer.
     device:
-        The device to measure on.  ``None``: this process's, as its launcher set it.
+        The device to measure on.  By default this process's, as its launcher set it.
     process_group:
         A group whose ranks all make this call, each with its copy of the model.  The first rank searches; all ranks get
-        its plan and check that they have the same.  An error on one rank is raised on all.  ``None``: no group.
+        its plan and check that they have the same.  An error on one rank is raised on all.  ``None`` for no group.
     timeout:
         Seconds that each answer of a profiling subprocess may take.
     verbose:
@@ -349,7 +349,7 @@ def recommend_batch(
     Of tensors among the inputs, only shape, dtype and the range of whole numbers are used, and a negative number that
     stands apart from it, as labels of -100: batches of other sizes are filled at random.  ``memory``: the limit,
     ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's memory, or bytes.
-    ``plan``: the rows are without this plan and with it; ``None``: the plan that the model carries, if it does.
+    ``plan``: the rows are without this plan and with it; by default the plan that the model carries, if any.
     ``objective``: ``None`` means ``"max"``.  ``search``: find the batch and the plan that together train fastest, among
     plans of a ``level``; ``memopt_cli.apply_plan(model, found.plan)`` applies the plan.  ``compile``: a backend of
     ``torch.compile``, to find the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU

@@ -152,7 +152,7 @@ class AdaptiveBatchSizer:
         """Return the size of the next batch, after a step of ``current_loss`` that used ``current_memory_usage``.
 
         ``current_memory_usage`` is the step's peak, as :func:`~memopt_cli.batching.memory.usage_share` reads it.
-        (Allocated memory divided by its own maximum is not a share of capacity.)  ``None``: the peak is measured.
+        (Allocated memory divided by its own maximum is not a share of capacity.)  With ``None``, the peak is measured.
         ``performance_metrics`` may hold ``throughput`` in samples per second.
 
         The control law models the usage of a batch ``B`` as ``u(B) = a + c B``, fitted to the latest usage of each
@@ -271,7 +271,7 @@ class AdaptiveBatchSizer:
 
 
 def largest_fitting(fits: Callable[[int], bool], guess: int, low: int, high: int) -> int | None:
-    """Return the largest size in ``[low, high]`` for which ``fits`` is true.  ``None``: ``low`` does not fit.
+    """Return the largest size in ``[low, high]`` for which ``fits`` is true, or ``None`` if ``low`` does not fit.
 
     Every size that fits must be smaller than every size that does not.  Sizes are doubled from ``guess`` until a size
     does not fit (or halved until a size fits), then bisected, with at most ``log2(high / low) + log2(high - low) + 3``

@@ -108,7 +108,7 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
 
 
 def find_batch_class(module: nn.Module) -> type[AbstractBatchModule] | None:
-    """Return the batch class registered for the type of ``module`` itself.  ``None``: there is no such class."""
+    """Return the batch class registered for the type of ``module`` itself, or ``None``."""
     return _batch_classes.get(type(module))
 
 

@@ -59,7 +59,7 @@ def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None
     data_order:
         Order of models (g) and images (b) in it.
     batch:
-        Number of models.  ``None``: it is read from the shape, which the order ``(g b)`` does not allow.
+        Number of models.  By default it is read from the shape, which the order ``(g b)`` does not allow.
 
     Returns
     -------

@@ -40,7 +40,7 @@ class OnlineAlgorithm(nn.Module):
     ) -> None:
         """Learn the weights of ``model``, a module of one time step.
 
-        ``mode``: ``Batching()`` if inputs and states have a batch axis.  ``None``: the mode of ``environ``.
+        ``mode``: ``Batching()`` if inputs and states have a batch axis; by default the mode of ``environ``.
         ``vjp_method``: ``"single-step"`` takes ``[...]``, the inputs of one step.  ``"multi-step"`` takes a window
         ``[steps, ...]`` and differentiates within it through every path, through weights as well; the traces carry the
         past before the window.

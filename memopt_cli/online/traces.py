@@ -105,8 +105,8 @@ class GradientChannel:
 
 
 Ties = list[tuple[Tensor | None, "GradientChannel | int"]]
-"""Pairs of a coefficient (``None``: 1) and the end to which the gradient times the coefficient goes: a channel, or the
-number of an earlier output of the same call."""
+"""Pairs of a coefficient (``None`` stands for 1) and a target: the gradient, times the coefficient, is added to that
+channel, or to the gradient of the earlier output of the same call that has this number."""
 
 
 class _TiedTensors(torch.autograd.Function):
@@ -173,7 +173,7 @@ class _Filtered:
     """The factors that turn a neuron's gradient into a weight's gradient in ES-D-RTRL."""
 
     z: Tensor | None
-    """Filtered input, ``[B, ...]``.  ``None``: a weight without an input."""
+    """Filtered input, ``[B, ...]``; ``None`` for a weight without an input."""
     scale: float | Tensor = 1.0
     """Divisor of the gradient, which corrects the bias of the filter's start."""
 
@@ -186,7 +186,7 @@ class _RunningStep:
     """Name of the trace's declared state -> its value after the last step."""
     filtered: _Filtered
     z: Tensor | None = None
-    """Input of the weight in this step, detached.  ``None``: an elementwise parameter."""
+    """Input of the weight in this step, detached; ``None`` for an elementwise parameter."""
     y: Tensor = field(default_factory=lambda: torch.empty(0))
     """Output of the weight, through which gradients reach the tensors that ``z`` was computed from."""
     channels: dict[object, GradientChannel] = field(default_factory=dict)
@@ -376,7 +376,7 @@ class FactoredTrace(Trace):
         return advanced if filtered.z is None else {**advanced, "input": filtered.z}
 
     def _factor(self, row: Row) -> Tensor | None:
-        """Return ``a sum_j D_j e_f,j + (1 - a) F``, the factor of a tensor with ``row``.  ``None``: no term."""
+        """Return ``a sum_j D_j e_f,j + (1 - a) F``, the factor of a tensor with ``row``; ``None`` if it has no term."""
         terms = [
             entry * self.live.values[_key(past_state, "neuron")] for past_state, entry in self._followed_entries(row)
         ]

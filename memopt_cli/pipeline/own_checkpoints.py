@@ -28,9 +28,8 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     own = _measure(prepared) if measures else None
     cost = "" if own is None else _cost_in_words(own)
     note = (
-        f"The model checkpoints by itself ({attributes_in_words(switches)}){cost}. Plans are searched with that off, "
-        "and compared with the step without it. A plan that is applied turns it off, in a training script as well: the "
-        "script must not turn it on again."
+        f"The model checkpoints by itself ({attributes_in_words(switches)}){cost}. Plans are searched, and compared, "
+        "with that off. Applying a plan turns it off in your training script too; do not turn it on again."
     )
     prepared.progress.note(note)
     subject = replace(prepared.subject, source=replace(source, own_checkpoints=False))
@@ -49,7 +48,7 @@ def _cost_in_words(own: Measurement | Failure) -> str:
     """Say what the step takes with the model's own checkpointing on."""
     if not isinstance(own, Measurement):
         return f", which does not run: {describe(own)}"
-    return f", and takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} so"
+    return f", which takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} per step"
 
 
 def suspended_notes(switches: Sequence[str], plan: Plan) -> tuple[str, ...]:
@@ -65,7 +64,7 @@ def own_checkpoints_notes(paths: Sequence[str]) -> tuple[str, ...]:
         return ()
     modules = format_some([f"'{path or '(root)'}'" for path in paths])
     return (
-        f"The model checkpoints by itself, in the forward of {modules}: that part is recomputed whatever a plan does, "
-        "and twice within a segment. If the forward checks an attribute first, such as use_checkpoint, plans are "
-        "searched with it off.",
+        f"The model checkpoints by itself, in the forward of {modules}. A plan cannot change that, and inside a "
+        "segment that part is recomputed twice. If an attribute such as use_checkpoint controls it, memopt searches "
+        "with the attribute off.",
     )

@@ -41,7 +41,7 @@ class SearchProbes:
         self._answers: dict[Job[object], object] = {}
 
     def time_left(self) -> Span | None:
-        """Return the time that is left to the search; ``None``: no limit."""
+        """Return the time that is left to the search, or ``None`` without a limit."""
         if self._ended:
             return Span(0.0, is_limit=True)
         return None if self._limit_s is None else Span(max(0.0, self._ends - time.monotonic()), is_limit=True)

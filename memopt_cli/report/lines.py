@@ -46,8 +46,8 @@ def room_in_words(found: DeviceEstimate) -> str:
     if found.fits and found.reserved_peak_bytes > found.memory_bytes:
         allocated = format_bytes(found.allocated_peak_bytes)
         return (
-            f"it fits in {there} once the allocator gives back unused blocks ({allocated} allocated; {reserved} "
-            "reserved if it did not)"
+            f"it fits in {there}, but only after the allocator frees cached blocks ({allocated} allocated, {reserved} "
+            "reserved)"
         )
     return f"{'it fits' if found.fits else 'it does not fit'}: {reserved} reserved of {there}"
 

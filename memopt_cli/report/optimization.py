@@ -268,7 +268,7 @@ def frontier(summary: MemOptSummary) -> Table:
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     own = summary.own_checkpoints
     longest = max((found.step_s for found in [*measured, *([own] if own else [])]), default=0.0)
-    words = told_apart([point.plan for point in summary.frontier])
+    words = distinct_labels([point.plan for point in summary.frontier])
     rows = [(str(number), *row) for number, row in enumerate(zip(summary.frontier, words, strict=True), 1)]
     if own is not None:
         base_s = summary.frontier[0].original_step_s
@@ -327,7 +327,7 @@ def ranges(summary: MemOptSummary) -> Table:
     return table
 
 
-def told_apart(plans: Sequence[Plan]) -> list[str]:
+def distinct_labels(plans: Sequence[Plan]) -> list[str]:
     """Return ``plans`` in words; where several have the same words, add the first segments that only some of them have.
 
     ``1 in chunks`` becomes ``1 in chunks: conv_fc.0-3 in 20 chunks``.

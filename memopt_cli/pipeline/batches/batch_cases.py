@@ -34,7 +34,7 @@ class Case:
     search: BatchSearch = field(init=False)
     copies: ReplicaSearch | None = None
     settled: ReplicaAdvice | None = None
-    """Number of copies that train fastest at the described batch.  ``None``: not searched, or none fits."""
+    """Number of copies that train fastest at the described batch; ``None`` if not searched, or if none fits."""
 
     @property
     def fits(self) -> bool:

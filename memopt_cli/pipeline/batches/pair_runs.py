@@ -57,7 +57,7 @@ class PairRuns:
         budget_bytes = self.limits.budget_bytes
         fitting = [
             (plan, run)
-            for plan, run in self.trials.planned()
+            for plan, run in self.trials.successful_runs()
             if run.allocated_peak_bytes <= budget_bytes and self.largest_usable(run.batch) == run.batch
         ]
         in_time = [(plan, run) for plan, run in fitting if self.limits.is_in_time(run.step_s)]

@@ -64,7 +64,7 @@ from memopt_cli.text.units import format_bytes
 _EVEN_LENGTHS = 64
 """Approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
 _FEWEST_LENGTHS = 8
-"""Number of steps between two of those lengths, from the shortest to the longest, unless the range has fewer."""
+"""Minimum number of intervals into which those lengths divide the range, unless the range holds fewer."""
 _MAX_ORIGINAL_RUNS = 3
 """Maximum number of lengths at which the original is run to see whether it fits."""
 _RUNS_INSIDE = 4
@@ -99,8 +99,8 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
 def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
     """Return the input and the axis at which a plan reads its length: the first in ``spec`` to name ``symbol``.
 
-    Where it names it for several axes, as for an image of S×S, all are read: the step is as large as the largest.
-    Raises :class:`UsageError` where no shape names it.
+    If a shape names it for several axes (an S×S image), the largest of them counts.  Raises :class:`UsageError` if no
+    shape names it.
     """
     position = 0
     for tensor in spec.tensors:
@@ -111,7 +111,7 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
         position += tensor.name is None
     shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
     raise UsageError(
-        f"no input has the dimension {symbol}, whose size chooses the range of a plan by length ({shapes})",
+        f"no input has a dimension {symbol} to choose the range of the plan by ({shapes})",
         hint=f"Write it into a shape, as in Bx{symbol}@int64=0..32000.",
     )
 
@@ -186,7 +186,7 @@ class _Range:
     applied: LevelRow
     """Row whose plan is applied; the original's where that fits."""
     verification: Verification | None = None
-    """Verification of the plan.  ``None``: the original is applied."""
+    """Verification of the plan; ``None`` if the original is applied."""
     inside: list[LengthRun] = field(default_factory=list)
     """Runs at shorter lengths of the range."""
 
@@ -437,7 +437,7 @@ class _ByLength:
     def _peak(self, probes: SearchProbes, is_fake: bool, length: int) -> float | None:
         """Return the original's tensor peak in bytes, or for a card its allocated peak; infinite if unknown.
 
-        ``None``: the model does not run at ``length``.
+        Returns ``None`` if the model does not run at ``length``.
         """
         answer = probes.ask(CountJob(plan=ORIGINAL, fake=is_fake, dims={self.varied.symbol: length}))
         if isinstance(answer, StepFailed):

@@ -61,7 +61,7 @@ class GoalSearch:
     max_slowdown: float | None = None
     """Highest slowdown of a plan by its prediction, and on the frontier by its measurement too.
 
-    ``None``: no limit within a budget, :data:`FRONTIER_SLOWDOWN` on the frontier.
+    By default there is no limit within a budget, and :data:`FRONTIER_SLOWDOWN` on the frontier.
     """
 
     @property

@@ -50,7 +50,7 @@ class InBackwardPlans:
     count: Callable[[Plan], Counted | Failure | NotTried]
     measurements: PlanMeasurements
     fault: Callable[[Plan], Reason | None]
-    """A function that verifies a plan and returns why it fails.  ``None``: it passes."""
+    """Function that verifies a plan, and returns why it fails or ``None``."""
     max_slowdown: float
     drop: Callable[[Dropped], object]
     """A function that records a plan that is not applied."""

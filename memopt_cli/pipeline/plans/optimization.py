@@ -130,7 +130,7 @@ class _PlanSearch:
     """Findings so far."""
     prover: Prover
     applied: LevelRow | None = None
-    """Row of the level whose plan is to be applied.  ``None``: the original's."""
+    """Row of the level whose plan is to be applied; ``None`` for the original."""
 
     @property
     def prepared(self) -> Prepared:
