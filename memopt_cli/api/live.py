@@ -365,7 +365,9 @@ def recommend_batch(
             "`--search` looks for the plan: `--plan` cannot be combined with it", hint="Leave one of them out."
         )
     if not search and (level is not None or target or allow_inexact or search_time is not None):
-        raise OptionError("level, target, allow_inexact and search_time apply only to a search for plans", hint=_SEARCH)
+        raise OptionError(
+            "level, target, allow_inexact and search_time apply only to a search for plans", hint=_ADD_SEARCH_HINT
+        )
     request = BatchRequest(
         source=_source(model),
         spec=spec,
@@ -466,7 +468,7 @@ def check(
         return Checked(check_prepared(request, before, prepared))
 
 
-_SEARCH = "Add search=True."
+_ADD_SEARCH_HINT = "Add search=True."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ FILE_LIMIT: Final = SizeLimit(times=16, more_bytes=16 << 20)
 # One archive may hold many others, and the bytes that these unpack to add up.
 NESTED_CODE_LIMIT: Final = SizeLimit(times=8)
 NESTED_TENSORS_LIMIT: Final = SizeLimit(times=1)
-_HINT = "If it is your own, save it again, without compression; otherwise it is likely an attack."
+_SUSPICIOUS_FILE_HINT = "If it is your own, save it again, without compression; otherwise it is likely an attack."
 
 
 class Archive:
@@ -66,7 +66,7 @@ class Archive:
         self.sizes = {name.removeprefix(folder): size for name, size in sizes.items()}
         """Name of each record -> its unpacked bytes."""
         if len({name.lower() for name in self.sizes}) != len(sizes):
-            raise UnsafeFileError(f"{path} was not loaded: it has two records of one name", hint=_HINT)
+            raise UnsafeFileError(f"{path} was not loaded: it has two records of one name", hint=_SUSPICIOUS_FILE_HINT)
 
     def view(self, name: str) -> memoryview:
         """Return the bytes of the record ``name``, uncopied if it is not compressed.
@@ -124,7 +124,7 @@ def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict
     try:
         return _records(data, limit)
     except _HostileArchiveError as err:
-        raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_HINT) from err
+        raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_SUSPICIOUS_FILE_HINT) from err
     except Exception as err:  # a damaged or hostile directory may raise anything
         reason = str(err) if type(err) is ValueError else "the archive is damaged"
         raise FileFormatError(f"{path} cannot be read: {reason}", hint=DOWNLOAD_AGAIN_HINT) from err

@@ -207,7 +207,7 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Obje
         with watch_code(file.path):
             return build(pickled.pickle, root, audit.recipes)
     except BrokenError as err:
-        raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err
+        raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED_HINT) from err
     except (BadProgramError, UnsafeScriptError) as err:
         part = "its TorchScript part uses " if isinstance(err, UnsafeScriptError) else ""
         raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=TRUST_PICKLE_HINT) from err
@@ -268,7 +268,7 @@ def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, ObjectKind]])
 
 _MAX_NAMES, _MAX_IMPORTS = 2000, 100  # that a file may use, and modules of libraries that it may import
 _BY_HAND: Final = "The file is damaged, or made by hand."
-_DAMAGED: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
+_DAMAGED_HINT: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
 
 
 def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:

@@ -37,7 +37,7 @@ _SCRIPT_RECORD: Final = "constants.pkl"
 """A record that makes ``torch.load`` take an archive for TorchScript, and run it."""
 _LIFTED: Final = {("torch.nn.modules.container.Sequential", False)}
 """Classes of PyTorch's that loading makes of a file without a pickled module."""
-_HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. If you trust it: `--no-sandbox`."
+_ATTACK_HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. If you trust it: `--no-sandbox`."
 
 
 def check_returned(path: str, source: ModelSource) -> int:
@@ -56,7 +56,7 @@ def check_returned(path: str, source: ModelSource) -> int:
             _check(file, original_classes, vouched)
         except MemoptError as err:
             raise UnsafeFileError(
-                f"the subprocess returned something that is not an optimized model: {err.message}", hint=_HINT
+                f"the subprocess returned something that is not an optimized model: {err.message}", hint=_ATTACK_HINT
             ) from err
     return len(file.data)
 

@@ -77,11 +77,11 @@ def lift_script(script: ScriptModule, unit: Any) -> Loaded:
     owners = _owners(lifted, leaves)
     if len(leaves) > 0 and not isinstance(lifted, ScriptLeaf) and any(count > 1 for count in owners.values()):
         # Leaves are saved one by one, so tensors that share memory with another module would be saved as copies.
-        return Loaded(module=ScriptLeaf(script), notes=(*lifting.notes, _SHARED))
+        return Loaded(module=ScriptLeaf(script), notes=(*lifting.notes, _SHARED_TENSORS_NOTE))
     return Loaded(module=lifted, notes=(*lifting.notes, *mode_notes(lifting.programs(), "Tracing")))
 
 
-_SHARED = "The model stays TorchScript as a whole: what could not be lifted shares tensors with the rest."
+_SHARED_TENSORS_NOTE = "The model stays TorchScript as a whole: what could not be lifted shares tensors with the rest."
 
 
 def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:

@@ -168,7 +168,7 @@ def compiled_table(summary: MemOptSummary) -> Table:
     table = plain_table("plan", "allocated\npeak", "step", "ratio", "", words=["plan", ""])
     rows: list[tuple[str, Plan | None, object, str]] = [(in_words(Plan()), Plan(), original, "")]
     if summary.own_checkpoints is not None:
-        rows.append((_OWN, None, summary.own_checkpoints, ""))
+        rows.append((_OWN_CHECKPOINTS_LABEL, None, summary.own_checkpoints, ""))
     rows += [(in_words(row.plan), row.plan, row.outcome, row.dropped) for row in summary.compiled]
     for words, plan, outcome, dropped in rows:
         cells = ("–", "–", "–")
@@ -194,7 +194,7 @@ def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
     groups = by_level if verbose else rows_by_plan(summary)
     rows = [(span, levels, row, in_words(row.plan)) for span, levels, row in groups]
     if (own := _own_row(summary)) is not None:
-        rows.append(("–", [], own, _OWN))
+        rows.append(("–", [], own, _OWN_CHECKPOINTS_LABEL))
     for span, levels, row, words in rows:
         applied = summary.is_applied and summary.applied_level in levels
         cells = [*_measured_cells(row, original), *_predicted_cells(row), *(_detail_cells(row) if verbose else ())]
@@ -212,7 +212,7 @@ def rows_by_plan(summary: MemOptSummary) -> Iterator[tuple[str, list[int], Level
         yield span, levels, max(rows, key=lambda row: (isinstance(row.outcome, Measurement), row.level))
 
 
-_OWN = "the model's own checkpoints"
+_OWN_CHECKPOINTS_LABEL = "the model's own checkpoints"
 
 
 def _own_row(summary: MemOptSummary) -> LevelRow | None:
@@ -272,7 +272,7 @@ def frontier(summary: MemOptSummary) -> Table:
     rows = [(str(number), *row) for number, row in enumerate(zip(summary.frontier, words, strict=True), 1)]
     if own is not None:
         base_s = summary.frontier[0].original_step_s
-        rows.append(("–", ParetoPoint(plan=Plan(), outcome=own, original_step_s=base_s), _OWN))
+        rows.append(("–", ParetoPoint(plan=Plan(), outcome=own, original_step_s=base_s), _OWN_CHECKPOINTS_LABEL))
     for pick, point, plan in rows:
         match point.outcome:
             case Measurement() as found:
@@ -616,16 +616,16 @@ def inexact(verification: Verification) -> Iterator[str]:
     if verification.passed and verification.rounding:
         yield (
             f"as measured, a tensor differs by {verification.rounding:.1%} of its norm: rounding in chunks tips "
-            f"choices, such as a spike or a ReLU's sign, and {_DRIFT}"
+            f"choices, such as a spike or a ReLU's sign, and {_DRIFT_REASON}"
         )
     elif verification.passed and not verification.is_bit_exact:
-        yield f"over many steps rounding adds up and may tip choices, such as a spike or a ReLU's sign: {_DRIFT}"
+        yield f"over many steps rounding adds up and may tip choices, such as a spike or a ReLU's sign: {_DRIFT_REASON}"
     if verification.inexact:
         names = ", ".join(verification.inexact)
         yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"
 
 
-_DRIFT = "two training runs drift apart; `--level 2` keeps the same bits"
+_DRIFT_REASON = "two training runs drift apart; `--level 2` keeps the same bits"
 
 
 def _describe_tolerance(verification: Verification) -> str:
