@@ -140,15 +140,15 @@ def memory_optimization(
 
     Plans are measured in profiling subprocesses with ``dummy_input`` (any shapes that ``forward`` takes; dimension 0
     of the first tensor is the batch), and verified against the original.  Without ``dummy_input``, level 1 measures
-    nothing, and verifies the plan on inputs guessed from the first layers; a note says if the model rejects them.
+    nothing, and verifies the plan on inputs guessed from the first layers; a note reports it if the model rejects them.
 
-    If a plan was searched for and none is applied, a warning says why.  A plan that ``net`` already carries is removed
-    first, and put back if this call fails.
+    If a plan was searched for and none is applied, a warning has the reason.  A plan that ``net`` already carries is
+    removed first, and put back if this call fails.
 
     Parameters
     ----------
     compress_x:
-        Store the inputs of segments packed where that is lossless; a module's ``x_compressor`` says how.
+        Store the inputs of segments packed where that is lossless; a module's ``x_compressor`` can choose the codec.
     verbose:
         Log the course of the search, by the logger ``memopt_cli`` at level ``INFO``.
     temporal_split_factor:
@@ -247,7 +247,7 @@ def apply_gc(
 
     With ``dummy_input``, one forward of a copy in training mode shows which of these modules are called, which codec
     packs their inputs, and which modules have the largest inputs.  Without ``dummy_input``, a checkpoint budget takes
-    modules in the model's order, and inputs are stored unpacked unless a module's ``x_compressor`` says otherwise.
+    modules in the model's order, and inputs are stored unpacked unless a module has an ``x_compressor``.
     ``device``: the device of that forward; ``cuda`` without a number is the device of :func:`resolve_device`, which is
     the CPU on a machine without CUDA.  Returns ``net``, or ``(net, summary)``, a dictionary with the fields of
     :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
@@ -369,7 +369,7 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
     """Return inputs guessed from the layers of ``net``.  Raises :class:`StepError` if no layer allows a guess."""
     spec = guessed_spec(net)
     if spec is None:
-        raise StepError("no layer says what its inputs are", hint="Give dummy_input=(x, …).")
+        raise StepError("no layer reveals the shape of its inputs", hint="Give dummy_input=(x, …).")
     return make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)[0]
 
 
@@ -422,7 +422,7 @@ def _make_unmeasured(
 def _unobserved_codecs(plan: Plan) -> list[str]:
     """Return notes for a ``plan`` made without inputs: how segments store theirs, and which codecs were not tried."""
     untried = [f"'{s.path or '(root)'}'" for s in plan.segments if s.compressor != "null"]
-    stored = ["Without dummy_input, inputs are stored packed only where x_compressor says how."]
+    stored = ["Without dummy_input, inputs are stored packed only where x_compressor is set."]
     tried = [
         f"x_compressor was not tried on your inputs in {format_some(untried)}: an input that it would not restore bit "
         "for bit is stored as it is. Give dummy_input."

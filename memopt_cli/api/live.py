@@ -143,7 +143,7 @@ def optimize(
         The most that plans may send to host memory, ``"64GiB"`` or bytes.  By default half of the free host memory,
         which no value can exceed.
     recommend_batch:
-        Also say how large a batch the plan allows.  This needs inputs that are text: tensors have one size.
+        Also return the largest batch that the plan allows.  This needs inputs that are text: tensors have one size.
     for_device:
         A GPU that is not here, for which the plan is searched by estimates, as ``--for``: ``"a100-40gb"``, the path of
         a YAML file, or a ``DeviceProfile``.  Nothing is measured, and no batch recommended.
@@ -243,8 +243,8 @@ def frontier(
     """Find and measure the plans between the fastest and the smallest, as ``memopt optimize --frontier`` does.
 
     ``summary.frontier`` of the result holds them; ``memopt_cli.apply_plan(model, point.plan)`` applies one.  This
-    function leaves the model as it is.  ``max_slowdown``: ``None`` means 10 here.  Other arguments and errors are
-    those of ``optimize``.
+    function leaves the model as it is.  ``max_slowdown``: ``None`` means 10 here.  For other
+    arguments and errors, see ``optimize``.
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     request = OptimizeRequest(
@@ -292,12 +292,12 @@ def profile(
 ) -> Profiled:
     """Show where the memory of a training step goes, as ``memopt profile`` does; ``model`` stays as it is.
 
-    ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is left out, and a
-    note says so.  ``fake``: estimate on tensors without data.  ``for_device``: estimate for a GPU that is not here, as
+    ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is ignored, with a
+    note.  ``fake``: estimate on tensors without data.  ``for_device``: estimate for a GPU that is not here, as
     ``--for``: ``"a100-40gb"``, the path of a YAML file, or a ``DeviceProfile``.  ``compile``: a backend of
     ``torch.compile``; the compiled step is measured as well.
 
-    Other arguments and errors are those of ``optimize``.
+    For other arguments and errors, see ``optimize``.
     """
     card = card_given(for_device, device)
     limit_s = check_option("timeout", timeout)
@@ -353,7 +353,7 @@ def recommend_batch(
     ``objective``: ``None`` means ``"max"``.  ``search``: find the batch and the plan that together train fastest, among
     plans of a ``level``; ``memopt_cli.apply_plan(model, found.plan)`` applies the plan.  ``compile``: a backend of
     ``torch.compile``, to find the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU
-    that is not here, as ``--for``, without running anything.  Other arguments and errors are those of ``optimize``.
+    that is not here, as ``--for``, without running anything.  For other arguments and errors, see ``optimize``.
     """
     card = card_given(for_device, device)
     limit_s = check_option("timeout", timeout)
@@ -411,7 +411,7 @@ def baseline(
 
     The step runs under the plan that the model carries.  Of tensors among the inputs, only shape, dtype and range are
     used, as in ``recommend_batch``.  ``force``: replace an existing file.
-    Other arguments and errors are those of ``optimize``.
+    For other arguments and errors, see ``optimize``.
     """
     path = path_given("output", output)
     limit_s = check_option("timeout", timeout)
@@ -444,8 +444,8 @@ def check(
     """Compare a step with its ``baseline``, as ``memopt check`` does, under the plan that the model carries.
 
     ``fail_on``: how much a metric may grow, ``"peak:5%"``.  The settings of the step come from the baseline; only code
-    has to be given again: the loss, and an optimizer that is a function.  ``passed`` of the result says whether no
-    metric grew by more than that, and ``result.exceeded`` which did.  Raises ``BaselineError`` if the baseline
+    has to be given again: the loss, and an optimizer that is a function.  ``passed`` of the result is whether no
+    metric grew by more than that; ``result.exceeded`` lists those that did.  Raises ``BaselineError`` if the baseline
     is missing, or describes another step.
     """
     limits = tuple(map(parse_limit, checked_names("fail_on", fail_on)))

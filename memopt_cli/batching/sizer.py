@@ -182,8 +182,8 @@ class AdaptiveBatchSizer:
     def report_out_of_memory(self) -> int:
         """Halve the size, because the last step ran out of memory, and return it; it does not grow for five intervals.
 
-        The next :meth:`adapt_batch_size` ignores the readings of the failed step; in a distributed run, it also tells
-        the other ranks the size.
+        The next :meth:`adapt_batch_size` ignores the readings of the failed step; in a distributed run, it also sends
+        the size to the other ranks.
         """
         self._set(self._bounds.clamp(self._batch // 2, self._calls), "out of memory")
         self._bounds.cap(self._batch, self._calls)

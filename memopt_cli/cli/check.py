@@ -40,7 +40,7 @@ def check(
 ) -> None:
     """Fail if the step of a baseline needs more memory now.
 
-    Exits with 1 if it needs more than a limit allows, and says why; with 5 if there is no baseline, or if it
+    Exits with 1 if it needs more than a limit allows, and prints why; with 5 if there is no baseline, or if it
     was recorded under other conditions. Inputs, device and the rest of the step come from the baseline.
     """
     request = CheckRequest(

@@ -32,8 +32,8 @@ def measure(
 
     torchrun --nproc-per-node 2 -m memopt_cli measure train.py:build --parallel train.py:shard
 
-    All ranks make sure that they have the same plan, take steps together, and tell each other their peaks. The first
-    rank shows them next to its prediction.
+    All ranks make sure that they have the same plan, take steps together, and exchange their peaks. The first rank
+    shows them next to its prediction.
     """
     launch = find_launch()
     assert launch is not None, "RankCommand checked it"

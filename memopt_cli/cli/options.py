@@ -80,7 +80,7 @@ class InputOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingOptions:
-    """Options that say which model of a file to load, and which code in it the user trusts."""
+    """Options for the model of a file to load, and for the code in it that the user trusts."""
 
     config: str | None = None
     """Path of the config file; not read here: the option's callback has read it before the command begins."""
@@ -120,7 +120,7 @@ _TRUSTS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """Options that say how a step is run."""
+    """Options for the way a step is run."""
 
     device: str = "auto"
     precision: Precision = "stored"
@@ -152,7 +152,7 @@ DESCRIBING: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisplayOptions:
-    """Options that say how much is printed, and in which form."""
+    """Options for the amount and the form of output."""
 
     json: bool = False
     quiet: bool = False
@@ -198,7 +198,7 @@ class RangeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealOptions:
-    """Options that say how a model is spread over the ranks of a real group, whose number the launcher knows."""
+    """Options for sharding a model over the ranks of a real group, whose number the launcher knows."""
 
     parallel: str | None = None
     mesh: str | None = None
@@ -235,7 +235,7 @@ def _layouts(asked: SpreadOptions | RangeOptions, numbers: Sequence[int]) -> tup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions(SpreadOptions):
-    """Options that say how the model is spread, and which rank is predicted."""
+    """Options for sharding a model, and for the rank that is predicted."""
 
     rank: int | None = None
 

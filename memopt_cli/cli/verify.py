@@ -36,7 +36,7 @@ def verify(
 
     MODEL as it is, and CANDIDATE: the same with a framework's checkpointing, torch.compile, another library's plan.
     Outputs, gradients, buffers, hidden state, random numbers, hooks and parameters of several steps with an optimizer
-    (SGD, if none is named) are compared. Exits with 1 if they differ, and says where and why.
+    (SGD, if none is named) are compared. Exits with 1 if they differ, and prints where and why.
     """
     request = EquivalenceRequest(
         reference=loading.source(context, reference),

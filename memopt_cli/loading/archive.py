@@ -1,9 +1,9 @@
 """Checking zip archives before any record is read, so that every reader finds the same bytes, and not too many.
 
-A zip file has a header before each record, a directory of all records behind them, and an end that says where the
-directory is.  Where these disagree, readers differ in which they believe.  An attacker could write a file in which
-Python's ``zipfile``, which checks it, sees other records than PyTorch's C++ reader, which loads it.  Therefore a file
-is refused unless all three agree: one directory, directly before the end, without duplicate names or overlaps.
+A zip file has a header before each record, a directory of all records behind them, and an end that points to the
+directory.  Where these disagree, readers differ in which they believe.  An attacker could write a file in which
+Python's ``zipfile``, which checks it, sees different records from PyTorch's C++ reader, which loads it.  Therefore a
+file is refused unless all three agree: one directory, directly before the end, without duplicate names or overlaps.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class Archive:
             start = entry.header_offset + _HEADER.size
             signature, named, extra = _HEADER.unpack_from(self._data, entry.header_offset)
             if signature != b"PK\x03\x04" or bytes(self._data[start : start + named]) != entry.orig_filename.encode():
-                raise ValueError("the record is not where the directory says")
+                raise ValueError("the record is not at the position in the directory")
             start += named + extra
             stored = self._data[start : start + entry.compress_size]
             if entry.compress_type == zipfile.ZIP_DEFLATED:
                 unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
                 stored = memoryview(unpacker.decompress(stored, entry.file_size + 1))
             if stored.nbytes != entry.file_size:
-                raise ValueError("the record has another size than the directory says")
+                raise ValueError("the size of the record differs from the size in the directory")
             if entry.CRC and zlib.crc32(stored) != entry.CRC:  # PyTorch has an option that leaves checksums out
                 raise ValueError("the record has another checksum")
             return stored

@@ -53,7 +53,7 @@ from memopt_cli.text.units import format_some
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint allow all of them."""
 _LONGEST_FLAGS: Final = 4000
-"""Maximum number of characters of flags in a hint; a longer hint would say to load the file unchecked."""
+"""Maximum number of characters of flags in a hint; in place of a longer hint, loading unchecked is advised."""
 
 
 class ModulePickle:

@@ -75,8 +75,8 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
     """
     folder = Path(location)
     if not is_pretrained(location):
-        said, hint = folder_refusal(location)
-        raise UsageError(f"{location} {said}", hint=hint)
+        reason, hint = folder_refusal(location)
+        raise UsageError(f"{location} {reason}", hint=hint)
     digest = hashlib.sha256()
     tempfile.gettempdir()  # writes a file when it is first called, which the watch would refuse a library
     with _offline(), watch_code(location, _BUILD_IN_CODE_HINT):
@@ -199,7 +199,10 @@ def _quiet(logging: Any) -> Iterator[None]:
 
 
 def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
-    for kind, what in (("missing_keys", "lacks weights of"), ("mismatched_keys", "has weights of other shapes than")):
+    for kind, what in (
+        ("missing_keys", "lacks weights of"),
+        ("mismatched_keys", "has weights whose shapes do not fit"),
+    ):
         keys = sorted((key if isinstance(key, str) else str(key[0]))[:LONGEST_NAME] for key in info.get(kind) or ())
         if keys:
             more = ", …" if len(keys) > _MAX_LISTED else ""

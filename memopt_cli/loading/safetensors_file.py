@@ -51,7 +51,7 @@ class Entry:
 
 
 class SafeTensors:
-    """The format of safetensors, which holds weights and never a model; loading one raises an error that says so."""
+    """The format of safetensors, which holds weights and never a model: loading one always raises an error."""
 
     name = "safetensors"
 

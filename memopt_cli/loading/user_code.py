@@ -17,7 +17,7 @@ from memopt_cli.text.optimizer_text import notebook_refusal
 from memopt_cli.training.module_calls import raised_at
 
 _COPIED: Final[dict[str, Any]] = {}
-"""Name -> the definition that was copied to ``__main__``; it may be replaced by that of the next script."""
+"""Name -> the definition that was copied to ``__main__``; the next script may replace it by its own."""
 
 
 def import_failure(error: BaseException) -> tuple[str, str]:
@@ -105,8 +105,8 @@ class UserCode:
         if wanted.module == "__main__" and (script := self._hidden.get(name)) is not None:
             raise UsageError(
                 f"this session has one {name}, and {script.name} defines another",
-                hint=f"For this session's own, add to the trust: globals=('__main__.{wanted.name}',). For that of "
-                f"{script.name}, load the file in a session without another {name}.",
+                hint=f"To use this session's {name}, add to the trust: globals=('__main__.{wanted.name}',). To use the "
+                f"one in {script.name}, load the file in a session without another {name}.",
             )
 
     def run_scripts(self) -> list[ModuleType]:

@@ -134,7 +134,7 @@ class Reference:
             self._try_steps(is_double=False)
 
     def _try_steps(self, *, is_double: bool) -> bool:
-        """Take the steps, and return whether they ran; if not, ``_failure`` says why."""
+        """Take the steps, and return whether they ran; if not, ``_failure`` is the reason."""
         self._effects: dict[str, Tensor] | None = None
         self._is_double = is_double
         arguments = self.inputs.args, self.inputs.kwargs

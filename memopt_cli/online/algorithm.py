@@ -84,7 +84,7 @@ class OnlineAlgorithm(nn.Module):
             if use in structure.doubled_uses and isinstance(trace, FactoredTrace):
                 raise MemoptError(
                     f"the output of {use.path} is read by a cell that has parameters or inputs of its own, and also "
-                    "outside of cells: a factored trace cannot tell the two gradients apart",
+                    "outside of cells: a factored trace cannot separate the two gradients",
                     hint="Use D_RTRL, or give each reader a weight of its own.",
                 )
             self.traces.append(trace.to(like))

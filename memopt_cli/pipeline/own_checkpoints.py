@@ -16,7 +16,7 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     """Return the model with its own checkpointing off, if it has any that an attribute turns off.
 
     The name of an attribute proves nothing, so a step is recorded without data to see whether the model checkpoints.  A
-    note tells the user, with the peak and time of the step with checkpointing on if ``measures``.
+    note reports it, with the peak and time of the step with checkpointing on if ``measures``.
     """
     source, switches = prepared.subject.source, prepared.facts.checkpoint_switches
     if not switches or not source.own_checkpoints:

@@ -76,7 +76,7 @@ class Prepared:
         return replace(self, progress=progress, timeout_s=timeout_s)
 
     def without_carried(self, note: str) -> Prepared:
-        """Return the model with no carried plan; ``note`` tells the user, if the model carries one."""
+        """Return the model with no carried plan, and show ``note`` to the user if it carries one."""
         if self.carried == ORIGINAL:
             return self
         self.progress.note(note)

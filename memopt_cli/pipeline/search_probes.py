@@ -146,7 +146,7 @@ class _Reporter:
         self._tried = 0
 
     def report(self, text: str) -> None:
-        """Show ``text``, which says what is tried next."""
+        """Show ``text``, the next thing that is tried."""
         self._progress.update(self._tried, None, f"{text}; {self._least}")
 
     def counted(self, plan: Plan, answer: Counted | Failure | NotTried) -> Counted | Failure | NotTried:

@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def headline(equivalence: Equivalence) -> str:
-    """Return one sentence that says whether the candidate of ``equivalence`` trains as the reference does."""
+    """Return one sentence on whether the candidate of ``equivalence`` trains as the reference does."""
     both = f"{equivalence.candidate} trains as {equivalence.reference} does"
     if equivalence.passed:
         far = f", {equivalence.worst:.1g} apart at most" if equivalence.worst else ""

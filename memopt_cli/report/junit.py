@@ -48,7 +48,7 @@ def _comparison(comparison: Comparison) -> tuple[list[ET.Element], str]:
     cases, lines = [], []
     for part in comparison.parts:
         why = "\n".join((*growth(part), *reasons(part)))
-        if not any(verdict.exceeded for verdict in part.verdicts):  # else its failures say it
+        if not any(verdict.exceeded for verdict in part.verdicts):  # else its failures contain it
             lines += [part.at, why] if part.at else [why]
         for verdict in part.verdicts:
             case = _case(comparison.after.model, verdict.limit.text + (f" at {part.at}" if part.at else ""))
@@ -67,7 +67,7 @@ def _equivalence(found: Equivalence) -> tuple[list[ET.Element], str]:
         if fault:
             _fault(case, "failure", "difference", fault, why)
         cases.append(case)
-    return cases, why if found.passed else ""  # else its failures say it
+    return cases, why if found.passed else ""  # else its failures contain it
 
 
 def _case(model: str, name: str) -> ET.Element:

@@ -338,7 +338,7 @@ def distinct_labels(plans: Sequence[Plan]) -> list[str]:
         shared = set.intersection(*(set(plans[number].everywhere) for number in alike))
         own = [[_in_place(each) for each in plans[number].everywhere if each not in shared] for number in alike]
         differences = [""] * len(alike)
-        # One segment tells two plans apart; of three, two may have that one in common, and differ in the next.
+        # One segment distinguishes two plans; of three plans, two may share it, and differ in the next.
         for length in range(1, max(map(len, own)) + 1):
             differences = [", ".join(segments[:length]) for segments in own]
             if len(set(differences)) == len(differences):
@@ -412,12 +412,12 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
         how = f"; `memopt apply --confirm` measures the plan on {there}" if summary.is_applied else ""
         yield f"estimated for {there}, not measured{how}"
     found = summary.verification
-    if found is not None and not found.passed and summary.decisive is None:  # else the headline says so
+    if found is not None and not found.passed and summary.decisive is None:  # else the headline contains it
         yield verification(found)
     if found is not None and summary.is_applied:
         yield from inexact(found)
     yield from _parts_left_out(summary)
-    if summary.offers_choice:  # else their table says so
+    if summary.offers_choice:  # else their table contains it
         yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
     if (smaller := _smaller_too_slow(summary)) is not None:
         yield f"{smaller.sentence} {smaller.why.remedy}"
@@ -439,7 +439,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
     """Yield the written files, the batch that fits, and last the line of Python that uses the plan."""
     summary = result.summary
     written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
-    # Another search, such as one that a remedy advises, would stop at these files; it replaces that of a frontier.
+    # Another search, such as one that a remedy advises, would stop at these files; a frontier's is replaced.
     is_in_the_way = any(path.endswith(".summary.json") for path in result.files)
     again = "; next time, `--force` replaces them" if is_in_the_way else ""
     yield f"{'searched' if result.in_memory else written} in {format_seconds(summary.spent_s)}{again}"
@@ -492,14 +492,14 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     for row in summary.levels:
         if row.outcome is not None and not isinstance(row.outcome, Measurement):
             yield f"level {row.level}: {describe(row.outcome)}"
-        if row.repeats is not None and row.repeats > 0:  # the table says "no segments" of what repeats level 0
+        if row.repeats is not None and row.repeats > 0:  # for a repeat of level 0, the table has "no segments"
             yield f"level {row.level}: the plan of level {row.repeats}"
     if any(row.outcome is None for row in summary.levels):
         yield "~ predicted by a dry run; `memopt optimize --measure-levels` measures every level"
     if summary.verification and summary.verification.measured:
         yield _measured_steps(summary.verification.measured)
     yield verification(summary.verification) if summary.verification else "not verified"
-    if summary.recommendation != summary.unchanged:  # else the headline says it
+    if summary.recommendation != summary.unchanged:  # else the headline is the recommendation
         yield summary.recommendation
     yield from _neighbours(summary)
 

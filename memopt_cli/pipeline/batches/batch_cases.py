@@ -159,7 +159,7 @@ class CaseSearch:
         self.prepared.progress.stage(f"finding the batch that fits{case.text}")
 
     def _check(self, case: Case) -> None:
-        """Raise :class:`MemoptError` if no batch of ``case`` ran, for another reason than memory."""
+        """Raise :class:`MemoptError` if no batch of ``case`` ran, and memory is not the reason."""
         failures = [run for run in case.search.runs.values() if not isinstance(run, BatchProbe)]
         other_failures = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
         if other_failures and not case.search.runs.measured:

@@ -173,7 +173,7 @@ class _FastestSearch:
         """Price plans at larger batches by ``step``, and run those that may train faster."""
         self.prepared.progress.stage("pricing plans at larger batches")
         pricing = self.pricing = Pricing(
-            models=ScaledModels(step=step, record=self._record, runs=self.trials.planned),
+            models=ScaledModels(step=step, record=self._record, runs=self.trials.successful_runs),
             probes=self.probes,
             options=self.options,
             progress=self.prepared.progress,

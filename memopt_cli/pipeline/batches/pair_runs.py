@@ -53,7 +53,7 @@ class PairRuns:
         return [pair for pair in self.all() if pair.usable]
 
     def _usable_pairs(self) -> list[Pair]:
-        """Return the pairs that may be the answer; if every step is too long, only the one with the shortest."""
+        """Return the pairs that may be the answer; if every step is too long, only the pair with the shortest."""
         budget_bytes = self.limits.budget_bytes
         fitting = [
             (plan, run)

@@ -345,7 +345,7 @@ class _BatchSearch:
 
 
 def call_of(session: Sessions) -> ModelCall:
-    """Return the call of the model; the usual one for a model that does not run, as the search says why."""
+    """Return the call of the model; a default if the model does not run, for which the search has the reason."""
     answer = session().ask(CallJob())
     return answer if isinstance(answer, ModelCall) else ModelCall()
 

@@ -205,7 +205,7 @@ def _spec(typed: InputSpec | None, recorded: InputSpec) -> InputSpec:
 
 
 def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepared) -> None:
-    """Refuse a model of another class and another file name than the baseline's; one of the two may change."""
+    """Refuse a model if both its class and its file name differ from the baseline's; one of the two may change."""
     location, class_name = request.source.location, prepared.facts.class_name
     root = next((module.class_name for module in before.memory.modules if not module.path), class_name)
     if root != class_name and Path(location).name != Path(before.header.model).name:

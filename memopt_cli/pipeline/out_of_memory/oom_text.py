@@ -1,8 +1,8 @@
-"""Read the messages by which PyTorch, NumPy and the kernel say that memory ran out, from a log or a traceback.
+"""Read the out-of-memory messages of PyTorch, NumPy and the kernel from a log or a traceback.
 
 Example: "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.10 GiB is free."  The wording differs
-by backend and by version of PyTorch, hence several patterns for a number.  A process that the kernel ends says nothing
-itself: the kernel's log, the shell or the cluster does.
+by backend and by version of PyTorch, hence several patterns for a number.  A process that the kernel ends prints
+nothing itself: the message is in the log of the kernel, the shell or the cluster.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _read_kill(match: re.Match[str]) -> OutOfMemoryText:
 def _others(message: str, own_bytes: int) -> str:
     """Return a sentence on other processes that hold the card; empty if they hold little.
 
-    Where the message does not say which process is its own, that is the smallest that holds ``own_bytes``.
+    If the message does not name its own process, the smallest that holds ``own_bytes`` counts as its own.
     """
     held = [_bytes(match) for match in _PROCESS.finditer(message)]
     card_bytes = _first(_TOTAL, message)

@@ -10,8 +10,8 @@ whichever path that takes at a length, so a plan that is right at one length is 
 repeated, taken at short lengths alone, is not found; a dry run of the plan there does not show it either.  In training,
 backward ends with an error if the tensors that the module saves differ in number or shape.
 
-Shorter inputs have smaller tensors, but on the CPU a convolution chooses its kernel by shape, and the workspace of one
-kernel may be larger than that of another for longer inputs.  So each plan is also run at a few of its shorter lengths;
+Shorter inputs have smaller tensors, but on the CPU a convolution chooses its kernel by shape, and one kernel
+may need more workspace than another does for longer inputs.  So each plan is also run at a few of its shorter lengths;
 where it exceeds the budget, another range ends.
 
 The search starts with the longest inputs, which must fit.  It then finds the largest length at which the original fits
@@ -374,7 +374,7 @@ class _ByLength:
         return True
 
     def _range_up_to(self, length: int, present_bytes: int = 0) -> _Range | None:
-        """Find a plan for the range that ends at ``length``.  ``None`` if none was found; a note says why.
+        """Find a plan for the range that ends at ``length``, or return ``None`` and add a note with the reason.
 
         ``present_bytes``: the peak there under the plan for longer inputs, where that exceeds the budget.  If no plan
         fits, the smallest is taken, provided that it takes less.

@@ -39,7 +39,7 @@ _MAX_MEASURED = 6
 _OOM_DIVISOR = 4
 """After a plan runs out of memory, the next target is lowered by the target divided by this.
 
-The error does not say how much memory was missing."""
+The error does not contain the amount of memory that was missing."""
 FRONTIER_SLOWDOWN = 10.0
 """Highest slowdown of a plan on the frontier without ``--max-slowdown``.
 

@@ -96,9 +96,9 @@ class Recipe:
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
-    """Function that says why a file must not hold an object of these parts; it returns "" if the file may.
+    """Function that returns why a file must not hold an object of these parts, or "" if it may.
 
-    Returns ``None`` if all parts are allowed.
+    ``None`` allows all parts.
     """
 
 
