@@ -1,4 +1,4 @@
-"""Check the arguments of Python calls such as ``memopt_cli.optimize``, and turn them into what requests hold.
+"""Checking the arguments of Python calls such as ``memopt_cli.optimize``, and turning them into what requests hold.
 
 The rules are those of the command line (``text/options.py``), so that a value is refused in both or in neither.
 """

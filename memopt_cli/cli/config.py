@@ -1,4 +1,4 @@
-"""Read ``memopt.yaml``, a file of flags.  Keys are the names of flags, and the command line overrides them.
+"""Reading ``memopt.yaml``, a file of flags.  Keys are the names of flags, and the command line overrides them.
 
 A file that memopt finds in the working directory may have been downloaded with a model.  Unless ``--config`` names it,
 it must therefore not run code, vouch for code, or name files outside its folder.

@@ -1,4 +1,4 @@
-"""Build the options of every command from the table in ``text/options.py``.
+"""Building the options of every command from the table in ``text/options.py``.
 
 A command declares only the names and types of its parameters; :func:`with_options` looks up help, flags and checks by
 name.  Options that several commands share form a group: one parameter whose type is a dataclass here, such as

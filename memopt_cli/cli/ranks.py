@@ -1,4 +1,4 @@
-"""Find out whether a launcher such as ``torchrun`` started this process, and let only one rank print a failure."""
+"""Finding out whether a launcher such as ``torchrun`` started this process; only one rank prints a failure."""
 
 from __future__ import annotations
 

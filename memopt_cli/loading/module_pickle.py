@@ -334,7 +334,7 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
 
 
 def list_names(denied: Mapping[Global, Denied]) -> str:
-    """Say why the first few names in ``denied`` were denied, each reason once, and how many more there are."""
+    """Return why the first few names in ``denied`` were denied, each reason once, and how many more there are."""
     alike: dict[str, list[str]] = {}
     for name, verdict in denied.items():
         alike.setdefault(verdict.reason, []).append(str(name))

@@ -1,4 +1,4 @@
-"""Compare each route with the loop over the models: two training steps must have the same effects.
+"""Comparing each route with the loop over the models: two training steps must have the same effects.
 
 Compared are outputs, gradients and buffers of two steps on a few models and samples, in float64 if the model allows it.
 """

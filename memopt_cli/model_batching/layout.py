@@ -1,4 +1,4 @@
-"""Convert between the orders of models and images in a caller's tensors and memopt's own order.
+"""Converting between the orders of models and images in a caller's tensors and memopt's own order.
 
 Inside this package the models are always dimension 0: a batched tensor is (models, …one model's shape…).
 """

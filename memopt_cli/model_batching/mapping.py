@@ -1,4 +1,4 @@
-"""Map functions over models with ``vmap``, including functions whose outputs are not all tensors."""
+"""Mapping functions over models with ``vmap``, including functions whose outputs are not all tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare two ways to train one model, step by step, for ``memopt verify``.
+"""Comparing two ways to train one model, step by step, for ``memopt verify``.
 
 Both sides take the same steps from the same seed, and everything that the steps leave is compared: outputs, gradients,
 buffers, state and parameters.  Differences that may be rounding are judged in float64, where sums in another order

@@ -1,4 +1,4 @@
-"""Say what a training script must mind under a plan that runs a head through its loss."""
+"""Notes on what a training script must mind under a plan that runs a head through its loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn off the checkpointing that a model does by itself, as Hugging Face's do, before a plan is searched."""
+"""Turning off the checkpointing that a model does by itself, as Hugging Face's do, before a plan is searched."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def _measure(prepared: Prepared) -> Measurement | Failure:
 
 
 def _cost_in_words(own: Measurement | Failure) -> str:
-    """Say what the step takes with the model's own checkpointing on."""
+    """Return words on what the step takes with the model's own checkpointing on."""
     if not isinstance(own, Measurement):
         return f", which does not run: {describe(own)}"
     return f", which takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} per step"
 
 
 def suspended_notes(switches: Sequence[str], plan: Plan) -> tuple[str, ...]:
-    """Say which ``switches`` of a model are off under ``plan``; nothing if there are none."""
+    """Return a note on the ``switches`` of a model that are off under ``plan``, if there are any."""
     if not switches or plan.of_model.is_empty:
         return ()
     return (f"The model's own checkpointing is off under the plan ({attributes_in_words(switches)}).",)
 
 
 def own_checkpoints_notes(paths: Sequence[str]) -> tuple[str, ...]:
-    """Say of a recorded step that the modules at ``paths`` checkpoint in their forward; nothing if there are none."""
+    """Return a note that the modules at ``paths`` checkpoint in their forward, if there are any."""
     if not paths:
         return ()
     modules = format_some([f"'{path or '(root)'}'" for path in paths])

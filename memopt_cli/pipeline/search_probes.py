@@ -1,4 +1,4 @@
-"""Send the jobs of a search to a profiling subprocess, each once, and none after the time limit."""
+"""Sending the jobs of a search to a profiling subprocess, each once, and none after the time limit."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def planner_probes(
 ) -> Probes:
     """Return the functions by which a planner tries plans; they also show its progress.
 
-    ``fake``: whether to count on tensors without data.  ``allow_inexact``: whether to allow chunks that change batch
+    ``fake``: whether to count on fake tensors.  ``allow_inexact``: whether to allow chunks that change batch
     statistics, and nothing else.
     """
     reporter = _Reporter(progress, original.allocated_peak_bytes)

@@ -1,4 +1,4 @@
-"""Keep one profiling subprocess for several jobs, and start a fresh one whenever a job has ended it."""
+"""Keeping one profiling subprocess for several jobs, and starting a fresh one whenever a job has ended it."""
 
 from __future__ import annotations
 

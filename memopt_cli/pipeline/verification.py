@@ -1,4 +1,4 @@
-"""Verify a plan: compare its step with the original's, at full size or at the largest size that can be run.
+"""Verifying a plan: comparing its step with the original's, at full size or at the largest size that can be run.
 
 A full comparison keeps all tensors of both steps, which may not fit, and takes several steps.  So the measured steps
 leave fingerprints, a few numbers for each tensor, which are compared at full size, and a full comparison follows on

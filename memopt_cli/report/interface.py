@@ -50,7 +50,7 @@ class Report(Protocol):
         """Write ``answer`` to ``stream``."""
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
-        """Say that HTML reports and snapshots were written to ``files``."""
+        """Report that HTML reports and snapshots were written to ``files``."""
 
 
 class VerdictReport(Protocol):

@@ -41,7 +41,7 @@ def busy_notes(waited: Iterable[float]) -> Iterator[str]:
 
 
 def room_in_words(found: DeviceEstimate) -> str:
-    """Say whether the step of ``found`` fits: ``it fits: 1.2 GiB reserved of 38.9 GiB``."""
+    """Return whether the step of ``found`` fits: ``it fits: 1.2 GiB reserved of 38.9 GiB``."""
     reserved, there = format_bytes(found.reserved_peak_bytes), format_bytes(found.memory_bytes)
     if found.fits and found.reserved_peak_bytes > found.memory_bytes:
         allocated = format_bytes(found.allocated_peak_bytes)

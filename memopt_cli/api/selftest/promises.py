@@ -223,7 +223,7 @@ def _compare_bytes(case: _Case, promise: str, predicted: int | str, measured: in
 
 
 def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
-    """Compare the phases of a step with an optimizer, measured and predicted on tensors without data."""
+    """Compare the phases of a step with an optimizer, measured and predicted on fake tensors."""
     with _prepare(case, device).session() as session:
         outcome = measurement_in(session.ask(MeasureJob(plan=ORIGINAL)))
         counted = require_answer(session.ask(CountJob(plan=ORIGINAL, fake=True)), "without data it could not be run: ")

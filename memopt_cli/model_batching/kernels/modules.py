@@ -1,4 +1,4 @@
-"""Run a module of a traced graph for all models at once: by a kernel, the user's own batch module, or ``vmap``."""
+"""Running a module of a traced graph for all models at once: by a kernel, the user's own batch module, or ``vmap``."""
 
 from __future__ import annotations
 

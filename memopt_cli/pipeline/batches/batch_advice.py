@@ -1,4 +1,4 @@
-"""Find the batch that fits on this device under a plan, which ``memopt optimize`` reports with the plan."""
+"""Finding the batch that fits on this device under a plan, which ``memopt optimize`` reports with the plan."""
 
 from __future__ import annotations
 

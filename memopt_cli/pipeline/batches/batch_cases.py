@@ -1,4 +1,4 @@
-"""Search the largest batch of each case of a recommendation: a plan, or none, at given sizes of the inputs."""
+"""Searching the largest batch of each case of a recommendation: a plan, or none, at given sizes of the inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run and dry-run a step at one batch after another in profiling subprocesses, for a search of the largest batch."""
+"""Running and dry-running a step at one batch after another in profiling subprocesses, to find the largest batch."""
 
 from __future__ import annotations
 

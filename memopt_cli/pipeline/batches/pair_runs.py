@@ -1,4 +1,4 @@
-"""Rate the runs of a search for the fastest training by samples a second, and choose the best."""
+"""Rating the runs of a search for the fastest training by samples a second, and choosing the best."""
 
 from __future__ import annotations
 

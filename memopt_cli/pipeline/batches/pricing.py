@@ -1,4 +1,4 @@
-"""Price plans at any batch: compute their peak and step time from a step recorded at two batches, without runs."""
+"""Pricing plans at any batch: computing their peak and step time from a step recorded at two batches, without runs."""
 
 from __future__ import annotations
 

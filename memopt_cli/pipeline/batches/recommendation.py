@@ -1,4 +1,4 @@
-"""Find the largest and the fastest batch that fit, each confirmed by a run, for ``memopt recommend-batch``."""
+"""Finding the largest and the fastest batch that fit, each confirmed by a run, for ``memopt recommend-batch``."""
 
 from __future__ import annotations
 

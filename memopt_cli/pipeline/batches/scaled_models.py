@@ -1,4 +1,4 @@
-"""Build cost models of a step at any batch from records at two batches, and scale their times to measured runs."""
+"""Building cost models of a step at any batch from records at two batches, and scaling their times to measured runs."""
 
 from __future__ import annotations
 

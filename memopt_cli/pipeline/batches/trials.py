@@ -1,4 +1,4 @@
-"""Run pairs of a plan and a batch, each in a fresh subprocess, and record the original's step at some batches."""
+"""Running pairs of a plan and a batch, each in a fresh subprocess, and recording the original at some batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run ``memopt baseline``, ``check`` and ``compare``: write down what a step needs, and compare it with a later one.
+"""``memopt baseline``, ``check`` and ``compare``: writing down what a step needs, and comparing it with a later one.
 
 A baseline is data that may have come with the model, so ``check`` runs no code and reads no other file that only the
 baseline names: the user must give those again.
@@ -270,7 +270,7 @@ def _shorter_lengths(plan: Plan, spec: InputSpec) -> list[tuple[str, int]]:
 
 
 def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
-    """Say which lengths of a plan by length are not recorded."""
+    """Return a note on the lengths of a plan by length that are not recorded."""
     if plan.by is None:
         return
     dim, last = plan.by.dim, plan.ranges[-1].up_to

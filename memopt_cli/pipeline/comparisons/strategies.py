@@ -1,4 +1,4 @@
-"""Tabulate the memory of a training step over the length of its sequences, for ``recommend-batch --strategy``.
+"""Tabulating the memory of a training step over the length of its sequences, for ``recommend-batch --strategy``.
 
 The strategies are backpropagation through time (bptt), the same under a plan, and online rules, which keep eligibility
 traces in place of activations.  Bptt grows with the number of time steps; online rules should not.

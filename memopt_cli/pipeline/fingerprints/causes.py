@@ -1,4 +1,4 @@
-"""Find the likely cause of a difference between two trainings, from one watched step of each.
+"""Finding the likely cause of a difference between two trainings, from one watched step of each.
 
 The explanations are tried in order, the most specific first, and the first that fits is the answer.  Most compare the
 calls of modules: a call in forward with the same call of the other side, or with its repetition in a recomputation.

@@ -1,6 +1,6 @@
-"""Prepare a model from the function that builds it, for predictions by the Python API.
+"""Preparing a model from the function that builds it, for predictions by the Python API.
 
-Subprocesses import the function by name; if they cannot, it runs in this process, on tensors without data.
+Subprocesses import the function by name; if they cannot, it runs in this process, on fake tensors.
 """
 
 from __future__ import annotations

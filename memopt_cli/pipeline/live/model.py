@@ -1,4 +1,4 @@
-"""Prepare a model in memory, in place of a file, for the Python API.
+"""Preparing a model in memory, in place of a file, for the Python API.
 
 The model goes to profiling subprocesses through a temporary file.  If a subprocess could not load it, for example
 because its class is defined in a function, it is profiled in this process, and a note has the reason.
@@ -198,7 +198,7 @@ def detached_copy(model: nn.Module) -> nn.Module:
 
 
 def _before_sharding(model: nn.Module) -> str:
-    """Say what to do with a model that ``fully_shard`` has changed; empty for others."""
+    """Return what to do with a model that ``fully_shard`` has changed; empty for others."""
     sharding = sys.modules.get("torch.distributed.fsdp")  # takes seconds to import
     if sharding is None or not any(isinstance(module, sharding.FSDPModule) for module in model.modules()):
         return ""

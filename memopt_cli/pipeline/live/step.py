@@ -1,4 +1,4 @@
-"""Prepare the user's own step for the Python API, from the function that makes it.
+"""Preparing the user's own step for the Python API, from the function that makes it.
 
 Profiling subprocesses import the function by name; if they cannot, it is called in this process.
 """

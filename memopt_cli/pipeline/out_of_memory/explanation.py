@@ -1,4 +1,4 @@
-"""Find which tensors hold the memory when it runs out, and try changes that make the step fit, for ``memopt explain``.
+"""Finding which tensors hold the memory when it runs out, and changes that make the step fit, for ``memopt explain``.
 
 It starts from an error in a log, a snapshot of PyTorch's allocator, a model, or several of these.  With a model, a step
 is recorded to find the first instant at which more is allocated than there is memory; the changes are then run.

@@ -1,4 +1,4 @@
-"""Read the out-of-memory messages of PyTorch, NumPy and the kernel from a log or a traceback.
+"""Reading the out-of-memory messages of PyTorch, NumPy and the kernel from a log or a traceback.
 
 Example: "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.10 GiB is free."  The wording differs
 by backend and by version of PyTorch, hence several patterns for a number.  A process that the kernel ends prints

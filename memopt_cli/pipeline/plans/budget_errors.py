@@ -1,4 +1,4 @@
-"""Say why no plan fits into a budget: what the smallest plan takes, what no plan makes smaller, and what would help."""
+"""Reasons why no plan fits into a budget: what the smallest plan takes, what no plan lowers, and what would help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find a plan by length for ``memopt optimize --dim S=64:2048 --budget …``: one plan for each of a few ranges.
+"""Finding a plan by length for ``memopt optimize --dim S=64:2048 --budget …``: one plan for each of a few ranges.
 
 Example, for lengths 64 to 2048: no plan up to 512, a light one up to 1024, and a heavy one beyond.  Each range has the
 fastest plan that fits at its largest length, measured and verified by

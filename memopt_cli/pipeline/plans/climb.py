@@ -1,4 +1,4 @@
-"""Find a plan for each level up to ``--level``, and apply the highest one that is worth its time as measured.
+"""Finding a plan for each level up to ``--level``, and applying the highest one that is worth its time as measured.
 
 The search only predicts peaks and slowdowns; measurements decide.  They start with the plan of the highest level and go
 down until one is worth its time.  A plan that is too slow is replaced by one that is predicted to be faster in the same

@@ -1,4 +1,4 @@
-"""Search compiled steps for ``--compile``: the fastest within the budget, or without a budget the smallest.
+"""Searching compiled steps for ``--compile``: the fastest within the budget, or without a budget the smallest.
 
 Nothing predicts the peak of a compiled step, so a few candidates are compiled and measured: the model without a plan,
 with segments of the eager search as checkpoint regions, with PyTorch's activation memory budget, and with both.  What a

@@ -1,4 +1,4 @@
-"""Find and measure the plans of ``--budget``, ``--frontier`` and ``--pick``.
+"""Finding and measuring the plans of ``--budget``, ``--frontier`` and ``--pick``.
 
 For a budget, the planner proposes the fastest plan whose predicted peak fits, and that plan is measured.  If it takes
 30 MiB more than the budget, the planner proposes one that is predicted to take 30 MiB less, a few times at most.

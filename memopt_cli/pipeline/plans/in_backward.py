@@ -1,4 +1,4 @@
-"""Try the optimizer in backward with the plan that a search has found, where the step allows it.
+"""Trying the optimizer in backward with the plan that a search has found, where the step allows it.
 
 An optimizer in backward updates each parameter as soon as its gradient is complete, and frees the gradient, so the
 gradients of all parameters never exist at once.  Accumulation, clipping and scaling need them together, and are ruled

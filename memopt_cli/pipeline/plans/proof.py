@@ -1,4 +1,4 @@
-"""Verify the plan that is to be applied, and replace it if it fails.
+"""Verifying the plan that is to be applied, and replacing it if it fails.
 
 If a plan's results differ from the original's, the segments that cause the difference are found and left out, and the
 rest is verified again.  A plan found for a budget or picked from the frontier is not replaced: the command fails.

@@ -1,4 +1,4 @@
-"""Keep the plans of ``--frontier`` in a file beside the model, and take plan N from it for ``--pick N``.
+"""Keeping the plans of ``--frontier`` in a file beside the model, and taking plan N from it for ``--pick N``.
 
 A number refers to the table that the user has seen.  If the model, the inputs or the step have changed since, the
 command fails rather than search again and apply another plan under the same number.

@@ -1,4 +1,4 @@
-"""Decide whether a plan saves enough memory for its slowdown, first by its prediction, then by its measurement."""
+"""Deciding whether a plan saves enough memory for its slowdown, first by its prediction, then by its measurement."""
 
 from __future__ import annotations
 
