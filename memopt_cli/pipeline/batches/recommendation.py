@@ -367,7 +367,7 @@ def norm_notes(accumulation: Accumulation, facts: ModelFacts) -> Iterator[str]:
     """Yield a warning where batch normalization makes accumulation differ from one large batch."""
     if accumulation.steps > 1 and facts.batch_norms:
         yield (
-            f"The model has batch normalization, whose statistics are of {accumulation.batch} samples, not of "
+            f"The model has batch normalization, whose statistics cover {accumulation.batch} samples, not "
             f"{accumulation.global_batch}, so accumulation is not the same training step as one large batch."
         )
 

@@ -270,15 +270,15 @@ def _shorter_lengths(plan: Plan, spec: InputSpec) -> list[tuple[str, int]]:
 
 
 def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
-    """Return a note on the lengths of a plan by length that are not recorded."""
+    """Yield a note on the lengths of a plan by length that are not recorded."""
     if plan.by is None:
         return
     dim, last = plan.by.dim, plan.ranges[-1].up_to
     longest = spec.dims.get(dim)
     if longest is None:
         yield (
-            f"The plan has ranges of {dim}, and the inputs name no {dim}: only their own length is recorded. "
-            f"Inputs as text name it: Bx{dim}x64, with a size of {dim} of {last}."
+            f"The plan has ranges of {dim}, and no input names {dim}, so only the length of these inputs is recorded. "
+            f"To record all, give the inputs as text, such as Bx{dim}x64, with {dim}={last}."
         )
     elif longest < last:
         yield f"Nothing is recorded beyond {dim}={longest}, and the plan goes up to {last}."

@@ -41,9 +41,9 @@ _IN_WORKER: Final = re.compile(r"in DataLoader worker process \d+\.\s+Original $
 """Pattern of the text before a traceback that a worker process handed over."""
 _IN_LOADING: Final = "memory ran out in a worker process of the DataLoader, while it loaded data, not in the step"
 _KILLED_WORKER: Final = "the kernel killed a worker process of the DataLoader, as it does when memory runs out"
-_NO_SHARED: Final = (
-    "shared memory (/dev/shm), through which the workers of the DataLoader hand over batches, ran out; a container "
-    "gets more by docker run --shm-size=8g"
+_NO_SHARED_MEMORY: Final = (
+    "shared memory (/dev/shm), where the workers of the DataLoader put batches, ran out; in a container, get more by "
+    "docker run --shm-size=8g"
 )
 _WITHOUT_NUMBERS: Final = re.compile(
     r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|std::bad_alloc|"
@@ -89,7 +89,7 @@ def read_oom(text: str) -> OutOfMemoryText | None:
     if last.re in _KILLED:
         return _read_kill(last)
     if last.re in _WORKERS:
-        return _of_loading(_KILLED_WORKER if last.groupdict().get("killed") else _NO_SHARED)
+        return _of_loading(_KILLED_WORKER if last.groupdict().get("killed") else _NO_SHARED_MEMORY)
     before = text[max(0, last.start() - _MAX_TRACEBACK_CHARACTERS) : last.start()]
     raised_at, asked_bytes = _innermost(before), _bytes(last) if last.re in _ASKED else 0
     header = before.rfind(_TRACEBACK)

@@ -252,7 +252,7 @@ class _ByLength:
         on_card = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
         return Sessions(on_card, "full size" if self.request.runs else on_card.dry_data, notes=[])
 
-    def at(self, length: int) -> Prepared:
+    def prepared_at(self, length: int) -> Prepared:
         """Return the model with inputs of ``length``."""
         return self.prepared.with_size(self.varied.symbol, length)
 
@@ -273,7 +273,7 @@ class _ByLength:
     def find(self, length: int) -> Findings:
         """Find the fastest plan within the budget at ``length``, measured and verified."""
         self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
-        findings = self.find_plan(self.request, self.at(length))
+        findings = self.find_plan(self.request, self.prepared_at(length))
         self.interrupted |= findings.interrupted
         # A budget such as 50% is a share of the original's peak at the first, longest length: fix it in bytes.
         if findings.budget_bytes is not None:
@@ -464,8 +464,8 @@ class _ByLength:
             symbol, tried = self.varied.symbol, [n for n in _lengths_to_try(self.varied, length) if n > above]
             self.notes.append(
                 f"The model does not run at {symbol}={length}, nor at the shorter lengths that were tried "
-                f"({', '.join(map(str, tried[1:])) or 'none'}). Others were not tried; `--lengths` names those that "
-                "occur."
+                f"({', '.join(map(str, tried[1:])) or 'none'}). Name the lengths that occur with "
+                "`--lengths`."
             )
         return run
 
@@ -494,7 +494,7 @@ class _ByLength:
     def _measure(self, job: MeasureJob, length: int) -> Measurement | Failure:
         of_what = "the original" if job.plan.is_empty else "the plan"
         self.prepared.progress.update(0, None, f"{of_what} at {self.varied.symbol}={length}")
-        return measurement_in(self.at(length).ask(job))
+        return measurement_in(self.prepared_at(length).ask(job))
 
     def estimate(self, ranges: Sequence[_Range]) -> Iterator[str]:
         """Yield a sentence on how much shorter the ranges make an epoch than one plan for all lengths would."""

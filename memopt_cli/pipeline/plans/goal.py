@@ -161,7 +161,7 @@ class GoalSearch:
         if not self.in_backward.is_allowed:
             return self._planner.within(self._level, target_bytes)
         original = self._planner.dry_runs.smallest(0)
-        original_in_backward = self.in_backward.of(original) if original.peak_bytes > target_bytes else None
+        original_in_backward = self.in_backward.variant_of(original) if original.peak_bytes > target_bytes else None
         if original_in_backward is not None and original_in_backward.peak_bytes <= target_bytes:
             return original_in_backward
         priced = self._planner.within(self._level, target_bytes)
@@ -182,7 +182,7 @@ class GoalSearch:
         candidates = [p for p in larger if p.slowdown <= limit and self.in_backward.least_of(p) <= target_bytes]
         fastest = sorted(candidates, key=lambda p: (p.slowdown, p.peak_bytes))
         for priced in [*fastest[:_MAX_IN_BACKWARD], *[p for p in fastest[_MAX_IN_BACKWARD:] if p is smallest]]:
-            lower_priced = self.in_backward.of(priced)
+            lower_priced = self.in_backward.variant_of(priced)
             if lower_priced is not None and lower_priced.peak_bytes <= target_bytes:
                 return lower_priced
         return None
@@ -194,7 +194,7 @@ class GoalSearch:
 
     def _lower(self, priced: PricedPlan) -> PricedPlan:
         """Return ``priced`` with the optimizer in backward where that lowers its peak, else unchanged."""
-        return self.in_backward.of(priced) or priced
+        return self.in_backward.variant_of(priced) or priced
 
     def _fastest_measured(
         self, priced: PricedPlan, outcome: Measurement, budget_bytes: int

@@ -57,7 +57,7 @@ class InBackwardPlans:
     is_allowed: bool
     """Whether `--optimizer-in-backward` is given, and no plan with it has failed so far."""
 
-    def of(self, priced: PricedPlan) -> PricedPlan | None:
+    def variant_of(self, priced: PricedPlan) -> PricedPlan | None:
         """Return ``priced`` with the optimizer in backward, by a dry run; ``None`` if that does not lower its peak."""
         if not self.is_allowed or _gradient_bytes(priced.counted) < LOWER_SHARE * priced.peak_bytes:
             return None
@@ -73,7 +73,7 @@ class InBackwardPlans:
     def offer(self, priced: PricedPlan) -> str:
         """Return a note on the peak of ``priced`` with the optimizer in backward; empty if the peak is hardly lower."""
         allowed_plans = replace(self, is_allowed=True, drop=ignore)
-        lower_priced = allowed_plans.of(priced)
+        lower_priced = allowed_plans.variant_of(priced)
         if lower_priced is None or lower_priced.peak_bytes > (1 - _MIN_OFFERED_SHARE) * priced.peak_bytes:
             return ""
         return (
@@ -87,7 +87,7 @@ class InBackwardPlans:
 
     def of_level(self, row: LevelRow, priced: PricedPlan) -> LevelRow | None:
         """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if it fails or is no use."""
-        lower_priced = self.of(priced)
+        lower_priced = self.variant_of(priced)
         if lower_priced is None:
             return None
         proven_row = self._try_row(row, priced, lower_priced)
