@@ -141,7 +141,7 @@ def _check_inputs(request: OptimizeRequest, frontier: ShownFrontier) -> None:
     flag = next((quoted_flag(flag, path) for flag, path in files.items() if path), "")
     if flag and not (request.spec is not None and request.spec.has_inputs):
         raise UsageError(
-            f"the plans were shown for a step with `{flag}`; memopt does not open a file only because a file beside the "
+            f"the plans were shown for a step with `{flag}`; memopt opens no file just because a file beside the "
             "model names it",
             hint=f"If those are your inputs, add `{flag}`.",
         )
