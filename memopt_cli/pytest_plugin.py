@@ -93,7 +93,7 @@ def train_memory(request: pytest.FixtureRequest) -> TrainMemory:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what the steps of passed tests needed, from which a limit can be chosen."""
+    """Print what the steps of passed tests needed, to help choose limits."""
     lines = [
         f"{report.nodeid}: {value}"
         for report in terminalreporter.getreports("passed")

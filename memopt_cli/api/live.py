@@ -243,8 +243,8 @@ def frontier(
     """Find and measure the plans between the fastest and the smallest, as ``memopt optimize --frontier`` does.
 
     ``summary.frontier`` of the result holds them; ``memopt_cli.apply_plan(model, point.plan)`` applies one.  This
-    function leaves the model as it is.  ``max_slowdown``: ``None`` means 10 here.  For other
-    arguments and errors, see ``optimize``.
+    function leaves the model as it is.  ``max_slowdown``: by default 10.  For other arguments and
+    errors, see ``optimize``.
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     request = OptimizeRequest(

@@ -30,8 +30,8 @@ def explain(
 ) -> None:
     """Say why a step runs out of memory, and what would fit.
 
-    Who holds what at the instant at which memory runs out: by category, by module, by line of your code. Then changes
-    with which the step fits, each of them run: a plan, one that sends tensors away, micro-batches, autocast.
+    Shows who holds what when memory runs out: by category, by module, by line of your code. Then tries changes that
+    may make the step fit, and runs each: a plan, a plan that sends tensors away, micro-batches, autocast.
     """
     request = ExplainRequest(
         source=None if model is None else loading.source(context, model),

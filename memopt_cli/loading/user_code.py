@@ -35,7 +35,7 @@ def import_failure(error: BaseException) -> tuple[str, str]:
 class ClassNotFoundError(FileFormatError):
     """A class of the file is not installed, and not in the code that the user named.
 
-    ``looked_in``: the file of the user's in which it should be; empty if it may be in any that the user named.
+    ``looked_in``: the user's file that should define the class; empty if any file that the user named may define it.
     """
 
     looked_in = ""

@@ -370,7 +370,7 @@ def test_the_memory_of_a_killed_process_is_not_called_that_of_its_tensors() -> N
     limit = explanation._reported_limit(error, None)
     assert limit is not None
     assert limit[0] == 15 << 30
-    assert limit[1].startswith("the process's when it was killed, of which its libraries take a part")
+    assert limit[1].startswith("the process's memory when it was killed, its libraries included")
 
 
 def test_of_standard_input_no_more_than_the_end_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
