@@ -209,7 +209,7 @@ class TracedStep(Interception):
 
     def _tie_to_past(self, names: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
         return self.gate.tie(
-            [value.detach() for value in values], [self.traces.past(past_state) for past_state in names]
+            [value.detach() for value in values], [self.traces.past_ties(past_state) for past_state in names]
         )
 
 

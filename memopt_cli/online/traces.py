@@ -131,9 +131,9 @@ class _TiedTensors(torch.autograd.Function):
         # From the last output to the first: an output may be tied to an earlier one of the same call, whose gradient
         # is complete only after all later ones have added their parts.
         for i in reversed(range(len(ctx.ties))):
-            for coefficient, end in ctx.ties[i] if i in sums else ():
+            for coefficient, target in ctx.ties[i] if i in sums else ():
                 part = sums[i] if coefficient is None else sums[i] * coefficient
-                sums[end] = sums[end] + part if end in sums else part
+                sums[target] = sums[target] + part if target in sums else part
         onward = [sums.get(i) if ctx.needs_input_grad[3 + i] else None for i in range(len(ctx.ties))]
         for channel in ctx.channels:
             onward += channel.to_targets(sums[channel]) if channel in sums else (None,) * len(channel.targets)
@@ -243,7 +243,7 @@ class Trace(nn.Module):
         channel = live.channels.setdefault(self.use, GradientChannel((live.y,), lambda gradient: (gradient,)))
         return [(row.inputs[self.use], channel)]
 
-    def past(self, past_state: PastState) -> GradientChannel:
+    def past_channel(self, past_state: PastState) -> GradientChannel:
         """Return the channel of ``past_state``, which turns ``dL/dh^(t-1)`` into gradients of the weights."""
         raise NotImplementedError
 
@@ -283,9 +283,9 @@ class FullTrace(Trace):
         return self.live.y
 
     def ties(self, row: Row) -> Ties:
-        return [(entry, self.past(past_state)) for past_state, entry in self._followed_entries(row)]
+        return [(entry, self.past_channel(past_state)) for past_state, entry in self._followed_entries(row)]
 
-    def past(self, past_state: PastState) -> GradientChannel:
+    def past_channel(self, past_state: PastState) -> GradientChannel:
         live, operation = self.live, self.operation
         weight_trace, bias_trace = (live.values.get(_key(past_state, part)) for part in ("weight", "bias"))
 
@@ -357,7 +357,7 @@ class FactoredTrace(Trace):
         channel = self._channel(lambda gradient: self._to_weights(gradient, filtered.z, filtered.scale))
         return [(factor, self.live.channels.setdefault(None, channel))]
 
-    def past(self, past_state: PastState) -> GradientChannel:
+    def past_channel(self, past_state: PastState) -> GradientChannel:
         neuron, z = self.live.values[_key(past_state, "neuron")], self.live.values.get("input")
         scale = self.live.filtered.scale
         return self._channel(lambda gradient: self._to_weights(gradient * neuron, z, scale))
