@@ -632,7 +632,7 @@ def test_micro_batches_have_statistics_of_their_own(tmp_path: Path) -> None:
     found = explain(wide(tmp_path, nn.BatchNorm1d(1)), progress=Progress())
     (run,) = (said for said in found.suggestions if said.change == "micro-batches")
     (note,) = (note for note in found.notes if "batch normalization" in note)
-    assert f"statistics are of {run.batch} samples, not of 256" in note
+    assert f"statistics cover {run.batch} samples, not 256" in note
     lines = text_of(found).splitlines()
     assert f"# {run.text}" in lines
     assert "for number, (inputs, targets) in enumerate(loader, start=1):" in lines
