@@ -149,6 +149,9 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
 def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     """Return which runs were within ``budget_bytes``; for a plan by length, name the lengths that were run."""
     budget = f"the budget of {format_bytes(budget_bytes)}"
+    segments = summary.plan.everywhere if summary.plan is not None else ()
+    if any(segment.chunks > 1 and not segment.inexact for segment in segments):
+        budget += " (the first step also checks the chunks, which may take more)"
     runs = sorted((run for row in summary.ranges for run in row.runs), key=lambda run: run.length)
     if not runs or summary.plan is None or summary.plan.by is None:
         return f"within {budget}"

@@ -231,6 +231,16 @@ def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(su
         assert shown(TextReport(), result(summary)).count(f"{said}--level 2 keeps the same bits\n") == count
 
 
+@pytest.mark.parametrize(("chunks", "inexact", "says_so"), [(1, False, False), (2, False, True), (2, True, False)])
+def test_a_budget_says_that_the_first_step_checks_chunks(
+    chunks: int, inexact: bool, says_so: bool, summary: MemOptSummary
+) -> None:
+    plan = Plan(segments=(SegmentPlan(path="blocks", chunks=chunks, inexact=inexact),))
+    found = shown(TextReport(), result(replace(summary, budget_bytes=2**30, plan=plan)))
+    assert "within the budget of 1.0 GiB" in found
+    assert ("the first step also checks the chunks, which may take more" in found) is says_so
+
+
 def test_the_frontier_says_which_plans_keep_the_bits(summary: MemOptSummary) -> None:
     first, cut = a_point(measured(300, 1.0), summary), Plan(segments=SEGMENTS)
     assert cut.has_chunks
