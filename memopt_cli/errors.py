@@ -33,6 +33,9 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+CHECK_FAILED: Final = 1
+"""Exit code of a command whose report is negative: a limit was exceeded, or two steps differ."""
+
 
 class MemoptError(Exception):
     """Base of all expected failures.
@@ -142,7 +145,7 @@ class BaselineError(FileError):
 class VerificationError(MemoptError):
     """The optimized model does not compute what the original computes."""
 
-    exit_code = 1
+    exit_code = CHECK_FAILED
 
 
 class Interrupted(MemoptError):
@@ -189,7 +192,8 @@ def first_line(error: BaseException) -> str:
     of a SyntaxError is named with its folder, which its own text leaves out.
     """
     if isinstance(error, SystemExit):
-        return f"it called sys.exit({shorten(error.code)})"
+        written = "".join(f": {note[:_LONGEST_LINE]}" for note in getattr(error, "__notes__", ()))
+        return f"it called sys.exit({shorten(error.code)}){written}"
     whole, text = str(error), ""
     if isinstance(error, SyntaxError) and error.filename:
         whole = f"{error.msg} ({error.filename}, line {error.lineno})"

@@ -6,7 +6,7 @@ import os
 from typing import Final, Literal
 
 from memopt_cli.report.github import GithubReport
-from memopt_cli.report.interface import Judgement
+from memopt_cli.report.interface import VerdictReport
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
@@ -21,7 +21,7 @@ SHOWN: Final = "memopt.shown"
 
 def report_in(
     name: ReportFormat, *, verdict_only: bool = False, baseline: str = "", command: str = "check"
-) -> Judgement:
+) -> VerdictReport:
     """Return the report format ``name``; with ``verdict_only``, the table is a single line.
 
     ``baseline``: the file that the answer is judged by, beside which GitHub may show it.  ``command``: the name of the

@@ -45,8 +45,8 @@ def load_model(source: ModelSource) -> LoadedModel:
     """Load the model that ``source`` names onto the CPU; its code may import from the current folder.
 
     Raises :class:`UsageError` for a path that cannot be read, :class:`FileFormatError` for a file without a model,
-    :class:`UnsafeFileError` for one that wants more than is allowed, and :class:`ChangedFileError` for one that has
-    another hash than ``source`` says.
+    :class:`UnsafeFileError` for one that wants more than is allowed, and :class:`ChangedFileError` for one whose
+    hash differs from the hash in ``source``.
     """
     notes = ("Loaded without any check of its code (`--trust-pickle`).",) if source.trust.pickle else ()
     if is_factory(source.location):
@@ -67,7 +67,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     weights_sha256 = None
     if source.weights is not None:
         file, weights_sha256 = read_same(source.weights, source.key, source.weights_sha256)
-        notes = (*notes, *fill(unwrap(module), file))
+        notes = (*notes, *fill(unwrap(module), file, source.location))
     notes = (*notes, *loaded.notes, *wrapper_notes((*loaded.wrappers, *around)), *cache_notes(module))
     return LoadedModel(
         module=module,

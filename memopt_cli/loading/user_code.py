@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickles.nodes import Global
@@ -22,7 +22,7 @@ from memopt_cli.training.module_calls import raised_at
 _SHOWN: Final = 8
 """Most modules of a package that a hint lists."""
 _COPIED: Final[dict[str, Any]] = {}
-"""Name -> the definition that was copied to ``__main__``; it may be replaced by that of the next script."""
+"""Name -> the definition that was copied to ``__main__``; the next script may replace it by its own."""
 
 
 def import_failure(error: BaseException) -> tuple[str, str]:
@@ -62,7 +62,7 @@ def modules_beside(module: str) -> str:
 class ClassNotFoundError(FileFormatError):
     """A class of the file is not installed, and not in the code that the user named.
 
-    ``looked_in``: the file of the user's in which it should be; empty if it may be in any that the user named.
+    ``looked_in``: the user's file that should define the class; empty if any file that the user named may define it.
     """
 
     looked_in = ""
@@ -132,8 +132,8 @@ class UserCode:
         if wanted.module == "__main__" and (script := self._hidden.get(name)) is not None:
             raise UsageError(
                 f"this session has one {name}, and {script.name} defines another",
-                hint=f"For this session's own, add to the trust: globals=('__main__.{wanted.name}',). For that of "
-                f"{script.name}, load the file in a session without another {name}.",
+                hint=f"To use this session's {name}, add to the trust: globals=('__main__.{wanted.name}',). To use the "
+                f"one in {script.name}, load the file in a session without another {name}.",
             )
 
     def run_scripts(self) -> list[ModuleType]:
@@ -196,7 +196,8 @@ class UserCode:
 def file_in(folder: Path, module: str) -> Path | None:
     """Return the file in ``folder`` from which Python would import ``module``, or ``None`` if there is none."""
     parts = module.split(".")
-    if not all(map(str.isidentifier, parts)):  # the name may come from a hostile file: ``../../etc``
+    # The name may come from a hostile file: ``../../etc``.
+    if not all(part.replace("-", "_").isidentifier() for part in parts):
         return None
     candidates = folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder.joinpath(*parts, "__init__.py")
     return next(filter(os.path.isfile, candidates), None)
@@ -204,12 +205,40 @@ def file_in(folder: Path, module: str) -> Path | None:
 
 @contextlib.contextmanager
 def command_line_of(name: str) -> Iterator[None]:
-    """Show code the command line of ``python name``, since memopt's own arguments mean nothing to its parser."""
+    """Show code the command line of ``python name``, since memopt's own arguments mean nothing to its parser.
+
+    If the code exits, the error gets a note with the last line that it wrote to stderr, which tells why.
+    """
     arguments, sys.argv = sys.argv, [name]
+    stream, sys.stderr = sys.stderr, (heard := _Heard(sys.stderr))
     try:
         yield
+    except SystemExit as err:
+        if written := heard.text.strip():
+            err.add_note(written.splitlines()[-1])
+        raise
     finally:
         sys.argv = arguments
+        if sys.stderr is heard:
+            sys.stderr = stream
+
+
+class _Heard:
+    """A stream that passes everything on to another, ``None`` for none, and keeps the end of what is written."""
+
+    _KEPT = 4096
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        """Write ``text``."""
+        self.text = (self.text + text)[-self._KEPT :]
+        return len(text) if self._stream is None else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def make_importable(folder: Path, *, first: bool = True) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from rich.table import Table
 
 from memopt_cli.inputs.spec_text import format_tensor
-from memopt_cli.records import DeviceEstimate, InputSpec
+from memopt_cli.records import FIRST_USED, DeviceEstimate, InputSpec
 from memopt_cli.text.documents import COMMAND
 from memopt_cli.text.units import format_bytes
 
@@ -30,6 +30,16 @@ def not_typed(spec: InputSpec) -> str:
     return f"; the inputs are a guess: {inputs} (`-i` gives yours)"
 
 
+def chosen(notes: Iterable[str]) -> Iterator[str]:
+    """Yield those of ``notes`` that say what memopt chose itself, for the lines below the headline."""
+    yield from (note for note in notes if FIRST_USED in note)
+
+
+def others(notes: Iterable[str]) -> Iterator[str]:
+    """Yield the ``notes`` that :func:`chosen` leaves out."""
+    yield from (note for note in notes if FIRST_USED not in note)
+
+
 BUSY = 0.2
 """A report calls the times rough if steps waited for a processor for more than this share of their time."""
 
@@ -41,13 +51,13 @@ def busy_notes(waited: Iterable[float]) -> Iterator[str]:
 
 
 def room_in_words(found: DeviceEstimate) -> str:
-    """Say whether the step of ``found`` fits: ``it fits: 1.2 GiB reserved of 38.9 GiB``."""
+    """Return whether the step of ``found`` fits: ``it fits: 1.2 GiB reserved of 38.9 GiB``."""
     reserved, there = format_bytes(found.reserved_peak_bytes), format_bytes(found.memory_bytes)
     if found.fits and found.reserved_peak_bytes > found.memory_bytes:
         allocated = format_bytes(found.allocated_peak_bytes)
         return (
-            f"it fits in {there} once the allocator gives back unused blocks ({allocated} allocated; {reserved} "
-            "reserved if it did not)"
+            f"it fits in {there}, but only after the allocator frees cached blocks ({allocated} allocated, {reserved} "
+            "reserved)"
         )
     return f"{'it fits' if found.fits else 'it does not fit'}: {reserved} reserved of {there}"
 

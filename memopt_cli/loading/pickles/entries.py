@@ -61,8 +61,8 @@ def module_in(root: Any, key: str | None, path: str, code_paths: Sequence[str] =
     """Find the stand-in of the model in ``root``.
 
     ``key`` is the model's entry, as keys joined by dots; ``None`` finds the only model in the file's containers.
-    Raises :class:`FileFormatError`, which names ``path`` and says what the file holds instead, and what in the files
-    ``code_paths`` builds the model.
+    Raises :class:`FileFormatError` if there is no such model.  Its message has ``path``, the content of the file, and
+    functions in the files ``code_paths`` that build the model.
     """
     whole, where = root, tuple[str, ...]()
     if key is not None:
@@ -203,8 +203,8 @@ def _module_in_wrapper(root: Built, attribute: str, path: str) -> Any:
 
 def _without_model(root: Any, whole: Any, path: str, code_paths: Sequence[str]) -> FileFormatError:
     refuse_other(root, whole, path)
-    if tensors := sum(1 for _ in found_in(root, lambda value: tensor_of(value) is not None)):
-        return no_model(path, tensors, code_paths)
+    if names := [where[-1] for where, _ in found_in(root, lambda value: tensor_of(value) is not None)]:
+        return no_model(path, names, code_paths)
     kind = str(root.name) if isinstance(root, Built) else type(root).__name__
     return FileFormatError(
         f"{path} holds a {kind.removeprefix('builtins.').lower()}, not a model",

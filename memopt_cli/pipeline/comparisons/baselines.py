@@ -1,4 +1,4 @@
-"""Compare two measurements of a training step: whether they are comparable, what grew past a limit, and why."""
+"""Comparing two measurements of a training step: whether they are comparable, what grew past a limit, and why."""
 
 from __future__ import annotations
 
