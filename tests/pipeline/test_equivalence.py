@@ -950,7 +950,7 @@ class Norm(Parts, norm=lambda: nn.BatchNorm1d(6)):
 
 
 def test_a_module_is_not_renamed_to_one_that_the_candidate_has() -> None:
-    with pytest.raises(StepError, match=r"the candidate has no parameter norm\."):
+    with pytest.raises(StepError, match=r"the candidate has no norm\.weight, norm\.bias; it also has renamed\."):
         verified(Norm, Renorm)
 
 
