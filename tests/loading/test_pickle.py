@@ -501,8 +501,7 @@ SCRIPT = """
 USE = """
     import os, sys, torch
     from memopt_cli.loading import load, load_model
-    from memopt_cli.loading.user_code import ClassNotFoundError
-from memopt_cli.records import ModelSource, Trust
+    from memopt_cli.records import ModelSource, Trust
 
     def use(name, saved, pickle):
         trust = Trust(code_paths=("train.py",), pickle=pickle)
