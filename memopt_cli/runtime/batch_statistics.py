@@ -108,11 +108,11 @@ class ReachedNorm:
     source: int | None
     """The index, among forward's calls of costly operators, of the call that made the norm's input.
 
-    ``None``: the next pass must not skip that call, for example since its operator is not costly, or its output may
+    ``None`` if the next pass must not skip that call, for example since its operator is not costly, or its output may
     have been written since.
     """
     values: Tensor | None
-    """The norm's input, until the next pass has taken it.  ``None``: the next pass recomputes it."""
+    """The norm's input, until the next pass has taken it.  ``None`` if the next pass recomputes it."""
     running: tuple[Tensor, ...]
     """The running statistics that the norm updates."""
 
@@ -268,7 +268,7 @@ class _Norms(TorchFunctionMode):
         self._costly = 0
         """Number of costly operators that have run."""
         self._last: _Output | None = None
-        """The output of the last costly operator.  ``None``: the next pass must run that operator itself."""
+        """The output of the last costly operator.  ``None`` if the next pass must run that operator itself."""
         self.broken_off = ""
         """Reason why the run does not count; set even if forward caught the exception that ended it.
 
@@ -338,7 +338,7 @@ class _Norms(TorchFunctionMode):
         return ReachedNorm(statistics, link, source, values, tuple(t for t in running if t is not None))
 
     def _source(self, input: Tensor, link: Tensor | None) -> int | None:
-        """Return the index of the costly operator that made ``input``.  ``None``: the next pass cannot skip it."""
+        """Return the index of the costly operator that made ``input``.  ``None`` if the next pass cannot skip it."""
         can_skip = link is not None and self._last is not None and self._last.is_input(input, link)
         return self._costly - 1 if can_skip else None
 

@@ -74,7 +74,7 @@ class _Call:
     kwargs: dict[str, Any]
     """Keyword arguments, which every chunk gets whole."""
     parcel: Parcel | None
-    """The parcel that sends away what the chunks store.  ``None``: it stays on the device."""
+    """The parcel that sends away what the chunks store.  ``None`` if it stays on the device."""
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,7 +267,7 @@ class _FirstChunk:
         self._whole = [(name, value, pickle_value(value)) for name, value in named]
         """Name, value and data before the chunk of each argument that every chunk gets whole, such as a cache."""
         self._start: StartingState | None = None
-        """The state from which the chunk starts.  ``None``: it did not start yet."""
+        """The state from which the chunk starts.  ``None`` if it did not start yet."""
         self._state_tensors: Sequence[Tensor] = ()
         """The tensors that :attr:`_start` has released to an enclosing segment."""
 

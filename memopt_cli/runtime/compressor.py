@@ -60,15 +60,16 @@ class Packed:
     stride: tuple[int, ...]
     dtype: torch.dtype
     version: int | None
-    """The version of a tensor stored raw, which must not change before it is read.  ``None``: it is encoded."""
+    """The version of a tensor stored raw, which must not change before it is read.  ``None`` if it is encoded."""
     skeleton: Any = None
-    """The return value of the user's own codec, with slots in place of the tensors.  ``None``: it is memopt's codec."""
+    """The return value of the user's own codec, with slots in place of the tensors.  ``None`` if it is memopt's
+    codec."""
     parts: tuple[Packed, ...] = ()
     """The stored parts of a concatenation; ``data`` holds the copied ones.  Empty for other tensors."""
     dim: int = 0
     """The dimension along which the parts are concatenated."""
     whole: Packed | None = None
-    """For a view stored raw, its base, stored raw.  ``None``: it is not a view, or it is encoded."""
+    """For a view stored raw, its base, stored raw.  ``None`` if it is not a view, or it is encoded."""
 
     @property
     def raw(self) -> bool:
@@ -625,8 +626,8 @@ def _first_nonzero(flat: Tensor) -> Tensor:
 def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
     """Return a bit for every element of ``flat``, least significant first: whether it is ``value``, of shape (1,).
 
-    ``None``: an element has neither the bits of ``value`` nor those of zero (-0.0 or another NaN).  Eight flags, eight
-    bytes of 0 or 1, become one byte by a single multiplication of them as one integer (:data:`_PACK_MAGIC`).
+    ``None`` if an element has neither the bits of ``value`` nor those of zero (-0.0 or another NaN).  Eight flags,
+    eight bytes of 0 or 1, become one byte by a single multiplication of them as one integer (:data:`_PACK_MAGIC`).
     """
     size, bits = _piece_size(flat), _bits(flat)
     minus = -1 if is_fake(flat) else int(_bits(value).neg())

@@ -26,7 +26,7 @@ class Copy:
     stride: tuple[int, ...] = ()
     """The strides of the tensor.  Empty: ``values`` has the same."""
     shared: Tensor | None = None
-    """A vector of which several copies are views.  ``None``: ``values`` is a tensor of its own."""
+    """A vector of which several copies are views.  ``None`` if ``values`` is a tensor of its own."""
     needs_gradient: bool = False
     """Whether the tensor that is restored from the copy needs a gradient."""
 

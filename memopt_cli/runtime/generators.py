@@ -26,8 +26,8 @@ class Generators:
     def __init__(self, devices: Iterable[torch.device] | None = None, *, outside: bool = True) -> None:
         """Read the positions.
 
-        ``devices``: devices to read besides the CPU; ``None``: every one in use.  ``outside``: also read the generators
-        of Python and NumPy, which takes a hundred times as long.
+        ``devices``: devices to read besides the CPU; ``None`` for every one in use.  ``outside``: also read the
+        generators of Python and NumPy, which takes a hundred times as long.
         """
         accelerators = _every_device() if devices is None else [d for d in devices if d != _CPU]
         self.devices = [_CPU, *filter(_is_started, accelerators)] if accelerators else _CPU_ALONE

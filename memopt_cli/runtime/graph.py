@@ -17,7 +17,7 @@ def nodes_behind(tensors: Iterable[Tensor], is_end: Callable[[Node], bool] | Non
 def nodes_from(starts: Iterable[Node | None], is_end: Callable[[Node], bool] | None = None) -> Iterator[Node]:
     """Yield ``starts``, without ``None``, and the nodes behind them, each once, the nearest first.
 
-    ``is_end``: returns whether the walk stops before a node.  ``None``: the walk goes on to the leaves.
+    ``is_end``: returns whether the walk stops before a node.  ``None`` if the walk goes on to the leaves.
     """
     pending, seen = deque(starts), set[Node]()
     while pending:

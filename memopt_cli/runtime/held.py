@@ -33,15 +33,15 @@ class HeldTensor:
     number: int
     """The ``id`` of the tensor."""
     alias: Tensor | None
-    """Alias of the tensor, without its graph.  ``None``: the tensor was released, or every call copies it."""
+    """Alias of the tensor, without its graph.  ``None`` if the tensor was released, or every call copies it."""
     version: int
     """PyTorch's count of writes to it when forward started.  If no copy is held: when forward ended."""
     needs_gradient: bool
     """Whether it required a gradient when forward started."""
     copy: Copy | None = None
-    """A copy of its values.  ``None``: forward does not write to it."""
+    """A copy of its values.  ``None`` if forward does not write to it."""
     released_index: int | None = None
-    """Its index among the released tensors.  ``None``: it is still held."""
+    """Its index among the released tensors.  ``None`` if it is still held."""
 
     def is_written(self, tensor: Tensor) -> bool:
         """Return whether forward has, or may have, written to ``tensor``, which this holds.
@@ -86,7 +86,7 @@ class HeldSlots:
         self.moving: set[Slot] = set()
         """The slots that move and hold objects."""
         self._objects: Frozen | None = None
-        """One pickle of the objects in :attr:`moving` and of the arguments.  ``None``: there are neither."""
+        """One pickle of the objects in :attr:`moving` and of the arguments.  ``None`` if there are neither."""
         self._contents: dict[Slot, Frozen] = {}
         """Slot -> a separate pickle of its object, to find out whether forward changes that object."""
         self.names: dict[int, list[Any]] = {}

@@ -255,16 +255,16 @@ class Learned:
     """The knowledge of one segment that its calls have shown."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        """Start without knowledge.  ``module``: the segment.  ``None``: the knowledge serves one call only."""
+        """Start without knowledge.  ``module``: the segment.  ``None`` if the knowledge serves one call only."""
         self._module = None if module is None else weakref.ref(module)
         self.known: Known | None = None
-        """Everything that its calls might change.  ``None``: the first call has not ended yet."""
+        """Everything that its calls might change.  ``None`` if the first call has not ended yet."""
         self.runs = Turns()
         """The schedule by which calls are watched."""
         self.stages: dict[int, Learned] = {}
         """Index of a module that the segment is split into (``__spatial_split__``) -> the knowledge of it."""
         self.parameters: Parameters | None = None
-        """The parameters in the latest call.  ``None``: that call was watched."""
+        """The parameters in the latest call.  ``None`` if that call was watched."""
         self.exchanged = Counter[Slot]()
         """Slot -> number of exchanges of its value between two calls, for example by a training loop."""
         self.draws_outside = False
@@ -274,7 +274,7 @@ class Learned:
         (:mod:`memopt_cli.runtime.noise`)."""
         self.compared: int | None = None
         """The index of the saved tensor that is compared in every call, counted from the end (-1 is the last tensor).
-        ``None``: no tensor is compared."""
+        ``None`` if no tensor is compared."""
         self.overwrites_input = False
         """Whether forward writes over its input, so that a recomputation needs a copy."""
         self.is_differentiated_in_forward = False

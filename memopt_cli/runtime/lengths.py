@@ -71,9 +71,10 @@ class ConfigsByLength:
     up_to: tuple[int, ...]
     """The largest length of each range; the last range also has all longer ones."""
     configs: tuple[SegmentConfig | None, ...]
-    """The settings in each range.  ``None``: the module runs plainly."""
+    """The settings in each range.  ``None`` if the module runs plainly."""
     length: LengthOf | None = None
-    """The dimension that is the length, in the root, which sees the model's input.  ``None``: it is another module."""
+    """The dimension that is the length, in the root, which sees the model's input.  ``None`` if it is another
+    module."""
     path: str = ""
     """The path in the plan, for messages."""
 
@@ -111,7 +112,7 @@ class at_length:
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:
-    """Return the settings by which ``module`` runs as a segment now.  ``None``: it runs plainly.
+    """Return the settings by which ``module`` runs as a segment now.  ``None`` if it runs plainly.
 
     For a module by length these are the settings for the current length; outside of a step, for the longest range.
     """
@@ -190,7 +191,7 @@ def takes_argument(module: nn.Module, argument: int | str) -> bool:
 
 @functools.cache
 def _position_and_name(forward: Callable[..., Any], argument: int | str) -> tuple[int | None, str | None]:
-    """Return position, after ``self``, and name of ``argument``.  ``None``: the signature does not show it."""
+    """Return position, after ``self``, and name of ``argument``.  ``None`` if the signature does not show it."""
     names = _positional(_parameters(forward))
     if isinstance(argument, int):
         return argument, names[argument] if argument < len(names) else None

@@ -143,7 +143,7 @@ is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
 
 base_of: Final[Callable[[Tensor], Tensor | None]] = attrgetter("_base")
-"""The base of a tensor that autograd takes for a view.  ``None``: it is not a view."""
+"""The base of a tensor that autograd takes for a view.  ``None`` if it is not a view."""
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -466,7 +466,7 @@ def _edge(node: Any, output: int) -> Edge | None:
 def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None, int | None]]] | None:
     """Return the dimension along which ``torch.cat`` has made ``tensor``, and edge and length of each of its parts.
 
-    ``None``: ``torch.cat`` did not make it.  A part that no node made has no edge, and its length is unknown.
+    ``None`` if ``torch.cat`` did not make it.  A part that no node made has no edge, and its length is unknown.
     """
     node = tensor.grad_fn
     if node is None or name_of_node(node) != "CatBackward0":
@@ -502,7 +502,7 @@ def vector_jacobian(
 ) -> list[Tensor | None]:
     """Return the products of ``cotangents`` with the Jacobian of ``outputs`` by ``inputs``; keep the graph.
 
-    ``None``: the outputs do not depend on the input.  ``torch.autograd.grad`` calls the same function, but checks its
+    ``None`` if the outputs do not depend on the input.  ``torch.autograd.grad`` calls the same function, but checks its
     arguments first, which takes as long as a small Jacobian.
     """
     engine = Variable._execution_engine

@@ -72,7 +72,7 @@ def call_checkpointed(
     """Call ``forward(*args, **kwargs)``, and store for backward only the inputs, and outputs of the operators ``keep``.
 
     ``inputs``: stores the inputs, and is empty yet.  ``starts``: recomputes the starting states of
-    chunks.  ``learned``: the knowledge of ``module``.  ``None``: ``module`` keeps it itself.
+    chunks.  ``learned``: the knowledge of ``module``.  ``None`` if ``module`` keeps it itself.
     """
     # Backward must recompute the forward in the same chunk.
     if (chunk := running_chunk()) is not None:
@@ -264,7 +264,7 @@ class PackedInputs:
     def __init__(self, codec: SpikeCompressor, raw: Any = (), parcel: Parcel | None = None) -> None:
         self._codec = codec
         self.parcel = parcel
-        """The parcel that sends stored tensors and kept outputs to a place.  ``None``: they stay on the device."""
+        """The parcel that sends stored tensors and kept outputs to a place.  ``None`` if they stay on the device."""
         self._raw = frozenset(map(id, tensors_of(raw))) if raw else frozenset()
         self._stored: list[Any] = []
         self.of_chunk = False

@@ -79,7 +79,7 @@ class _Saved:
     """
 
     run: SegmentRun | None
-    """The call that recomputes the tensor.  ``None``: the call cannot be recomputed."""
+    """The call that recomputes the tensor.  ``None`` if the call cannot be recomputed."""
     tensor: Tensor | None
     """The tensor; ``None`` if it is dropped."""
     version: int
@@ -130,9 +130,9 @@ class SegmentRun:
         self._refs: list[ref[_Saved]] = []
         """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
         self._shapes: list[torch.Size | None] = []
-        """The shapes of these tensors, once they are dropped.  ``None``: autograd had freed the node before."""
+        """The shapes of these tensors, once they are dropped.  ``None`` if autograd had freed the node before."""
         self._compared_index: int | None = None
-        """Index of the saved tensor that is compared in every call.  ``None``: no tensor is compared."""
+        """Index of the saved tensor that is compared in every call.  ``None`` if no tensor is compared."""
         self._compared_bytes = b""
         """Some bytes of that tensor."""
         self._samples: dict[int, list[Any]] = {}
@@ -140,7 +140,7 @@ class SegmentRun:
         self._first_node = next_node()
         """The number of the first node of autograd that forward makes."""
         self._watch = _Watch(self._first_node) if start.is_watched else None
-        """Notes on the saved tensors.  ``None``: the call is not watched."""
+        """Notes on the saved tensors.  ``None`` if the call is not watched."""
         self.is_running = False
         """Whether forward is running for the first time."""
         self._was_repeated = False
@@ -255,7 +255,7 @@ class SegmentRun:
             wait_for(self._module.parameters(), self)
 
     def _last_activation(self) -> int | None:
-        """Return the index of the tensor to compare in every call.  ``None``: none can be compared.
+        """Return the index of the tensor to compare in every call.  ``None`` if none can be compared.
 
         The index is negative, counted from the end: if a later call saves more tensors, its last ones differ.
         """

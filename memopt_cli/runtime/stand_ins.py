@@ -82,7 +82,7 @@ _known: MutableMapping[nn.Module, StandIns] = WeakKeyDictionary()
 
 
 def abridge_call(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequence[Tensor]) -> AbridgedCall | None:
-    """Return a call of ``module`` in chunks of ``lengths`` with stand-ins.  ``None``: all chunks must run.
+    """Return a call of ``module`` in chunks of ``lengths`` with stand-ins.  ``None`` if all chunks must run.
 
     ``pieces``: the tensors that are cut along ``axis``.
     """
@@ -137,7 +137,7 @@ def in_memory(tensor: Tensor) -> list[int]:
 
 
 def _read_form(tensor: Any, axis: int) -> _Form | None:
-    """Return the form of ``tensor``.  ``None``: the tensors of several chunks cannot be made as one."""
+    """Return the form of ``tensor``.  ``None`` if the tensors of several chunks cannot be made as one."""
     if not isinstance(tensor, Tensor) or not -tensor.dim() <= axis < tensor.dim() or not is_dense(tensor):
         return None
     if tensor.untyped_storage().nbytes() != tensor.nbytes:

@@ -90,7 +90,7 @@ class StartingState:
         self._stays = reading.stays
         """For each owner, the slots that forward does not change, and their values."""
         self._held: HeldSlots | None = None
-        """The values of the slots that move.  ``None``: no slot moves."""
+        """The values of the slots that move.  ``None`` if no slot moves."""
         if reading.moves or others:
             with internal_tensors():
                 self._held = HeldSlots(known, reading, others, is_watched=self.is_watched)
@@ -290,7 +290,7 @@ class StartingState:
         """Write the starting state to the slots, whose values are ``current_slots``, and return copies of ``others``.
 
         ``value_for``: returns the new value of a slot, given its current value and a copy of the one to restore.
-        ``None``: it is the copy.
+        ``None`` if it is the copy.
         """
         held, received = self._held, self._received or {}
         if held is None:

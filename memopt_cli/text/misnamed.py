@@ -128,7 +128,8 @@ def missing_refusal(location: str) -> tuple[str, str]:
 
 
 def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
-    """Return what the file at ``path`` is, which begins with ``data``, and what to do; ``None``: it may be a model."""
+    """Return what the file at ``path`` is, which begins with ``data``, and what to do; ``None`` if it may be a
+    model."""
     for pattern, what, hint in _OTHERS:
         if re.match(pattern, data, re.DOTALL):
             return what, hint
@@ -144,7 +145,7 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
 
 
 def _archive_refusal(data: bytes) -> tuple[str, str] | None:
-    """Return what ``data``, a zip archive, is, and what to do; ``None``: it may be a model, or is damaged."""
+    """Return what ``data``, a zip archive, is, and what to do; ``None`` if it may be a model, or is damaged."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()

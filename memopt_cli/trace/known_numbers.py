@@ -237,7 +237,8 @@ def _run(func: Any, arguments: tuple[Any, dict[str, Any]]) -> Any:
 
 
 def _if_finite(func: Any, args: Any) -> bool | None:
-    """Return the elements of the result of ``func`` if all numbers are finite; ``None``: ``func`` asks something else.
+    """Return the elements of the result of ``func`` if all numbers are finite; ``None`` if ``func`` asks something
+    else.
 
     ``torch.isfinite(x)`` asks whether ``x == x`` and whether ``x.abs() != inf``.
     """

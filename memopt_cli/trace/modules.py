@@ -101,7 +101,7 @@ def taking_notes(
 ) -> Iterator[None]:
     """Fill ``notes``, by path, while forward runs in the block; recomputations do not count.
 
-    ``contents`` finds the codec that holds the inputs of a module exactly.  ``None``: the inputs have no data.
+    ``contents`` finds the codec that holds the inputs of a module exactly.  ``None`` if the inputs have no data.
     """
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:

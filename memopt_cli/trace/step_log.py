@@ -66,7 +66,8 @@ class LoggedOp:
     record: OpTrace
     """Record of the operator, without the storages that it makes, which are added once the step has ended."""
     call: int | None
-    """In backward, index of the call whose forward it differentiates.  -1: of no module.  ``None``: not in backward."""
+    """In backward, index of the call whose forward it differentiates.  -1: of no module.  ``None`` if not in
+    backward."""
 
 
 class StepLog(StorageLog):

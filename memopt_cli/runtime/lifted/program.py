@@ -237,7 +237,7 @@ def _is_named(detail: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The numbers of operands, outputs (``None``: any) and blocks of a kind of node, and a check of its detail."""
+    """The numbers of operands, outputs (``None`` for any) and blocks of a kind of node, and a check of its detail."""
 
     operands: int | None
     outputs: int | None

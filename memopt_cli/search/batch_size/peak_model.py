@@ -31,7 +31,7 @@ class PeakModel:
     """Batch of the inputs as the user described them."""
     runs: Runs
     predict: Predict | None
-    """Dry run of a batch.  ``None``: the step cannot run on tensors without data."""
+    """Dry run of a batch.  ``None`` if the step cannot run on tensors without data."""
     ratio: float = 1.0
     """Measured peak divided by the predicted peak, assumed before the first run."""
     ignored: set[int] = field(default_factory=set)

@@ -34,9 +34,9 @@ class _Block:
     small: bool
     """Whether the block is in a segment for small requests."""
     previous: _Block | None = None
-    """Previous block of the segment.  ``None``: this is the first."""
+    """Previous block of the segment.  ``None`` if this is the first."""
     next: _Block | None = None
-    """Next block of the segment.  ``None``: this is the last."""
+    """Next block of the segment.  ``None`` if this is the last."""
     is_free: bool = True
 
 
@@ -147,7 +147,7 @@ class Lifetime:
     born: int
     """Operator at which it is made.  -1: it exists before the step."""
     died: int | None
-    """Operator at which it is freed.  ``None``: it outlives the step."""
+    """Operator at which it is freed.  ``None`` if it outlives the step."""
 
 
 def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:

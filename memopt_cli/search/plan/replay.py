@@ -54,7 +54,7 @@ class ReplayedSegment:
     call: ModuleCall
     segment: SegmentPlan
     parent: ReplayedSegment | None
-    """Call of the innermost segment around this one.  ``None``: this segment is outermost."""
+    """Call of the innermost segment around this one.  ``None`` if this segment is outermost."""
     offset: int = 0
     """Instant at which the recomputation starts."""
     stop: int = 0
@@ -63,7 +63,7 @@ class ReplayedSegment:
     """Instant at which the chunks' gradients of the input are concatenated.  0: the segment has no chunks."""
     first_saver: int | None = None
     """First operator in the segment that autograd saves something for, and so the last one that backward reaches.
-    ``None``: autograd saves nothing."""
+    ``None`` if autograd saves nothing."""
     length: int = 0
     """Length of the axis along which the chunks are cut; 0 if unknown."""
     shares: float = 1.0
@@ -164,7 +164,8 @@ class _Order:
         return self.instants[op] if block is None else block.offset + min(op, block.stop) - block.call.start
 
     def after(self, op: int | None) -> int:
-        """Return the instant after operator ``op`` - 1, at which storages that die at ``op`` end; ``None``: the end."""
+        """Return the instant after operator ``op`` - 1, at which storages that die at ``op`` end; ``None`` for the
+        end."""
         if op is None:
             return self.length
         return self.instants[op - 1] + 1 if op > 0 else 0
@@ -461,7 +462,7 @@ class Replay:
         self.sent_bytes = sum(self._parcels.copied.values()) if self._parcels else 0
         """Bytes sent to another place, tensors that also stay on the device included."""
         self.operators: list[int | None] = [None] * self._order.length
-        """Operator that runs at every instant, set by :meth:`peak`.  ``None``: chunks are concatenated."""
+        """Operator that runs at every instant, set by :meth:`peak`.  ``None`` if chunks are concatenated."""
 
     def peak(self) -> tuple[int, OpTrace]:
         """Return the most bytes at any instant, kernel workspace included, and the operator that runs then."""

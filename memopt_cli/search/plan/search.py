@@ -156,7 +156,7 @@ class Solver:
     def least_peak_bytes(self, high: int, max_added_s: float = math.inf) -> int | None:
         """Return the least peak of the schedules that add at most ``max_added_s``, to a part in a thousand.
 
-        ``None``: no schedule stays within ``high`` bytes.
+        ``None`` if no schedule stays within ``high`` bytes.
         """
         least: int | None = None
         for choice in self._choices:
