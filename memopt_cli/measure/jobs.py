@@ -169,7 +169,7 @@ class DescribeJob(Job[ModelFacts]):
     The answer is a failure if the model's step cannot be recorded, or the plan or the replicas do not suit it.
     """
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:describe"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:describe"
     max_bytes: ClassVar[int] = PER_TENSOR
     inputs: bool = True
     """Whether to find the inputs of the model's step."""
@@ -187,7 +187,7 @@ class DescribeJob(Job[ModelFacts]):
 class InspectJob(Job[Inspection]):
     """Lists the contents of the file at ``path`` without running any of it."""
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:inspect"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:inspect"
     max_bytes: ClassVar[int] = PER_TENSOR
     path: str
 
@@ -196,7 +196,7 @@ class InspectJob(Job[Inspection]):
 class SnapshotJob(Job[SnapshotFacts]):
     """Reads the memory in a pickle of ``torch.cuda.memory._snapshot()`` without running any of it."""
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:snapshot"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:snapshot"
     path: str
 
 
@@ -232,7 +232,7 @@ class CompareJob(Job[Accepted]):
     compares them.  The answer is a failure if the saved file could do more than the original.
     """
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:compare_saved"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:compare_saved"
     path: str
 
 
@@ -475,14 +475,14 @@ class VerifyJob(SizedJob[Verification]):
 # ---------------------------------------------------------------------------------------------- consecutive steps
 
 
-Mode = Literal["training", "eval", "as it came"]
-"""The mode of the model's modules.  ``eval`` draws fewer random numbers; ``as it came`` is the mode in which each
-module was saved."""
+Mode = Literal["training", "eval", "as saved"]
+"""The mode of the model's modules.  ``eval`` puts all of them in eval mode, to draw fewer random numbers; ``as saved``
+keeps the mode of each module in the file."""
 
 
-Compiling = Literal["as they are", "drawing alike", "keeping all"]
-"""The way in which compiled parts are compiled.  ``drawing alike``: they draw the same random numbers as uncompiled
-parts.  ``keeping all``: they keep all that backward needs, whatever PyTorch's memory budget is."""
+Compiling = Literal["unchanged", "same random numbers", "no recomputation"]
+"""The way in which compiled parts are compiled.  With ``same random numbers``, they draw the random numbers of
+uncompiled parts.  With ``no recomputation``, they keep all that backward needs, whatever PyTorch's memory budget is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -501,4 +501,4 @@ class FollowJob(StepJob[FollowedSteps]):
     mode: Mode = "training"
     detached: bool = False
     """Whether hidden state is detached from its graph between steps, as in the training loops of recurrent models."""
-    compiled: Compiling = "as they are"
+    compiled: Compiling = "unchanged"

@@ -73,5 +73,5 @@ class FastestTraining:
 
     @property
     def answer(self) -> PairRun:
-        """Chosen pair, which trains most samples per second."""
+        """The chosen pair: the one that trains the most samples per second."""
         return self.runs[self.chosen]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from memopt_cli.errors import UsageError
-from memopt_cli.text.spelling import said_in_python
+from memopt_cli.text.spelling import with_python_spelling
 
 MAX_RANGES = 100
 """Maximum number of ranges of a plan by length, each of which is measured by itself."""
@@ -27,8 +27,7 @@ MAX_NORMS = 2
 """Maximum number of batch norms in a module that runs in chunks: each costs another pass over all chunks, in forward
 and in backward."""
 BUDGETED: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
-"""Backends of ``torch.compile`` that heed the memory budget: they divide graphs by PyTorch's partitioner, which reads
-it."""
+"""Backends of ``torch.compile`` that respect ``activation_memory_budget``: PyTorch's partitioner reads it."""
 _RANGES_HINT = (
     "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
 )
@@ -273,7 +272,7 @@ class Plan(_ShortRepr):
         """Plan without compiling."""
         return replace(self, compile=None)
 
-    @said_in_python()
+    @with_python_spelling()
     def save(self, output: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save the plan to ``output``, which ``apply_plan``, ``read_plan`` and ``memopt apply`` read.
 

@@ -69,7 +69,7 @@ class StepSettings:
             )
         if self.all_gradients_flag:
             raise OptionError(
-                f"`--optimizer-in-backward` and {self.all_gradients_flag} exclude each other: with the first, the "
-                "gradients never exist together, and the second needs them all",
+                f"`--optimizer-in-backward` cannot be combined with {self.all_gradients_flag}, which needs all "
+                "gradients at once",
                 hint="Omit one of them.",
             )

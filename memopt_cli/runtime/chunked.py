@@ -463,7 +463,7 @@ def _concatenate(column: tuple[Any, ...], axis: int) -> Tensor:
 
 
 def _pieces(sequence: Tensor, lengths: Sequence[int], axis: int) -> tuple[Tensor, ...]:
-    # ``tensor_split`` would cut alike, but its gradient is a sum of full-size tensors; this one's is a concatenation.
+    # ``tensor_split`` cuts the same way, but sums full-size gradients; ``split`` concatenates them.
     pieces: tuple[Tensor, ...] = sequence.split(lengths, dim=axis)
     return pieces
 

@@ -33,9 +33,9 @@ class HeldTensor:
     number: int
     """The ``id`` of the tensor."""
     alias: Tensor | None
-    """Alias of the tensor, without its graph.  ``None`` if the tensor was released, or every call copies it."""
+    """Detached alias of the tensor.  ``None`` once it is released, or if every call copies the tensor."""
     version: int
-    """PyTorch's count of writes to it when forward started.  If no copy is held: when forward ended."""
+    """PyTorch's version counter when forward started, or, if no copy is held, when forward ended."""
     needs_gradient: bool
     """Whether it required a gradient when forward started."""
     copy: Copy | None = None
@@ -44,7 +44,7 @@ class HeldTensor:
     """Its index among the released tensors.  ``None`` if it is still held."""
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Return whether forward has, or may have, written to ``tensor``, which this holds.
+        """Return whether forward has, or may have, written to ``tensor``, which is held here.
 
         Batch norm writes its running statistics without raising their version, so vectors that were copied always
         count as written.

@@ -7,8 +7,8 @@ watched again when modules, their mode or their hooks have changed, and now and 
 (:class:`~memopt_cli.runtime.samples.Turns`).
 
 An *owner* keeps values under names: the attributes of a module, a dictionary, the variables of a function.  A *slot* is
-one name in an owner, given as the owner's index and the name.  It *moves* if forward exchanges its value, or changes
-that in place, and *stays* otherwise.  For a block with a batch norm and a counter ``self.calls``::
+one name in an owner, given as the owner's index and the name.  It *changes* if forward replaces its value
+or modifies it in place, and is *stable* otherwise.  For a block with a batch norm and a counter ``self.calls``::
 
     owner                      stays                          moves            is written in place
     attributes of the block    training, kernel_size, …       calls
@@ -37,7 +37,7 @@ from memopt_cli.runtime.segment_config import Installed
 from memopt_cli.runtime.variables import Code, find_variables, may_draw
 
 _WATCHED_EXCHANGES: Final = 2
-"""Number of exchanges of a slot's value between calls after which the next call is watched.  Further exchanges are
+"""Number of times that code between calls may replace a slot's value; each makes the next call watched.  Later ones are
 assumed to be regular: a training loop that sets ``model.step = n`` does so before every call."""
 _MAX_OWNERS: Final = 1000
 """Maximum number of owners that are looked at, outside of the modules."""
@@ -103,7 +103,7 @@ class Known:
         self.indices = [*range(len(self.owners))]
         """The indices of the owners that are looked at."""
         self.moves: list[set[Any]] = [set() for _ in self.owners]
-        """For each owner, the names whose value was seen to be exchanged, or changed."""
+        """For each owner, the names whose value forward replaced or changed in a watched call."""
         self.stays = [owner.read() for owner in self.owners]
         """For each owner, the other slots, and their values when last read.  A change makes a new list, since a
         :class:`Reading` may still refer to this one."""
@@ -145,7 +145,7 @@ class Known:
         """The tensors in slots that stay, without the modules' own parameters."""
 
     def is_still(self) -> bool:
-        """Return whether no state was exchanged in the owners in which nothing was seen to move."""
+        """Return whether the owners that never changed in a watched call still hold the same objects."""
         return self._state.is_current() and (self._parts is None or self._parts.is_current())
 
     def _is_unchanged(self) -> bool:

@@ -564,7 +564,7 @@ def _first_frame_outside(frame: FrameType | None, names: frozenset[str]) -> Fram
 # ---------------------------------------------------------------------------------------------- hooks on saving
 
 
-class as_written:  # used like a function, so in lower case
+class without_script_optimizations:  # used like a function, so in lower case
     """A block in which TorchScript runs unoptimized, like in ``torch.jit.optimized_execution(False)``."""
 
     __slots__ = ("_optimizes",)

@@ -406,7 +406,7 @@ class _Repetition:
         """Return the error for a run that differs from forward in ``how``; the module runs plainly from now on."""
         run_plainly(self._module, _DIFFERS, silently=True)
         return RuntimeError(
-            f"{label_of(self._module)} {_DIFFERS}: it {how}. Backward cannot go on in this step; from the next one on "
+            f"{label_of(self._module)} {_DIFFERS}: it {how}. This step cannot be completed. From the next step on, "
             "the module runs without recomputation"
         )
 

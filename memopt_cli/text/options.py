@@ -155,7 +155,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         STEP,
     ),
     "accumulate": Option(
-        "Micro-batches per optimizer step. Only the last is run, with the earlier gradients in memory.",
+        "Micro-batches per optimizer step. memopt runs only the last one, with the accumulated gradients in memory.",
         STEP,
         "N",
         Whole(1),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from memopt_cli.records import Phase
 from memopt_cli.runtime import named_parts
-from memopt_cli.runtime.compressor import makes_internal_tensors, recorded_shares
+from memopt_cli.runtime.compressor import assuming_sparse_share, makes_internal_tensors
 from memopt_cli.runtime.in_backward import is_updating
 from memopt_cli.runtime.packing import recorded_answers
 from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, is_made_of_others, tree_leaves, walk_parts
@@ -220,7 +220,7 @@ def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
     def share_of_inputs() -> float:
         return codecs.inputs.get(log.module_running(), 1.0)
 
-    with recorded_answers(codec_of, note_concatenated), recorded_shares(share_of_inputs):
+    with recorded_answers(codec_of, note_concatenated), assuming_sparse_share(share_of_inputs):
         yield
 
 

@@ -66,7 +66,7 @@ class LoggedOp:
     record: OpTrace
     """Record of the operator, without the storages that it makes, which are added once the step has ended."""
     call: int | None
-    """In backward, index of the call whose forward it differentiates.  -1: of no module.  ``None`` if not in
+    """In backward, index of the call that is differentiated (-1 for code outside of modules).  ``None`` outside of
     backward."""
 
 

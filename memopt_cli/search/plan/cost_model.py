@@ -59,8 +59,8 @@ SEGMENT_OP_S = 3e-6
 PACKING_S = 90e-6
 """Seconds to pack a small tensor and unpack it again; measured by ``benchmarks/overhead.py``."""
 INSPECTION_S = 60e-6
-"""Seconds to find that a tensor is not to be packed: 40 µs among the products of a BERT, 110 µs among the convolutions
-of a U-Net, where tensor and code have left the caches; ``benchmarks/overhead.py`` finds 21 µs where they have not."""
+"""Seconds to find out that a tensor cannot be packed.  Measured: 21 µs with warm caches (``benchmarks/overhead.py``),
+40 µs in a BERT, 110 µs in a U-Net."""
 KEEP_OP_S = 10e-6
 """Seconds that a segment with kept outputs adds to each operator, in either run, by passing through Python; measured by
 ``benchmarks/overhead.py``."""
@@ -86,7 +86,7 @@ def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
 
 
 def least_op_s(op: OpTrace) -> float:
-    """Return the seconds that ``op`` takes however small its tensors are, where the constants were measured."""
+    """Return the fixed cost of ``op`` in seconds, on the machine on which the constants were measured."""
     if "convolution" in op.name:
         return OP_S + CONVOLUTION_S
     return OP_S + PRODUCT_S if op.flops else OP_S
@@ -170,7 +170,8 @@ def norm_operators(trace: StepTrace) -> list[NormOperator]:
 def trained_input_bytes(trace: StepTrace, call: ModuleCall) -> int:
     """Return the bytes of the inputs of ``call`` that need gradients.
 
-    If the input of a norm is no larger, the pass that ends at the norm is linked to the next (docs/architecture.md).
+    If the input of a norm is no larger, the pass that ends at the norm is linked to the next
+    (:mod:`memopt_cli.runtime.batch_statistics`).
     """
     return sum(trace.storages[index].nbytes for index in call.inputs if trace.storages[index].kind == "activations")
 
@@ -180,8 +181,8 @@ def statistics_passes(
 ) -> Passes:
     """Price the passes over the operators from ``start`` to ``stop``, which gather batch statistics.
 
-    ``elapsed`` has the seconds before every operator of the step, ``norms`` are the step's batch norms, and
-    ``trained_bytes`` comes from :func:`trained_input_bytes`.  A linked pass runs the operators up to its norm twice, in
+    ``elapsed``: seconds before each operator.  ``norms``: batch norms of the step.  ``trained_bytes``: see
+    :func:`trained_input_bytes`.  A linked pass runs the operators up to its norm twice, in
     forward and in backward: two norms, 1 s and 3 s after the start, add about 2 * (1 + 3) s.
     """
     inner_norms = norms[_first_from(norms, start) : _first_from(norms, stop)]
@@ -334,7 +335,7 @@ class CostModel:
 
     def _blocks(self, plan: Plan) -> list[ReplayedSegment]:
         """Return the segments of ``plan`` as calls to replay, outer ones first, in the order of their forward."""
-        # Heads through their losses are in the record already: SearchSpaces recorded a step that runs them so.
+        # Heads through their losses are in the record already: SearchSpaces recorded a step that runs them this way.
         segments = [segment for segment in plan.segments if not segment.through_loss]
         recomputed = [(call, segment) for segment in segments for call in self._segment_calls(segment)]
         recomputed.sort(key=lambda pair: (pair[0].start, -pair[0].end))

@@ -62,7 +62,7 @@ class ReplayedSegment:
     join: int = 0
     """Instant at which the chunks' gradients of the input are concatenated.  0: the segment has no chunks."""
     first_saver: int | None = None
-    """First operator in the segment that autograd saves something for, and so the last one that backward reaches.
+    """First operator in the segment for which autograd saves a tensor; backward reaches it last.
     ``None`` if autograd saves nothing."""
     length: int = 0
     """Length of the axis along which the chunks are cut; 0 if unknown."""
@@ -116,7 +116,7 @@ class Original:
     def find_inputs(self, call: ModuleCall) -> frozenset[int]:
         """Return the storages made before ``call`` that its recomputation reads: its inputs, and earlier calls' state.
 
-        Parameters gathered from other ranks (FSDP) are not among them: backward gathers them again.
+        Excludes parameters gathered from other ranks (FSDP), which backward gathers again.
         """
         key = call.start, call.end
         if key not in self._inputs:
@@ -159,11 +159,11 @@ class _Order:
         self.length = instant
         """Number of instants."""
 
-    def at(self, block: ReplayedSegment | None, op: int) -> int:
+    def instant_of(self, block: ReplayedSegment | None, op: int) -> int:
         """Return the instant of ``op`` in the recomputation of ``block``, or in the first forward for ``None``."""
         return self.instants[op] if block is None else block.offset + min(op, block.stop) - block.call.start
 
-    def after(self, op: int | None) -> int:
+    def instant_after(self, op: int | None) -> int:
         """Return the instant after operator ``op`` - 1, at which storages that die at ``op`` end; ``None`` for the
         end."""
         if op is None:
@@ -239,9 +239,9 @@ class _Lives:
         ``None`` means the first forward.
         """
         if block is None:
-            return self._order.after(storage.died if storage.freed is None else storage.freed)
+            return self._order.instant_after(storage.died if storage.freed is None else storage.freed)
         freed = block.stop if storage.freed is None else min(storage.freed, block.stop)
-        return self._order.at(block, freed)
+        return self._order.instant_of(block, freed)
 
     def release(self, storage: StorageTrace, savers: list[int]) -> int:
         """Return the instant at which autograd releases ``storage``: after the backward of the first of ``savers``.
@@ -251,8 +251,8 @@ class _Lives:
         """
         first = min(savers)
         if first == min(storage.saved_by, default=None) and storage.died != storage.freed:
-            return self._order.after(storage.died)
-        return self._order.after(self._original.backward_end[first])
+            return self._order.instant_after(storage.died)
+        return self._order.instant_after(self._original.backward_end[first])
 
     def holders(self, index: int, storage: StorageTrace, block: ReplayedSegment | None) -> Iterator[ReplayedSegment]:
         """Yield the segments directly inside ``block`` that hold storage ``index`` as their input, unpacked."""
@@ -277,7 +277,7 @@ class _Lives:
         last_norms = {run: run.next_norm(max(ops)) for run, ops in savers.items() if run is not None}
         last_norms |= {run: None for run in parents if run is not None}
         inside = ((run, norm) for run, norm in last_norms.items() if block in _self_and_enclosing(run.parent))
-        ends = (self._order.at(block, run.call.end - 1 if norm is None else norm) + 1 for run, norm in inside)
+        ends = (self._order.instant_of(block, run.call.end - 1 if norm is None else norm) + 1 for run, norm in inside)
         return max(ends, default=0)
 
     def input_end(self, index: int, block: ReplayedSegment) -> int:
@@ -290,7 +290,7 @@ class _Lives:
             storage = self._original.trace.storages[index]
             return max(self._order.recomputation_end(block), self.release(storage, [block.first_saver]))
         is_saved = any(block in _self_and_enclosing(saver) for saver in self.group_savers(index))
-        return self._order.after(block.call.backward_end) if is_saved else self._order.recomputation_end(block)
+        return self._order.instant_after(block.call.backward_end) if is_saved else self._order.recomputation_end(block)
 
     def escapes(
         self, storage: StorageTrace, savers: dict[ReplayedSegment | None, list[int]], block: ReplayedSegment
@@ -323,7 +323,7 @@ class _Passes:
         """
         storages = self._trace.storages
         for norm in block.norms:
-            instant = self._order.after(self._original.backward_end[norm])
+            instant = self._order.instant_after(self._original.backward_end[norm])
             if instant < block.join:
                 input_bytes = max(_chunk_bytes(storages[index], block) for index in self._trace.ops[norm].makes)
                 ledger.extra[instant] = max(ledger.extra[instant], 2 * input_bytes - ledger.made[instant])
@@ -397,7 +397,7 @@ class _Parcels:
         stored: list[_StoredInParcel] = []
         for block in blocks:
             if block.parent is None and block.segment.place != "device" and block.segment.chunks == 1:
-                parcel = SentParcel(complete_at=order.after(block.call.end), needed_at=block.offset)
+                parcel = SentParcel(complete_at=order.instant_after(block.call.end), needed_at=block.offset)
                 self.by_segment[block] = parcel
                 raw_inputs = (index for index in block.call.inputs if index not in block.packed)
                 stored += [_StoredInParcel(block.call.start, block.offset, index, parcel) for index in raw_inputs]
@@ -427,7 +427,7 @@ class _Parcels:
     def _needed_at(self, index: int, saver: int) -> int:
         """Return the instant at which backward asks for storage ``index``, which ``saver`` has saved."""
         reader = self._original.first_backward_reader.get(index)
-        end = self._order.after(self._original.backward_end[saver]) - 1
+        end = self._order.instant_after(self._original.backward_end[saver]) - 1
         return end if reader is None else self._order.instants[reader]
 
 
@@ -469,7 +469,7 @@ class Replay:
         for index, storage in enumerate(self._trace.storages):
             if storage.born < 0:  # counted in bytes_before
                 if storage.died is not None:
-                    self._ledger.change[self._order.after(storage.died)] -= storage.nbytes
+                    self._ledger.change[self._order.instant_after(storage.died)] -= storage.nbytes
             elif self._original.is_forward[storage.born]:
                 self._forward_life(index, storage)
             else:
@@ -501,7 +501,7 @@ class Replay:
                 continue
             # A storage that never leaves an inner segment exists for one of that segment's chunks at a time.
             confining = [b for b in enclosing[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
-            begin = self._order.at(block, storage.born)
+            begin = self._order.instant_of(block, storage.born)
             nbytes = _chunk_bytes(storage, confining[0] if confining else block)
             pass_begin = self._pass_begin(block, savers.get(block, ()))
             if sent_end > end and parcel is not None:
@@ -512,7 +512,7 @@ class Replay:
             else:
                 self._ledger.live(begin, end, nbytes)
         if is_kept:
-            start = self._order.at(None, storage.born)
+            start = self._order.instant_of(None, storage.born)
             own_parcel = self._parcels.by_segment.get(inner) if self._parcels and inner else None
             if own_parcel is not None and storage.nbytes >= MIN_SENT_BYTES:
                 self._add_sent(own_parcel, start, held_until, kept_end, storage.nbytes)
@@ -566,7 +566,7 @@ class Replay:
         The pass ends at the norm after ``savers``, so it runs again once backward has gone through that norm.
         """
         norm = block.next_norm(max(savers)) if block is not None and savers else None
-        return 0 if norm is None else self._order.after(self._original.backward_end[norm])
+        return 0 if norm is None else self._order.instant_after(self._original.backward_end[norm])
 
     def _packs(self, storage: StorageTrace) -> bool:
         return self._packed and storage.compressor != "null" and storage.nbytes >= MIN_PACKED_BYTES
@@ -595,7 +595,7 @@ class Replay:
                 join = chunked[-1].join
                 self._ledger.live(start, join, int(storage.nbytes / block.shares))
                 start = join
-        self._ledger.live(start, self._order.after(storage.died), int(storage.nbytes / shares))
+        self._ledger.live(start, self._order.instant_after(storage.died), int(storage.nbytes / shares))
 
     def _add_gradient_chunks(self, block: ReplayedSegment, storage: StorageTrace) -> None:
         """Enter a parameter's gradient in chunks: the sum so far, alive from the first chunk on, and a chunk's own.
@@ -627,7 +627,7 @@ class Replay:
 
     def _add_stored_input(self, block: ReplayedSegment) -> None:
         """Enter the packed inputs of ``block`` from its start on, and in backward an unpacked chunk with them."""
-        start = self._order.at(block.parent, block.call.start)
+        start = self._order.instant_of(block.parent, block.call.start)
         for index, packed_bytes in block.packed.items():
             nbytes = self._trace.storages[index].nbytes
             end = self._lives.input_end(index, block)
@@ -649,7 +649,7 @@ class Replay:
         outputs = sum(storages[s].nbytes for s in {*block.call.outputs} if storages[s].born >= block.call.start)
         for enclosing in _self_and_enclosing(block.parent):
             if enclosing is None or block.call.end <= enclosing.stop:
-                self._ledger.extra[self._order.at(enclosing, block.call.end - 1)] += outputs // share
+                self._ledger.extra[self._order.instant_of(enclosing, block.call.end - 1)] += outputs // share
         backward = block.call.backward
         gradients = sum(
             s.nbytes
@@ -666,7 +666,7 @@ class Replay:
         between, in_backward = between + (segment.chunks - 1) * argument_bytes, in_backward + longest * argument_bytes
         in_chunks = max(gradients, self._passes.linked_bytes(block)) + self._passes.waiting_bytes(block)
         in_chunks -= in_chunks // segment.chunks
-        self._ledger.live(self._order.at(block.parent, block.call.start), block.offset, between // share)
+        self._ledger.live(self._order.instant_of(block.parent, block.call.start), block.offset, between // share)
         self._ledger.live(block.offset, block.join, max(in_backward, in_chunks) // share)
 
     def _state_argument_bytes(self, block: ReplayedSegment) -> int:
@@ -699,7 +699,7 @@ class Replay:
                 if index in block.kept:
                     continue
                 inner = self._inner[index]
-                run(self._order.at(block, index), index, inner.shares if inner else 1)
+                run(self._order.instant_of(block, index), index, inner.shares if inner else 1)
         return running
 
 

@@ -124,8 +124,8 @@ class Schedule:
     parts: tuple[Schedule, ...] = ()
     """Schedules that make up this one, in the order of execution."""
     relocation: tuple[Block, Block] | None = None
-    """``(solved, block)`` if the schedule is of ``block``, and ``parts`` are of ``solved``, an equal block.  ``None``:
-    ``parts`` are of this block."""
+    """``(solved, block)`` if this schedule was found for the equal block ``solved`` and reused for ``block``.  ``None``
+    if ``parts`` belong to this block."""
     has_segments: bool = False
     """Whether the schedule is a segment, or contains one."""
     counts: Counts = NO_COUNTS
@@ -148,7 +148,8 @@ class Schedule:
 
     def relocate(self, solved: Block, block: Block) -> Schedule:
         """Return this schedule of the block ``solved`` for ``block``, which is equal."""
-        # Equal blocks differ in the gradients that are there before their backward: the first layer finds the most.
+        # Equal blocks differ in the gradients that already exist when their backward starts: most for the first layer,
+        # which comes last in backward.
         more_bytes = block.resident_bytes - solved.resident_bytes
         return Schedule(
             self.kept_bytes,
@@ -294,7 +295,7 @@ def _pareto_set(schedules: Sequence[Schedule], budget_bytes: int) -> Iterator[Sc
 
 
 def _moved_paths(solved: Block, block: Block, moved: Mapping[str, str]) -> dict[str, str]:
-    """Return path in ``solved`` -> path in the equal ``block``, after ``moved``, which says where ``block`` stands.
+    """Map each path in ``solved`` to the path of its counterpart in ``block``, then apply ``moved`` to the result.
 
     Parts correspond by their order, not by their names: the layers of ``0-2`` are ``0-2.0`` to ``0-2.2``, and those of
     ``3-5`` are ``3-5.3`` to ``3-5.5``.
