@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.runtime.chunk_state import Moves, largest
+from memopt_cli.runtime.chunk_state import StateChanges, largest
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import Complaint
 from memopt_cli.runtime.norms import OtherNormsError
@@ -202,12 +202,13 @@ def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Result:
         for module in piece.module.modules():
             if isinstance(module, _DROPOUTS):
                 module.eval()
-        generators, moves = Generators(), Moves(piece.module)
+        generators, changes = Generators(), StateChanges(piece.module)
         with piece.norms:
             parts = [output if isinstance(output, tuple) else (output,) for output in run()]
         outputs = [*zip(*(part[: piece.outputs] for part in parts), strict=True)]
         shapes = [tuple(torch.cat([p.to("meta") for p in output], dim=piece.axis).shape) for output in outputs]
-        return _Result(outputs, shapes, generators.moved(), len(parts[0]) > piece.outputs or bool(moves.now()))
+        changes_state = len(parts[0]) > piece.outputs or bool(changes.changed_names())
+        return _Result(outputs, shapes, generators.moved(), changes_state)
 
 
 def _run_whole(piece: Piece, inputs: Sequence[Tensor]) -> _Result:

@@ -30,7 +30,7 @@ from memopt_cli.runtime.batch_statistics import (
     statistics_refusal,
 )
 from memopt_cli.runtime.chunk_starts import ChunkStarts
-from memopt_cli.runtime.chunk_state import Moves, difference
+from memopt_cli.runtime.chunk_state import StateChanges, difference
 from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.frozen import pickle_value
@@ -254,13 +254,13 @@ class _NotInChunksError(Exception):
 
 
 class _FirstChunk:
-    """The first chunk of a segment, which shows what state chunks move and whether they are independent."""
+    """The first chunk of a segment, which shows what state chunks change and whether they are independent."""
 
     def __init__(self, call: _Call) -> None:
         self._module, self._forward, self._states, self._kwargs = call.module, call.forward, call.states, call.kwargs
         self._first, self._second = call.pieces[:2]
         self._length = sum(piece[0].shape[config_of(call.module).axis] for piece in call.pieces)
-        self._moves = Moves(call.module)
+        self._state_changes = StateChanges(call.module)
         self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
         """The arguments that are not tensors."""
         named = _whole_arguments(len(self._first), call.states, call.kwargs)
@@ -280,15 +280,15 @@ class _FirstChunk:
 
         Raises :class:`_NotInChunksError` if the chunks would not give the result of the whole.
         """
-        moved = self._moves.to_try()
+        changed = self._state_changes.names_to_try()
         if self._start is None or runs_plainly(self._module):
             return
         starting = functools.partial(self._start.replay, self._state_tensors)
         reason = _without_axis(config_of(self._module), output) or self._states_refusal(output)
         moved_on = (_writing(name, value) for name, value, before in self._whole if before != pickle_value(value))
         reason = reason or next(moved_on, "")
-        if moved and not reason:
-            reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
+        if changed and not reason:
+            reason = difference(self._module, changed, starting, self._run_whole, self._run_halves)
         if not reason and tries_rows and chunk_rows.is_due(self._module):
             reason = chunk_rows.why_rows_mix(self._pieces(starting))
         if reason:

@@ -77,7 +77,7 @@ class Generators:
         if not is_alone:
             self._positions = {key: position for key, position in self._positions.items() if key in moved}
 
-    def now(self) -> Generators:
+    def current(self) -> Generators:
         """Return the current positions of these generators."""
         now: Generators = object.__new__(Generators)
         now.devices, now._is_outside, now.moved_outside = self.devices, self._is_outside, False
@@ -89,7 +89,7 @@ class Generators:
     def moved(self) -> bool:
         """Return whether one of these generators has moved."""
         # Compared by key, too: if NumPy was imported since, its generator is new.
-        return self._positions != self.now()._positions
+        return self._positions != self.current()._positions
 
     def to_bytes(self) -> bytes:
         """Return the positions in a form to compare."""

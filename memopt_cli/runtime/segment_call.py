@@ -121,7 +121,7 @@ def call_checkpointed(
             raise
         reason = str(error)
         irreversible = start.irreversible_effect() or (
-            "changed something that it did not change before" if start.is_surprised else ""
+            "changed something that it did not change before" if start.has_new_changes else ""
         )
         if irreversible:
             raise RuntimeError(f"{label_of(module)} {reason} and {irreversible}; take it out of the plan") from error

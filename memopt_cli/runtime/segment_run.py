@@ -170,7 +170,7 @@ class SegmentRun:
             raise UnrepeatableError(self._kept.other_kernel)
         if reason := self._start.irreversible_effect():
             run_plainly(self._module, reason)
-        if self._start.is_surprised:
+        if self._start.has_new_changes:
             cannot_repeat()
         overwrites = versions != [version_of(t) for t in inputs]
         self._learned.overwrites_input |= overwrites
