@@ -66,7 +66,7 @@ class Worker:
         """The bench of the model, which is loaded for the first job that runs a step."""
         return Bench(self._subject, self._build, self._functions)
 
-    def do(self, job: Job[Answer]) -> Answer:
+    def answer(self, job: Job[Answer]) -> Answer:
         """Return the answer to ``job``.  Raises what the user's code raises."""
         answer: Callable[[Any, Job[Answer]], Answer] = pkgutil.resolve_name(job.answered_by)
         if not isinstance(job, StepJob):
@@ -134,7 +134,7 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
         message = json.loads(line)
         job = from_data(class_of(message["kind"]), message["job"])
         try:
-            answer = _send_file(worker, job, replies) if isinstance(job, SaveJob) else worker.do(job)
+            answer = _send_file(worker, job, replies) if isinstance(job, SaveJob) else worker.answer(job)
             if isinstance(answer, ModelFacts) and unconfined:
                 answer = replace(answer, notes=(*answer.notes, unconfined))
             reply = {"kind": "answer", "answer": to_short_data(answer), "messages": worker.messages}
@@ -187,5 +187,5 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
         requests = error.requests if isinstance(error, UnvouchedError) else ()
-        return StepFailed.of(error, hint, wanted=requests)
+        return StepFailed.from_error(error, hint, wanted=requests)
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

@@ -33,7 +33,7 @@ class FileHeader:
     device: str
 
     @classmethod
-    def now(
+    def make(
         cls, model: str, spec: InputSpec, *, sha256: str | None = None, seed: int = 0, device: str = ""
     ) -> FileHeader:
         """Return the header of a file about ``model`` that this version of memopt writes now."""

@@ -236,7 +236,7 @@ class StepFailed:
         return self.error == LossError.__name__
 
     @classmethod
-    def of(cls, error: MemoptError, hint: str, *, wanted: tuple[WantedGlobal, ...] = ()) -> StepFailed:
+    def from_error(cls, error: MemoptError, hint: str, *, wanted: tuple[WantedGlobal, ...] = ()) -> StepFailed:
         """Return the failure that ``error`` reports, so that its class is raised again where the failure is."""
         kind = sent_class(error)
         return cls(

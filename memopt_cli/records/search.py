@@ -130,7 +130,7 @@ class Budget:
     """Share of the original's allocated peak."""
 
     @classmethod
-    def of(cls, amount: float) -> Budget:
+    def from_amount(cls, amount: float) -> Budget:
         """Return the budget of ``amount``: an ``int`` is bytes, a ``float`` a share."""
         return cls(nbytes=amount) if isinstance(amount, int) else cls(share=amount)
 

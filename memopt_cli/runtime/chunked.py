@@ -261,7 +261,7 @@ class _FirstChunk:
         self._first, self._second = call.pieces[:2]
         self._length = sum(piece[0].shape[config_of(call.module).axis] for piece in call.pieces)
         self._state_changes = StateChanges(call.module)
-        self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
+        self._others = Arguments.split((*self._first, *call.states), call.kwargs).others
         """The arguments that are not tensors."""
         named = _whole_arguments(len(self._first), call.states, call.kwargs)
         self._whole = [(name, value, pickle_value(value)) for name, value in named]

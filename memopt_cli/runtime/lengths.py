@@ -86,7 +86,7 @@ class ConfigsByLength:
         if len(self.configs) != len(self.up_to):
             raise ValueError(f"there are {len(self.up_to)} ranges of lengths, and settings for {len(self.configs)}")
 
-    def at(self, length: float) -> SegmentConfig | None:
+    def config_at(self, length: float) -> SegmentConfig | None:
         """Return the settings at ``length``."""
         return self.configs[min(bisect.bisect_left(self.up_to, length), len(self.up_to) - 1)]
 
@@ -117,7 +117,7 @@ def segment_of(module: nn.Module) -> SegmentConfig | None:
     For a module by length these are the settings for the current length; outside of a step, for the longest range.
     """
     config: SegmentConfig | ConfigsByLength | None = getattr(module, SEGMENT_KEY, None)  # PyTorch 2.8: not by ``vars``
-    return config.at(current_length()) if isinstance(config, ConfigsByLength) else config
+    return config.config_at(current_length()) if isinstance(config, ConfigsByLength) else config
 
 
 def config_of(module: nn.Module) -> SegmentConfig:

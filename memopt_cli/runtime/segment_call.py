@@ -79,7 +79,7 @@ def call_checkpointed(
         forward = functools.partial(within_chunk, chunk, forward)
     if torch.compiler.is_compiling():
         return _call_traced(module, forward, args, kwargs)
-    arguments = Arguments.of(args, kwargs)
+    arguments = Arguments.split(args, kwargs)
     learned = ensure_learned(module) if learned is None else learned
     if not _can_run_again(module, arguments.tensors, learned):
         return forward(*args, **kwargs)

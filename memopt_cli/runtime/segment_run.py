@@ -213,7 +213,7 @@ class SegmentRun:
     @not_compiled
     def _hold_watched(self, tensor: Tensor) -> _Saved:
         assert self._watch is not None
-        self._watch.note(tensor)
+        self._watch.note_saved(tensor)
         return self._hold(tensor)
 
     def hold_input(self, tensor: Tensor) -> _Saved:
@@ -438,7 +438,7 @@ class _Watch:
         self._notes: list[tuple[range, list[Any] | None]] = []
         """For each saved tensor, :attr:`last` then, and a few of its elements, or ``None`` if they cannot be read."""
 
-    def note(self, tensor: Tensor) -> None:
+    def note_saved(self, tensor: Tensor) -> None:
         """Note that autograd saves ``tensor`` now."""
         following = next_node()
         if following != self.last.stop:

@@ -113,7 +113,7 @@ def taking_notes(
         if log.phase == "forward":
             storages = ((tensor, log.find(tensor)) for tensor in find_matrices(module))
             state = [tensor for tensor, storage in storages if storage is not None and storage.kind == "activations"]
-            notes[path].leave([log.see(t) for t in tensors_of(output)], held_bytes(state))
+            notes[path].leave([log.count_tensor(t) for t in tensors_of(output)], held_bytes(state))
 
     with module_hooks(model, enter, leave):
         yield

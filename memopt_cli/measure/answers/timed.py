@@ -362,24 +362,24 @@ class _Timed:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Time the step that is taken inside the block."""
-        self._since = self._now()
+        self._since = self._synchronized_time()
         yield
-        self._note()
+        self._add_elapsed()
 
     def enter(self, phase: Phase) -> None:
         """Enter ``phase``, and wait for the device if an update begins or ends."""
         if (phase in UPDATE_PHASES) != (self._phase in UPDATE_PHASES):
-            self._note()
+            self._add_elapsed()
         self._phase = phase
 
-    def _note(self) -> None:
-        now = self._now()
+    def _add_elapsed(self) -> None:
+        now = self._synchronized_time()
         self.step_s += now - self._since
         if self._phase in UPDATE_PHASES:
             self.update_s += now - self._since
         self._since = now
 
-    def _now(self) -> float:
+    def _synchronized_time(self) -> float:
         synchronize(self.device)
         return time.perf_counter()
 

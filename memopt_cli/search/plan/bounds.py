@@ -25,7 +25,7 @@ class Work:
     """For each length, the work of all steps of this length or a shorter one."""
 
     @classmethod
-    def of(cls, counts: Mapping[int, float]) -> Work:
+    def from_counts(cls, counts: Mapping[int, float]) -> Work:
         """Return the work of an epoch whose ``counts`` map each length to its number of steps."""
         lengths = tuple(sorted(counts))
         return cls(lengths, tuple(itertools.accumulate(counts[length] * length for length in lengths)))

@@ -115,7 +115,7 @@ class SearchSpaces:
         """Search space of the highest level so far."""
         return self._headed or self.plain
 
-    def at(self, level: int) -> SearchSpace:
+    def space_at_level(self, level: int) -> SearchSpace:
         """Return the search space of ``level``, with its permissions.  Raises :class:`TimeIsUp` if no time is left."""
         self._tick()
         if level >= CHUNKS and self._headed is None and self.limits.cuts != 0 and self._named is None:

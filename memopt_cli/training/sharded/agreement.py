@@ -89,7 +89,7 @@ class Ranks:
             dist.all_gather_object(results, mine, group=self._group)
         return results
 
-    def first(self, do: Callable[[], Result]) -> Result:
+    def on_first(self, do: Callable[[], Result]) -> Result:
         """Call ``do`` only on rank 0, and return its result on all ranks.  Raises like :meth:`each`."""
         return self.all(lambda: do() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 

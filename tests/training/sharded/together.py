@@ -59,7 +59,7 @@ def agreements() -> dict[str, Any]:
         return {
             "all": ranks.all(lambda: rank * 10),
             "each": ranks.each(lambda: rank),
-            "first": ranks.first(lambda: f"of {rank}"),
+            "first": ranks.on_first(lambda: f"of {rank}"),
             "failing": said(lambda: ranks.each(on(1, PlanError("it has no layer")))),
             "foreign": said(lambda: ranks.each(on(0, ZeroDivisionError("by nought")))),
             "alike": said(lambda: ranks.each(on(rank, UsageError("nothing works")))),
