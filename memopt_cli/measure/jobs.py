@@ -304,7 +304,8 @@ class CountJob(SizedJob[Counted]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallJob(StepJob[ModelCall]):
-    """Runs a forward, without data if the model can, and tells the kinds of its arguments and where its loss is."""
+    """Runs a forward, without data if the model can, and returns the kinds of its arguments and the place of its
+    loss."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.calls:describe_call"
 

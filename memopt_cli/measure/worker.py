@@ -181,7 +181,7 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         tried, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")
         return OutOfMemory(detail=tried.removeprefix("CUDA out of memory. ").rstrip("."))
     hint = error.hint if isinstance(error, MemoptError) else ""
-    # The hint of a file's error tells the cause, such as a script that trains when it is imported.
+    # The hint of a file's error names the cause, such as a script that trains when it is imported.
     is_explained = isinstance(error, FileFormatError) and hint
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))

@@ -86,7 +86,7 @@ class LeftOut:
 
     @property
     def sentence(self) -> str:
-        """Sentence that says which part was left out, and why."""
+        """Sentence on which part was left out, and why."""
         if self.segment is None:
             return f"Tensors saved outside of segments are not packed: with packing, {self.difference}."
         return f"{quote_module(self.segment)} is not a segment: as a segment, {self.difference}."
@@ -187,7 +187,7 @@ class Dropped:
 
     @property
     def sentence(self) -> str:
-        """Sentence that says that the plan is not applied, and why."""
+        """Sentence on why the plan is not applied."""
         if self.plan.in_backward:
             return f"The optimizer does not run in backward: {self.why.because}."
         plan_in_words = self.found if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"

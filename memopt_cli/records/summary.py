@@ -234,7 +234,7 @@ class MemOptSummary:
     plan: Plan | None = None
     verification: Verification | None = None
     advice: BatchAdvice | BatchEstimate | None = None
-    """Batch that fits, by runs or only by dry runs; ``None`` if none was looked for, or a note says why not."""
+    """Batch that fits, by runs or only by dry runs; ``None`` if none was looked for, or a note gives the reason."""
     model_format: str = ""
     spent_s: float = 0.0
     """Wall time of the whole optimization."""

@@ -317,7 +317,9 @@ class _FirstChunk:
         A mask of all rows, for example, or state that is kept for all of them, does not fit a part of them.
         """
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
-        is_explained = isinstance(error, NotGatheredError)  # whose own message says more, and which _run_passes handles
+        is_explained = isinstance(
+            error, NotGatheredError
+        )  # whose own message is more precise, and which _run_passes handles
         if self._start is None or is_explained or is_full or self._start.irreversible_effect():
             return
         uncut = ", ".join(self._uncut())

@@ -512,7 +512,8 @@ def declared_compressor(module: nn.Module) -> str | None:
     """Return the name of the codec in the attribute ``x_compressor`` of ``module``, or ``None`` without one.
 
     The attribute is a codec or the name of a codec's class; the name of a memopt class means memopt's codec.  Raises
-    :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec` says.
+    :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec`
+    requires.
     """
     declared = getattr(module, "x_compressor", None)
     if declared is None:

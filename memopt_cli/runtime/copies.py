@@ -24,7 +24,7 @@ class Copy:
     values: Tensor
     """A tensor of its own, or a view of ``shared``."""
     stride: tuple[int, ...] = ()
-    """The strides of the tensor.  Empty: ``values`` has the same."""
+    """The strides of the tensor.  Empty if ``values`` has the same."""
     shared: Tensor | None = None
     """A vector of which several copies are views.  ``None`` if ``values`` is a tensor of its own."""
     needs_gradient: bool = False

@@ -369,7 +369,7 @@ class _Loss:
     """The dtype in which the loss is computed: the dtype of the logits, but float32 at least."""
 
     def share(self) -> Tensor:
-        """Return the factor between the sum over rows and the loss.  Infinite: no row counts."""
+        """Return the factor between the sum over rows and the loss.  Infinite if no row counts."""
         if not self.is_mean:
             return torch.ones((), dtype=self.dtype, device=self.target.device)
         valid = self.target != self.ignore_index

@@ -76,7 +76,7 @@ def recorded_answers(
 
 
 def note_joined(outputs: Sequence[Tensor]) -> None:
-    """Tell :func:`recorded_answers` that the running module has joined ``outputs`` from its chunks.
+    """Notify :func:`recorded_answers` that the running module has joined ``outputs`` from its chunks.
 
     The recorded step ran without chunks, and there an operator made these tensors.
     """

@@ -1,4 +1,4 @@
-"""Know which segment, chunk or recomputation this thread runs now, and which ones are around it.
+"""The segment, chunk or recomputation that this thread runs now, and those around it.
 
 A segment B within a segment A, in one step::
 

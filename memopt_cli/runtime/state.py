@@ -1,8 +1,8 @@
 """Put a module's state back for a recomputation: buffers, attributes, and the objects that they refer to.
 
 A recomputed forward must start from the state that the first one started from, and leave no trace: batch statistics,
-neuron membranes and counters advance once a step, however often forward runs.  ``learned.py`` says which state forward
-changes, and ``held.py`` holds that; this file takes the state before forward, and puts it back in backward.
+neuron membranes and counters advance once a step, however often forward runs.  ``learned.py`` finds out which state
+forward changes, and ``held.py`` holds that; this file takes the state before forward, and puts it back in backward.
 
 One segment, two time steps; each assigns its membrane ``v``, a matrix, anew (``self.v = 0.5 * self.v + x``) and counts
 up ``count`` in place (``self.count.add_(1)``)::

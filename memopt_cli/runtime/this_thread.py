@@ -21,10 +21,10 @@ class _ThisThread(threading.local):
     """The state of the current thread; the values here are the values outside of any block."""
 
     length: float = math.inf
-    """The length of the current input.  Infinite: it is unknown."""
+    """The length of the current input.  Infinite if it is unknown."""
     moment: int = 0
-    """The moment (:mod:`memopt_cli.runtime.unsafe`) at which the first run of what is recomputed began.  0: nothing is
-    recomputed."""
+    """The moment (:mod:`memopt_cli.runtime.unsafe`) at which the first run of what is recomputed began.  0 if nothing
+    is recomputed."""
     recomputing: tuple[nn.Module, ...] = ()
     """The segments that are recomputed, the outermost first."""
     outermost_segment: nn.Module | None = None

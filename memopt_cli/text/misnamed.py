@@ -204,7 +204,8 @@ def _callable_hint(path: str) -> str:
 
 
 def _builder_at(path: str) -> str:
-    """Return the function of the Python file at ``path`` whose name says that it builds the model; empty without one.
+    """Return the function of the Python file at ``path`` whose name suggests that it builds the model; empty without
+    one.
 
     Without such a function, the last module that can be made without arguments: inner modules come before outer ones.
     """
@@ -225,7 +226,8 @@ def _makes_module(node: ast.FunctionDef | ast.ClassDef) -> bool:
 
 
 def refuse_misspelt(path: str, name: str) -> None:
-    """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and never says ``name``.
+    """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and does not contain
+    ``name``.
 
     The file is not run: so this error comes before one about outputs that exist.
     """
@@ -237,7 +239,7 @@ def refuse_misspelt(path: str, name: str) -> None:
 def definitions(path: str, name: str = "") -> str:
     """Return a sentence on the functions and classes of the Python file at ``path``; empty if it has none.
 
-    If ``name`` may be a misspelling of one of them, the sentence asks so.
+    If ``name`` may be a misspelling of one of them, the sentence asks for it.
     """
     if near := _nearest_definition(path, name):
         return _did_you_mean(near)

@@ -92,7 +92,7 @@ def is_function(text: str) -> bool:
 
 
 def notebook_refusal(text: str) -> str:
-    """Say what to do if ``text`` names a notebook where code is wanted; empty for any other text."""
+    """Return the hint for a ``text`` that names a notebook where code is wanted; empty for any other text."""
     match = _NOTEBOOK.fullmatch(text)
     if match is None:
         return ""

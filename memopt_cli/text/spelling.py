@@ -1,7 +1,7 @@
 """Spelling options in messages: as flags on the command line, as arguments in Python.
 
 Errors, hints, notes and reports name an option in backticks, as it is typed: ``Raise `--max-slowdown 2`.``  A command
-prints ``Raise --max-slowdown 2.``, and a function of Python says ``Raise max_slowdown=2.``
+prints ``Raise --max-slowdown 2.``, and a function of Python prints ``Raise max_slowdown=2.``
 """
 
 from __future__ import annotations

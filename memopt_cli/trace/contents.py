@@ -83,8 +83,8 @@ def aside() -> Iterator[None]:
 def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
     """Return ``full``, a step on fake tensors, with the codecs of ``small``, a real step on fewer samples; and a note.
 
-    If the small step ran different operators, only modules get their codecs, and the note says so.  Otherwise the note
-    is empty.
+    If the small step ran different operators, only modules get their codecs, which the note explains.  Otherwise the
+    note is empty.
     """
     small_modules = {module.path: module for module in small.modules}
     modules = tuple(_with_codec_of(module, small_modules.get(module.path)) for module in full.modules)

@@ -1,4 +1,4 @@
-"""Hooks on the calls of a model's modules, and the message that tells which module rejected its input.
+"""Hooks on the calls of a model's modules, and the message that names the module which rejected its input.
 
 When forward fails, the innermost module still running is the one to name, with the shape that it takes.
 """
@@ -87,7 +87,7 @@ def skipped_layers_notes(model: nn.Module) -> list[str]:
     """Return a note on each group of layers of ``model`` of which some have gradients and others have none.
 
     A step with layer drop or stochastic depth skips layers at random, and one with experts those without tokens, so
-    the peak of the step that was run is not that of every step.  Gradients show it without watching any call.
+    the peak of the step that was run is not the peak of every step.  Gradients show it without watching any call.
     """
     ran = {name: p.grad is not None for name, p in model.named_parameters() if p.requires_grad}
     like_ran = {_NUMBER.sub("*", name) for name, has_gradient in ran.items() if has_gradient}

@@ -181,7 +181,7 @@ class Step:
     def run_checked(self) -> Any:
         """Run one forward and backward, explain every failure of the model's own code, and return the output.
 
-        Raises :class:`StepError`, which names the module whose forward failed or says that only backward fails.  An
+        Raises :class:`StepError`, which names the module whose forward failed or states that only backward fails.  An
         out-of-memory error is raised unchanged.
         """
         with failure_named(self.model):

@@ -44,9 +44,9 @@ class EffectDifference:
     """The tensor that differs most between two steps."""
 
     name: str
-    """Name of the tensor.  Empty: all tensors are bit-identical."""
+    """Name of the tensor.  Empty if all tensors are bit-identical."""
     relative: float
-    """Largest absolute difference, divided by the largest magnitude in the reference tensor.  Infinite: the shapes
+    """Largest absolute difference, divided by the largest magnitude in the reference tensor.  Infinite if the shapes
     differ.  For a gradient far smaller than the others, :data:`_ROUNDING_SCALE` gives the divisor.  It does so for the
     running statistics of a norm as well: a mean is measured by the deviation, and a variance by the mean."""
     compared: int

@@ -1,7 +1,7 @@
 """Fingerprints of a step: a few numbers for each tensor, by which two processes can compare all that their steps left.
 
-A digest tells whether two tensors are bit-identical.  If not, since sums may have been formed in another order,
-projections tell how far apart they are.  A projection is the sum of a tensor's elements with weights from the normal
+A digest shows whether two tensors are bit-identical.  If not, since sums may have been formed in another order,
+projections show how far apart they are.  A projection is the sum of a tensor's elements with weights from the normal
 distribution; there are :data:`_DIRECTIONS`.  The squared difference of two tensors' projections is, on average, the
 squared distance of the tensors (Johnson and Lindenstrauss, "Extensions of Lipschitz mappings into a Hilbert space",
 1984).  With eight projections, a distance of ten times the tolerance passes for an allowed one once in ten million.

@@ -211,7 +211,7 @@ class Bench:
         )
 
     def note_skipped_layers(self) -> None:
-        """Tell the user of layers that the step whose gradients are in memory has skipped."""
+        """Note the layers that the step whose gradients are in memory has skipped."""
         for note in skipped_layers_notes(self.model):
             self.messages.setdefault(note)
 

@@ -224,7 +224,7 @@ def _clocks() -> tuple[float, float]:
 def _waited_share(since: tuple[float, float], device: str) -> float:
     """Return the share of the time since the :func:`_clocks` ``since`` in which this thread waited for a processor.
 
-    On a GPU the share is 0: the thread then waits for the device, which tells nothing of other processes.
+    On a GPU the share is 0: the thread then waits for the device, which shows nothing of other processes.
     """
     wall_s, run_s = (now - then for now, then in zip(_clocks(), since, strict=True))
     return max(0.0, 1 - run_s / wall_s) if device == "cpu" and wall_s > 0 else 0.0

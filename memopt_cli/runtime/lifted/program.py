@@ -63,7 +63,7 @@ _MAX_LOOP_DEPTH: Final = 16
 
 
 class BadProgramError(ValueError):
-    """Stored data is not a program, or the program names something that is not allowed; the message says what."""
+    """Stored data is not a program, or the program names something that is not allowed; the message describes it."""
 
 
 def is_name(text: Any) -> bool:

@@ -20,7 +20,8 @@ MIN_REFUSING_ONE = 2
 """Smallest batch of a model that refuses a single sample, which a batch norm cannot normalize."""
 
 Predict = Callable[[int], float]
-"""Returns the bytes of tensors at the peak of a batch by a dry run, always the same.  Infinite: the dry run failed."""
+"""Returns the bytes of tensors at the peak of a batch by a dry run, always the same.  Infinite if the dry run
+failed."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -145,7 +145,7 @@ class Lifetime:
 
     nbytes: int
     born: int
-    """Operator at which it is made.  -1: it exists before the step."""
+    """Operator at which it is made.  -1 if it exists before the step."""
     died: int | None
     """Operator at which it is freed.  ``None`` if it outlives the step."""
 

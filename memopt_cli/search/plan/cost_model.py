@@ -479,7 +479,7 @@ def copy_times(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
     """Return ``trace`` with operators timed as in ``first``, and the ratio of its step time to the one of ``first``.
 
     Two recordings of nearly the same step are seconds apart, and the machine may be half as fast in one: the sums of
-    their times would then say that the whole step became faster or slower.  So an operator in both steps gets the
+    their times would then suggest that the whole step became faster or slower.  So an operator in both steps gets the
     median time of its kind in ``first``.  Other operators are scaled by the ratio of the common ones.
     """
     first_times, times = _Times(first), _Times(trace)

@@ -34,7 +34,7 @@ class Solvers:
     ) -> None:
         """Take ``solvers``: without packing under ``False``, with packing under ``True``.
 
-        All plans contain ``heads``, which slow them by ``heads_slowdown``.  ``nested`` tells whether segments may lie
+        All plans contain ``heads``, which slow them by ``heads_slowdown``.  ``nested``: whether segments may lie
         in others.
         """
         self._model = model

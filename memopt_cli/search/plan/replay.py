@@ -60,7 +60,7 @@ class ReplayedSegment:
     stop: int = 0
     """Operator before which the recomputation ends, since autograd saves nothing for later ones."""
     join: int = 0
-    """Instant at which the chunks' gradients of the input are concatenated.  0: the segment has no chunks."""
+    """Instant at which the chunks' gradients of the input are concatenated.  0 if the segment has no chunks."""
     first_saver: int | None = None
     """First operator in the segment for which autograd saves a tensor; backward reaches it last.
     ``None`` if autograd saves nothing."""
@@ -192,7 +192,7 @@ class _Ledger:
     def live(self, start: int, end: int, nbytes: int, *, is_made: bool = True) -> None:
         """Count ``nbytes`` as alive from ``start`` until just before ``end``.
 
-        ``is_made`` tells whether the operator of ``start`` makes them.
+        ``is_made``: whether the operator of ``start`` makes them.
         """
         if end > start:
             self.change[start] += nbytes
@@ -271,7 +271,7 @@ class _Lives:
         savers: Mapping[ReplayedSegment | None, list[int]],
         replayed: ReplayedSegment | None,
     ) -> int:
-        """Return the instant until which a first run of a segment inside ``replayed`` holds ``storage``.  0: no run
+        """Return the instant until which a first run of a segment inside ``replayed`` holds ``storage``.  0 if no run
         does.
 
         During its first run, a segment holds each storage that autograd would save, or that an inner segment takes as
@@ -579,7 +579,7 @@ class Replay:
         return end, sent_end
 
     def _pass_begin(self, replayed: ReplayedSegment | None, savers: Sequence[int]) -> int:
-        """Return the instant at which the pass that saves for ``savers`` runs again.  0: ``replayed`` has no passes.
+        """Return the instant at which the pass that saves for ``savers`` runs again.  0 if ``replayed`` has no passes.
 
         The pass ends at the norm after ``savers``, so it runs again once backward has gone through that norm.
         """

@@ -94,7 +94,7 @@ class SearchSpace:
 
 
 class SearchSpaces:
-    """The search spaces of all levels: one or two, as the module's docstring says."""
+    """The search spaces of all levels: one or two, see the module's docstring."""
 
     def __init__(self, trace: StepTrace, probes: Probes, dry_runs: DryRuns, options: SearchOptions) -> None:
         self._trace = trace
