@@ -24,7 +24,8 @@ from memopt_cli.inputs.spec_text import format_tensor, is_pretrained, with_sizes
 from memopt_cli.loading import bounds
 from memopt_cli.loading.input_spec import guessed_spec, unnamed_arguments
 from memopt_cli.loading.trust import UnvouchedError
-from memopt_cli.measure import model_file, sandbox
+from memopt_cli.measure import sandbox
+from memopt_cli.measure.answers import without_steps
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.without_data import StepTooLargeError
 from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
@@ -112,7 +113,7 @@ class Worker:
 
     def save(self, job: SaveJob, file: BinaryIO) -> None:
         """Write the model of ``job`` into ``file``."""
-        model_file.save(self._subject, job, file)
+        without_steps.save(self._subject, job, file)
 
 
 # ---------------------------------------------------------------------------------------------- the wire

@@ -16,7 +16,7 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli.errors import MeasurementError, UnsafeFileError
-from memopt_cli.measure import model_file
+from memopt_cli.measure.answers import without_steps
 from memopt_cli.measure.jobs import VerifyJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
@@ -225,7 +225,7 @@ def test_what_a_subprocess_returns_in_place_of_the_model(
     """It is not written; but for what is not confined, which could write it by itself."""
     monkeypatch.chdir(tmp_path)
     torch.save(layer(), "net.pt")
-    monkeypatch.setattr(model_file, "write_model", lambda model, plan, file: torch.save(Attack(), file))
+    monkeypatch.setattr(without_steps, "write_model", lambda model, plan, file: torch.save(Attack(), file))
     source = ModelSource(location="net.pt", trust=Trust(sandbox=sandbox))
     with contextlib.nullcontext() if not sandbox else pytest.raises(UnsafeFileError, match=RETURNED):
         write_all({Path("out.pt"): result_writer.model_writer(source, Plan(), 60.0)}, force=False)
