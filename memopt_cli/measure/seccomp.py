@@ -11,7 +11,7 @@ thread id belongs to this process.
 The kernel runs the filter before every call, as a program of a small machine with one register: load a word (the number
 of the call, or an argument), compare it, skip instructions, return a verdict.  Installing it needs no privilege.
 
-Sources: https://docs.kernel.org/userspace-api/seccomp_filter.html; the numbers are those of Linux 6.18, in
+Sources: https://docs.kernel.org/userspace-api/seccomp_filter.html; the numbers are from Linux 6.18, in
 ``arch/x86/entry/syscalls/syscall_64.tbl`` and, for aarch64, ``include/uapi/asm-generic/unistd.h``; the constants are in
 ``include/uapi``: ``linux/{seccomp,filter,bpf_common,audit,sched,fcntl}.h``, ``asm-generic/{ioctls,fcntl}.h``.
 """

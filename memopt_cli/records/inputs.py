@@ -33,7 +33,7 @@ class TensorSpec:
     """Name of a torch dtype without the prefix."""
     values: str = "normal"
     """``normal``, ``uniform``, ``zeros``, ``ones``, ``padded``, ``spikes:RATE`` ``LOW..HIGH`` (high exclusive) or
-    ``APART,LOW..HIGH``, in which a few numbers are the one that stands apart: ``-100,0..5``."""
+    ``APART,LOW..HIGH``, in which a few numbers equal ``APART``: ``-100,0..5``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ class Trust:
     """The code that the user vouches for when a model file is loaded."""
 
     libraries: tuple[str, ...] = ()
-    """Packages whose ``nn.Module`` classes may be built (``trust:``), such as those of well-known model libraries."""
+    """Packages whose ``nn.Module`` classes may be built (``trust:``), such as well-known model libraries."""
     packages: tuple[str, ...] = ()
     """Top-level packages (``--allow-package``) whose classes may be built and whose functions may be referred to; a
     function that the file itself calls must be named in :attr:`globals`."""

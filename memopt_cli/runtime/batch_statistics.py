@@ -187,7 +187,9 @@ class BatchStatistics:
         Raises :class:`NotGatheredError`, or :class:`RuntimeError` if the state cannot be put back.
         """
         if self._start.has_drawn():
-            raise NotGatheredError("draws random numbers before a batch norm, others in chunks than as a whole")
+            raise NotGatheredError(
+                "draws random numbers before a batch norm, which differ between chunks and the whole"
+            )
         self._norms = (*self._norms, _Norm(merge_statistics([chunk.statistics for chunk in reached]), reached))
         self._start.add_norm(reached[0].running_statistics)
         self._start.restore()

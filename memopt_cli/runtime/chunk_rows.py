@@ -152,7 +152,7 @@ def _compare_restart(piece: Piece, whole: _Result, after_cut: Sequence[Tensor]) 
     half, _ = piece.half_lengths
     if whole.is_random or not whole.is_cut_at(piece):
         return ""
-    if not any(map(_is_unlike, whole.rows(piece.axis, half, 1), after_cut)):
+    if not any(map(_differs, whole.rows(piece.axis, half, 1), after_cut)):
         return ""
     return f"computes something else behind a cut along axis {piece.axis}"
 
@@ -221,7 +221,7 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
     return largest(a - b) <= _MAX_ROUNDINGS * torch.finfo(a.dtype).eps * largest(a)
 
 
-def _is_unlike(a: Tensor, b: Tensor) -> bool:
+def _differs(a: Tensor, b: Tensor) -> bool:
     """Return whether more elements of ``a`` and ``b`` differ than rounding explains."""
     if not (a.is_floating_point() or a.is_complex()):
         differs = a != b

@@ -480,7 +480,7 @@ def _has_bits(stored: Packed, piece: Tensor) -> bool:
         pieces = piece.split([part.shape[stored.dim] for part in stored.parts], stored.dim)
         return all(map(_has_bits, stored.parts, pieces))
     (x,) = stored.data
-    # The bits of a negated view are not those of its values.
+    # The bits of a negated view differ from the bits of its values.
     if version_counter(x) != stored.version or x.device != piece.device or x.is_neg():
         return False
     if x.device.type == "cpu":
@@ -628,7 +628,7 @@ def _first_nonzero(flat: Tensor) -> Tensor:
 def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
     """Return a bit for every element of ``flat``, least significant first: whether it is ``value``, of shape (1,).
 
-    ``None`` if an element has neither the bits of ``value`` nor those of zero (-0.0 or another NaN).  Eight flags,
+    ``None`` if an element has neither the bits of ``value`` nor the bits of zero (-0.0 or another NaN).  Eight flags,
     eight bytes of 0 or 1, become one byte by a single multiplication of them as one integer (:data:`_PACK_MAGIC`).
     """
     size, bits = _piece_size(flat), _bits(flat)

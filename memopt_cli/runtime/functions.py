@@ -64,7 +64,7 @@ def checkpoint(
 
 
 def to_gc_function(x_compressor: Any = None, f_forward: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return a function that runs ``f_forward`` as :func:`checkpoint` does.
+    """Return a function that runs ``f_forward`` like :func:`checkpoint`.
 
     Parameters
     ----------

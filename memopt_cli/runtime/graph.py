@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 
 def nodes_behind(tensors: Iterable[Tensor], is_end: Callable[[Node], bool] | None = None) -> Iterator[Node]:
-    """Yield the nodes by which ``tensors`` were computed, as :func:`nodes_from` does."""
+    """Yield the nodes by which ``tensors`` were computed, like :func:`nodes_from`."""
     return nodes_from((tensor.grad_fn for tensor in tensors), is_end)
 
 

@@ -357,7 +357,7 @@ class _Repetition:
         self._compared_index, self._compared_bytes = compared_index, compared_bytes
         self._suspects: list[tuple[list[Any], Tensor]] = []
         """The elements and the tensor for each sampled one that differed when it was saved again."""
-        self._unlike: Tensor | None = None
+        self._differing: Tensor | None = None
         """The tensor that is compared in every call, if it differs."""
 
     @not_compiled
@@ -382,7 +382,7 @@ class _Repetition:
         if self._samples and (before := self._samples.get(index)) is not None and not matches_sample(before, made):
             self._suspects.append((before, made))
         if index == self._compared_index and not matches_glance(self._compared_bytes, made):
-            self._unlike = made
+            self._differing = made
         if index + 1 == len(refs) and not self._runs_to_end:
             raise _Complete
         return made
@@ -417,8 +417,8 @@ class _Repetition:
         """
         differing = (made for before, made in self._suspects if not matches_sample(before, made))
         shape = next((tuple(made.shape) for made in differing), None)
-        if self._unlike is not None:
-            shape = tuple(self._unlike.shape)
+        if self._differing is not None:
+            shape = tuple(self._differing.shape)
         if shape is None:
             return ""
         return (

@@ -290,7 +290,7 @@ class StartingState:
     ) -> list[Any]:
         """Write the starting state to the slots, whose values are ``current_slots``, and return copies of ``others``.
 
-        ``value_for``: returns the new value of a slot, given its current value and a copy of the one to restore.
+        ``value_for``: returns the new value of a slot, given its current value and a copy of the value to restore.
         ``None`` if it is the copy.
         """
         held, received = self._held, self._received or {}

@@ -169,7 +169,8 @@ def folder_refusal(path: str) -> tuple[str, str]:
 
 
 def weights_files_in(folder: str) -> list[str]:
-    """Return the paths of the safetensors files in ``folder``, sorted; without any, those of ``pytorch_model*.bin``."""
+    """Return the paths of the safetensors files in ``folder``, sorted; if there are none, the files
+    ``pytorch_model*.bin``."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:  # it cannot be read

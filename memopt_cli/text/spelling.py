@@ -55,7 +55,7 @@ def warn_if_unchanged(reason: str) -> None:
 
 
 def notes_in_python(result: Any) -> Any:
-    """Return ``result`` with its notes, or those of its summary, in Python's words."""
+    """Return ``result`` with its notes, or the notes of its summary, in Python's words."""
     if hasattr(result, "summary"):
         return replace(result, summary=notes_in_python(result.summary))
     if not hasattr(result, "notes"):

@@ -1,6 +1,6 @@
 """Hooks on the calls of a model's modules, and the message that names the module which rejected its input.
 
-When forward fails, the innermost module still running is the one to name, with the shape that it takes.
+When forward fails, the error names the innermost module still running, with the shape that it takes.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _dtype_hint(call: RunningCall, model_inputs: Any) -> str:
 
 
 def _own_path(call: RunningCall, model: nn.Module) -> str:
-    """Return the module's own path: that of ``call`` goes through a run of layers, if it is in one."""
+    """Return the module's own path: the path of ``call`` goes through a run of layers, if it is in one."""
     return next((path for path, module in model.named_modules() if module is call.module), call.path)
 
 

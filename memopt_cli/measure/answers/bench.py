@@ -265,7 +265,7 @@ def spread_function(
 
 
 def _check_steps_alone(bench: Bench) -> None:
-    """Raise :class:`PlanError` if the optimizer updates a single parameter otherwise than all of them together."""
+    """Raise :class:`PlanError` if the optimizer updates a single parameter differently from all of them together."""
     if bench.optimizer is not None:
         try:
             check_steps_alone(bench.optimizer)

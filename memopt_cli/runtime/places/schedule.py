@@ -149,7 +149,7 @@ class ParcelSeries:
         self._saves += 1
 
     def take(self, packed: Packed) -> Packed | PackedAway:
-        """Begin to send the data of ``packed``, as :meth:`Parcel.take` does."""
+        """Begin to send the data of ``packed``, like :meth:`Parcel.take`."""
         return self._parcel.take(packed)
 
     def complete(self) -> None:

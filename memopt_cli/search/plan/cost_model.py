@@ -476,7 +476,8 @@ def _timing_key(op: OpTrace, trace: StepTrace) -> tuple[object, ...]:
 
 
 def copy_times(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
-    """Return ``trace`` with operators timed as in ``first``, and the ratio of its step time to the one of ``first``.
+    """Return ``trace`` with operators timed as in ``first``, and the ratio of its step time to the step time of
+    ``first``.
 
     Two recordings of nearly the same step are seconds apart, and the machine may be half as fast in one: the sums of
     their times would then suggest that the whole step became faster or slower.  So an operator in both steps gets the

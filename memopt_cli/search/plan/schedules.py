@@ -236,7 +236,7 @@ def thin_out(schedules: Sequence[Schedule], max_count: int, budget_bytes: int = 
     """Return the Pareto set of ``schedules``, at most ``max_count``; all peaks within ``budget_bytes`` count as equal.
 
     A schedule competes only with others of the same held bytes and counts.  If more than ``max_count`` remain, a grid
-    is laid over kept bytes and peaks.  The fastest schedule of every cell stays, and the one with the lowest peak.
+    is laid over kept bytes and peaks.  The fastest schedule of every cell stays, and the schedule with the lowest peak.
     """
     groups: dict[tuple[int, Counts], list[Schedule]] = defaultdict(list)
     for schedule in schedules:
@@ -297,7 +297,7 @@ def _pareto_set(schedules: Sequence[Schedule], budget_bytes: int) -> Iterator[Sc
 def _moved_paths(solved: Block, block: Block, moved: Mapping[str, str]) -> dict[str, str]:
     """Map each path in ``solved`` to the path of its counterpart in ``block``, then apply ``moved`` to the result.
 
-    Parts correspond by their order, not by their names: the layers of ``0-2`` are ``0-2.0`` to ``0-2.2``, and those of
-    ``3-5`` are ``3-5.3`` to ``3-5.5``.
+    Parts correspond by their order, not by their names: the layers of ``0-2`` are ``0-2.0`` to ``0-2.2``, and the
+    layers of ``3-5`` are ``3-5.3`` to ``3-5.5``.
     """
     return {old.path: moved.get(new.path, new.path) for old, new in zip(solved, block, strict=True)}

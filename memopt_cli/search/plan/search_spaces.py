@@ -138,7 +138,7 @@ class SearchSpaces:
         return self.limits.admit_plan(plan, self._options.temporal_split_factor)
 
     def _tick(self) -> None:
-        if self._probes.late():
+        if self._probes.is_late():
             raise TimeIsUp
 
     def _space(self, proposals: Proposals) -> SearchSpace:

@@ -346,7 +346,7 @@ def test_what_a_dry_run_has_refuted_is_not_told_as_a_smaller_plan(
 def test_a_longer_search_is_worth_it_as_long_as_sums_promise_a_lower_peak(max_slowdown: float) -> None:
     is_over = False
     subject = small("chain")
-    plans = subject.planner_asking(replace(subject.probes(), late=lambda: is_over))
+    plans = subject.planner_asking(replace(subject.probes(), is_late=lambda: is_over))
     assert plans.may_go_lower(Plan(), 3, max_slowdown)
     assert not plans.may_go_lower(Plan(), 3, 1.0)  # no plan takes no time
     found = plans.least(3, max_slowdown)
@@ -381,7 +381,7 @@ def test_nothing_is_solved_when_the_time_is_up(search: str, dry_runs: int, monke
         return schedule
 
     monkeypatch.setattr(Solver, "fastest", solve)
-    plans = subject.planner_asking(replace(subject.probes(), count=count, late=lambda: bool(refused)))
+    plans = subject.planner_asking(replace(subject.probes(), count=count, is_late=lambda: bool(refused)))
     SEARCHES[search](plans, subject.original.allocated_peak_bytes)
     assert len(plans.dry_runs) == len(answered) == dry_runs
     assert len(refused) == 1
@@ -406,7 +406,7 @@ def test_sums_end_when_the_time_is_up(search: str, asked: int) -> None:
         peaks.append(subject.dry_run(plan))
         return subject.count(plan)
 
-    plans = subject.planner_asking(replace(subject.probes(), count=count, late=late))
+    plans = subject.planner_asking(replace(subject.probes(), count=count, is_late=late))
     SEARCHES[search](plans, peaks[0])
     assert 0 < len(over) <= 20
     assert len(plans.dry_runs) == len(peaks) - 1
@@ -747,7 +747,7 @@ def test_a_search_ends_where_one_block_answers_otherwise(other: str, rule: Chunk
         assert next(ticks) < 50_000, "the search does not end"
         return False
 
-    plans = subject.planner_asking(replace(subject.probes(chunking), late=late))
+    plans = subject.planner_asking(replace(subject.probes(chunking), is_late=late))
     plans.least(4)
     assert other in asked
     assert len(asked) == len(set(asked))
