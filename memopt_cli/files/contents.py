@@ -192,8 +192,8 @@ def read_measured(path: str | os.PathLike[str]) -> Baseline:
             return _measurable(
                 Baseline(header=header, conditions=None, memory=_step_of_summary(summary), shorter=shorter)
             )
-        return _measurable(
-            _require_comparable(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
+        return _require_comparable(
+            _measurable(from_data(Baseline, {"header": to_data(header), **parts}, where="the file"))
         )
     except FileNotFoundError as err:
         raise BaselineError(f"there is no baseline at {path}", hint=_record_hint(path)) from err

@@ -281,7 +281,9 @@ def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Gen
     else:
         tensor = torch.randint(low, high, shape, generator=generator).to(dtype)
     if apart is not None:
-        tensor[torch.rand(shape, generator=generator) < _APART_SHARE] = apart
+        stands_apart = torch.rand(shape, generator=generator) < _APART_SHARE
+        stands_apart.view(-1)[:1] = False  # the mean of a loss that ignores all labels is NaN
+        tensor[stands_apart] = apart
     return tensor
 
 

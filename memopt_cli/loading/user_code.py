@@ -169,7 +169,8 @@ class UserCode:
 def file_in(folder: Path, module: str) -> Path | None:
     """Return the file in ``folder`` from which Python would import ``module``, or ``None`` if there is none."""
     parts = module.split(".")
-    if not all(map(str.isidentifier, parts)):  # the name may come from a hostile file: ``../../etc``
+    # The name may come from a hostile file: ``../../etc``.
+    if not all(part.replace("-", "_").isidentifier() for part in parts):
         return None
     candidates = folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder.joinpath(*parts, "__init__.py")
     return next(filter(os.path.isfile, candidates), None)

@@ -41,7 +41,7 @@ from memopt_cli.pipeline.fingerprints.gaps import (
     with_shared_values,
 )
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS
-from memopt_cli.pipeline.prepare import Opening, Prepared, prepare_with_plan
+from memopt_cli.pipeline.prepare import Opening, Prepared, import_libraries, prepare_beside_another
 from memopt_cli.records import (
     TOLERANCE,
     Cause,
@@ -64,11 +64,12 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
         settings=request.settings,
         timeout_s=request.timeout_s,
     )
-    reference = prepare_with_plan(opening, progress=progress, ask=ask)
+    reference = prepare_beside_another(opening, progress=progress, ask=ask)
     candidate_opening = replace(
         opening, source=replace(request.candidate, keeps_compiled=True), spec=reference.subject.spec
     )
-    candidate = prepare_with_plan(candidate_opening, progress=progress, ask=ask)
+    candidate = prepare_beside_another(candidate_opening, progress=progress, ask=ask)
+    import_libraries(reference, [name for name in reference.facts.libraries if name in candidate.facts.libraries])
     comparison = compare_prepared(reference, candidate, request.steps)
     return replace(comparison, spent_s=time.monotonic() - started)
 

@@ -46,7 +46,7 @@ class Settings:
     """The values of these settings at one moment."""
 
     def __init__(self) -> None:
-        self._values = [read() for read in _READ]
+        self._current = [read() for read in _READ]
         self._autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _autocast_kinds()]
         self._is_watched = is_watched()
         # Only the user's modes: memopt enters its own ones itself where it needs them.
@@ -54,7 +54,7 @@ class Settings:
         # A forward inside ``parametrize.cached()`` takes parameters from the cache instead of computing them.
         self._cached = cached_parametrizations()
         cached = None if self._cached is None else (self._cached[0], {n: id(t) for n, t in self._cached[1].items()})
-        self._comparable = self._values, self._autocast, self._is_watched, self._modes, cached
+        self._comparable = self._current, self._autocast, self._is_watched, self._modes, cached
 
     def in_force(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that sets these values, and afterwards restores those from before."""
@@ -63,7 +63,7 @@ class Settings:
 
     @contextlib.contextmanager
     def _restored_after(self, outer: Settings) -> Iterator[None]:
-        outer._apply(self)
+        outer.change_to(self)
         try:
             with contextlib.ExitStack() as stack:
                 for kind, cast, current in zip(_autocast_kinds(), self._autocast, outer._autocast, strict=True):
@@ -75,10 +75,11 @@ class Settings:
                     stack.enter_context(with_function_modes(self._modes))
                 yield
         finally:
-            Settings()._apply(outer)
+            Settings().change_to(outer)
 
-    def _apply(self, wanted: Settings) -> None:
-        for (_, write), current, value in zip(_SETTINGS, self._values, wanted._values, strict=True):
+    def change_to(self, wanted: Settings) -> None:
+        """Set the values of ``wanted``; these values are those in force."""
+        for (_, write), current, value in zip(_SETTINGS, self._current, wanted._current, strict=True):
             if current != value:
                 write(value)
         if self._cached is not None or wanted._cached is not None:

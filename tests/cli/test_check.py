@@ -299,7 +299,7 @@ def test_a_script_is_found_from_another_folder_with_the_sizes_of_the_baseline(re
     step = ("check", "../net.pt", "--baseline", "../memopt-baseline.json", "--input-script", "../make.py:inputs")
     assert recorded(*step).code == 0
     refused = recorded(*step, "--dim", "batch=8")
-    assert "make.py:inputs batch=4 width=64 in the baseline, make.py:inputs batch=8 width=64 now" in refused.err
+    assert "make.py:inputs B=4 width=64 in the baseline, make.py:inputs B=8 width=64 now" in refused.err
 
 
 def test_a_peak_that_was_raised_by_hand_is_refused(recorded: Callable[..., Any]) -> None:
