@@ -25,7 +25,7 @@ from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.nodes import Global
 from memopt_cli.loading.user_code import UserCode
 from memopt_cli.loading.user_function import user_function
-from memopt_cli.measure.model_file import write_model
+from memopt_cli.measure.answers.without_steps import write_model
 from memopt_cli.records import ModelSource, Plan
 from memopt_cli.runtime.private_torch import is_fake
 from memopt_cli.trace import built_without_data, fake_mode
