@@ -547,17 +547,17 @@ class StateBeforePasses:
         Raises :class:`RuntimeError` if an argument was written, or a tensor with a graph was modified in place.
         """
         if any(version_of(tensor) != version for tensor, version in self._inputs):
-            raise self._cannot("writes over its input")
+            raise self._irreversible_error("writes over its input")
         self._state.restore()
         for tensor, version, copy in self._copies.values():
             if tensor.requires_grad and version_counter(tensor) != version:
-                raise self._cannot("modifies its state in place")
+                raise self._irreversible_error("modifies its state in place")
             # A write through ``.data`` does not raise the version.  If forward raised it, this write must too: a
             # chunk's graph may have saved the value in between, and autograd has to notice that it is overwritten.
             (tensor.data if version_counter(tensor) == version else tensor).copy_(copy)
         self._generators.restore()
 
-    def _cannot(self, what: str) -> RuntimeError:
+    def _irreversible_error(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"{label_of(self._module)} {what} before a batch norm, which cannot be undone for a second pass. Set "
             "batch_statistics to false and chunks to 1 in the plan."

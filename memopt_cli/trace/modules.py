@@ -15,7 +15,7 @@ from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Codec, Ow
 from memopt_cli.runtime.module_state import find_matrices
 from memopt_cli.runtime.private_torch import version_counter
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.trace.contents import ContentsReader, aside
+from memopt_cli.trace.contents import ContentsReader, outside_of_step
 from memopt_cli.trace.log import StorageLog
 from memopt_cli.trace.storages import Storage, held_bytes
 from memopt_cli.training.module_calls import module_hooks
@@ -133,13 +133,13 @@ def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> s
     """Return a complaint if the user's own codec fails to restore ``tensors``; empty if it does not."""
     if name != OWN_COMPRESSOR:
         return ""
-    with aside():
+    with outside_of_step():
         return next(filter(None, map(_own_codec(module).misfit, tensors)), "")
 
 
 def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:
     codec = COMPRESSORS.get(name) or _own_codec(module)
-    with aside():
+    with outside_of_step():
         return sum(map(codec.packed_bytes, tensors))
 
 

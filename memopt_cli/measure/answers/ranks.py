@@ -66,13 +66,13 @@ def _measure_ranks(
     subject: Subject, layout: RankLayout, job: GroupJob, mesh: DeviceMesh, ranks: Ranks
 ) -> RanksMeasured:
     digest = ranks.require_same("plan", job.plan)
-    model, spec, function = ranks.each(lambda: (*_build(subject, job), spread_function(layout)))
+    model, spec, function = ranks.on_each(lambda: (*_build(subject, job), spread_function(layout)))
     settings = replace(subject.settings, device=mesh.device_type)
     ranks.require_same("step", [to_data(part) for part in (settings, spec, layout)])
     ranks.require_same("model", parameter_signatures(model))
     with ranks.alone():
         sharded = shard_for_measurement(model, mesh, layout, function)
-    step = ranks.each(lambda: _step(subject.settings, spec, sharded))
+    step = ranks.on_each(lambda: _step(subject.settings, spec, sharded))
     with ranks.alone():
         start = StartingState(step.unwrapped_model)
         warm_up(step, start)
@@ -161,7 +161,7 @@ def _measure_allocated(step: Step, start: StartingState) -> Allocated:
 
 def _time_step(step: Step, start: StartingState, ranks: Ranks) -> float:
     begin(step, start)
-    ranks.each(lambda: synchronize(step.settings.device))
+    ranks.on_each(lambda: synchronize(step.settings.device))
     started = time.perf_counter()
     step.take()
     synchronize(step.settings.device)

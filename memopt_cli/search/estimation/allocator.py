@@ -86,7 +86,7 @@ class CachingAllocator:
 
     def rounded(self, nbytes: int) -> int:
         """Round ``nbytes`` up to a multiple of the smallest block size."""
-        return _up(max(nbytes, 1), self.rules.block_bytes)
+        return _round_up(max(nbytes, 1), self.rules.block_bytes)
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         """Take the smallest free block of ``size`` bytes or more; ``None`` if there is none."""
@@ -111,7 +111,7 @@ class CachingAllocator:
             return self.rules.small_segment_bytes
         if size < self.rules.large_bytes:
             return self.rules.middle_segment_bytes
-        return _up(size, self.rules.round_bytes)
+        return _round_up(size, self.rules.round_bytes)
 
     def _split(self, block: _Block, size: int) -> None:
         """Cut ``block`` to ``size`` bytes, if the rest is large enough for another block."""
@@ -190,5 +190,5 @@ def _join(previous: _Block | None, following: _Block | None) -> None:
         following.previous = previous
 
 
-def _up(nbytes: int, multiple: int) -> int:
+def _round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple

@@ -30,7 +30,7 @@ class Work:
         lengths = tuple(sorted(counts))
         return cls(lengths, tuple(itertools.accumulate(counts[length] * length for length in lengths)))
 
-    def until(self, length: int) -> float:
+    def work_until(self, length: int) -> float:
         """Return the work of all steps up to ``length``."""
         index = bisect.bisect_right(self.lengths, length)
         return self.work_up_to[index - 1] if index else 0.0
@@ -39,8 +39,8 @@ class Work:
         """Return the work of an epoch whose ``slowdowns`` map the upper bound of each range to the slowdown there."""
         total, before = 0.0, 0.0
         for bound in sorted(slowdowns):
-            total += slowdowns[bound] * (self.until(bound) - before)
-            before = self.until(bound)
+            total += slowdowns[bound] * (self.work_until(bound) - before)
+            before = self.work_until(bound)
         return total
 
 
@@ -71,7 +71,7 @@ def _spread(lengths: Sequence[int], work: Work) -> list[int]:
     """Choose at most :data:`_MAX_CANDIDATES` of ``lengths``, with about equal work between neighbours."""
     if len(lengths) <= _MAX_CANDIDATES:
         return list(lengths)
-    low, high = work.until(lengths[0]), work.until(lengths[-1])
+    low, high = work.work_until(lengths[0]), work.work_until(lengths[-1])
     amounts = (low + (high - low) * step / (_MAX_CANDIDATES - 1) for step in range(_MAX_CANDIDATES))
     indices = (bisect.bisect_left(lengths, amount, key=work.until) for amount in amounts)
     return sorted({lengths[min(index, len(lengths) - 1)] for index in indices})

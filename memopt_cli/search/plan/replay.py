@@ -189,7 +189,7 @@ class _Ledger:
         self.made = [0] * (length + 1)
         """Bytes that the operator of an instant makes."""
 
-    def live(self, start: int, end: int, nbytes: int, *, is_made: bool = True) -> None:
+    def add_bytes(self, start: int, end: int, nbytes: int, *, is_made: bool = True) -> None:
         """Count ``nbytes`` as alive from ``start`` until just before ``end``.
 
         ``is_made``: whether the operator of ``start`` makes them.
@@ -525,17 +525,17 @@ class Replay:
             if sent_end > end and parcel is not None:
                 self._add_sent(parcel, begin, end, sent_end, nbytes)
             elif begin < pass_begin < end:  # freed after forward, recomputed by the pass that saves it
-                self._ledger.live(begin, self._lives.forward_end(storage, replayed), nbytes)
-                self._ledger.live(pass_begin, end, nbytes, is_made=False)
+                self._ledger.add_bytes(begin, self._lives.forward_end(storage, replayed), nbytes)
+                self._ledger.add_bytes(pass_begin, end, nbytes, is_made=False)
             else:
-                self._ledger.live(begin, end, nbytes)
+                self._ledger.add_bytes(begin, end, nbytes)
         if is_kept:
             start = self._order.instant_of(None, storage.born)
             own_parcel = self._parcels.by_segment.get(inner) if self._parcels and inner else None
             if own_parcel is not None and storage.nbytes >= MIN_SENT_BYTES:
                 self._add_sent(own_parcel, start, held_until, kept_end, storage.nbytes)
             else:
-                self._ledger.live(start, kept_end, storage.nbytes)
+                self._ledger.add_bytes(start, kept_end, storage.nbytes)
 
     def _add_sent(self, parcel: SentParcel, begin: int, held_until: int, end: int, nbytes: int) -> None:
         """Enter a tensor of ``parcel`` that is made at ``begin`` and last needed before ``end``.
@@ -545,10 +545,10 @@ class Replay:
         self.sent_bytes += nbytes
         freed_at = None if parcel.given_up_at is None else max(parcel.given_up_at, held_until)
         if freed_at is None or freed_at >= parcel.fetch_at:
-            self._ledger.live(begin, end, nbytes)
+            self._ledger.add_bytes(begin, end, nbytes)
             return
-        self._ledger.live(begin, freed_at, nbytes)
-        self._ledger.live(parcel.fetch_at, end, nbytes, is_made=False)
+        self._ledger.add_bytes(begin, freed_at, nbytes)
+        self._ledger.add_bytes(parcel.fetch_at, end, nbytes, is_made=False)
         self.sent.append(SentTensor(parcel, begin, nbytes))
 
     def _ends(
@@ -593,7 +593,7 @@ class Replay:
         """Enter ``storage`` packed from the first of ``savers`` until its release, and whole where backward uses it."""
         self.packed_outside.append(storage.packing_cost_bytes)
         start, end = self._order.instants[min(savers)], self._lives.release(storage, savers)
-        self._ledger.live(start, end, storage.packed_bytes)
+        self._ledger.add_bytes(start, end, storage.packed_bytes)
         if 0 < end <= self._order.length:
             self._ledger.extra[end - 1] += storage.nbytes
 
@@ -611,9 +611,9 @@ class Replay:
             chunked = [b for b in outlived if b.segment.chunks > 1]
             if chunked:  # the whole exists from the concatenation on; before, there are chunks: see _add_chunks
                 join = chunked[-1].join
-                self._ledger.live(start, join, int(storage.nbytes / replayed.shares))
+                self._ledger.add_bytes(start, join, int(storage.nbytes / replayed.shares))
                 start = join
-        self._ledger.live(start, self._order.instant_after(storage.died), int(storage.nbytes / shares))
+        self._ledger.add_bytes(start, self._order.instant_after(storage.died), int(storage.nbytes / shares))
 
     def _add_gradient_chunks(self, replayed: ReplayedSegment, storage: StorageTrace) -> None:
         """Enter a parameter's gradient in chunks: the sum so far, alive from the first chunk on, and a chunk's own.
@@ -625,7 +625,7 @@ class Replay:
         chunked = [b for b in replayed.self_and_enclosing if b is not None and b.segment.chunks > 1]
         if chunked:
             end = self._end_of_node(storage)
-            self._ledger.live(
+            self._ledger.add_bytes(
                 self._order.instants[chunked[-1].call.backward_start],
                 self._order.instants[storage.born],
                 storage.nbytes,
@@ -653,8 +653,8 @@ class Replay:
             if parcel is not None and packed_bytes >= MIN_SENT_BYTES and replayed.segment.compressor != "parts":
                 self._add_sent(parcel, start, start, end, packed_bytes)
             else:
-                self._ledger.live(start, end, packed_bytes)
-            self._ledger.live(replayed.offset, end, nbytes // replayed.segment.chunks)
+                self._ledger.add_bytes(start, end, packed_bytes)
+            self._ledger.add_bytes(replayed.offset, end, nbytes // replayed.segment.chunks)
 
     def _add_chunks(self, replayed: ReplayedSegment) -> None:
         """Enter the bytes that chunks of ``replayed`` hold together: states, chunks of the output and of input
@@ -687,10 +687,10 @@ class Replay:
         between, in_backward = between + (segment.chunks - 1) * argument_bytes, in_backward + longest * argument_bytes
         in_chunks = max(gradients, self._passes.linked_bytes(replayed)) + self._passes.waiting_bytes(replayed)
         in_chunks -= in_chunks // segment.chunks
-        self._ledger.live(
+        self._ledger.add_bytes(
             self._order.instant_of(replayed.parent, replayed.call.start), replayed.offset, between // share
         )
-        self._ledger.live(replayed.offset, replayed.join, max(in_backward, in_chunks) // share)
+        self._ledger.add_bytes(replayed.offset, replayed.join, max(in_backward, in_chunks) // share)
 
     def _state_argument_bytes(self, replayed: ReplayedSegment) -> int:
         """Return the bytes that a chunk passes to the next as arguments: uncut outputs, such as LSTM states."""

@@ -131,7 +131,7 @@ class Schedule:
     counts: Counts = NO_COUNTS
     """Numbers that :class:`SegmentLimits` bounds."""
 
-    def then(self, other: Schedule) -> Schedule:
+    def followed_by(self, other: Schedule) -> Schedule:
         """Return this schedule followed by ``other``, of the next block."""
         peak = self.kept_bytes + other.peak_bytes
         return Schedule(
@@ -229,7 +229,7 @@ def _best_pairs(pairs: list[_Pair]) -> list[Schedule]:
         lowest = min(range(len(best)), key=lambda n: (peaks[n], best[n][0]))
         indices = _sample([kept for kept, *_ in best], [0] * len(best), lowest, MAX_SCHEDULES)
         best = [best[n] for n in indices]
-    return [first.then(second) for _, _, first, second in best]
+    return [first.followed_by(second) for _, _, first, second in best]
 
 
 def thin_out(schedules: Sequence[Schedule], max_count: int, budget_bytes: int = 0) -> list[Schedule]:
