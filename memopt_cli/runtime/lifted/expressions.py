@@ -96,7 +96,7 @@ class Expressions:
             "parameter": lambda: self.attribute(detail),
             "tensor": lambda: f"self._constants[{detail}]",
             "device": lambda: f"{self.global_name('device')}({detail!r})",
-            "home": lambda: f"self._current_device({detail!r})",
+            "home": lambda: f"self._home({detail!r})",
             "tuple": lambda: f"({listed()},)" if len(operands) == 1 else f"({listed()})",
             "list": lambda: f"[{listed()}]",
             "dict": lambda: f"{{{pairs()}}}",

@@ -51,7 +51,7 @@ class LiftedModule(nn.Module):
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
 
-    def _current_device(self, stored: str) -> torch.device:
+    def _home(self, stored: str) -> torch.device:
         """Return the device of the module; ``stored`` if it has no tensors and was never moved."""
         tensors = itertools.chain(self.parameters(), self.buffers(), self._constants)
         return next((t.device for t in tensors), self._device or torch.device(stored))
