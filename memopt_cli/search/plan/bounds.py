@@ -73,5 +73,5 @@ def _spread(lengths: Sequence[int], work: Work) -> list[int]:
         return list(lengths)
     low, high = work.work_until(lengths[0]), work.work_until(lengths[-1])
     amounts = (low + (high - low) * step / (_MAX_CANDIDATES - 1) for step in range(_MAX_CANDIDATES))
-    indices = (bisect.bisect_left(lengths, amount, key=work.until) for amount in amounts)
+    indices = (bisect.bisect_left(lengths, amount, key=work.work_until) for amount in amounts)
     return sorted({lengths[min(index, len(lengths) - 1)] for index in indices})
