@@ -174,7 +174,7 @@ def memory_optimization(
         A function that returns whether a module may run in chunks.  memopt still tests whether chunks compute the same.
     process_group:
         A group whose ranks all make this call, each with its copy of the model.  The first rank searches, and all ranks
-        get its plan and check that they have the same plan.  An error on one rank is raised on all.  ``None``: no
+        get its plan and check that they have the same plan.  An error on one rank is raised on all.  ``None`` for no
         group.
 
     The input, random numbers, gradients, train/eval mode and device stay as they are.  Raises :class:`OptionError` (a
