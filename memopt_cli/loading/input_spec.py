@@ -323,7 +323,7 @@ def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _read_data(path: str, expected_sha256: str | None) -> Any:
-    """Read the arguments in the file at ``path``, whose hash must be the expected one.  ``None``: any hash."""
+    """Read the arguments in the file at ``path``, whose hash must be the expected one, unless that is ``None``."""
     readers: dict[str, Callable[[bytes, str], Any]] = {
         ".pt": load_tensors,
         ".pth": load_tensors,

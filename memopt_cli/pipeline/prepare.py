@@ -57,7 +57,7 @@ class Prepared:
     notes: tuple[str, ...]
     """Notes for the user on how the model was loaded and which inputs its step gets."""
     open_session: Callable[[Subject, float], Session] | None = None
-    """A function that opens a session in this process, for a model in memory.  ``None``: sessions are subprocesses."""
+    """A function that opens a session in this process, for a model in memory; by default sessions are subprocesses."""
     carried: Plan = ORIGINAL
     """Plan that the model carries.  The model runs without it here."""
     timeout_s: float = 600.0
@@ -65,7 +65,7 @@ class Prepared:
     progress: Progress = field(default_factory=Progress)
     """Display of the stages that the model goes through."""
     own_checkpoints: Measurement | None = None
-    """Step with the model's own checkpoints, which are off here.  ``None``: it has none, or was not run with them."""
+    """Step with the model's own checkpoints, which are off here; ``None`` if it has none or was not run with them."""
     messages: dict[str, None] = field(default_factory=dict)
     """Sentences for the user from the sessions' answers, without repeats, such as which output is taken as the loss."""
 
@@ -76,7 +76,7 @@ class Prepared:
         return replace(self, progress=progress, timeout_s=timeout_s)
 
     def without_carried(self, note: str) -> Prepared:
-        """Return the model with no carried plan; ``note`` tells the user, if the model carries one."""
+        """Return the model with no carried plan, and show ``note`` to the user if it carries one."""
         if self.carried == ORIGINAL:
             return self
         self.progress.note(note)

@@ -42,7 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
-from memopt_cli.report.optimization import headline, in_words, told_apart
+from memopt_cli.report.optimization import distinct_labels, headline, in_words
 from memopt_cli.report.text import TextReport
 from memopt_cli.text.spelling import on_command_line
 from tests.zoo import records
@@ -554,7 +554,7 @@ def test_rows_of_the_frontier_with_the_same_words_say_where_their_plans_differ()
         return SegmentPlan(path=path, chunks=chunks)
 
     first, second = chunked("conv_fc.0-3", 20), chunked("conv_fc.0-3", 4)
-    assert told_apart([Plan(), Plan(segments=(first,)), Plan(segments=(second,)), Plan(packed=True)]) == [
+    assert distinct_labels([Plan(), Plan(segments=(first,)), Plan(segments=(second,)), Plan(packed=True)]) == [
         "the original",
         "1 in chunks: conv_fc.0-3 in 20 chunks",
         "1 in chunks: conv_fc.0-3 in 4 chunks",
@@ -562,7 +562,7 @@ def test_rows_of_the_frontier_with_the_same_words_say_where_their_plans_differ()
     ]
     other, last = chunked("head", 2), chunked("tail", 2)
     pairs = [(first, other), (first, last), (second, other)]
-    assert told_apart([Plan(segments=pair) for pair in pairs]) == [
+    assert distinct_labels([Plan(segments=pair) for pair in pairs]) == [
         "2 in chunks: conv_fc.0-3 in 20 chunks, head in 2 chunks",
         "2 in chunks: conv_fc.0-3 in 20 chunks, tail in 2 chunks",
         "2 in chunks: conv_fc.0-3 in 4 chunks, head in 2 chunks",

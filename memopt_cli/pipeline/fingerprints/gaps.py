@@ -1,4 +1,4 @@
-"""Compare two trainings tensor by tensor, by the fingerprints that each step left, and list the gaps between them."""
+"""Comparing two trainings tensor by tensor, by the fingerprints that each step left, and listing the gaps."""
 
 from __future__ import annotations
 
