@@ -405,7 +405,7 @@ def test_a_model_of_a_file_without_a_name_of_its_own_is_not_saved(held: str, fol
     )
     model = load_model(ModelSource(location="random.py:make")).module
     try:
-        with pytest.raises(StepError, match=r"another module has the name of random\.py"):
+        with pytest.raises(StepError, match=r"random\.py has the name of another module"):
             write_model(model, Plan(), io.BytesIO())
     finally:
         sys.modules.pop("memopt_user_random")
