@@ -67,7 +67,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     weights_sha256 = None
     if source.weights is not None:
         file, weights_sha256 = read_same(source.weights, source.key, source.weights_sha256)
-        notes = (*notes, *fill(unwrap(module), file))
+        notes = (*notes, *fill(unwrap(module), file, source.location))
     notes = (*notes, *loaded.notes, *wrapper_notes((*loaded.wrappers, *around)), *cache_notes(module))
     return LoadedModel(
         module=module,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.plan import Plan
@@ -64,6 +64,10 @@ class WantedGlobal:
     """Top-level package, e.g. ``mymodels``."""
     reason: str
     """Reason why the name is not allowed, for people."""
+
+
+FIRST_USED: Final = "; the first is used."
+"""Part of a note that memopt chose one of several state dicts itself, and may have chosen another than is meant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

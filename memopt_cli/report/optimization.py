@@ -32,7 +32,7 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
-from memopt_cli.report.lines import busy_notes, plain_table, room_in_words
+from memopt_cli.report.lines import busy_notes, others, plain_table, room_in_words
 from memopt_cli.report.rank import planned_headline, planned_lines
 from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
@@ -149,6 +149,9 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
 def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     """Return which runs were within ``budget_bytes``; for a plan by length, name the lengths that were run."""
     budget = f"the budget of {format_bytes(budget_bytes)}"
+    segments = summary.plan.everywhere if summary.plan is not None else ()
+    if any(segment.chunks > 1 and not segment.inexact for segment in segments):
+        budget += " (the first step also checks the chunks, which may take more)"
     runs = sorted((run for row in summary.ranges for run in row.runs), key=lambda run: run.length)
     if not runs or summary.plan is None or summary.plan.by is None:
         return f"within {budget}"
@@ -422,7 +425,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
     if (smaller := _smaller_too_slow(summary)) is not None:
         yield f"{smaller.sentence} {smaller.why.remedy}"
     yield from busy_notes(_waited_shares(summary))
-    yield from summary.notes
+    yield from others(summary.notes)
 
 
 def details(summary: MemOptSummary) -> Iterator[str]:

@@ -190,6 +190,13 @@ def test_a_guess_of_the_inputs_stands_in_the_headline(summary: MemOptSummary) ->
     assert "guess" not in shown(TextReport(), found).splitlines()[0]
 
 
+def test_which_of_several_state_dicts_is_used_stands_below_the_headline(summary: MemOptSummary) -> None:
+    note = "The file has several state dicts ('model', 'ema'); the first is used. `--key` names another."
+    lines = shown(TextReport(), result(replace(summary, notes=("another note", note)))).splitlines()
+    assert lines[1] == note.replace("`", "")
+    assert [lines.count(each) for each in ("another note", lines[1])] == [1, 1]
+
+
 @pytest.mark.parametrize("verbose", [False, True])
 def test_what_waits_elsewhere_has_a_column_of_its_own(verbose: bool, summary: MemOptSummary) -> None:
     sent = replace(measured(294.6, 1.49), elsewhere_bytes=200 << 20)
@@ -229,6 +236,16 @@ def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(su
     for passed, count in ((True, 1), (False, 0)):
         summary.verification = replace(summary.verification, exact=False, passed=passed, rounding=0.034)
         assert shown(TextReport(), result(summary)).count(f"{said}--level 2 keeps the same bits\n") == count
+
+
+@pytest.mark.parametrize(("chunks", "inexact", "says_so"), [(1, False, False), (2, False, True), (2, True, False)])
+def test_a_budget_says_that_the_first_step_checks_chunks(
+    chunks: int, inexact: bool, says_so: bool, summary: MemOptSummary
+) -> None:
+    plan = Plan(segments=(SegmentPlan(path="blocks", chunks=chunks, inexact=inexact),))
+    found = shown(TextReport(), result(replace(summary, budget_bytes=2**30, plan=plan)))
+    assert "within the budget of 1.0 GiB" in found
+    assert ("the first step also checks the chunks, which may take more" in found) is says_so
 
 
 def test_the_frontier_says_which_plans_keep_the_bits(summary: MemOptSummary) -> None:

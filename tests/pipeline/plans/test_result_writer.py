@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,31 @@ def test_a_model_of_a_file_is_saved_if_it_can_be_loaded_again(
 def test_the_line_that_loads_the_model_works_in_any_folder(memopt: Memopt, net: nn.Module, step: list[str]) -> None:
     done = memopt("optimize", "net.pt", *step, "--code-path", ".")
     assert done.out.endswith(f"trust=memopt_cli.Trust(code_paths=({str(Path.cwd())!r},)))\n"), done.err
+
+
+@pytest.mark.slow
+def test_a_model_of_a_class_in_a_file_is_loaded_with_the_folder_of_its_code(
+    spawn_memopt: Memopt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inputs = tmp_path / "inputs.pt"
+    torch.save([torch.randn(256, 32)], inputs)  # inputs of a file cannot be resized: no batch is searched for
+    Path("code").mkdir()
+    Path("code/user_layer.py").write_text(
+        "from torch import nn\n\n\nclass Layer(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))\n"
+    )
+    Path("code/user_net.py").write_text(
+        "from torch import nn\nfrom user_layer import Layer\n\n\nclass Net(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(Layer(), Layer(), Layer())\n"
+    )
+    done = spawn_memopt(tmp_path, "optimize", "code/user_net.py:Net", "--input-data", str(inputs), *STEP[2:])
+    assert done.code == 0, done.err
+    line = done.out.splitlines()[-1].removeprefix("use it: ")
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import memopt_cli; {line}; print(type(model))"], capture_output=True, text=True
+    )
+    assert ran.stdout == "<class 'user_net.Net'>\n", ran.stderr
 
 
 @pytest.mark.slow
