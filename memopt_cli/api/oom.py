@@ -38,7 +38,7 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
     ``path``: the files' path without ending.  ``.log`` gets the traceback, and on Linux the process's size and limits
     if the CPU's memory ran out.  On a GPU, ``.snapshot.pickle`` gets the allocator's snapshot: which line of code
     allocated what; stacks are recorded inside the block for that.  Existing files are replaced.  A note on the error
-    says which command to type.  Raises ``OptionError`` for a path of another type.
+    has the command to type.  Raises ``OptionError`` for a path of another type.
     """
     base = path_given("path", path)
     if not torch.cuda.is_available():
@@ -71,18 +71,18 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
         write_all({path: content(data) for path, (_, data) in files.items()}, force=True)
     except Exception as failed:  # such as a full disk, which must not hide the out-of-memory error
         return f"memopt could not write the files that explain it: {failed}"
-    told = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
+    flags = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
     if _is_of_loading(error):
-        return f"memopt explain {told}"
+        return f"memopt explain {flags}"
     model = _model(error)
     command = " ".join(
-        filter(None, [f"memopt explain {model or 'MODEL'} -i SHAPE", _script(), _optimizer(error), told])
+        filter(None, [f"memopt explain {model or 'MODEL'} -i SHAPE", _script(), _optimizer(error), flags])
     )
     meant = "MODEL is a saved model, or net.py:build for a function that makes it"
     if model:
         meant = f"{model} is made without arguments: else name a function of yours that makes it"
     return (
-        f"memopt explain {told}\n"
+        f"memopt explain {flags}\n"
         f"and to find what would fit: {command}\n"
         f"{meant}; SHAPE a batch's shape, 64x3x224x224 or 64x128@int64=0..32000; "
         f"add {_OWN_LOSS} if it has a loss of its own"

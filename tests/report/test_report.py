@@ -42,7 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
-from memopt_cli.report.optimization import headline, in_words, told_apart
+from memopt_cli.report.optimization import distinct_labels, headline, in_words
 from memopt_cli.report.text import TextReport
 from memopt_cli.text.spelling import on_command_line
 from tests.zoo import records
@@ -245,7 +245,17 @@ def test_a_peak_within_the_budget_does_not_look_like_the_budget(summary: MemOptS
     close = replace(summary, levels=rows, budget_bytes=1414 << 20)
     text = shown(TextReport(), result(close))
     assert text.startswith("1.39 GiB → 1.36 GiB (0.98×)")
-    assert "within the budget of 1.38 GiB\n" in text
+    assert "within the budget of 1.38 GiB" in text
+
+
+@pytest.mark.parametrize(("chunks", "inexact", "says_so"), [(1, False, False), (2, False, True), (2, True, False)])
+def test_a_budget_says_that_the_first_step_checks_chunks(
+    chunks: int, inexact: bool, says_so: bool, summary: MemOptSummary
+) -> None:
+    plan = Plan(segments=(SegmentPlan(path="blocks", chunks=chunks, inexact=inexact),))
+    found = shown(TextReport(), result(replace(summary, budget_bytes=2**30, plan=plan)))
+    assert "within the budget of 1.0 GiB" in found
+    assert ("the first step also checks the chunks, which may take more" in found) is says_so
 
 
 def test_the_frontier_says_which_plans_keep_the_bits(summary: MemOptSummary) -> None:
@@ -571,7 +581,7 @@ def test_rows_of_the_frontier_with_the_same_words_say_where_their_plans_differ()
         return SegmentPlan(path=path, chunks=chunks)
 
     first, second = chunked("conv_fc.0-3", 20), chunked("conv_fc.0-3", 4)
-    assert told_apart([Plan(), Plan(segments=(first,)), Plan(segments=(second,)), Plan(packed=True)]) == [
+    assert distinct_labels([Plan(), Plan(segments=(first,)), Plan(segments=(second,)), Plan(packed=True)]) == [
         "the original",
         "1 in chunks: conv_fc.0-3 in 20 chunks",
         "1 in chunks: conv_fc.0-3 in 4 chunks",
@@ -579,7 +589,7 @@ def test_rows_of_the_frontier_with_the_same_words_say_where_their_plans_differ()
     ]
     other, last = chunked("head", 2), chunked("tail", 2)
     pairs = [(first, other), (first, last), (second, other)]
-    assert told_apart([Plan(segments=pair) for pair in pairs]) == [
+    assert distinct_labels([Plan(segments=pair) for pair in pairs]) == [
         "2 in chunks: conv_fc.0-3 in 20 chunks, head in 2 chunks",
         "2 in chunks: conv_fc.0-3 in 20 chunks, tail in 2 chunks",
         "2 in chunks: conv_fc.0-3 in 4 chunks, head in 2 chunks",
