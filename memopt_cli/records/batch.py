@@ -170,6 +170,13 @@ class ModelCall:
     attribute``: it is ``output.loss``.  ``an entry``: it is ``output[entry]``."""
     entry: str | int = ""
     """Key or index of the loss, where it is an entry of the output."""
+    draws_ignored: bool = False
+    """Whether the inputs hold integers of which some are -100, the label that losses ignore by default."""
+
+    @property
+    def may_ignore_labels(self) -> bool:
+        """Whether labels of -100 may occur: the inputs hold some, or the model computes its loss from labels."""
+        return self.draws_ignored or self.loss != "of targets"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

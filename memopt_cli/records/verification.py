@@ -111,6 +111,8 @@ class Verification:
     rounding: float = 0.0
     """Distance of a tensor of the measured steps from the original's, relative to its norm, if it is more than half of
     the digits, such as after a flipped spike.  0 if it is not, or the steps were not compared as they were measured."""
+    in_bfloat16: bool = False
+    """Whether a gradient of the measured steps, and so its parameter, is of bfloat16, which has two to three digits."""
     detail: str = ""
     """Error of the step with the plan, where the original raises none; empty if there is none."""
     inexact: tuple[str, ...] = ()

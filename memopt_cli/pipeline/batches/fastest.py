@@ -262,7 +262,7 @@ class _FastestSearch:
         chosen, verification = self._choose_verified(pairs)
         accumulation = self.runs.accumulation(pairs[chosen].batch)
         if accumulation is not None:
-            self.notes += accumulation_notes(accumulation, self.prepared.facts)
+            self.notes += accumulation_notes(accumulation, self.prepared.facts, self.call)
         if pairs[chosen].late:
             longest_s = self.limits.longest_step_s
             self.notes.append(
