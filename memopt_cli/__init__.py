@@ -82,7 +82,7 @@ on_unsafe = "warn"
 the segment without recomputation from then on; or ``raise``."""
 
 offload_folder: str | None = None
-"""Folder for the tensors that a plan sends to the disk; ``None``: the system's folder of temporary files."""
+"""Folder for the tensors that a plan sends to the disk; ``None`` for the system's folder of temporary files."""
 
 
 def __dir__() -> list[str]:

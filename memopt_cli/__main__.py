@@ -24,7 +24,7 @@ warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # PyTorch's, he
 def _quit_at_once(number: int, _: object) -> None:
     """Exit at once: nothing was started or written yet, and the import that is under way might swallow an exception.
 
-    A launcher ends its ranks when one has failed, which says why; Ctrl-C reaches all, and the first says so.
+    Only the first rank prints this, after Ctrl-C.  If a launcher ends the ranks, one has failed and prints the reason.
     """
     if "RANK" not in os.environ or (number == signal.SIGINT and os.environ["RANK"] == "0"):
         os.write(2, b"error: interrupted\n")

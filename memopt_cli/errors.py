@@ -33,6 +33,9 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+CHECK_FAILED: Final = 1
+"""Exit code of a command whose report is negative: a limit was exceeded, or two steps differ."""
+
 
 class MemoptError(Exception):
     """Base of all expected failures.
@@ -142,7 +145,7 @@ class BaselineError(FileError):
 class VerificationError(MemoptError):
     """The optimized model does not compute what the original computes."""
 
-    exit_code = 1
+    exit_code = CHECK_FAILED
 
 
 class Interrupted(MemoptError):

@@ -37,7 +37,7 @@ class TrainMemory:
     """Counts the memory of training steps, and fails the test if a step needs more than the limit."""
 
     def __init__(self, limit_bytes: int | None, properties: list[tuple[str, object]] | None = None) -> None:
-        """Count against ``limit_bytes`` (``None``: no limit), and add each peak to a test's ``properties``."""
+        """Count against ``limit_bytes``, unless it is ``None``, and add each peak to a test's ``properties``."""
         self._limit_bytes = limit_bytes
         self._properties = [] if properties is None else properties
         self.steps = 0
@@ -93,7 +93,7 @@ def train_memory(request: pytest.FixtureRequest) -> TrainMemory:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what the steps of passed tests needed, from which a limit can be chosen."""
+    """Print what the steps of passed tests needed, to help choose limits."""
     lines = [
         f"{report.nodeid}: {value}"
         for report in terminalreporter.getreports("passed")

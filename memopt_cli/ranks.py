@@ -102,7 +102,7 @@ def predict_rank(
         The rank to predict, from 0.  Parameters that do not divide evenly give some ranks more than others.
     mesh:
         Name of each axis -> its length, the outermost first; one may be -1, the number of ranks divided by the others.
-        ``None``: ``{"dp": ranks}``.
+        By default ``{"dp": ranks}``.
     plan:
         A plan to run the step under, or the path of its file; it is applied before ``parallelize``.
 

@@ -140,22 +140,22 @@ def memory_optimization(
 
     Plans are measured in profiling subprocesses with ``dummy_input`` (any shapes that ``forward`` takes; dimension 0
     of the first tensor is the batch), and verified against the original.  Without ``dummy_input``, level 1 measures
-    nothing, and verifies the plan on inputs guessed from the first layers; a note says if the model rejects them.
+    nothing, and verifies the plan on inputs guessed from the first layers; a note reports it if the model rejects them.
 
-    If a plan was searched for and none is applied, a warning says why.  A plan that ``net`` already carries is removed
-    first, and put back if this call fails.
+    If a plan was searched for and none is applied, a warning has the reason.  A plan that ``net`` already carries is
+    removed first, and put back if this call fails.
 
     Parameters
     ----------
     compress_x:
-        Store the inputs of segments packed where that is lossless; a module's ``x_compressor`` says how.
+        Store the inputs of segments packed where that is lossless; a module's ``x_compressor`` can choose the codec.
     verbose:
         Log the course of the search, by the logger ``memopt_cli`` at level ``INFO``.
     temporal_split_factor:
         Factor by which level 3 multiplies the number of a segment's chunks.
     max_split_rounds, max_candidates_per_round:
         Maximum number of splits of segments and of multiplications of chunks, and of modules that are tried for each.
-        ``None``: the limits of ``profile``.
+        By default the limits of ``profile``.
     warmup_in_main_process:
         Take one step of a copy of the optimized model in this process, so that the first real step is not slow.
     warmup_in_profile_workers:
@@ -169,13 +169,12 @@ def memory_optimization(
     split_fn:
         A function that returns, for a module that may be a segment, the submodules that may be segments in its place
         from level 2 on (no submodule inside another).  memopt calls it again with each of them, and does not split a
-        part without the attributes that it reads.  ``None``: every submodule may.
+        part without the attributes that it reads.  By default every submodule may.
     can_chunk:
         A function that returns whether a module may run in chunks.  memopt still tests whether chunks compute the same.
     process_group:
         A group whose ranks all make this call, each with its copy of the model.  The first rank searches, and all ranks
-        get its plan and check that they have the same plan.  An error on one rank is raised on all.  ``None``: no
-        group.
+        get its plan and check that they have the same plan.  An error on one rank is raised on all.
 
     The input, random numbers, gradients, train/eval mode and device stay as they are.  Raises :class:`OptionError` (a
     :class:`ValueError`) for a value out of its range, and for a level above 1 without ``dummy_input`` and profile;
@@ -247,7 +246,7 @@ def apply_gc(
 
     With ``dummy_input``, one forward of a copy in training mode shows which of these modules are called, which codec
     packs their inputs, and which modules have the largest inputs.  Without ``dummy_input``, a checkpoint budget takes
-    modules in the model's order, and inputs are stored unpacked unless a module's ``x_compressor`` says otherwise.
+    modules in the model's order, and inputs are stored unpacked unless a module has an ``x_compressor``.
     ``device``: the device of that forward; ``cuda`` without a number is the device of :func:`resolve_device`, which is
     the CPU on a machine without CUDA.  Returns ``net``, or ``(net, summary)``, a dictionary with the fields of
     :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
@@ -345,8 +344,8 @@ def _verify_on_guess(
 ) -> Verification | None:
     """Verify the plan of ``findings`` on inputs guessed from the layers of ``net``.
 
-    ``None``: the model does not take such inputs; ``findings`` gets a note.  Raises :class:`VerificationError` if the
-    plan changes what the model computes.
+    Returns ``None`` if the model does not take such inputs; ``findings`` gets a note.  Raises
+    :class:`VerificationError` if the plan changes what the model computes.
     """
     try:
         with processes.keep_server(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
@@ -369,7 +368,7 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
     """Return inputs guessed from the layers of ``net``.  Raises :class:`StepError` if no layer allows a guess."""
     spec = guessed_spec(net)
     if spec is None:
-        raise StepError("no layer says what its inputs are", hint="Give dummy_input=(x, …).")
+        raise StepError("no layer reveals the shape of its inputs", hint="Give dummy_input=(x, …).")
     return make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)[0]
 
 
@@ -422,7 +421,7 @@ def _make_unmeasured(
 def _unobserved_codecs(plan: Plan) -> list[str]:
     """Return notes for a ``plan`` made without inputs: how segments store theirs, and which codecs were not tried."""
     untried = [f"'{s.path or '(root)'}'" for s in plan.segments if s.compressor != "null"]
-    stored = ["Without dummy_input, inputs are stored packed only where x_compressor says how."]
+    stored = ["Without dummy_input, inputs are stored packed only where x_compressor is set."]
     tried = [
         f"x_compressor was not tried on your inputs in {format_some(untried)}: an input that it would not restore bit "
         "for bit is stored as it is. Give dummy_input."

@@ -101,3 +101,11 @@ def test_every_name_on_the_map_is_in_the_file_that_it_is_said_to_be_in() -> None
         if not files or not re.search(rf"\b{name}\b", files[0].read_text()):
             missing.append((name, path))
     assert missing == []
+
+
+def test_every_path_on_the_map_exists() -> None:
+    root = FILE.parents[1]
+    page = (root / "docs" / "architecture.md").read_text()
+    paths = sorted(set(re.findall(r"`(\w+/[\w/]*(?:\.\w+)?)`", page)))
+    assert len(paths) > 100
+    assert [path for path in paths if not (root / path).exists() and not (root / "memopt_cli" / path).exists()] == []

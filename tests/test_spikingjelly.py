@@ -542,7 +542,7 @@ def test_level_1_without_inputs_is_verified_where_its_layers_suggest_them() -> N
     with pytest.raises(VerificationError, match="differs from the original"):
         memory_optimization(net, Block, level=1)
     assert segments(net) == []
-    for unknown, reason in ((Scaled(8), "cannot be multiplied"), (nn.Sequential(Spike()), "no layer says")):
+    for unknown, reason in ((Scaled(8), "cannot be multiplied"), (nn.Sequential(Spike()), "no layer reveals")):
         net = nn.Sequential(unknown)
         summary = summary_of(net, (Block, Spike), level=1)
         assert summary.verification is None

@@ -1,4 +1,4 @@
-"""Check the arguments of Python calls such as ``memopt_cli.optimize``, and turn them into what requests hold.
+"""Checking the arguments of Python calls such as ``memopt_cli.optimize``, and turning them into what requests hold.
 
 The rules are those of the command line (``text/options.py``), so that a value is refused in both or in neither.
 """
@@ -219,7 +219,7 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
     if given is None or isinstance(given, str | os.PathLike):
         return None if given is None else os.fspath(given)
     if not isinstance(given, Iterable) or isinstance(given, bytes) or (isinstance(given, Tensor) and not given.dim()):
-        raise OptionError(f"lengths is {for_message(given)}", hint=_LENGTHS)
+        raise OptionError(f"lengths is {for_message(given)}", hint=_LENGTHS_HINT)
     if isinstance(given, Mapping):
         occurs = {length: check_option(f"lengths[{length!r}]", count, Whole(0)) for length, count in given.items()}
         counts = {check_option("a length", length, Whole(1)): count for length, count in occurs.items() if count}
@@ -227,11 +227,13 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
         lengths = given.tolist() if isinstance(given, Tensor) else given
         counts = Counter(check_option("a length", length, Whole(1)) for length in lengths)
     if not counts:
-        raise OptionError("lengths has no length that occurs", hint=_LENGTHS)
+        raise OptionError("lengths has no length that occurs", hint=_LENGTHS_HINT)
     return dict(sorted(counts.items()))
 
 
-_LENGTHS = "Give the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
+_LENGTHS_HINT = (
+    "Give the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
+)
 
 
 def budget_of(given: str | float | None) -> Budget | None:

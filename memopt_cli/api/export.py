@@ -1,4 +1,4 @@
-"""Export a plan as plain PyTorch code, for projects that cannot depend on memopt.
+"""Exporting a plan as plain PyTorch code, for projects that cannot depend on memopt.
 
 The exported code is the source of ``api/plain.py``, with its empty table ``SEGMENTS`` filled in.
 """

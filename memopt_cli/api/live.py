@@ -120,14 +120,14 @@ def optimize(
         ``S`` has its own plan, and every forward uses the one for its input.
     lengths:
         How often each size of that range occurs, as for ``--lengths``: the path of a file, the size of each input, or
-        ``{64: 900, 2048: 3}``.  ``None``: every size is equally likely.
+        ``{64: 900, 2048: 3}``.  With ``None``, every size is equally likely.
     level:
-        What a plan may do, 0 to 4; ``None``: 3.
+        What a plan may do, 0 to 4; by default 3.
     budget:
         The largest allowed peak: ``"8GiB"``, ``"60%"`` of the original's peak, ``0.6``, or bytes.  memopt then returns
-        the fastest plan whose measured peak is within it.  ``None``: the plan with the least peak.
+        the fastest plan whose measured peak is within it.  With ``None``, the plan with the least peak.
     max_slowdown:
-        The largest allowed step time, divided by the original's.  ``None``: 1.33, or no limit with a budget;
+        The largest allowed step time, divided by the original's.  By default 1.33, or no limit with a budget;
         ``math.inf``: no limit.
     target:
         Classes or paths of the modules that may become segments; memopt chooses if there are none.
@@ -140,29 +140,29 @@ def optimize(
         Where plans may send stored tensors until backward: ``"host"``, from a GPU; ``"disk"`` or ``"disk:FOLDER"``, on
         the CPU, which sets ``memopt_cli.offload_folder``; ``"auto"``: host on a GPU, and none on the CPU.
     host_memory:
-        The most that plans may send to host memory, ``"64GiB"`` or bytes.  ``None``: half of the free host memory,
+        The most that plans may send to host memory, ``"64GiB"`` or bytes.  By default half of the free host memory,
         which no value can exceed.
     recommend_batch:
-        Also say how large a batch the plan allows.  This needs inputs that are text: tensors have one size.
+        Also return the largest batch that the plan allows.  This needs inputs that are text: tensors have one size.
     for_device:
         A GPU that is not here, for which the plan is searched by estimates, as ``--for``: ``"a100-40gb"``, the path of
         a YAML file, or a ``DeviceProfile``.  Nothing is measured, and no batch recommended.
     loss:
-        A function of the model's output.  ``None``: the loss that the model returns, else a seeded random gradient.
+        A function of the model's output.  By default, the loss that the model returns, else a seeded random gradient.
     optimizer:
         The optimizer whose state counts: text as for ``--optimizer`` (``adamw:fused``), or a function that makes one,
         ``lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True)``.
     optimizer_in_backward:
-        Let plans run the optimizer in backward, which frees each gradient as soon as it is used. The returned plan is
+        Let plans run the optimizer in backward, which frees each gradient as soon as it is used.  The returned plan is
         for ``memopt_cli.apply_plan(model, plan, optimizer=optimizer)``; the script must then not clip, accumulate or
         scale gradients.
     accumulate:
         Number of micro-batches for each step of the optimizer.
     device:
-        The device to measure on.  ``None``: this process's, as its launcher set it.
+        The device to measure on.  By default this process's, as its launcher set it.
     process_group:
         A group whose ranks all make this call, each with its copy of the model.  The first rank searches; all ranks get
-        its plan and check that they have the same.  An error on one rank is raised on all.  ``None``: no group.
+        its plan and check that they have the same.  An error on one rank is raised on all.  ``None`` for no group.
     timeout:
         Seconds that each answer of a profiling subprocess may take.
     verbose:
@@ -243,8 +243,8 @@ def frontier(
     """Find and measure the plans between the fastest and the smallest, as ``memopt optimize --frontier`` does.
 
     ``summary.frontier`` of the result holds them; ``memopt_cli.apply_plan(model, point.plan)`` applies one.  This
-    function leaves the model as it is.  ``max_slowdown``: ``None`` means 10 here.  Other arguments and errors are
-    those of ``optimize``.
+    function leaves the model as it is.  ``max_slowdown``: by default 10.  For other arguments and
+    errors, see ``optimize``.
     """
     step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     request = OptimizeRequest(
@@ -292,12 +292,12 @@ def profile(
 ) -> Profiled:
     """Show where the memory of a training step goes, as ``memopt profile`` does; ``model`` stays as it is.
 
-    ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is left out, and a
-    note says so.  ``fake``: estimate on tensors without data.  ``for_device``: estimate for a GPU that is not here, as
+    ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is ignored, with a
+    note.  ``fake``: estimate on tensors without data.  ``for_device``: estimate for a GPU that is not here, as
     ``--for``: ``"a100-40gb"``, the path of a YAML file, or a ``DeviceProfile``.  ``compile``: a backend of
     ``torch.compile``; the compiled step is measured as well.
 
-    Other arguments and errors are those of ``optimize``.
+    For other arguments and errors, see ``optimize``.
     """
     card = card_given(for_device, device)
     limit_s = check_option("timeout", timeout)
@@ -349,11 +349,11 @@ def recommend_batch(
     Of tensors among the inputs, only shape, dtype and the range of whole numbers are used, and a negative number that
     stands apart from it, as labels of -100: batches of other sizes are filled at random.  ``memory``: the limit,
     ``"24GiB"``, ``"80%"`` or ``0.8`` of the device's memory, or bytes.
-    ``plan``: the rows are without this plan and with it; ``None``: the plan that the model carries, if it does.
+    ``plan``: the rows are without this plan and with it; by default the plan that the model carries, if any.
     ``objective``: ``None`` means ``"max"``.  ``search``: find the batch and the plan that together train fastest, among
     plans of a ``level``; ``memopt_cli.apply_plan(model, found.plan)`` applies the plan.  ``compile``: a backend of
     ``torch.compile``, to find the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU
-    that is not here, as ``--for``, without running anything.  Other arguments and errors are those of ``optimize``.
+    that is not here, as ``--for``, without running anything.  For other arguments and errors, see ``optimize``.
     """
     card = card_given(for_device, device)
     limit_s = check_option("timeout", timeout)
@@ -365,7 +365,9 @@ def recommend_batch(
             "`--search` looks for the plan: `--plan` cannot be combined with it", hint="Leave one of them out."
         )
     if not search and (level is not None or target or allow_inexact or search_time is not None):
-        raise OptionError("level, target, allow_inexact and search_time apply only to a search for plans", hint=_SEARCH)
+        raise OptionError(
+            "level, target, allow_inexact and search_time apply only to a search for plans", hint=_ADD_SEARCH_HINT
+        )
     request = BatchRequest(
         source=_source(model),
         spec=spec,
@@ -409,7 +411,7 @@ def baseline(
 
     The step runs under the plan that the model carries.  Of tensors among the inputs, only shape, dtype and range are
     used, as in ``recommend_batch``.  ``force``: replace an existing file.
-    Other arguments and errors are those of ``optimize``.
+    For other arguments and errors, see ``optimize``.
     """
     path = path_given("output", output)
     limit_s = check_option("timeout", timeout)
@@ -442,8 +444,8 @@ def check(
     """Compare a step with its ``baseline``, as ``memopt check`` does, under the plan that the model carries.
 
     ``fail_on``: how much a metric may grow, ``"peak:5%"``.  The settings of the step come from the baseline; only code
-    has to be given again: the loss, and an optimizer that is a function.  ``passed`` of the result says whether no
-    metric grew by more than that, and ``result.exceeded`` which did.  Raises ``BaselineError`` if the baseline
+    has to be given again: the loss, and an optimizer that is a function.  ``passed`` of the result is whether no
+    metric grew by more than that; ``result.exceeded`` lists those that did.  Raises ``BaselineError`` if the baseline
     is missing, or describes another step.
     """
     limits = tuple(map(parse_limit, checked_names("fail_on", fail_on)))
@@ -466,7 +468,7 @@ def check(
         return Checked(check_prepared(request, before, prepared))
 
 
-_SEARCH = "Add search=True."
+_ADD_SEARCH_HINT = "Add search=True."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

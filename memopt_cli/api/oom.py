@@ -37,7 +37,7 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
     ``path``: the files' path without ending.  ``.log`` gets the traceback, and on Linux the process's size and limits
     if the CPU's memory ran out.  On a GPU, ``.snapshot.pickle`` gets the allocator's snapshot: which line of code
     allocated what; stacks are recorded inside the block for that.  Existing files are replaced.  A note on the error
-    says which command to type.  Raises ``OptionError`` for a path of another type.
+    has the command to type.  Raises ``OptionError`` for a path of another type.
     """
     base = path_given("path", path)
     if not torch.cuda.is_available():
@@ -70,12 +70,12 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
         write_all({path: content(data) for path, (_, data) in files.items()}, force=True)
     except Exception as failed:  # such as a full disk, which must not hide the out-of-memory error
         return f"memopt could not write the files that explain it: {failed}"
-    told = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
+    flags = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
     if _is_of_loading(error):
-        return f"memopt explain {told}"
-    command = " ".join(filter(None, ["memopt explain MODEL -i SHAPE", _script(), _optimizer(error), told]))
+        return f"memopt explain {flags}"
+    command = " ".join(filter(None, ["memopt explain MODEL -i SHAPE", _script(), _optimizer(error), flags]))
     return (
-        f"memopt explain {told}\n"
+        f"memopt explain {flags}\n"
         f"and to find what would fit: {command}\n"
         "MODEL is a saved model, or net.py:build for a function that makes it; SHAPE a batch's shape, 64x3x224x224 or "
         f"64x128@int64=0..32000; add {_OWN_LOSS} if it has a loss of its own"

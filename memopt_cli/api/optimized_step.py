@@ -46,8 +46,8 @@ def optimize_step(
     Define it at the top level of a module or script, so that subprocesses can import it; else this process profiles.
     ``inputs``: those of one step, positional or by name; dimension 0 of the first tensor is the batch.
     ``budget``: the largest allowed peak, ``"8GiB"``, bytes, or ``0.6`` or ``"60%"`` of the original's; memopt then
-    returns the fastest plan within it.  ``None``: the plan with the least peak whose step takes at most
-    ``max_slowdown`` times as long (``None``: 1.33; ``math.inf``: no limit).
+    returns the fastest plan within it.  With ``None``, the plan with the least peak whose step takes at most
+    ``max_slowdown`` times as long (1.33 by default; ``math.inf`` for no limit).
     ``offload``, ``host_memory``: where plans may offload stored tensors, and how many bytes, as for
     ``memopt_cli.optimize``; the training script sets ``memopt_cli.offload_folder``.
     ``timeout``: seconds that each answer of a profiling subprocess may take.

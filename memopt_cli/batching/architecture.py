@@ -27,7 +27,7 @@ class ArchitectureRule:
     batch_factors: tuple[float, ...]
     """Factors of the batch size that are worth trying."""
     halved_axis: Literal["seq", "time"] | None
-    """Axis that is worth halving as well.  ``None``: there is no such axis."""
+    """Axis that is worth halving as well, or ``None``."""
     advice: str
 
 

@@ -61,9 +61,9 @@ class BatchShapeManager:
     no more than one batch of rows ever waits.
 
     ``memory_target`` (share of capacity) replaces the target in ``config``.  In ``inference_mode`` trials have no
-    backward.  ``memory`` reads capacity and peaks.  ``None``: the meter of ``device``.  Inputs are laid out in memory
-    for ``operation_type`` (attention, convolution, recurrent).  ``effective_batch_size`` and ``distributed``: see
-    :class:`AdaptiveBatchSizer`.
+    backward.  ``memory`` reads capacity and peaks; by default it is the meter of ``device``.  Inputs are laid out in
+    memory for ``operation_type`` (attention, convolution, recurrent).  ``effective_batch_size`` and ``distributed``:
+    see :class:`AdaptiveBatchSizer`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class BatchShapeManager:
     ) -> None:
         """Begin a run at ``initial_batch_size`` samples; call this before the first batch.
 
-        ``max_batch_size`` and ``adaptation_interval`` replace the values in the configuration.  ``None``: they stay.
+        ``max_batch_size`` and ``adaptation_interval`` replace the values in the configuration unless they are ``None``.
         Raises :class:`UsageError` for an inference manager, and for a size outside the limits.
         """
         if self._is_inference:
@@ -139,7 +139,7 @@ class BatchShapeManager:
         """Take ``input_batch`` in, and return the oldest waiting rows: at least one, at most the current size.
 
         The rows have the structure of ``input_batch``, and are on the device.  ``current_loss`` is the loss of the last
-        step.  ``None``: there was no step.
+        step.  ``None`` before the first step.
         """
         self._require_ready()
         self._queue.put(input_batch)
@@ -194,7 +194,7 @@ class BatchShapeManager:
     def update_metrics(self, loss: float | None, processing_time: float, memory_usage: float | None = None) -> None:
         """Record the step on the last batch: its ``loss``, its ``processing_time`` in seconds, its ``memory_usage``.
 
-        ``memory_usage``: as :func:`~memopt_cli.batching.memory.usage_share` reads it.  ``None``: the measured peak.
+        ``memory_usage``: as :func:`~memopt_cli.batching.memory.usage_share` reads it; by default the measured peak.
         """
         if not self._last_rows:
             raise UsageError("no batch was given out yet", hint="Call process_batch first.")
@@ -205,7 +205,7 @@ class BatchShapeManager:
     def report_out_of_memory(self, batch: Any = None) -> int:
         """Halve the batch size, because the last step ran out of memory, and return it.
 
-        ``batch``: the batch of that step; its rows are given out again next.  ``None``: its rows are skipped.
+        ``batch``: the batch of that step; its rows are given out again next.  With ``None``, they are skipped.
         """
         size = self.sizer.report_out_of_memory()
         if batch is not None:

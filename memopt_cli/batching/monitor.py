@@ -63,8 +63,8 @@ class PerformanceAnalysis(TypedDict):
 class PerformanceMonitor:
     """Records the last batches in a window, and judges them.
 
-    ``window_size`` (batches) replaces ``metrics_window`` in ``config``.  ``memory`` gives the capacity by which memory
-    usages in bytes are divided.
+    ``window_size`` (batches) replaces ``metrics_window`` in ``config``.  ``memory`` gives the capacity; usages in
+    bytes are divided by it.
     """
 
     def __init__(

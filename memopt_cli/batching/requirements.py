@@ -41,7 +41,7 @@ class ShapeRequirements:
     dtype: str | None = None
     """Name of a torch dtype without the prefix; ``None`` for any."""
     values_below: int | None = None
-    """Exclusive upper bound of integer inputs (rows of an embedding).  ``None``: 2, for the values 0 and 1."""
+    """Exclusive upper bound of integer inputs (rows of an embedding).  With ``None``, values are 0 and 1."""
 
     def issues(self, shape: Sequence[int], dtype: str | None = None) -> list[str]:
         """Return a sentence for each condition that ``shape`` or ``dtype`` fails.  ``dtype=None`` is not checked."""

@@ -64,13 +64,13 @@ class Candidate(TypedDict):
     shape: tuple[int, ...]
     batch_size: int
     seq_length: int | None
-    """Size of axis 1 in 3 dimensions, of axis 2 in 4.  ``None``: the shape has no axis of sequences."""
+    """Size of axis 1 in 3 dimensions, of axis 2 in 4.  ``None`` for a shape without an axis of sequences."""
     throughput: float
     """Samples per second.  0: the step ran out of memory."""
     memory_bytes: int | None
-    """Peak of one step in bytes.  ``None``: the step ran out of memory."""
+    """Peak of one step in bytes, or ``None`` if the step ran out of memory."""
     accuracy: float | None
-    """Value of the user's accuracy function.  ``None``: there is no such function."""
+    """Value of the user's accuracy function, or ``None`` without one."""
     feasible: bool
     violated: list[str]
     """Conditions that the shape fails, with the values."""
@@ -128,7 +128,7 @@ class BatchShapeOptimizer:
         limits = from_data(Constraints, dict(constraints or {}), where="constraints")
         weights = from_data(Objectives, dict(objectives or {}), where="objectives")
         if self._accuracy_fn is None and (limits.min_accuracy is not None or weights.accuracy):
-            raise UsageError("accuracy cannot be judged without an accuracy function", hint="Give accuracy_fn=.")
+            raise UsageError("min_accuracy and the weight of accuracy need accuracy_fn", hint="Give accuracy_fn=.")
         shapes = list(dict.fromkeys(require_batch_shape(shape) for shape in input_shapes))
         if not shapes:
             raise UsageError("no batch shapes to choose from", hint="Give at least one shape, the batch first.")

@@ -152,7 +152,7 @@ class AdaptiveBatchSizer:
         """Return the size of the next batch, after a step of ``current_loss`` that used ``current_memory_usage``.
 
         ``current_memory_usage`` is the step's peak, as :func:`~memopt_cli.batching.memory.usage_share` reads it.
-        (Allocated memory divided by its own maximum is not a share of capacity.)  ``None``: the peak is measured.
+        (Allocated memory divided by its own maximum is not a share of capacity.)  With ``None``, the peak is measured.
         ``performance_metrics`` may hold ``throughput`` in samples per second.
 
         The control law models the usage of a batch ``B`` as ``u(B) = a + c B``, fitted to the latest usage of each
@@ -182,8 +182,8 @@ class AdaptiveBatchSizer:
     def report_out_of_memory(self) -> int:
         """Halve the size, because the last step ran out of memory, and return it; it does not grow for five intervals.
 
-        The next :meth:`adapt_batch_size` ignores the readings of the failed step; in a distributed run, it also tells
-        the other ranks the size.
+        The next :meth:`adapt_batch_size` ignores the readings of the failed step; in a distributed run, it also sends
+        the size to the other ranks.
         """
         self._set(self._bounds.clamp(self._batch // 2, self._calls), "out of memory")
         self._bounds.cap(self._batch, self._calls)
@@ -271,7 +271,7 @@ class AdaptiveBatchSizer:
 
 
 def largest_fitting(fits: Callable[[int], bool], guess: int, low: int, high: int) -> int | None:
-    """Return the largest size in ``[low, high]`` for which ``fits`` is true.  ``None``: ``low`` does not fit.
+    """Return the largest size in ``[low, high]`` for which ``fits`` is true, or ``None`` if ``low`` does not fit.
 
     Every size that fits must be smaller than every size that does not.  Sizes are doubled from ``guess`` until a size
     does not fit (or halved until a size fits), then bisected, with at most ``log2(high / low) + log2(high - low) + 3``

@@ -42,7 +42,7 @@ class PerformanceImplications(TypedDict):
 
     operations: list[OperationCost]
     bottleneck: str | None
-    """Operation that takes longest.  ``None``: no operation is known."""
+    """Operation that takes longest, or ``None`` if no operation is known."""
     warnings: list[str]
     unknown_operations: list[str]
 

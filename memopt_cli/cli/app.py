@@ -54,7 +54,7 @@ class ClosedOutputError(OutputError):
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of the system errors that say that no more can be written: disk, quota, largest file."""
+"""Numbers of the system errors for a full disk, an exhausted quota and a file of the largest size."""
 
 
 class CheckCommand(GroupedCommand):

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, StepOptions, with_options
+from memopt_cli.cli.options import DisplayOptions, InputOptions, LoadingOptions, StepOptions, with_options
 from memopt_cli.measure import processes
 from memopt_cli.records import ApplyRequest
 
@@ -19,13 +19,13 @@ def apply(
     *,
     verify: bool = False,
     confirm: bool = False,
-    given: InputOptions,
+    inputs: InputOptions,
     step: StepOptions,
     timeout: float = 600.0,
     loading: LoadingOptions,
     output: str | None = None,
     force: bool = False,
-    shown: ShownOptions,
+    display: DisplayOptions,
 ) -> None:
     """Put a saved plan on a model and write the result.
 
@@ -34,7 +34,7 @@ def apply(
     request = ApplyRequest(
         source=loading.source(context, model),
         plan_path=plan,
-        spec=given.spec(context),
+        spec=inputs.spec(context),
         settings=step.settings(),
         verify=verify,
         confirm=confirm,
@@ -45,6 +45,6 @@ def apply(
     context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown.progress() as (progress, ask):
+    with display.progress() as (progress, ask):
         result = pipeline.apply(request, progress=progress, ask=ask)
-    shown.report().show(result, sys.stdout)
+    display.report().show(result, sys.stdout)

@@ -6,7 +6,14 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, SpreadOptions, StepOptions, with_options
+from memopt_cli.cli.options import (
+    DisplayOptions,
+    InputOptions,
+    LoadingOptions,
+    SpreadOptions,
+    StepOptions,
+    with_options,
+)
 from memopt_cli.measure import processes
 from memopt_cli.records import BaselineRequest
 
@@ -16,7 +23,7 @@ def baseline(
     context: typer.Context,
     model: str,
     *,
-    given: InputOptions,
+    inputs: InputOptions,
     plan: str | None = None,
     step: StepOptions,
     spread: SpreadOptions,
@@ -24,7 +31,7 @@ def baseline(
     loading: LoadingOptions,
     output: str = "memopt-baseline.json",
     force: bool = False,
-    shown: ShownOptions,
+    display: DisplayOptions,
 ) -> None:
     """Record what a training step needs.
 
@@ -32,7 +39,7 @@ def baseline(
     """
     request = BaselineRequest(
         source=loading.source(context, model),
-        spec=given.spec(context),
+        spec=inputs.spec(context),
         settings=step.settings(),
         plan_path=plan,
         layout=spread.layout(),
@@ -43,6 +50,6 @@ def baseline(
     context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown.progress() as (progress, ask):
+    with display.progress() as (progress, ask):
         result = pipeline.baseline(request, progress=progress, ask=ask)
-    shown.report().show(result, sys.stdout)
+    display.report().show(result, sys.stdout)

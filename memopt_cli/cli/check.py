@@ -8,7 +8,8 @@ from typing import Final
 import typer
 
 from memopt_cli.cli.formats import ReportFormat, report_in
-from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, SpreadOptions, with_options
+from memopt_cli.cli.options import DisplayOptions, InputOptions, LoadingOptions, SpreadOptions, with_options
+from memopt_cli.errors import CHECK_FAILED
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.records import CheckRequest, Precision
@@ -25,7 +26,7 @@ def check(
     baseline: str = "memopt-baseline.json",
     fail_on: list[str],
     format: ReportFormat = "table",
-    given: InputOptions,
+    inputs: InputOptions,
     plan: str | None = None,
     device: str | None = None,
     precision: Precision | None = None,
@@ -35,18 +36,18 @@ def check(
     spread: SpreadOptions,
     timeout: float = 600.0,
     loading: LoadingOptions,
-    shown: ShownOptions,
+    display: DisplayOptions,
 ) -> None:
     """Fail if the step of a baseline needs more memory now.
 
-    Exits with 1 if it needs more than a limit allows, and says why; with 5 if there is no baseline, or if it
+    Exits with 1 if it needs more than a limit allows, and prints why; with 5 if there is no baseline, or if it
     was recorded under other conditions. Inputs, device and the rest of the step come from the baseline.
     """
     request = CheckRequest(
         source=loading.source(context, model),
         baseline_path=baseline,
         limits=tuple(map(parse_limit, fail_on or ["peak:0"])),
-        spec=given.spec(context),
+        spec=inputs.spec(context),
         device=device,
         precision=precision,
         loss=loss,
@@ -59,10 +60,10 @@ def check(
     context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown.progress() as (progress, ask):
+    with display.progress() as (progress, ask):
         comparison = pipeline.check(request, progress=progress, ask=ask)
     context.meta[SHOWN] = True
-    report = report_in("json" if shown.json else format, verdict_only=shown.quiet, baseline=baseline)
+    report = report_in("json" if display.json else format, verdict_only=display.quiet, baseline=baseline)
     report.show(comparison, sys.stdout)
     if comparison.exceeded:
-        raise typer.Exit(1)
+        raise typer.Exit(CHECK_FAILED)

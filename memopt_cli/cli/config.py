@@ -1,4 +1,4 @@
-"""Read ``memopt.yaml``, a file of flags.  Keys are the names of flags, and the command line overrides them.
+"""Reading ``memopt.yaml``, a file of flags.  Keys are the names of flags, and the command line overrides them.
 
 A file that memopt finds in the working directory may have been downloaded with a model.  Unless ``--config`` names it,
 it must therefore not run code, vouch for code, or name files outside its folder.
@@ -43,7 +43,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     """Read the file at ``path``, and make its flags the defaults of this command; the callback of ``--config``.
 
     ``trust`` and ``dims``, which are not flags, go to ``context.obj``, a :class:`Config`.
-    ``path``: the value of ``--config``; ``None``: ``memopt.yaml`` in the working directory, if there is one.
+    ``path``: the value of ``--config``; by default ``memopt.yaml`` in the working directory, if there is one.
     Raises :class:`UsageError` for a file that cannot be read, a key that no command knows, or a value of a wrong kind,
     and :class:`UnsafeFileError` for a file that was found, not named, and that runs code or names a file elsewhere.
     """

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import DESCRIBING, InputOptions, LoadingOptions, ShownOptions, StepOptions, with_options
+from memopt_cli.cli.options import DESCRIBING, DisplayOptions, InputOptions, LoadingOptions, StepOptions, with_options
 from memopt_cli.cli.retyped import typed_flags
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.measure import processes
@@ -21,21 +21,21 @@ def explain(
     memory: float | None = None,
     log: str | None = None,
     snapshot: str | None = None,
-    given: InputOptions,
+    inputs: InputOptions,
     step: StepOptions,
     optimizer_in_backward: bool = False,
     timeout: float = 600.0,
     loading: LoadingOptions,
-    shown: ShownOptions,
+    display: DisplayOptions,
 ) -> None:
     """Say why a step runs out of memory, and what would fit.
 
-    Who holds what at the instant at which memory runs out: by category, by module, by line of your code. Then changes
-    with which the step fits, each of them run: a plan, one that sends tensors away, micro-batches, autocast.
+    Shows who holds what when memory runs out: by category, by module, by line of your code. Then tries changes that
+    may make the step fit, and runs each: a plan, a plan that sends tensors away, micro-batches, autocast.
     """
     request = ExplainRequest(
         source=None if model is None else loading.source(context, model),
-        spec=given.spec(context),
+        spec=inputs.spec(context),
         settings=step.settings(),
         memory=memory,
         log_path=log,
@@ -47,8 +47,8 @@ def explain(
     context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown.progress() as (progress, ask):
+    with display.progress() as (progress, ask):
         explanation = pipeline.explain(request, progress=progress, ask=ask)
-    shown.report().show(explanation, sys.stdout)
+    display.report().show(explanation, sys.stdout)
     if explanation.instant is not None and not explanation.suggestions:
         raise typer.Exit(NothingFitsError.exit_code)

@@ -6,7 +6,7 @@ import os
 from typing import Literal
 
 from memopt_cli.report.github import GithubReport
-from memopt_cli.report.interface import Judgement
+from memopt_cli.report.interface import VerdictReport
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
@@ -16,7 +16,7 @@ TableFormat = Literal["table", "json", "md"]
 ReportFormat = Literal[TableFormat, "github", "junit"]
 
 
-def report_in(name: ReportFormat, *, verdict_only: bool = False, baseline: str = "") -> Judgement:
+def report_in(name: ReportFormat, *, verdict_only: bool = False, baseline: str = "") -> VerdictReport:
     """Return the report format ``name``; with ``verdict_only``, the table is a single line.
 
     ``baseline``: the file that the answer is judged by, beside which GitHub may show it.

@@ -1,4 +1,4 @@
-"""Turn the flags that describe the inputs (``-i``, ``--input-data``, ``--input-script``, ``--dim``) into one
+"""Turning the flags that describe the inputs (``-i``, ``--input-data``, ``--input-script``, ``--dim``) into one
 :class:`InputSpec`."""
 
 from __future__ import annotations

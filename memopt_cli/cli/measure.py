@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, RealOptions, ShownOptions, StepOptions, with_options
+from memopt_cli.cli.options import DisplayOptions, InputOptions, LoadingOptions, RealOptions, StepOptions, with_options
 from memopt_cli.cli.ranks import find_launch
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
@@ -18,7 +18,7 @@ def measure(
     context: typer.Context,
     model: str,
     *,
-    given: InputOptions,
+    inputs: InputOptions,
     plan: str | None = None,
     step: StepOptions,
     spread: RealOptions,
@@ -26,21 +26,21 @@ def measure(
     loading: LoadingOptions,
     output: str | None = None,
     force: bool = False,
-    shown: ShownOptions,
+    display: DisplayOptions,
 ) -> None:
     """Measure a training step on every rank of a real group.
 
     torchrun --nproc-per-node 2 -m memopt_cli measure train.py:build --parallel train.py:shard
 
-    All ranks make sure that they have the same plan, take steps together, and tell each other their peaks. The first
-    rank shows them next to its prediction.
+    All ranks make sure that they have the same plan, take steps together, and exchange their peaks. The first rank
+    shows them next to its prediction.
     """
     launch = find_launch()
     assert launch is not None, "RankCommand checked it"
     is_first = launch.rank == 0
     request = MeasureRequest(
         source=loading.source(context, model),
-        spec=given.spec(context),
+        spec=inputs.spec(context),
         settings=step.settings(),
         layout=spread.layout(launch.ranks),
         rank=launch.rank,
@@ -53,9 +53,9 @@ def measure(
     context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown_progress(quiet=shown.quiet or not is_first, verbose=shown.verbose) as (progress, _):
+    with shown_progress(quiet=display.quiet or not is_first, verbose=display.verbose) as (progress, _):
         measurement = pipeline.measure(request, progress=progress)
     if is_first:
-        report = shown.report()
+        report = display.report()
         report.show(measurement, sys.stdout)
         report.written([output] if output is not None else [], sys.stdout)

@@ -8,16 +8,16 @@ import typer
 
 from memopt_cli.cli.options import (
     DESCRIBING,
+    DisplayOptions,
     InputOptions,
     LoadingOptions,
-    ShownOptions,
     SpreadOptions,
     StepOptions,
     with_options,
 )
 from memopt_cli.cli.report_files import ReportFiles
 from memopt_cli.cli.retyped import typed_flags
-from memopt_cli.errors import UsageError, VerificationError
+from memopt_cli.errors import CHECK_FAILED, UsageError
 from memopt_cli.inputs.spec_text import split_dims
 from memopt_cli.measure import processes
 from memopt_cli.records import Budget, DeviceProfile, OptimizeRequest, SearchGoal, SearchOverrides
@@ -30,7 +30,7 @@ def optimize(
     context: typer.Context,
     model: str,
     *,
-    given: InputOptions,
+    inputs: InputOptions,
     search: SearchOverrides,
     budget: float | None = None,
     lengths: str | None = None,
@@ -53,7 +53,7 @@ def optimize(
     unverified: bool = False,
     html: str | None = None,
     snapshot: str | None = None,
-    shown: ShownOptions,
+    display: DisplayOptions,
 ) -> None:
     """Make a model train in less memory, and prove it exact.
 
@@ -61,11 +61,11 @@ def optimize(
     """
     if budget is not None and pick is not None:
         raise UsageError("`--budget` and `--pick` exclude each other", hint="Keep the one that should choose the plan.")
-    sizes, dim_range = split_dims(given.dims, max)  # of a range, the largest size: the plan must fit there
+    sizes, dim_range = split_dims(inputs.dims, max)  # of a range, the largest size: the plan must fit there
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     request = OptimizeRequest(
         source=loading.source(context, model),
-        spec=given.spec(context, sizes),
+        spec=inputs.spec(context, sizes),
         settings=step.settings(),
         search=resolve(search),
         goal=SearchGoal(budget=None if budget is None else Budget.of(budget), frontier=frontier, pick=pick),
@@ -93,18 +93,18 @@ def optimize(
     context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown.progress() as (progress, ask):
+    with display.progress() as (progress, ask):
         result = pipeline.optimize(request, progress=progress, ask=ask)
-    report = shown.report()
+    report = display.report()
     written: tuple[str, ...] = ()
     try:
         report.show(result, sys.stdout)
     finally:  # the files are written even if stdout is a broken pipe
         if result.steps is not None:
-            with shown.progress():  # Ctrl-C leaves no part of a file
+            with display.progress():  # Ctrl-C leaves no part of a file
                 written = files.write(lambda: optimize_page(result), result.steps.optimized)
     report.written(written, sys.stdout)
     if result.ended_by is not None:
         raise result.ended_by
     if result.summary.verification and not result.summary.verification.passed:
-        raise typer.Exit(VerificationError.exit_code)
+        raise typer.Exit(CHECK_FAILED)

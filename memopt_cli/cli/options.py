@@ -1,4 +1,4 @@
-"""Build the options of every command from the table in ``text/options.py``.
+"""Building the options of every command from the table in ``text/options.py``.
 
 A command declares only the names and types of its parameters; :func:`with_options` looks up help, flags and checks by
 name.  Options that several commands share form a group: one parameter whose type is a dataclass here, such as
@@ -72,7 +72,7 @@ class InputOptions:
     def spec(self, context: typer.Context, dims: Sequence[str] | None = None) -> InputSpec | None:
         """Return the inputs that the command line describes, or else the config file; ``None`` if neither does.
 
-        ``dims``: ``--dim`` with one size in place of each range; ``None``: as typed.
+        ``dims``: ``--dim`` with one size in place of each range; by default as typed.
         """
         sizes = self.dims if dims is None else dims
         return input_spec(context, self.inputs, self.input_data, self.input_script, sizes)
@@ -80,7 +80,7 @@ class InputOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingOptions:
-    """Options that say which model of a file to load, and which code in it the user trusts."""
+    """Options for the model of a file to load, and for the code in it that the user trusts."""
 
     config: str | None = None
     """Path of the config file; not read here: the option's callback has read it before the command begins."""
@@ -120,7 +120,7 @@ _TRUSTS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """Options that say how a step is run."""
+    """Options for the way a step is run."""
 
     device: str = "auto"
     precision: Precision = "stored"
@@ -151,8 +151,8 @@ DESCRIBING: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownOptions:
-    """Options that say how much is printed, and in which form."""
+class DisplayOptions:
+    """Options for the amount and the form of output."""
 
     json: bool = False
     quiet: bool = False
@@ -198,7 +198,7 @@ class RangeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealOptions:
-    """Options that say how a model is spread over the ranks of a real group, whose number the launcher knows."""
+    """Options for sharding a model over the ranks of a real group, whose number the launcher knows."""
 
     parallel: str | None = None
     mesh: str | None = None
@@ -235,7 +235,7 @@ def _layouts(asked: SpreadOptions | RangeOptions, numbers: Sequence[int]) -> tup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions(SpreadOptions):
-    """Options that say how the model is spread, and which rank is predicted."""
+    """Options for sharding a model, and for the rank that is predicted."""
 
     rank: int | None = None
 

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import InputOptions, LoadingOptions, RankOptions, ShownOptions, StepOptions, with_options
+from memopt_cli.cli.options import DisplayOptions, InputOptions, LoadingOptions, RankOptions, StepOptions, with_options
 from memopt_cli.cli.report_files import ReportFiles
 from memopt_cli.measure import processes
 from memopt_cli.records import DeviceProfile, ProfileRequest
@@ -18,7 +18,7 @@ def profile(
     context: typer.Context,
     model: str,
     *,
-    given: InputOptions,
+    inputs: InputOptions,
     plan: str | None = None,
     fake: bool = False,
     card: DeviceProfile | None = None,
@@ -30,7 +30,7 @@ def profile(
     html: str | None = None,
     snapshot: str | None = None,
     force: bool = False,
-    shown: ShownOptions,
+    display: DisplayOptions,
 ) -> None:
     """Show where the memory of a training step goes.
 
@@ -38,7 +38,7 @@ def profile(
     """
     request = ProfileRequest(
         source=loading.source(context, model),
-        spec=given.spec(context),
+        spec=inputs.spec(context),
         settings=step.settings(),
         plan_path=plan,
         fake=fake,
@@ -53,9 +53,9 @@ def profile(
     context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown.progress() as (progress, ask):
+    with display.progress() as (progress, ask):
         step_profile = pipeline.profile(request, progress=progress, ask=ask)
         written = files.write(lambda: profile_page(step_profile), step_profile.trace)
-    report = shown.report()
+    report = display.report()
     report.show(step_profile, sys.stdout)
     report.written(written, sys.stdout)

@@ -1,4 +1,4 @@
-"""Find out whether a launcher such as ``torchrun`` started this process, and let only one rank print a failure."""
+"""Finding out whether a launcher such as ``torchrun`` started this process; only one rank prints a failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BASE_WAIT_S = 3.0
 _WAIT_PER_RANK_S = 0.5
 """Seconds of further waiting for each rank before this one, so that lower ranks print first."""
 _MAX_WAIT_S = 12.0
-"""Longest wait in seconds, and that of a rank that only lost another rank."""
+"""Longest wait in seconds; a rank that only lost another rank always waits as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def await_turn_to_print(failure: MemoptError, err: BaseException) -> bool:
     rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not (rank.isdigit() and ranks.isdigit() and int(ranks) > 1):
         return True
-    if isinstance(err, Terminated):  # another rank failed first, and says so
+    if isinstance(err, Terminated):  # another rank failed first, and prints why
         return False
 
     if patience_s := _patience_s(failure, int(rank)):

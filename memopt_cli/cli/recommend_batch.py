@@ -7,11 +7,11 @@ import sys
 import typer
 
 from memopt_cli.cli.options import (
+    DisplayOptions,
     InputOptions,
     LoadingOptions,
     PairSearchOptions,
     RangeOptions,
-    ShownOptions,
     StepOptions,
     with_options,
 )
@@ -37,7 +37,7 @@ def recommend_batch(
     context: typer.Context,
     model: str,
     *,
-    given: InputOptions,
+    inputs: InputOptions,
     memory: float | None = None,
     global_batch: int | None = None,
     multiple_of: int = 1,
@@ -58,17 +58,17 @@ def recommend_batch(
     output: str | None = None,
     force: bool = False,
     html: str | None = None,
-    shown: ShownOptions,
+    display: DisplayOptions,
 ) -> None:
     """Find the largest and the fastest batch that fit.
 
     Each is proven by a run. With --search, the plan that trains fastest is found, too; with --ranks, how many ranks it
     takes.
     """
-    sizes, dim_range = split_dims(given.dims)
+    sizes, dim_range = split_dims(inputs.dims)
     request = BatchRequest(
         source=loading.source(context, model),
-        spec=given.spec(context, sizes),
+        spec=inputs.spec(context, sizes),
         settings=step.settings(),
         memory=0.9 if memory is None else memory,
         objective=objective,
@@ -97,10 +97,10 @@ def recommend_batch(
     context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    report = shown.report()
+    report = display.report()
     recommendation: BatchRecommendation | FastestTraining | RanksRecommendation
     written: tuple[str, ...] = ()
-    with shown.progress() as (progress, ask):
+    with display.progress() as (progress, ask):
         if request.strategies:
             from memopt_cli.pipeline.comparisons.strategies import compare_strategies  # imports torch
 
@@ -117,7 +117,7 @@ def recommend_batch(
         report.show(recommendation, sys.stdout)
     finally:  # the files are written even if stdout is a broken pipe
         if isinstance(recommendation, FastestTraining) and files.wanted:
-            with shown.progress():  # Ctrl-C leaves no part of a file
+            with display.progress():  # Ctrl-C leaves no part of a file
                 written = files.write(lambda: fastest_page(recommendation))
     report.written(written, sys.stdout)
     if recommendation.interrupted:

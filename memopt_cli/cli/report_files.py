@@ -1,4 +1,4 @@
-"""Write the files of ``--html`` and ``--snapshot``, reports in addition to the one on stdout."""
+"""Writing the files of ``--html`` and ``--snapshot``, reports in addition to the one on stdout."""
 
 from __future__ import annotations
 

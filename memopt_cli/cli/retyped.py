@@ -1,4 +1,4 @@
-"""Collect the flags that the user typed, to repeat them in commands that a report suggests."""
+"""Collecting the flags that the user typed, to repeat them in commands that a report suggests."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import ShownOptions, with_options
-from memopt_cli.errors import Interrupted, VerificationError
+from memopt_cli.cli.options import DisplayOptions, with_options
+from memopt_cli.errors import CHECK_FAILED, Interrupted
 from memopt_cli.measure import processes
 
 
@@ -16,7 +16,7 @@ def selftest(
     context: typer.Context,
     *,
     device: str = "auto",
-    shown: ShownOptions,
+    display: DisplayOptions,
 ) -> None:
     """Try on this machine what memopt promises.
 
@@ -26,10 +26,10 @@ def selftest(
     context.with_resource(processes.keep_server(early=True))
     from memopt_cli.api.selftest import promises  # imports torch
 
-    with shown.progress() as (progress, _):
+    with display.progress() as (progress, _):
         selftest_report = promises.selftest(device, progress=progress)
-    shown.report().show(selftest_report, sys.stdout)
+    display.report().show(selftest_report, sys.stdout)
     if selftest_report.interrupted:
         raise Interrupted("interrupted; the report has what was tried before")
     if selftest_report.failed:
-        raise typer.Exit(VerificationError.exit_code)
+        raise typer.Exit(CHECK_FAILED)

@@ -1,4 +1,4 @@
-"""Check the values of command-line options that Python calls do not share, such as paths of files.
+"""Checking the values of command-line options that Python calls do not share, such as paths of files.
 
 ``text/options.py`` names these checks as the ``kind`` of an option, and :data:`CHECKS` finds them.  Each check returns
 the parsed value, or raises :class:`typer.BadParameter` with the reason.

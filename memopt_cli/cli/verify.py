@@ -7,8 +7,8 @@ import sys
 import typer
 
 from memopt_cli.cli.formats import ReportFormat, report_in
-from memopt_cli.cli.options import InputOptions, LoadingOptions, ShownOptions, with_options
-from memopt_cli.errors import VerificationError
+from memopt_cli.cli.options import DisplayOptions, InputOptions, LoadingOptions, with_options
+from memopt_cli.errors import CHECK_FAILED
 from memopt_cli.measure import processes
 from memopt_cli.records import EquivalenceRequest, Precision, StepSettings
 
@@ -21,7 +21,7 @@ def verify(
     *,
     steps: int = 3,
     format: ReportFormat = "table",
-    given: InputOptions,
+    inputs: InputOptions,
     device: str = "auto",
     precision: Precision = "stored",
     loss: str | None = None,
@@ -30,18 +30,18 @@ def verify(
     seed: int = 0,
     timeout: float = 600.0,
     loading: LoadingOptions,
-    shown: ShownOptions,
+    display: DisplayOptions,
 ) -> None:
     """Check whether two ways to train a model compute the same.
 
     MODEL as it is, and CANDIDATE: the same with a framework's checkpointing, torch.compile, another library's plan.
     Outputs, gradients, buffers, hidden state, random numbers, hooks and parameters of several steps with an optimizer
-    (SGD, if none is named) are compared. Exits with 1 if they differ, and says where and why.
+    (SGD, if none is named) are compared. Exits with 1 if they differ, and prints where and why.
     """
     request = EquivalenceRequest(
         reference=loading.source(context, reference),
         candidate=loading.source(context, candidate),
-        spec=given.spec(context),
+        spec=inputs.spec(context),
         settings=StepSettings(
             device=device, precision=precision, loss=loss, optimizer=optimizer or "", clip_norm=clip_norm, seed=seed
         ),
@@ -51,8 +51,8 @@ def verify(
     context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right
 
-    with shown.progress() as (progress, ask):
+    with display.progress() as (progress, ask):
         equivalence = pipeline.verify(request, progress=progress, ask=ask)
-    report_in("json" if shown.json else format).show(equivalence, sys.stdout)
+    report_in("json" if display.json else format).show(equivalence, sys.stdout)
     if not equivalence.passed:
-        raise typer.Exit(VerificationError.exit_code)
+        raise typer.Exit(CHECK_FAILED)

@@ -45,8 +45,8 @@ def load_model(source: ModelSource) -> LoadedModel:
     """Load the model that ``source`` names onto the CPU; its code may import from the current folder.
 
     Raises :class:`UsageError` for a path that cannot be read, :class:`FileFormatError` for a file without a model,
-    :class:`UnsafeFileError` for one that wants more than is allowed, and :class:`ChangedFileError` for one that has
-    another hash than ``source`` says.
+    :class:`UnsafeFileError` for one that wants more than is allowed, and :class:`ChangedFileError` for one whose
+    hash differs from the hash in ``source``.
     """
     notes = ("Loaded without any check of its code (`--trust-pickle`).",) if source.trust.pickle else ()
     if is_factory(source.location):

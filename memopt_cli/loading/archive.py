@@ -1,9 +1,9 @@
 """Checking zip archives before any record is read, so that every reader finds the same bytes, and not too many.
 
-A zip file has a header before each record, a directory of all records behind them, and an end that says where the
-directory is.  Where these disagree, readers differ in which they believe.  An attacker could write a file in which
-Python's ``zipfile``, which checks it, sees other records than PyTorch's C++ reader, which loads it.  Therefore a file
-is refused unless all three agree: one directory, directly before the end, without duplicate names or overlaps.
+A zip file has a header before each record, a directory of all records behind them, and an end that points to the
+directory.  Where these disagree, readers differ in which they believe.  An attacker could write a file in which
+Python's ``zipfile``, which checks it, sees different records from PyTorch's C++ reader, which loads it.  Therefore a
+file is refused unless all three agree: one directory, directly before the end, without duplicate names or overlaps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
-from memopt_cli.loading.interface import CUT_OFF, TRUNCATED
+from memopt_cli.loading.interface import DOWNLOAD_AGAIN_HINT, TRUNCATED_REASON
 from memopt_cli.text.units import format_bytes
 
 _END = struct.Struct("<4s4H2LH")
@@ -46,7 +46,7 @@ FILE_LIMIT: Final = SizeLimit(times=16, more_bytes=16 << 20)
 # One archive may hold many others, and the bytes that these unpack to add up.
 NESTED_CODE_LIMIT: Final = SizeLimit(times=8)
 NESTED_TENSORS_LIMIT: Final = SizeLimit(times=1)
-_HINT = "If it is your own, save it again, without compression; otherwise it is likely an attack."
+_SUSPICIOUS_FILE_HINT = "If it is your own, save it again, without compression; otherwise it is likely an attack."
 
 
 class Archive:
@@ -66,7 +66,7 @@ class Archive:
         self.sizes = {name.removeprefix(folder): size for name, size in sizes.items()}
         """Name of each record -> its unpacked bytes."""
         if len({name.lower() for name in self.sizes}) != len(sizes):
-            raise UnsafeFileError(f"{path} was not loaded: it has two records of one name", hint=_HINT)
+            raise UnsafeFileError(f"{path} was not loaded: it has two records of one name", hint=_SUSPICIOUS_FILE_HINT)
 
     def view(self, name: str) -> memoryview:
         """Return the bytes of the record ``name``, uncopied if it is not compressed.
@@ -78,20 +78,20 @@ class Archive:
             start = entry.header_offset + _HEADER.size
             signature, named, extra = _HEADER.unpack_from(self._data, entry.header_offset)
             if signature != b"PK\x03\x04" or bytes(self._data[start : start + named]) != entry.orig_filename.encode():
-                raise ValueError("the record is not where the directory says")
+                raise ValueError("the record is not at the position in the directory")
             start += named + extra
             stored = self._data[start : start + entry.compress_size]
             if entry.compress_type == zipfile.ZIP_DEFLATED:
                 unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
                 stored = memoryview(unpacker.decompress(stored, entry.file_size + 1))
             if stored.nbytes != entry.file_size:
-                raise ValueError("the record has another size than the directory says")
+                raise ValueError("the size of the record differs from the size in the directory")
             if entry.CRC and zlib.crc32(stored) != entry.CRC:  # PyTorch has an option that leaves checksums out
                 raise ValueError("the record has another checksum")
             return stored
         except Exception as err:
             reason = f"its record {name[:_LONGEST_NAME]} is missing or damaged"
-            raise FileFormatError(f"{self._path} cannot be read: {reason}", hint=TRUNCATED) from err
+            raise FileFormatError(f"{self._path} cannot be read: {reason}", hint=DOWNLOAD_AGAIN_HINT) from err
 
     def read(self, name: str) -> bytes:
         """Return a copy of the bytes of the record ``name``."""
@@ -124,10 +124,10 @@ def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict
     try:
         return _records(data, limit)
     except _HostileArchiveError as err:
-        raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_HINT) from err
+        raise UnsafeFileError(f"{path} was not loaded: {err}", hint=_SUSPICIOUS_FILE_HINT) from err
     except Exception as err:  # a damaged or hostile directory may raise anything
         reason = str(err) if type(err) is ValueError else "the archive is damaged"
-        raise FileFormatError(f"{path} cannot be read: {reason}", hint=TRUNCATED) from err
+        raise FileFormatError(f"{path} cannot be read: {reason}", hint=DOWNLOAD_AGAIN_HINT) from err
 
 
 def _records(data: bytes, limit: SizeLimit) -> dict[str, int]:
@@ -178,7 +178,7 @@ def _count_records(data: bytes) -> int:
         if position != end or signature64 != b"PK\x06\x06":
             raise ValueError("the archive is damaged: it has two ends")
     if data.startswith(b"PK\x03\x04") and b"PK\x05\x06" not in data[-_LONGEST_END:]:
-        raise ValueError(CUT_OFF)
+        raise ValueError(TRUNCATED_REASON)
     if signature != b"PK\x05\x06" or comment or start + size != end:
         raise ValueError("the archive is damaged: its end is not where it should be")
     return int(count)

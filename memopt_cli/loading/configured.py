@@ -25,11 +25,11 @@ _LENGTHS: Final = (
     "seq_length",
     "max_target_positions",
 )
-"""Names under which configurations say how long a sequence may be."""
+"""Names under which configurations hold the maximum length of a sequence."""
 _SAMPLES: Final = 16_000
 """Samples of sound in a guessed input: one second at 16 kHz, the rate of the models of transformers."""
 _WORDS: Final = 32
-"""Length of the text that is said in that second, in tokens; longer text would have no alignment with the sound."""
+"""Length of the text spoken in that second, in tokens; longer text would have no alignment with the sound."""
 
 
 def guess_by_configuration(module: nn.Module) -> InputSpec | None:
@@ -55,7 +55,7 @@ def _by_transformers(module: nn.Module) -> tuple[TensorSpec, ...]:
 
 
 def _input(name: Any, config: Any) -> TensorSpec | None:
-    """Return the input ``name`` of a model with ``config``; ``None`` if it does not tell the shape."""
+    """Return the input ``name`` of a model with ``config``; ``None`` if the shape does not follow from it."""
     match name:
         case "input_ids" if _is_size(vocabulary := getattr(config, "vocab_size", None)):
             return TensorSpec(name=name, shape=("B", "S"), dtype="int64", values=f"0..{vocabulary}")
@@ -124,7 +124,7 @@ def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
 def _length(module: nn.Module) -> int:
     """Return the largest power of two that ``module`` allows as a length, at most 1,024: for RoBERTa's 514, 512.
 
-    RoBERTa counts positions from the one behind that of padding, which its table of positions names.
+    RoBERTa counts positions from the index behind the padding index, which its position embedding holds.
     """
     config = _part_of(getattr(module, "config", None), "input_ids")
     tables = (part for name, part in module.named_modules() if name.endswith("position_embeddings"))

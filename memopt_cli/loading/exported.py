@@ -314,7 +314,7 @@ class _Tree:
     """The nesting of arguments or results: a container of trees, or a single value."""
 
     kind: str | None
-    """Class of the container, such as ``builtins.dict``.  ``None``: a single value."""
+    """Class of the container, such as ``builtins.dict``; ``None`` for a single value."""
     keys: tuple[Any, ...]
     """Keys of a dict, in the order of ``children``; empty for other containers."""
     children: tuple[_Tree, ...]

@@ -183,8 +183,7 @@ _WITH_CODE: Final[Mapping[str, Format]] = {"TorchScript": TorchScript(), "a prog
 def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
     """Return ``weights`` under the model's own names, without the prefix that a wrapper put before each.
 
-    Weights without the prefix are not the model's but the wrapper's, such as those of a Lightning module's loss, and
-    are left out.
+    Weights without the prefix are left out: they belong to the wrapper, such as weights of a Lightning module's loss.
     """
     prefix = _prefix(own.keys(), weights)
     if prefix is None or weights.keys() == own.keys():
@@ -245,7 +244,7 @@ def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that tells sparse, quantized and data-free tensors apart."""
+    """Return a key that differs between dense, sparse, quantized and meta tensors."""
     return tensor.layout, tensor.is_quantized, tensor.is_meta
 
 

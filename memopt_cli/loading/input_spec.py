@@ -281,7 +281,9 @@ def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Gen
     else:
         tensor = torch.randint(low, high, shape, generator=generator).to(dtype)
     if apart is not None:
-        tensor[torch.rand(shape, generator=generator) < _APART_SHARE] = apart
+        stands_apart = torch.rand(shape, generator=generator) < _APART_SHARE
+        stands_apart.view(-1)[:1] = False  # the mean of a loss that ignores all labels is NaN
+        tensor[stands_apart] = apart
     return tensor
 
 
@@ -321,7 +323,7 @@ def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _read_data(path: str, expected_sha256: str | None) -> Any:
-    """Read the arguments in the file at ``path``, whose hash must be the expected one.  ``None``: any hash."""
+    """Read the arguments in the file at ``path``, whose hash must be the expected one, unless that is ``None``."""
     readers: dict[str, Callable[[bytes, str], Any]] = {
         ".pt": load_tensors,
         ".pth": load_tensors,

@@ -14,18 +14,18 @@ from memopt_cli.text.misnamed import build_hint
 from memopt_cli.text.units import format_count
 from memopt_cli.training.wrappers import Wrapper
 
-# What is said of damaged files, and of files that want more than is allowed.
-CUT_OFF: Final = "it is truncated, as after an interrupted save or download"
-TRUNCATED: Final = "Save it or download it again."
-UNCHECKED: Final = "If you saved it yourself, `--trust-pickle` loads it without any check."
+# Reasons and hints for damaged files, and for files that want more than is allowed.
+TRUNCATED_REASON: Final = "it is truncated, as after an interrupted save or download"
+DOWNLOAD_AGAIN_HINT: Final = "Save it or download it again."
+TRUST_PICKLE_HINT: Final = "If you saved it yourself, `--trust-pickle` loads it without any check."
 
 
 def suggest_unchecked(trust: Trust) -> str:
     """Return the way to load the user's own file unchecked, with the code of ``trust``, which it also needs."""
-    return UNCHECKED.replace("--trust-pickle", Trust(code_paths=trust.code_paths, pickle=True).flags)
+    return TRUST_PICKLE_HINT.replace("--trust-pickle", Trust(code_paths=trust.code_paths, pickle=True).flags)
 
 
-UNCHECKED_SCRIPT: Final = "If you trust where it came from, add `--trust-pickle`."
+TRUST_SCRIPT_HINT: Final = "If you trust where it came from, add `--trust-pickle`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class ModelFile:
     path: str
     data: bytes
     key: str | None = None
-    """The entry of the file to load, as keys joined by dots.  ``None``: the only model in the file."""
+    """The entry of the file to load, as keys joined by dots; ``None`` for the only model in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Loaded:
     wrappers: tuple[Wrapper, ...] = ()
     """Wrappers (``nn.DataParallel``) that the model has in the file and ``module`` has not, outermost first."""
     example_spec: InputSpec | None = None
-    """The inputs that the file carries.  ``None``: it carries none."""
+    """Inputs that the file carries, or ``None``."""
 
 
 class Format(Protocol):
@@ -80,6 +80,6 @@ def no_model(path: str, tensors: int, code_paths: Sequence[str]) -> WithoutModel
 
 
 def require_same(path: str, sha256: str, expected_sha256: str | None) -> None:
-    """Raise :class:`ChangedFileError` if ``sha256`` is not the expected hash.  ``None``: no hash is expected yet."""
+    """Raise :class:`ChangedFileError` if ``sha256`` is not the expected hash, unless that is ``None``."""
     if expected_sha256 not in (None, sha256):
         raise ChangedFileError(f"{path} changed while memopt ran", hint="Run it again when nothing writes to the file.")

@@ -46,7 +46,7 @@ _BYTES_PER_OPCODE = 2
 _LARGEST_STACK: Final = 100_000
 """Maximum number of values on the unpickler's stack: ``pickle`` moves 1,000 values at a time into containers."""
 _LONGEST_NAME: Final = 4096  # of a source file
-_HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
+_SNAPSHOT_HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
 
 
 _SETTING: Final = (pickle.SETITEM[0], pickle.SETITEMS[0], pickle.DICT[0])
@@ -79,7 +79,7 @@ class _PlainUnpickler(_Unpickler):
         """
         self.opcodes += 1
         if self._refusal(code):
-            raise UnsafeFileError(f"{self._path} is not a snapshot: {self._refusal(code)}", hint=_HINT)
+            raise UnsafeFileError(f"{self._path} is not a snapshot: {self._refusal(code)}", hint=_SNAPSHOT_HINT)
         if self.opcodes > _MAX_OPCODES:
             raise FileFormatError(
                 f"{self._path} holds more than {_MAX_OPCODES} values",
@@ -118,7 +118,7 @@ def read_snapshot(path: str) -> SnapshotFacts:
     try:
         return _Reading(opcodes).facts(data)
     except (TypeError, ValueError, KeyError, AttributeError) as err:
-        raise FileFormatError(f"{path} is not a snapshot of torch.cuda.memory", hint=_HINT) from err
+        raise FileFormatError(f"{path} is not a snapshot of torch.cuda.memory", hint=_SNAPSHOT_HINT) from err
 
 
 def _plain(data: bytes, path: str) -> tuple[Any, int]:
@@ -238,7 +238,7 @@ class _Failure:
     """A moment at which memory ran out."""
 
     device: int | None = None
-    """Index of the device.  ``None``: memory never ran out."""
+    """Index of the device, or ``None`` if memory never ran out."""
     moment: int = 0
     """Time in microseconds."""
     asked_bytes: int = 0

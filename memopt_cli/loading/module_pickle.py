@@ -19,7 +19,7 @@ from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line, type_in_words
 from memopt_cli.loading.archive import FILE_LIMIT, SizeLimit
-from memopt_cli.loading.interface import UNCHECKED, Loaded, ModelFile, suggest_unchecked
+from memopt_cli.loading.interface import TRUST_PICKLE_HINT, Loaded, ModelFile, suggest_unchecked
 from memopt_cli.loading.pickles.audit import Audit, assign_kinds, uses_in
 from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.charges import PickleScan
@@ -53,7 +53,7 @@ from memopt_cli.text.units import format_some
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint allow all of them."""
 _LONGEST_FLAGS: Final = 4000
-"""Maximum number of characters of flags in a hint; a longer hint would say to load the file unchecked."""
+"""Maximum number of characters of flags in a hint; in place of a longer hint, loading unchecked is advised."""
 
 
 class ModulePickle:
@@ -109,7 +109,7 @@ def build_data(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
 
 
 def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
-    """Map each name that loading ``file`` would import to its refusal.  ``None``: allowed without any flag.
+    """Map each name that loading ``file`` would import to its refusal, or to ``None`` if no flag is needed.
 
     If the file holds one model, only the names that the model needs are listed.
     """
@@ -207,10 +207,10 @@ def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[Obje
         with watch_code(file.path):
             return build(pickled.pickle, root, audit.recipes)
     except BrokenError as err:
-        raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED) from err
+        raise FileFormatError(f"{file.path} cannot be read: {err}", hint=_DAMAGED_HINT) from err
     except (BadProgramError, UnsafeScriptError) as err:
         part = "its TorchScript part uses " if isinstance(err, UnsafeScriptError) else ""
-        raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=UNCHECKED) from err
+        raise UnsafeFileError(f"{file.path} was not loaded: {part}{err}", hint=TRUST_PICKLE_HINT) from err
 
 
 def audit_objects(
@@ -269,7 +269,7 @@ def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, ObjectKind]])
 
 _MAX_NAMES, _MAX_IMPORTS = 2000, 100  # that a file may use, and modules of libraries that it may import
 _BY_HAND: Final = "The file is damaged, or made by hand."
-_DAMAGED: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
+_DAMAGED_HINT: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
 
 
 def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
@@ -281,7 +281,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
     if attacks and (saver := stores_code(scan.wanted)):
         raise UnvouchedError(
             f"{file.path} was not loaded: it was saved with {saver}, which stores functions as code",
-            hint="Save the model with torch.save(model, path) alone, or its weights. " + UNCHECKED,
+            hint="Save the model with torch.save(model, path) alone, or its weights. " + TRUST_PICKLE_HINT,
             remedy=Trust(),
             denied={name: attack(name) for name in attacks},
         )
@@ -292,7 +292,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
             f"{file.path} was not loaded: {list_names(reasons)}",
             hint=f"No model needs {names}: the file is likely an attack (`--trust-pickle` turns the check off)."
             if is_run
-            else f"Remove {names} from the model and save it again. {UNCHECKED}",
+            else f"Remove {names} from the model and save it again. {TRUST_PICKLE_HINT}",
             remedy=Trust(),
             denied=reasons,
         )
@@ -335,7 +335,7 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
 
 
 def list_names(denied: Mapping[Global, Denied]) -> str:
-    """Say why the first few names in ``denied`` were denied, each reason once, and how many more there are."""
+    """Return why the first few names in ``denied`` were denied, each reason once, and how many more there are."""
     alike: dict[str, list[str]] = {}
     for name, verdict in denied.items():
         alike.setdefault(verdict.reason, []).append(str(name))

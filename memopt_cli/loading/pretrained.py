@@ -63,8 +63,8 @@ _MAX_LISTED: Final = 3
 _OFFLINE: Final = "HF_HUB_OFFLINE"
 """Environment variable that keeps libraries from looking names up on a hub."""
 
-_IN_CODE: Final = "Build it in code of your own: package.module:callable."
-_SAVE: Final = "Save it again with model.save_pretrained(folder)."
+_BUILD_IN_CODE_HINT: Final = "Build it in code of your own: package.module:callable."
+_SAVE_AGAIN_HINT: Final = "Save it again with model.save_pretrained(folder)."
 
 
 def load_pretrained(location: str) -> tuple[Loaded, str]:
@@ -75,11 +75,11 @@ def load_pretrained(location: str) -> tuple[Loaded, str]:
     """
     folder = Path(location)
     if not is_pretrained(location):
-        said, hint = folder_refusal(location)
-        raise UsageError(f"{location} {said}", hint=hint)
+        reason, hint = folder_refusal(location)
+        raise UsageError(f"{location} {reason}", hint=hint)
     digest = hashlib.sha256()
     tempfile.gettempdir()  # writes a file when it is first called, which the watch would refuse a library
-    with _offline(), watch_code(location, _IN_CODE):
+    with _offline(), watch_code(location, _BUILD_IN_CODE_HINT):
         is_adapter = (folder / ADAPTER_SETTINGS).is_file()
         model, notes = _with_adapter(folder, digest) if is_adapter else (_model(folder, digest), ())
     return Loaded(module=model.train(), notes=notes), digest.hexdigest()
@@ -109,7 +109,8 @@ def _model(folder: Path, digest: Any) -> nn.Module:
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or not name.isidentifier() or len(name) > LONGEST_NAME:
         raise FileFormatError(
-            f"{folder / MODEL_SETTINGS} names no class of a model (architectures: {shorten(names)})", hint=_SAVE
+            f"{folder / MODEL_SETTINGS} names no class of a model (architectures: {shorten(names)})",
+            hint=_SAVE_AGAIN_HINT,
         )
     transformers = _library("transformers", folder)
     kind: Any = getattr(transformers, name, None)
@@ -145,7 +146,7 @@ def _refuse_counts(folder: Path, settings: dict[str, Any], weights: Mapping[str,
             raise FileFormatError(
                 f"{folder} was not loaded: its {key[:LONGEST_NAME]}, {counted} in all, is far beyond what its weights "
                 "allow",
-                hint=_SAVE,
+                hint=_SAVE_AGAIN_HINT,
             )
 
 
@@ -178,7 +179,9 @@ def _building(folder: Path, library: str, weights: Mapping[str, Tensor]) -> Iter
             f"{folder} cannot be built by {library}: {first_line(err)}", hint="Install the library that it needs."
         ) from err
     except Exception as err:  # the library's code may raise anything
-        raise FileFormatError(f"{folder} cannot be built by {library}: {first_line(err)}", hint=_SAVE) from err
+        raise FileFormatError(
+            f"{folder} cannot be built by {library}: {first_line(err)}", hint=_SAVE_AGAIN_HINT
+        ) from err
 
 
 @contextmanager
@@ -196,11 +199,16 @@ def _quiet(logging: Any) -> Iterator[None]:
 
 
 def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
-    for kind, what in (("missing_keys", "lacks weights of"), ("mismatched_keys", "has weights of other shapes than")):
+    for kind, what in (
+        ("missing_keys", "lacks weights of"),
+        ("mismatched_keys", "has weights whose shapes do not fit"),
+    ):
         keys = sorted((key if isinstance(key, str) else str(key[0]))[:LONGEST_NAME] for key in info.get(kind) or ())
         if keys:
             more = ", …" if len(keys) > _MAX_LISTED else ""
-            raise FileFormatError(f"{folder} {what} {name}: {', '.join(keys[:_MAX_LISTED])}{more}", hint=_SAVE)
+            raise FileFormatError(
+                f"{folder} {what} {name}: {', '.join(keys[:_MAX_LISTED])}{more}", hint=_SAVE_AGAIN_HINT
+            )
 
 
 def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]]:
@@ -215,7 +223,7 @@ def _with_adapter(folder: Path, digest: Any) -> tuple[nn.Module, tuple[str, ...]
             f"{ADAPTER_SETTINGS}: base_model_name_or_path.",
         )
     if not (folder / _ADAPTER_WEIGHTS).is_file():
-        raise FileFormatError(f"{folder} has no {_ADAPTER_WEIGHTS}", hint=_SAVE)
+        raise FileFormatError(f"{folder} has no {_ADAPTER_WEIGHTS}", hint=_SAVE_AGAIN_HINT)
     _refuse_adapter(folder, settings)
     base = Path(base_folder)
     adapter = read_safetensors(_read(folder / _ADAPTER_WEIGHTS, digest), str(folder / _ADAPTER_WEIGHTS))
@@ -298,7 +306,9 @@ def _refuse_ranks(folder: Path, settings: dict[str, Any], weights: Mapping[str, 
     for key, sizes in numbers.items():
         if any(not number <= max(_MAX_COUNT, largest) for number in sizes):
             what = f"its {key[:LONGEST_NAME]}, {max(sizes):.15g}"
-            raise FileFormatError(f"{folder} was not loaded: {what}, is far beyond what its weights have", hint=_SAVE)
+            raise FileFormatError(
+                f"{folder} was not loaded: {what}, is far beyond what its weights have", hint=_SAVE_AGAIN_HINT
+            )
 
 
 def _numbers(value: Any) -> list[float]:
@@ -341,9 +351,9 @@ def _settings(path: Path, digest: Any) -> dict[str, Any]:
         settings = _decode_numbers(read_json(data, infinite=True))
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) else err
-        raise FileFormatError(f"{path} cannot be read: {reason}", hint=_SAVE) from err
+        raise FileFormatError(f"{path} cannot be read: {reason}", hint=_SAVE_AGAIN_HINT) from err
     if not isinstance(settings, dict):
-        raise FileFormatError(f"{path} holds no settings", hint=_SAVE)
+        raise FileFormatError(f"{path} holds no settings", hint=_SAVE_AGAIN_HINT)
     _refuse_code(path, settings)
     digest.update(data)
     return settings
@@ -363,7 +373,9 @@ def _decode_numbers(settings: Any) -> Any:
 def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
     for key, value in _all_settings(settings):
         if key in _REFUSED_SETTINGS and value:
-            raise UnsafeFileError(f"{path.parent} was not loaded: its {key} {_REFUSED_SETTINGS[key]}", hint=_IN_CODE)
+            raise UnsafeFileError(
+                f"{path.parent} was not loaded: its {key} {_REFUSED_SETTINGS[key]}", hint=_BUILD_IN_CODE_HINT
+            )
         if any(setting in key and value not in own for setting, own in _IMPLEMENTATIONS.items()):
             raise UnsafeFileError(
                 f"{path.parent} was not loaded: its {key[:LONGEST_NAME]} names a kernel of a hub, {shorten(value)}",
@@ -407,7 +419,7 @@ def files_of_weights(folder: Path) -> list[str]:
 def _files_of_weights(folder: Path, names: Sequence[str]) -> list[str]:
     first = next((name for name in names if (folder / name).is_file()), None)
     if first is None:
-        raise FileFormatError(f"{folder} has no weights: no {names[0]}", hint=_SAVE)
+        raise FileFormatError(f"{folder} has no weights: no {names[0]}", hint=_SAVE_AGAIN_HINT)
     return _shards(folder / first) if first.endswith(".json") else [first]
 
 
@@ -419,7 +431,7 @@ def _weights(folder: Path, digest: Any) -> dict[str, Tensor]:
         read = read_safetensors if name.endswith(".safetensors") else load_tensors
         part = read(data, str(folder / name))
         if not isinstance(part, Mapping) or not all(isinstance(tensor, Tensor) for tensor in part.values()):
-            raise FileFormatError(f"{folder / name} holds no state dict", hint=_SAVE)
+            raise FileFormatError(f"{folder / name} holds no state dict", hint=_SAVE_AGAIN_HINT)
         weights |= part
     return weights
 
@@ -440,10 +452,12 @@ def _shards(index: Path) -> list[str]:
     try:
         names = dict.fromkeys(read_json(read_bytes(index, MAX_BYTES))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise FileFormatError(f"{index} is not an index of weights", hint=_SAVE) from err
+        raise FileFormatError(f"{index} is not an index of weights", hint=_SAVE_AGAIN_HINT) from err
     for name in names:
         if not isinstance(name, str) or name != Path(name).name or not name.isprintable() or len(name) > _LONGEST_FILE:
-            raise FileFormatError(f"{index} names a file that does not lie beside it: {shorten(name)}", hint=_SAVE)
+            raise FileFormatError(
+                f"{index} names a file that does not lie beside it: {shorten(name)}", hint=_SAVE_AGAIN_HINT
+            )
     return list(names)
 
 

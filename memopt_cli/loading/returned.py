@@ -37,7 +37,7 @@ _SCRIPT_RECORD: Final = "constants.pkl"
 """A record that makes ``torch.load`` take an archive for TorchScript, and run it."""
 _LIFTED: Final = {("torch.nn.modules.container.Sequential", False)}
 """Classes of PyTorch's that loading makes of a file without a pickled module."""
-_HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. If you trust it: `--no-sandbox`."
+_ATTACK_HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. If you trust it: `--no-sandbox`."
 
 
 def check_returned(path: str, source: ModelSource) -> int:
@@ -56,7 +56,7 @@ def check_returned(path: str, source: ModelSource) -> int:
             _check(file, original_classes, vouched)
         except MemoptError as err:
             raise UnsafeFileError(
-                f"the subprocess returned something that is not an optimized model: {err.message}", hint=_HINT
+                f"the subprocess returned something that is not an optimized model: {err.message}", hint=_ATTACK_HINT
             ) from err
     return len(file.data)
 
@@ -73,7 +73,7 @@ def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str
 def _check(file: ModelFile, original_classes: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
     """Raise :class:`MemoptError` if ``file`` holds anything but an optimized model.
 
-    ``original_classes``: the :func:`_classes` of the original.  ``None``: it is a folder, which names no classes.
+    ``original_classes``: the :func:`_classes` of the original; ``None`` for a folder, which names no classes.
     """
     if not file.data.startswith(_START) or _SCRIPT_RECORD in record_names(file.data):
         raise UnsafeFileError("it is not an archive of torch.save")

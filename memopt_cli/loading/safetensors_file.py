@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memopt_cli.errors import FileFormatError
-from memopt_cli.loading.interface import TRUNCATED, Loaded, ModelFile, no_model
+from memopt_cli.loading.interface import DOWNLOAD_AGAIN_HINT, Loaded, ModelFile, no_model
 from memopt_cli.loading.pickles.described import LARGEST, items_in
 from memopt_cli.records import Trust
 from memopt_cli.text.documents import read_json
@@ -51,7 +51,7 @@ class Entry:
 
 
 class SafeTensors:
-    """The format of safetensors, which holds weights and never a model; loading one raises an error that says so."""
+    """The format of safetensors, which holds weights and never a model: loading one always raises an error."""
 
     name = "safetensors"
 
@@ -99,7 +99,7 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
         return entries, {str(key): str(value) for key, value in remarks.items()}
     except Exception as err:  # a damaged or hostile header may raise anything
         reason = str(err) if type(err) is ValueError else "its header is broken"
-        raise FileFormatError(f"{path} is not a complete safetensors file: {reason}", hint=TRUNCATED) from err
+        raise FileFormatError(f"{path} is not a complete safetensors file: {reason}", hint=DOWNLOAD_AGAIN_HINT) from err
 
 
 def _entry(item: Any, start: int) -> Entry:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading.archive import FILE_LIMIT, Archive, SizeLimit
-from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT
+from memopt_cli.loading.interface import DOWNLOAD_AGAIN_HINT, TRUST_SCRIPT_HINT
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import STORAGE_DTYPES, check_tensors, is_floating, storage_of, tensor_of
 from memopt_cli.loading.pickles.nodes import Built, Global, Pickle, Tuple, Walk, held_in
@@ -60,10 +60,10 @@ def check_script_file(data: bytes, path: str) -> None:
     except UnsafeScriptError as err:
         raise UnsafeFileError(
             f"{path} was not loaded: its TorchScript code uses {err}, which is not known to be harmless",
-            hint=UNCHECKED_SCRIPT,
+            hint=TRUST_SCRIPT_HINT,
         ) from err
     except ValueError as err:
-        raise FileFormatError(f"{path} is a damaged TorchScript archive: {err}", hint=TRUNCATED) from err
+        raise FileFormatError(f"{path} is a damaged TorchScript archive: {err}", hint=DOWNLOAD_AGAIN_HINT) from err
 
 
 def check_script_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> None:

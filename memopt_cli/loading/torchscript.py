@@ -17,7 +17,7 @@ from torch.jit import ScriptModule
 from memopt_cli.errors import FileFormatError, UnsafeFileError, first_line
 from memopt_cli.loading.archive import record_names
 from memopt_cli.loading.fixed_mode import mode_notes
-from memopt_cli.loading.interface import TRUNCATED, UNCHECKED_SCRIPT, Loaded, ModelFile
+from memopt_cli.loading.interface import DOWNLOAD_AGAIN_HINT, TRUST_SCRIPT_HINT, Loaded, ModelFile
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.loading.script_graph import ScriptClass, attributes_of, calls_of, lift_class, set_attributes
 from memopt_cli.loading.script_nodes import find_module
@@ -54,14 +54,14 @@ class TorchScript:
         except Exception as err:  # a damaged archive can make the compiler raise anything
             raise FileFormatError(
                 f"{file.path} is a damaged TorchScript archive: {type(err).__name__}: {first_line(err)}",
-                hint=TRUNCATED,
+                hint=DOWNLOAD_AGAIN_HINT,
             ) from err
         try:
             return lift_script(script, unit)
         except (UnsafeScriptError, BadProgramError) as err:
             raise UnsafeFileError(
                 f"{file.path} was not loaded: its TorchScript code uses {err}",
-                hint=UNCHECKED_SCRIPT,
+                hint=TRUST_SCRIPT_HINT,
             ) from err
 
 
@@ -77,11 +77,11 @@ def lift_script(script: ScriptModule, unit: Any) -> Loaded:
     owners = _owners(lifted, leaves)
     if len(leaves) > 0 and not isinstance(lifted, ScriptLeaf) and any(count > 1 for count in owners.values()):
         # Leaves are saved one by one, so tensors that share memory with another module would be saved as copies.
-        return Loaded(module=ScriptLeaf(script), notes=(*lifting.notes, _SHARED))
+        return Loaded(module=ScriptLeaf(script), notes=(*lifting.notes, _SHARED_TENSORS_NOTE))
     return Loaded(module=lifted, notes=(*lifting.notes, *mode_notes(lifting.programs(), "Tracing")))
 
 
-_SHARED = "The model stays TorchScript as a whole: what could not be lifted shares tensors with the rest."
+_SHARED_TENSORS_NOTE = "The model stays TorchScript as a whole: what could not be lifted shares tensors with the rest."
 
 
 def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:

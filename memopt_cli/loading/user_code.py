@@ -17,7 +17,7 @@ from memopt_cli.text.optimizer_text import notebook_refusal
 from memopt_cli.training.module_calls import raised_at
 
 _COPIED: Final[dict[str, Any]] = {}
-"""Name -> the definition that was copied to ``__main__``; it may be replaced by that of the next script."""
+"""Name -> the definition that was copied to ``__main__``; the next script may replace it by its own."""
 
 
 def import_failure(error: BaseException) -> tuple[str, str]:
@@ -35,7 +35,7 @@ def import_failure(error: BaseException) -> tuple[str, str]:
 class ClassNotFoundError(FileFormatError):
     """A class of the file is not installed, and not in the code that the user named.
 
-    ``looked_in``: the file of the user's in which it should be; empty if it may be in any that the user named.
+    ``looked_in``: the user's file that should define the class; empty if any file that the user named may define it.
     """
 
     looked_in = ""
@@ -105,8 +105,8 @@ class UserCode:
         if wanted.module == "__main__" and (script := self._hidden.get(name)) is not None:
             raise UsageError(
                 f"this session has one {name}, and {script.name} defines another",
-                hint=f"For this session's own, add to the trust: globals=('__main__.{wanted.name}',). For that of "
-                f"{script.name}, load the file in a session without another {name}.",
+                hint=f"To use this session's {name}, add to the trust: globals=('__main__.{wanted.name}',). To use the "
+                f"one in {script.name}, load the file in a session without another {name}.",
             )
 
     def run_scripts(self) -> list[ModuleType]:
@@ -169,7 +169,8 @@ class UserCode:
 def file_in(folder: Path, module: str) -> Path | None:
     """Return the file in ``folder`` from which Python would import ``module``, or ``None`` if there is none."""
     parts = module.split(".")
-    if not all(map(str.isidentifier, parts)):  # the name may come from a hostile file: ``../../etc``
+    # The name may come from a hostile file: ``../../etc``.
+    if not all(part.replace("-", "_").isidentifier() for part in parts):
         return None
     candidates = folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder.joinpath(*parts, "__init__.py")
     return next(filter(os.path.isfile, candidates), None)

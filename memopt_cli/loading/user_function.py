@@ -31,17 +31,17 @@ def user_function(
     path, _, name = reference.rpartition(":")
     flag_text = f"`{quoted_flag(flag, reference)}`" if flag.startswith("--") else f"{flag} {reference}"
     if Path(path).suffix != ".py":  # Python would run other files as well: byte code, a library of machine code
-        raise UsageError(f"{flag_text}: '{path}' is not a Python file", hint=_HINT)
+        raise UsageError(f"{flag_text}: '{path}' is not a Python file", hint=_FUNCTION_HINT)
     if not Path(path).is_file():
-        raise UsageError(f"{flag_text}: there is no file '{path}'", hint=_HINT)
+        raise UsageError(f"{flag_text}: there is no file '{path}'", hint=_FUNCTION_HINT)
     function = getattr(_module_of(path, flag_text), name, None)
     if not callable(function):
-        hint = f"{_HINT} {definitions(path, name)}".strip()
+        hint = f"{_FUNCTION_HINT} {definitions(path, name)}".strip()
         raise UsageError(f"{flag_text}: {path} has no function {name}", hint=hint)
     return function  # type: ignore[no-any-return]
 
 
-_HINT = "Give `file.py:function`."
+_FUNCTION_HINT = "Give `file.py:function`."
 TAKEN: Final = "memopt_user_"
 """Prefix of the name of a module whose file is named like another module: nothing can import it by that name."""
 _RAN: Final[dict[Path, tuple[ModuleType, tuple[int, int]]]] = {}

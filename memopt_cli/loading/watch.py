@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from memopt_cli.errors import UnsafeFileError
-from memopt_cli.loading.interface import UNCHECKED
+from memopt_cli.loading.interface import TRUST_PICKLE_HINT
 
 _REFUSED: Final = frozenset(
     "pickle.find_class subprocess.Popen os.system os.exec os.posix_spawn os.spawn os.fork os.forkpty pty.spawn "
@@ -52,7 +52,7 @@ _kept_bytecode = sys.dont_write_bytecode
 
 
 @contextmanager
-def watch_code(path: str, hint: str = UNCHECKED) -> Iterator[None]:
+def watch_code(path: str, hint: str = TRUST_PICKLE_HINT) -> Iterator[None]:
     """Raise :class:`UnsafeFileError` inside the block for programs, connections, pickles and changes of files.
 
     The watch covers this thread, and threads that start inside the block.  ``path`` and ``hint`` are for the error.

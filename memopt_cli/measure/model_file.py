@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
@@ -168,12 +169,11 @@ def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
     The part of the plan for the optimizer is left out: the training script makes the optimizer, not the model file.
     """
     remove_plan(model)
-    _refuse_unloadable(model)
     # A plan names modules by their paths, which are equal in all models of a :class:`BatchModule`.
     apply_plan(model.models if isinstance(model, BatchModule) else model, plan.of_model)
     reset_hidden_state(model)
     try:
-        torch.save(model, file)
+        torch.save(model, file, pickle_module=SimpleNamespace(**{**vars(pickle), "Pickler": _Pickler}))
     except (pickle.PicklingError, AttributeError, TypeError) as err:  # what pickle raises for an object that it refuses
         raise StepError(f"the model could not be saved: {first_line(err)}", hint=_WITHOUT_FILE) from err
 
@@ -181,14 +181,20 @@ def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:
 _WITHOUT_FILE = "With `--plan-only`, no model is written. In the training script: memopt_cli.apply_plan(model, PLAN)."
 
 
-def _refuse_unloadable(model: nn.Module) -> None:
-    names = (type(module).__module__ for module in model.modules())
-    if name := next((name for name in names if name.startswith(TAKEN)), None):
-        file = f"{name.removeprefix(TAKEN)}.py"
-        raise StepError(
-            f"the model is not saved: another module has the name of {file}, so its classes could not be found again",
-            hint=f"Rename {file}. {_WITHOUT_FILE}",
-        )
+class _Pickler(pickle.Pickler):
+    """Pickler that refuses classes and functions that no other process could find again."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Raise :class:`StepError` for a ``value`` of a module without a name of its own; else pickle as usual."""
+        module = getattr(value, "__module__", None) if isinstance(value, type | FunctionType) else None
+        if module is not None and module.startswith(TAKEN):
+            file = f"{module.removeprefix(TAKEN)}.py"
+            raise StepError(
+                f"the model is not saved: another module has the name of {file}, so {value.__qualname__} could not be "
+                "found again",
+                hint=f"Rename {file}. {_WITHOUT_FILE}",
+            )
+        return NotImplemented
 
 
 def _refuse_names(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Train many copies of a model at once, each with its own weights: sweeps and ensembles in the time of a few models.
+"""Training many copies of a model at once, each with its own weights: sweeps and ensembles in the time of a few models.
 
 A ``BatchModule`` stacks the copies' parameters, and runs all copies together, by the fastest of three routes that
 computes the same as a loop over the models::

@@ -1,4 +1,4 @@
-"""Compare each route with the loop over the models: two training steps must have the same effects.
+"""Comparing each route with the loop over the models: two training steps must have the same effects.
 
 Compared are outputs, gradients and buffers of two steps on a few models and samples, in float64 if the model allows it.
 """
@@ -134,7 +134,7 @@ class Reference:
             self._try_steps(is_double=False)
 
     def _try_steps(self, *, is_double: bool) -> bool:
-        """Take the steps, and return whether they ran; if not, ``_failure`` says why."""
+        """Take the steps, and return whether they ran; if not, ``_failure`` is the reason."""
         self._effects: dict[str, Tensor] | None = None
         self._is_double = is_double
         arguments = self.inputs.args, self.inputs.kwargs

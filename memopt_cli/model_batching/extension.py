@@ -100,7 +100,7 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
         )
     if batch_class.base_class is nn.Module:
         raise UsageError(
-            f"{batch_class.__name__}.base_class does not say which class it replaces",
+            f"{batch_class.__name__}.base_class does not name the class that it replaces",
             hint="Set base_class to the class of torch.nn that it replaces, such as nn.Linear.",
         )
     _batch_classes[batch_class.base_class] = batch_class
@@ -108,7 +108,7 @@ def register_batch_module(batch_class: type[B]) -> type[B]:
 
 
 def find_batch_class(module: nn.Module) -> type[AbstractBatchModule] | None:
-    """Return the batch class registered for the type of ``module`` itself.  ``None``: there is no such class."""
+    """Return the batch class registered for the type of ``module`` itself, or ``None``."""
     return _batch_classes.get(type(module))
 
 

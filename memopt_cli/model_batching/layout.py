@@ -1,4 +1,4 @@
-"""Convert between the orders of models and images in a caller's tensors and memopt's own order.
+"""Converting between the orders of models and images in a caller's tensors and memopt's own order.
 
 Inside this package the models are always dimension 0: a batched tensor is (models, …one model's shape…).
 """
@@ -17,7 +17,7 @@ DataOrder = Literal["g b", "(g b)", "b g", "(b g)"]
 
 
 def models_first(tensor: Tensor, models: int, order: DataOrder) -> Tensor:
-    """Return ``tensor``, which holds ``models`` models as ``order`` says, as a view (models, images, …)."""
+    """Return ``tensor``, which holds ``models`` models in ``order``, as a view (models, images, …)."""
     check_order(order)
     check_models(models)
     dimension = 1 if order == "b g" else 0
@@ -28,7 +28,7 @@ def models_first(tensor: Tensor, models: int, order: DataOrder) -> Tensor:
         raise UsageError(
             f"a tensor of shape {tuple(tensor.shape)} in data order '{order}' does not hold {models} models: "
             f"dimension {dimension} should be {expected_length}",
-            hint="Every tensor must hold all models. data_order= tells their order.",
+            hint="Every tensor must hold all models, in the order given by data_order=.",
         )
     match order:
         case "g b":
@@ -59,7 +59,7 @@ def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None
     data_order:
         Order of models (g) and images (b) in it.
     batch:
-        Number of models.  ``None``: it is read from the shape, which the order ``(g b)`` does not allow.
+        Number of models.  By default it is read from the shape, which the order ``(g b)`` does not allow.
 
     Returns
     -------
@@ -76,8 +76,8 @@ def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None
     if batch is None:
         if data_order == "(g b)" or tensor.dim() < 2:
             raise UsageError(
-                f"a tensor of shape {tuple(tensor.shape)} in data order '{data_order}' does not tell the number of "
-                "models",
+                f"a tensor of shape {tuple(tensor.shape)} in data order '{data_order}' leaves the number of models "
+                "open",
                 hint="Give the number: merge_batch(tensor, data_order, batch=…).",
             )
         batch = tensor.shape[data_order == "b g"]

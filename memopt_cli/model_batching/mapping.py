@@ -1,4 +1,4 @@
-"""Map functions over models with ``vmap``, including functions whose outputs are not all tensors."""
+"""Mapping functions over models with ``vmap``, including functions whose outputs are not all tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memopt_cli.text.paths import quote_module
 def map_models(function: Callable[..., Any], axes: tuple[Any, ...], *inputs: Any) -> Any:
     """Return the outputs of ``function`` for each model, stacked.
 
-    ``axes`` says which of ``inputs`` have the models in dimension 0, as ``in_dims`` of ``vmap`` does.  Random numbers
+    ``axes`` marks the ``inputs`` that have the models in dimension 0, as ``in_dims`` of ``vmap`` does.  Random numbers
     differ from model to model.  A part of the output that is not a tensor comes from any of the models.
     """
     skeletons: list[Any] = []

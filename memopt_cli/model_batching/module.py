@@ -27,7 +27,7 @@ class BatchModule(nn.Module):
     There are ``batch`` copies of ``model``.  Every parameter and buffer is (batch, …); ``models`` holds them under the
     model's own names.  The copies start with the weights of ``model``; :meth:`load_state_dicts` gives each its own.
     ``model`` does not change.  With ``inplace`` it shares the tensors of the first copy, and takes no memory of its
-    own.  Inputs and outputs are (models, images, …), or as ``data_order`` says.
+    own.  Inputs and outputs are (models, images, …), or have the order ``data_order``.
 
     Three routes can run the copies: ``fused`` kernels over a traced graph, ``vmap``, and the per-model ``loop``.  The
     fastest route is used that gives the loop's outputs, gradients and buffers.  Routes are compared and timed on few

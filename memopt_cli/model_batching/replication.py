@@ -1,4 +1,4 @@
-"""Make a training step of many copies of a model from a step of one."""
+"""Making a training step of many copies of a model from a step of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose the route measured to be fastest among the routes that compute the same as the loop over the models.
+"""Choosing the route measured to be fastest among the routes that compute the same as the loop over the models.
 
 Choosing runs training steps, and must cost little compared with the time that it saves.  For 100 models of 64 samples:
 

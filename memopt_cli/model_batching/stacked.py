@@ -1,4 +1,4 @@
-"""Stack many copies of a model into one, with parameters and buffers (models, …), and take them apart again."""
+"""Stacking many copies of a model into one, with parameters and buffers (models, …), and taking them apart again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the seconds of a step of each route, in turns."""
+"""Measuring the seconds of a step of each route, in turns."""
 
 from __future__ import annotations
 

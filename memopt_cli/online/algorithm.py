@@ -40,7 +40,7 @@ class OnlineAlgorithm(nn.Module):
     ) -> None:
         """Learn the weights of ``model``, a module of one time step.
 
-        ``mode``: ``Batching()`` if inputs and states have a batch axis.  ``None``: the mode of ``environ``.
+        ``mode``: ``Batching()`` if inputs and states have a batch axis; by default the mode of ``environ``.
         ``vjp_method``: ``"single-step"`` takes ``[...]``, the inputs of one step.  ``"multi-step"`` takes a window
         ``[steps, ...]`` and differentiates within it through every path, through weights as well; the traces carry the
         past before the window.
@@ -84,7 +84,7 @@ class OnlineAlgorithm(nn.Module):
             if use in structure.doubled_uses and isinstance(trace, FactoredTrace):
                 raise MemoptError(
                     f"the output of {use.path} is read by a cell that has parameters or inputs of its own, and also "
-                    "outside of cells: a factored trace cannot tell the two gradients apart",
+                    "outside of cells: a factored trace cannot separate the two gradients",
                     hint="Use D_RTRL, or give each reader a weight of its own.",
                 )
             self.traces.append(trace.to(like))

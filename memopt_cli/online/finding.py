@@ -1,4 +1,4 @@
-"""Find the structure of a time step: run one step, and see in autograd's graph which parts read which.
+"""Finding the structure of a time step: running one step, and seeing in autograd's graph which parts read which.
 
 The step runs twice from random states, one near rest and one far from it.  A part that is seen to mix neurons in either
 run is refused: eligibility traces need derivatives that are diagonal over neurons.

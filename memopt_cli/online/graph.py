@@ -24,7 +24,7 @@ _PRODUCTS = (
 def jacobian_row(
     gate: Gate, q: Tensor, inputs: Sequence[Tensor], cotangent: Tensor | None = None
 ) -> list[Tensor | None]:
-    """Return ``cotangent * dq/dinput`` for each of ``inputs``, by paths within the cell.  ``None``: there is no path.
+    """Return ``cotangent * dq/dinput`` for each of ``inputs``, by paths within the cell, or ``None`` without a path.
 
     Without a ``cotangent``, all its entries are 1, which gives the diagonal of an elementwise Jacobian.
     """

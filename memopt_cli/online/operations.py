@@ -50,11 +50,11 @@ class Operation(Protocol):
 
     @property
     def weight(self) -> Tensor | None:
-        """Current weight of the module.  ``None``: an elementwise parameter, which counts as a bias."""
+        """Current weight of the module; ``None`` for an elementwise parameter, which counts as a bias."""
 
     @property
     def bias(self) -> Tensor | None:
-        """Current bias of the module.  ``None``: it has no bias."""
+        """Current bias of the module, or ``None``."""
 
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return ``y``, ``[B, ...]``, for the input ``z``."""

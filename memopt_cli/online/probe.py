@@ -41,7 +41,7 @@ class Probe(Interception):
         self.output_reads: list[Reads] = []
         """The parts that each tensor of the model's output reads."""
         self.input_shapes: dict[ModuleUse, tuple[int, ...] | None] = {}
-        """Use -> shape of its input per sample.  ``None``: an elementwise parameter, without input."""
+        """Use -> shape of its input per sample; ``None`` for an elementwise parameter, which has no input."""
         self.shapes: dict[CellOutput, tuple[int, ...]] = {}
         """Output of a cell -> its shape per sample."""
         self.derived: dict[CellOutput, frozenset[int]] = {}

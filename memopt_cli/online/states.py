@@ -55,7 +55,7 @@ class Environment:
 
     def __init__(self) -> None:
         self.mode: Batching | None = None
-        """Mode of algorithms.  ``None``: models see one sample at a time."""
+        """Mode of algorithms; ``None`` if models see one sample at a time."""
         self.dt = 1.0
         """Length of a time step, in the unit of the time constants of neurons: ms."""
 
@@ -92,7 +92,7 @@ class State:
 
     @property
     def tag(self) -> str | None:
-        """Tag of the ``vmap_new_states`` that made the value.  ``None``: the value was made outside of it."""
+        """Tag of the ``vmap_new_states`` that made the value; ``None`` for a value made outside of it."""
         return self._declaration[2]
 
     @property
@@ -144,7 +144,7 @@ def declare_state(
     shape:
         Size or sizes of the state of one sample.
     initializer:
-        Function called as ``initializer(shape, dtype=..., device=...)``.  ``None``: zeros.
+        Function called as ``initializer(shape, dtype=..., device=...)``; by default zeros.
 
     Raises
     ------
@@ -193,7 +193,7 @@ def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
     model:
         Module that declares states, itself or in its submodules.
     batch_size:
-        Number of samples in a batch, the first axis of each state.  ``None``: one sample, without that axis.
+        Number of samples in a batch, the first axis of each state; ``None`` for one sample without that axis.
 
     Raises
     ------

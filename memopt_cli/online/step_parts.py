@@ -28,7 +28,7 @@ class StepParts:
         self.structure = structure
         self.gate = gate
         self.graph: AutogradGraph | None = None
-        """Graph of the step.  ``None``: no check needs it, since no part is read only through weights."""
+        """Graph of the step; ``None`` if no check needs it, since no part is read only through weights."""
         self.past_values: dict[PastState, Tensor] = {}
         """State of the last step -> its value."""
         self.use_outputs: dict[ModuleUse, Tensor] = {}

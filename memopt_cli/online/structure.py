@@ -49,7 +49,7 @@ class Structure:
     """Use of a traced weight -> the groups of states that it reaches neuron by neuron, in this step or a later step,
     without passing another weight."""
     input_shapes: dict[ModuleUse, tuple[int, ...] | None]
-    """Use of a traced weight -> shape of its input per sample.  ``None``: an elementwise parameter has no input."""
+    """Use of a traced weight -> shape of its input per sample; ``None`` for an elementwise parameter."""
     cells: tuple[str, ...]
     """Paths of the cells that have states in a group, and of cells between a weight and such a cell."""
     edges: dict[CellOutput, Edges]
@@ -59,7 +59,7 @@ class Structure:
     connected_uses: frozenset[ModuleUse]
     """Uses whose output is also read outside of the cells that are tied to it."""
     doubled_uses: frozenset[ModuleUse]
-    """Connected uses that a cell reads through the graph of an attached tensor."""
+    """Connected uses that a cell also reads through an attached output (see :attr:`attached_outputs`)."""
     exposed_states: frozenset[PastState]
     """States of the last step that are also read outside of the cell that declares them."""
     attached_outputs: frozenset[CellOutput]
@@ -83,8 +83,8 @@ class Structure:
     """Output of a cell, or state that is not followed -> the parts that depend on traced weights and reach it only
     through weights without tags."""
 
-    def beside_its_graph(self, row: Row) -> Row:
-        """Return the ``row`` of an attached tensor without the entries whose gradients the tensor's graph carries."""
+    def without_graph_entries(self, row: Row) -> Row:
+        """Return the ``row`` of an attached tensor without the entries whose gradient autograd computes already."""
         return Row(
             {state: d for state, d in row.hidden.items() if state not in self.exposed_states},
             {use: d for use, d in row.inputs.items() if use not in self.connected_uses},

@@ -60,6 +60,6 @@ class TraceSet:
         of_traces = ([*trace.onward(row), *trace.ties(row)] for trace in self.by_use.values())
         return [tie for ties in of_traces for tie in ties]
 
-    def past(self, past_state: PastState) -> Ties:
+    def past_ties(self, past_state: PastState) -> Ties:
         """Return the ties of ``past_state``, a state after the last step, to all weights that reach it."""
-        return [(None, trace.past(past_state)) for trace in self.by_use.values() if past_state in trace.shapes]
+        return [(None, trace.past_channel(past_state)) for trace in self.by_use.values() if past_state in trace.shapes]

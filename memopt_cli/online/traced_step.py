@@ -170,7 +170,7 @@ class TracedStep(Interception):
                 self._parts.new_rows[PastState(cell, names[out.number])] = total
             if not self._window:
                 is_attached = out in self.structure.attached_outputs and not row.through.keys() & set(outs)
-                ties[out.number] = self._ties(self.structure.beside_its_graph(row) if is_attached else row)
+                ties[out.number] = self._ties(self.structure.without_graph_entries(row) if is_attached else row)
                 values[out.number] = q if is_attached else q.detach()
         leaving = self.gate.tie(values, ties)
         self._parts.cell_outputs |= zip(outs, leaving, strict=True)
@@ -209,7 +209,7 @@ class TracedStep(Interception):
 
     def _tie_to_past(self, names: Sequence[PastState], *values: Tensor) -> tuple[Tensor, ...]:
         return self.gate.tie(
-            [value.detach() for value in values], [self.traces.past(past_state) for past_state in names]
+            [value.detach() for value in values], [self.traces.past_ties(past_state) for past_state in names]
         )
 
 

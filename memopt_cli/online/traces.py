@@ -105,8 +105,8 @@ class GradientChannel:
 
 
 Ties = list[tuple[Tensor | None, "GradientChannel | int"]]
-"""Pairs of a coefficient (``None``: 1) and the end to which the gradient times the coefficient goes: a channel, or the
-number of an earlier output of the same call."""
+"""Pairs of a coefficient (``None`` stands for 1) and a target: the gradient, times the coefficient, is added to that
+channel, or to the gradient of the earlier output of the same call that has this number."""
 
 
 class _TiedTensors(torch.autograd.Function):
@@ -131,9 +131,9 @@ class _TiedTensors(torch.autograd.Function):
         # From the last output to the first: an output may be tied to an earlier one of the same call, whose gradient
         # is complete only after all later ones have added their parts.
         for i in reversed(range(len(ctx.ties))):
-            for coefficient, end in ctx.ties[i] if i in sums else ():
+            for coefficient, target in ctx.ties[i] if i in sums else ():
                 part = sums[i] if coefficient is None else sums[i] * coefficient
-                sums[end] = sums[end] + part if end in sums else part
+                sums[target] = sums[target] + part if target in sums else part
         onward = [sums.get(i) if ctx.needs_input_grad[3 + i] else None for i in range(len(ctx.ties))]
         for channel in ctx.channels:
             onward += channel.to_targets(sums[channel]) if channel in sums else (None,) * len(channel.targets)
@@ -173,7 +173,7 @@ class _Filtered:
     """The factors that turn a neuron's gradient into a weight's gradient in ES-D-RTRL."""
 
     z: Tensor | None
-    """Filtered input, ``[B, ...]``.  ``None``: a weight without an input."""
+    """Filtered input, ``[B, ...]``; ``None`` for a weight without an input."""
     scale: float | Tensor = 1.0
     """Divisor of the gradient, which corrects the bias of the filter's start."""
 
@@ -186,7 +186,7 @@ class _RunningStep:
     """Name of the trace's declared state -> its value after the last step."""
     filtered: _Filtered
     z: Tensor | None = None
-    """Input of the weight in this step, detached.  ``None``: an elementwise parameter."""
+    """Input of the weight in this step, detached; ``None`` for an elementwise parameter."""
     y: Tensor = field(default_factory=lambda: torch.empty(0))
     """Output of the weight, through which gradients reach the tensors that ``z`` was computed from."""
     channels: dict[object, GradientChannel] = field(default_factory=dict)
@@ -243,7 +243,7 @@ class Trace(nn.Module):
         channel = live.channels.setdefault(self.use, GradientChannel((live.y,), lambda gradient: (gradient,)))
         return [(row.inputs[self.use], channel)]
 
-    def past(self, past_state: PastState) -> GradientChannel:
+    def past_channel(self, past_state: PastState) -> GradientChannel:
         """Return the channel of ``past_state``, which turns ``dL/dh^(t-1)`` into gradients of the weights."""
         raise NotImplementedError
 
@@ -283,9 +283,9 @@ class FullTrace(Trace):
         return self.live.y
 
     def ties(self, row: Row) -> Ties:
-        return [(entry, self.past(past_state)) for past_state, entry in self._followed_entries(row)]
+        return [(entry, self.past_channel(past_state)) for past_state, entry in self._followed_entries(row)]
 
-    def past(self, past_state: PastState) -> GradientChannel:
+    def past_channel(self, past_state: PastState) -> GradientChannel:
         live, operation = self.live, self.operation
         weight_trace, bias_trace = (live.values.get(_key(past_state, part)) for part in ("weight", "bias"))
 
@@ -357,7 +357,7 @@ class FactoredTrace(Trace):
         channel = self._channel(lambda gradient: self._to_weights(gradient, filtered.z, filtered.scale))
         return [(factor, self.live.channels.setdefault(None, channel))]
 
-    def past(self, past_state: PastState) -> GradientChannel:
+    def past_channel(self, past_state: PastState) -> GradientChannel:
         neuron, z = self.live.values[_key(past_state, "neuron")], self.live.values.get("input")
         scale = self.live.filtered.scale
         return self._channel(lambda gradient: self._to_weights(gradient * neuron, z, scale))
@@ -376,7 +376,7 @@ class FactoredTrace(Trace):
         return advanced if filtered.z is None else {**advanced, "input": filtered.z}
 
     def _factor(self, row: Row) -> Tensor | None:
-        """Return ``a sum_j D_j e_f,j + (1 - a) F``, the factor of a tensor with ``row``.  ``None``: no term."""
+        """Return ``a sum_j D_j e_f,j + (1 - a) F``, the factor of a tensor with ``row``; ``None`` if it has no term."""
         terms = [
             entry * self.live.values[_key(past_state, "neuron")] for past_state, entry in self._followed_entries(row)
         ]

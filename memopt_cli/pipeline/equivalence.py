@@ -1,4 +1,4 @@
-"""Compare two ways to train one model, step by step, for ``memopt verify``.
+"""Comparing two ways to train one model, step by step, for ``memopt verify``.
 
 Both sides take the same steps from the same seed, and everything that the steps leave is compared: outputs, gradients,
 buffers, state and parameters.  Differences that may be rounding are judged in float64, where sums in another order
@@ -41,7 +41,7 @@ from memopt_cli.pipeline.fingerprints.gaps import (
     with_shared_values,
 )
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS
-from memopt_cli.pipeline.prepare import Opening, Prepared, prepare_with_plan
+from memopt_cli.pipeline.prepare import Opening, Prepared, import_libraries, prepare_beside_another
 from memopt_cli.records import (
     TOLERANCE,
     Cause,
@@ -64,11 +64,12 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
         settings=request.settings,
         timeout_s=request.timeout_s,
     )
-    reference = prepare_with_plan(opening, progress=progress, ask=ask)
+    reference = prepare_beside_another(opening, progress=progress, ask=ask)
     candidate_opening = replace(
         opening, source=replace(request.candidate, keeps_compiled=True), spec=reference.subject.spec
     )
-    candidate = prepare_with_plan(candidate_opening, progress=progress, ask=ask)
+    candidate = prepare_beside_another(candidate_opening, progress=progress, ask=ask)
+    import_libraries(reference, [name for name in reference.facts.libraries if name in candidate.facts.libraries])
     comparison = compare_prepared(reference, candidate, request.steps)
     return replace(comparison, spent_s=time.monotonic() - started)
 
@@ -335,7 +336,7 @@ class _Judge:
 
         The candidate is run again with the random numbers of the uncompiled model.  If it agrees then, the cause is
         harmless.  If only forward agrees, backward recomputes with other numbers, and the gradients are wrong: the two
-        must not be confused, lest users dismiss wrong gradients as other random numbers.
+        must not be confused, lest users dismiss wrong gradients as different random numbers.
         """
         runs = self.sides.run_both(replace(job, compiled="drawing alike"))
         if not isinstance(runs, tuple) or not (runs[0].draws or runs[1].draws):
@@ -351,7 +352,7 @@ class _Judge:
         return Cause(text=DRAWS_IN_BACKWARD) if is_drawn else None
 
     def _errs_by_budget(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> bool:
-        """Return whether a compiled candidate that draws other random numbers, hence ``gaps``, has wrong gradients too.
+        """Return whether a compiled candidate whose random numbers differ, hence ``gaps``, has wrong gradients too.
 
         Under a memory budget, PyTorch may recompute the operators that draw a compiled model's random numbers.
         """
@@ -417,7 +418,7 @@ def _mode_notes(reference: FollowedSteps, candidate: FollowedSteps) -> tuple[str
 
 
 def _cause_by_drawing(gaps: Sequence[TensorGap]) -> Cause | None:
-    """Return the explanation of an eager candidate's gaps by other random numbers; ``None`` if there is none.
+    """Return the explanation of an eager candidate's gaps by different random numbers; ``None`` if there is none.
 
     If the outputs differ, forward draws other numbers; if only gradients differ, recomputation in backward does.
     """

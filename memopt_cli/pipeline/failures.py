@@ -1,4 +1,4 @@
-"""Turn a failed measurement into an error for the user, where the command cannot go on without its numbers."""
+"""Turning a failed measurement into an error for the user, where the command cannot go on without its numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say what a training script must mind under a plan that runs a head through its loss."""
+"""Notes on what a training script must mind under a plan that runs a head through its loss."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def heads_notes(plan: Plan) -> list[str]:
         return []
     verb, its = ("runs", "its") if len(heads) == 1 else ("run", "their")
     return [
-        f"{format_some([*heads])} {verb} in chunks through {its} loss: read {its} logits before optimizer.step(). In "
-        "train(), reading them computes those rows again."
+        f"{format_some([*heads])} {verb} in chunks through {its} loss, so {its} logits are not kept. Reading them "
+        "recomputes them (in train mode), which must happen before optimizer.step()."
     ]

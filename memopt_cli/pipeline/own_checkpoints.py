@@ -1,4 +1,4 @@
-"""Turn off the checkpointing that a model does by itself, as Hugging Face's do, before a plan is searched."""
+"""Turning off the checkpointing that a model does by itself, as Hugging Face's do, before a plan is searched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     """Return the model with its own checkpointing off, if it has any that an attribute turns off.
 
     The name of an attribute proves nothing, so a step is recorded without data to see whether the model checkpoints.  A
-    note tells the user, with the peak and time of the step with checkpointing on if ``measures``.
+    note reports it, with the peak and time of the step with checkpointing on if ``measures``.
     """
     source, switches = prepared.subject.source, prepared.facts.checkpoint_switches
     if not switches or not source.own_checkpoints:
@@ -28,9 +28,8 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     own = _measure(prepared) if measures else None
     cost = "" if own is None else _cost_in_words(own)
     note = (
-        f"The model checkpoints by itself ({attributes_in_words(switches)}){cost}. Plans are searched with that off, "
-        "and compared with the step without it. A plan that is applied turns it off, in a training script as well: the "
-        "script must not turn it on again."
+        f"The model checkpoints by itself ({attributes_in_words(switches)}){cost}. Plans are searched, and compared, "
+        "with that off. Applying a plan turns it off in your training script too; do not turn it on again."
     )
     prepared.progress.note(note)
     subject = replace(prepared.subject, source=replace(source, own_checkpoints=False))
@@ -46,26 +45,26 @@ def _measure(prepared: Prepared) -> Measurement | Failure:
 
 
 def _cost_in_words(own: Measurement | Failure) -> str:
-    """Say what the step takes with the model's own checkpointing on."""
+    """Return words on what the step takes with the model's own checkpointing on."""
     if not isinstance(own, Measurement):
         return f", which does not run: {describe(own)}"
-    return f", and takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} so"
+    return f", which takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} per step"
 
 
 def suspended_notes(switches: Sequence[str], plan: Plan) -> tuple[str, ...]:
-    """Say which ``switches`` of a model are off under ``plan``; nothing if there are none."""
+    """Return a note on the ``switches`` of a model that are off under ``plan``, if there are any."""
     if not switches or plan.of_model.is_empty:
         return ()
     return (f"The model's own checkpointing is off under the plan ({attributes_in_words(switches)}).",)
 
 
 def own_checkpoints_notes(paths: Sequence[str]) -> tuple[str, ...]:
-    """Say of a recorded step that the modules at ``paths`` checkpoint in their forward; nothing if there are none."""
+    """Return a note that the modules at ``paths`` checkpoint in their forward, if there are any."""
     if not paths:
         return ()
     modules = format_some([f"'{path or '(root)'}'" for path in paths])
     return (
-        f"The model checkpoints by itself, in the forward of {modules}: that part is recomputed whatever a plan does, "
-        "and twice within a segment. If the forward checks an attribute first, such as use_checkpoint, plans are "
-        "searched with it off.",
+        f"The model checkpoints by itself, in the forward of {modules}. A plan cannot change that, and inside a "
+        "segment that part is recomputed twice. If an attribute such as use_checkpoint controls it, memopt searches "
+        "with the attribute off.",
     )

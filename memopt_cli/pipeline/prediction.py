@@ -1,4 +1,4 @@
-"""Predict the memory of single ranks of many, each in a subprocess of its own.
+"""Predicting the memory of single ranks of many, each in a subprocess of its own.
 
 PyTorch's process group is global, so one process can imitate one rank only.
 """
@@ -21,7 +21,7 @@ from memopt_cli.records import DeviceProfile, Plan, RankLayout, RankPrediction, 
 def predicted_ranks(
     prepared: Prepared, layout: RankLayout, plan: Plan, *, rank: int | None = None, card: DeviceProfile | None = None
 ) -> Iterator[tuple[Session, tuple[RankPrediction, ...]]]:
-    """Predict ``rank`` (``None``: the first and the last); yield the session of the largest, and the predictions."""
+    """Predict ``rank``, by default the first and the last; yield the session of the largest, and the predictions."""
     plan.require_eager("a rank is predicted without a compiler")
     predictions: dict[int, RankPrediction] = {}
     with contextlib.ExitStack() as sessions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -57,7 +57,7 @@ class Prepared:
     notes: tuple[str, ...]
     """Notes for the user on how the model was loaded and which inputs its step gets."""
     open_session: Callable[[Subject, float], Session] | None = None
-    """A function that opens a session in this process, for a model in memory.  ``None``: sessions are subprocesses."""
+    """A function that opens a session in this process, for a model in memory; by default sessions are subprocesses."""
     carried: Plan = ORIGINAL
     """Plan that the model carries.  The model runs without it here."""
     timeout_s: float = 600.0
@@ -65,7 +65,7 @@ class Prepared:
     progress: Progress = field(default_factory=Progress)
     """Display of the stages that the model goes through."""
     own_checkpoints: Measurement | None = None
-    """Step with the model's own checkpoints, which are off here.  ``None``: it has none, or was not run with them."""
+    """Step with the model's own checkpoints, which are off here; ``None`` if it has none or was not run with them."""
     messages: dict[str, None] = field(default_factory=dict)
     """Sentences for the user from the sessions' answers, without repeats, such as which output is taken as the loss."""
 
@@ -76,7 +76,7 @@ class Prepared:
         return replace(self, progress=progress, timeout_s=timeout_s)
 
     def without_carried(self, note: str) -> Prepared:
-        """Return the model with no carried plan; ``note`` tells the user, if the model carries one."""
+        """Return the model with no carried plan, and show ``note`` to the user if it carries one."""
         if self.carried == ORIGINAL:
             return self
         self.progress.note(note)
@@ -247,6 +247,16 @@ def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepare
 
 def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
     """Load the model of ``opening`` as :func:`prepare` does, and keep the plan that its file carries."""
+    prepared = prepare_beside_another(opening, progress=progress, ask=ask)
+    import_libraries(prepared, prepared.facts.libraries)
+    return prepared
+
+
+def prepare_beside_another(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
+    """Load the model of ``opening`` as :func:`prepare_with_plan` does, and import no libraries for all subprocesses.
+
+    The code of the other model may have libraries of the same names in its own folder.
+    """
     progress.stage("loading")
     settings = replace(opening.settings, device=resolve_device(opening.settings.device))
     has_inputs = opening.spec is not None and opening.spec.has_inputs
@@ -260,6 +270,13 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
     subject = Subject(source=source, spec=facts.spec, settings=settings, data=opening.data)
     prepared = Prepared(subject=subject, facts=facts, notes=notes, carried=facts.carried)
     return prepared.with_progress(progress, opening.timeout_s)
+
+
+def import_libraries(prepared: Prepared, names: Sequence[str]) -> None:
+    """Import the libraries ``names``, which all later subprocesses need, once for all of them."""
+    source = prepared.subject.source
+    if not source.trust.pickle:  # a pickle's import path may have the current folder
+        processes.import_libraries(names[:_MAX_LIBRARIES], import_path(source), prepared.timeout_s)
 
 
 def _refuse_settings(settings: StepSettings, location: str) -> None:
@@ -287,9 +304,6 @@ def open_model(
     with Session(Subject(source=source, data=data), timeout_s) as session:
         answer = session.ask(job)
     if isinstance(answer, ModelFacts):
-        # Import libraries that later subprocesses need, once; a pickle's import path may have the current folder.
-        if not source.trust.pickle:
-            processes.import_libraries(answer.libraries[:_MAX_LIBRARIES], import_path(source), timeout_s)
         if source.typed_trust != Trust() and answer.sha256 is not None:
             remember_trust(source.location, answer.sha256, source.typed_trust)
         return replace(source, sha256=answer.sha256, weights_sha256=answer.weights_sha256), answer

@@ -1,4 +1,4 @@
-"""Send the jobs of a search to a profiling subprocess, each once, and none after the time limit."""
+"""Sending the jobs of a search to a profiling subprocess, each once, and none after the time limit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SearchProbes:
         self._answers: dict[Job[object], object] = {}
 
     def time_left(self) -> Span | None:
-        """Return the time that is left to the search; ``None``: no limit."""
+        """Return the time that is left to the search, or ``None`` without a limit."""
         if self._ended:
             return Span(0.0, is_limit=True)
         return None if self._limit_s is None else Span(max(0.0, self._ends - time.monotonic()), is_limit=True)
@@ -115,7 +115,7 @@ def planner_probes(
 ) -> Probes:
     """Return the functions by which a planner tries plans; they also show its progress.
 
-    ``fake``: whether to count on tensors without data.  ``allow_inexact``: whether to allow chunks that change batch
+    ``fake``: whether to count on fake tensors.  ``allow_inexact``: whether to allow chunks that change batch
     statistics, and nothing else.
     """
     reporter = _Reporter(progress, original.allocated_peak_bytes)
@@ -146,7 +146,7 @@ class _Reporter:
         self._tried = 0
 
     def report(self, text: str) -> None:
-        """Show ``text``, which says what is tried next."""
+        """Show ``text``, the next thing that is tried."""
         self._progress.update(self._tried, None, f"{text}; {self._least}")
 
     def counted(self, plan: Plan, answer: Counted | Failure | NotTried) -> Counted | Failure | NotTried:

@@ -1,4 +1,4 @@
-"""Keep one profiling subprocess for several jobs, and start a fresh one whenever a job has ended it."""
+"""Keeping one profiling subprocess for several jobs, and starting a fresh one whenever a job has ended it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memopt_cli.measure.jobs import Data
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 
-_RESTARTED = "A profiling subprocess died, and another was started."
+_RESTARTED_NOTE = "A profiling subprocess died, and another was started."
 
 
 class Sessions(contextlib.ExitStack):
@@ -31,8 +31,8 @@ class Sessions(contextlib.ExitStack):
         """Return a live session, a fresh one if the last job has ended the current one."""
         assert self._current is not None, "not entered yet"
         if self._current.ended:
-            if _RESTARTED not in self._notes:
-                self._notes.append(_RESTARTED)
+            if _RESTARTED_NOTE not in self._notes:
+                self._notes.append(_RESTARTED_NOTE)
             return self._next()
         return self._current
 

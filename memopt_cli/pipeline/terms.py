@@ -1,4 +1,4 @@
-"""Describe a step by named terms, such as its precision and inputs, and list the terms in which two steps differ.
+"""Describing a step by named terms, such as its precision and inputs, and listing the terms in which two steps differ.
 
 A command that reads a memopt file fills in the settings that the user left out from the step in that file.
 """

@@ -1,4 +1,4 @@
-"""Verify a plan: compare its step with the original's, at full size or at the largest size that can be run.
+"""Verifying a plan: comparing its step with the original's, at full size or at the largest size that can be run.
 
 A full comparison keeps all tensors of both steps, which may not fit, and takes several steps.  So the measured steps
 leave fingerprints, a few numbers for each tensor, which are compared at full size, and a full comparison follows on
@@ -64,7 +64,7 @@ def verify_compiled(
 ) -> Verification | Failure:
     """Compare compiled steps under ``plan`` with steps compiled without segments and memory budget.
 
-    Both sides are compiled, since a compiler sums in another order and draws other random numbers than eager mode.
+    Both sides are compiled, since a compiler changes the order of sums and the random numbers.
     ``verification``: the verification of the segments without a compiler, which is returned with this check added.
     ``reference``: the model as prepared for the side without segments, ``None`` for ``prepared``.  ``cache``: a cache
     of the reference's steps.
@@ -82,7 +82,7 @@ def verify_compiled(
         return StepFailed.of(error, error.hint)
     check = FurtherCheck(name=f"compiled by {backend}", batch=comparison.batch, compared=comparison.compared)
     verification = replace(verification, further=(*verification.further, check))
-    # Segments may break the model into other graphs, which draw other random numbers in forward: no fault of the plan.
+    # Segments may break the model into different graphs, whose random numbers differ in forward: no fault of the plan.
     draws_differ = comparison.cause is not None and comparison.cause.text == DRAWS_COMPILED
     if comparison.passed or (draws_differ and plan.compile.activation_memory_budget is None):
         return verification

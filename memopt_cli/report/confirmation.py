@@ -32,7 +32,7 @@ def _comparison_lines(confirmation: Confirmation) -> Iterator[str]:
     if confirmation.device == "cpu":
         yield f"this device is not {estimate.device}, so nothing is confirmed; run this there, with `--device cuda:0`"
     if confirmation.unlike:
-        yield f"the step is not the one that was estimated: other {format_some(confirmation.unlike, max_shown=9)}"
+        yield f"the step differs from the estimated step in: {format_some(confirmation.unlike, max_shown=9)}"
 
 
 def _line(what: str, estimated: str, measured: str, off: float | None) -> str:

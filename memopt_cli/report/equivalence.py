@@ -17,7 +17,7 @@ _ALIKE: dict[Likeness, str] = {
     "to the bit": "the same bit for bit",
     "within noise": "as close as two runs of the reference are",
     "up to rounding": "the same up to rounding: within 1e-9 in float64",
-    "as far as memopt can tell": "equal to half of the digits, which is as far as float64 can tell here",
+    "as far as memopt can tell": "equal to half of the digits; float64 cannot tell more here",
 }
 _KINDS = {
     "outputs": "output",
@@ -32,7 +32,7 @@ _KINDS = {
 
 
 def headline(equivalence: Equivalence) -> str:
-    """Return one sentence that says whether the candidate of ``equivalence`` trains as the reference does."""
+    """Return one sentence on whether the candidate of ``equivalence`` trains as the reference does."""
     both = f"{equivalence.candidate} trains as {equivalence.reference} does"
     if equivalence.passed:
         far = f", {equivalence.worst:.1g} apart at most" if equivalence.worst else ""

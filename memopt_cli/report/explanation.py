@@ -48,7 +48,7 @@ def _outcome(explanation: Explanation) -> str:
         f"{format_bytes(explanation.limit_bytes)} ({explanation.limit})",
     )
     if explanation.header is None and explanation.event and not (explanation.asked_bytes and explanation.limit_bytes):
-        return ""  # the event says all: a process was killed, say
+        return ""  # the event is the whole explanation, such as a process that was killed
     has_failed = explanation.asked_bytes or explanation.event
     if has_failed and not explanation.limit_bytes:
         step = "" if explanation.header is None else f". This step needs about {needed}"
@@ -98,24 +98,29 @@ def _holders(heading: str, holders: Sequence[Holder]) -> Table:
 
 def _suggestions(explanation: Explanation) -> Table:
     table = plain_table("what fits", "predicted", "measured", "time", names=["what fits"])
-    for said in explanation.suggestions:
-        predicted = format_bytes(said.predicted_bytes) if said.predicted_bytes is not None else "–"
-        measured = said.not_run if said.peak_bytes is None else format_bytes(said.peak_bytes)
-        table.add_row(said.text, predicted, measured, "–" if said.seconds is None else format_seconds(said.seconds))
+    for suggestion in explanation.suggestions:
+        predicted = format_bytes(suggestion.predicted_bytes) if suggestion.predicted_bytes is not None else "–"
+        measured = suggestion.not_run if suggestion.peak_bytes is None else format_bytes(suggestion.peak_bytes)
+        table.add_row(
+            suggestion.text,
+            predicted,
+            measured,
+            "–" if suggestion.seconds is None else format_seconds(suggestion.seconds),
+        )
     return table
 
 
 def loops(explanation: Explanation) -> Iterator[str]:
-    """Yield the lines to paste for micro-batches that ``explanation`` suggests, those of ``memopt recommend-batch``."""
-    for said in explanation.suggestions:
-        if said.recommendation is not None:
-            yield f"# {said.text}"
-            yield from settings(said.recommendation)
+    """Yield the lines to paste for micro-batches of ``explanation``, as ``memopt recommend-batch`` prints them."""
+    for suggestion in explanation.suggestions:
+        if suggestion.recommendation is not None:
+            yield f"# {suggestion.text}"
+            yield from settings(suggestion.recommendation)
 
 
 def remarks(explanation: Explanation) -> Iterator[str]:
     """Yield the command for each suggestion of ``explanation``, what was tried and does not fit, and notes."""
-    yield from (f"for {said.text}: {said.command}" for said in explanation.suggestions)
+    yield from (f"for {suggestion.text}: {suggestion.command}" for suggestion in explanation.suggestions)
     yield from explanation.refused
     yield from explanation.notes
     yield f"total time {format_seconds(explanation.spent_s)}"

@@ -40,7 +40,7 @@ def gain(training: FastestTraining) -> str:
         untried = f"no plan was tried{', as no batch may be larger than the global one' if whole else ''}"
         return f"{rate(speed)} samples/s; {verdict if training.priced else untried}"
     ratio = speed / (original.samples_per_s or speed)
-    return f"{rate(speed)} samples/s, {ratio:.2f} times those of the original's best (batch {original.batch})"
+    return f"{rate(speed)} samples/s, {ratio:.2f} times the original at its best batch, {original.batch}"
 
 
 RUN_HEADINGS = ("batch", "plan", "peak", "step", "samples/s", "")

@@ -12,7 +12,7 @@ from memopt_cli.errors import MemoptError, WriteError, printable, printable_line
 from memopt_cli.records import Comparison
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import circumstances, describe_verdict, growth, headline, reasons
-from memopt_cli.report.interface import Judged
+from memopt_cli.report.interface import VerdictResult
 from memopt_cli.report.lines import guard
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.text.misnamed import definitions_in
@@ -26,13 +26,13 @@ class GithubReport:
     """
 
     def __init__(self, summary: str | None, baseline: str = "") -> None:
-        """Append tables to the file ``summary``, which ``$GITHUB_STEP_SUMMARY`` names; ``None``: write none.
+        """Append tables to the file ``summary``, which ``$GITHUB_STEP_SUMMARY`` names, unless it is ``None``.
 
         An annotation on a model that is in no file of Python is shown beside the file ``baseline``, if there is one.
         """
         self._summary, self._baseline = summary, baseline
 
-    def show(self, answer: Judged, stream: TextIO) -> None:
+    def show(self, answer: VerdictResult, stream: TextIO) -> None:
         if isinstance(answer, Comparison):
             self._write_comparison(answer, stream)
         else:

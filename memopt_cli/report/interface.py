@@ -1,4 +1,4 @@
-"""Protocols of report formats: :class:`Report` shows the answer of any command, :class:`Judgement` a verdict."""
+"""Protocols of report formats: :class:`Report` shows the answer of any command, :class:`VerdictReport` a verdict."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from memopt_cli.records import (
     StrategyComparison,
 )
 
-Judged = Comparison | Equivalence
+VerdictResult = Comparison | Equivalence
 """Answer of a command with ``--format``: a comparison (``check``, ``compare``) or an equivalence (``verify``)."""
 Answer = (
-    Judged
+    VerdictResult
     | ApplyResult
     | BaselineResult
     | BatchRecommendation
@@ -50,13 +50,13 @@ class Report(Protocol):
         """Write ``answer`` to ``stream``."""
 
     def written(self, files: Sequence[str], stream: TextIO) -> None:
-        """Say that HTML reports and snapshots were written to ``files``."""
+        """Report that HTML reports and snapshots were written to ``files``."""
 
 
-class Judgement(Protocol):
+class VerdictReport(Protocol):
     """Report format of ``--format``, for ``check``, ``compare`` and ``verify``."""
 
-    def show(self, answer: Judged, stream: TextIO) -> None:
+    def show(self, answer: VerdictResult, stream: TextIO) -> None:
         """Write ``answer`` to ``stream``."""
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:

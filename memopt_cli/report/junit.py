@@ -19,7 +19,7 @@ from memopt_cli.errors import MemoptError, printable, printable_lines
 from memopt_cli.records import Comparison, Equivalence
 from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import describe_verdict, growth, reasons
-from memopt_cli.report.interface import Judged
+from memopt_cli.report.interface import VerdictResult
 from memopt_cli.text.documents import COMMAND
 from memopt_cli.text.spelling import on_command_line
 
@@ -30,7 +30,7 @@ _BEGUN_S: Final = time.monotonic()
 class JunitReport:
     """JUnit XML with one test suite, ``memopt check`` or ``memopt verify``."""
 
-    def show(self, answer: Judged, stream: TextIO) -> None:
+    def show(self, answer: VerdictResult, stream: TextIO) -> None:
         if isinstance(answer, Comparison):
             _write(*_comparison(answer), stream, "memopt check")
         else:
@@ -48,7 +48,7 @@ def _comparison(comparison: Comparison) -> tuple[list[ET.Element], str]:
     cases, lines = [], []
     for part in comparison.parts:
         why = "\n".join((*growth(part), *reasons(part)))
-        if not any(verdict.exceeded for verdict in part.verdicts):  # else its failures say it
+        if not any(verdict.exceeded for verdict in part.verdicts):  # else its failures contain it
             lines += [part.at, why] if part.at else [why]
         for verdict in part.verdicts:
             case = _case(comparison.after.model, verdict.limit.text + (f" at {part.at}" if part.at else ""))
@@ -67,7 +67,7 @@ def _equivalence(found: Equivalence) -> tuple[list[ET.Element], str]:
         if fault:
             _fault(case, "failure", "difference", fault, why)
         cases.append(case)
-    return cases, why if found.passed else ""  # else its failures say it
+    return cases, why if found.passed else ""  # else its failures contain it
 
 
 def _case(model: str, name: str) -> ET.Element:

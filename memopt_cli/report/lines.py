@@ -41,13 +41,13 @@ def busy_notes(waited: Iterable[float]) -> Iterator[str]:
 
 
 def room_in_words(found: DeviceEstimate) -> str:
-    """Say whether the step of ``found`` fits: ``it fits: 1.2 GiB reserved of 38.9 GiB``."""
+    """Return whether the step of ``found`` fits: ``it fits: 1.2 GiB reserved of 38.9 GiB``."""
     reserved, there = format_bytes(found.reserved_peak_bytes), format_bytes(found.memory_bytes)
     if found.fits and found.reserved_peak_bytes > found.memory_bytes:
         allocated = format_bytes(found.allocated_peak_bytes)
         return (
-            f"it fits in {there} once the allocator gives back unused blocks ({allocated} allocated; {reserved} "
-            "reserved if it did not)"
+            f"it fits in {there}, but only after the allocator frees cached blocks ({allocated} allocated, {reserved} "
+            "reserved)"
         )
     return f"{'it fits' if found.fits else 'it does not fit'}: {reserved} reserved of {there}"
 

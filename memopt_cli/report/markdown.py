@@ -18,7 +18,7 @@ from memopt_cli.report.comparison import (
     module_rows,
     reasons,
 )
-from memopt_cli.report.interface import Judged
+from memopt_cli.report.interface import VerdictResult
 from memopt_cli.report.lines import guard
 from memopt_cli.text.documents import printable
 from memopt_cli.text.spelling import split_marked_options
@@ -30,7 +30,7 @@ _PLAIN = re.compile(r"(?!www\.)(?:[^\W_]|[+−–→…×'.])*", re.IGNORECASE)
 class MarkdownReport:
     """Markdown with a heading, sentences and tables."""
 
-    def show(self, answer: Judged, stream: TextIO) -> None:
+    def show(self, answer: VerdictResult, stream: TextIO) -> None:
         lines = _comparison(answer) if isinstance(answer, Comparison) else _equivalence(answer)
         guard(stream).write("\n".join(lines) + "\n")
 

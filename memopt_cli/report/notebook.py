@@ -50,7 +50,7 @@ class NotebookPage:
         return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
 
     def _row(self, tag: str, cells: Sequence[object], sides: Sequence[str], style: object) -> str:
-        # Spaces at the beginning of a cell say how deep a module lies.
+        # Spaces at the beginning of a cell show the depth of a module.
         shown = (
             f'<{tag} style="text-align: {side}; white-space: pre-wrap">{self._text(cell, style)}</{tag}>'
             for cell, side in zip(cells, sides, strict=True)

@@ -149,6 +149,9 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
 def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     """Return which runs were within ``budget_bytes``; for a plan by length, name the lengths that were run."""
     budget = f"the budget of {format_bytes(budget_bytes)}"
+    segments = summary.plan.everywhere if summary.plan is not None else ()
+    if any(segment.chunks > 1 and not segment.inexact for segment in segments):
+        budget += " (the first step also checks the chunks, which may take more)"
     runs = sorted((run for row in summary.ranges for run in row.runs), key=lambda run: run.length)
     if not runs or summary.plan is None or summary.plan.by is None:
         return f"within {budget}"
@@ -168,7 +171,7 @@ def compiled_table(summary: MemOptSummary) -> Table:
     table = plain_table("plan", "allocated\npeak", "step", "ratio", "", words=["plan", ""])
     rows: list[tuple[str, Plan | None, object, str]] = [(in_words(Plan()), Plan(), original, "")]
     if summary.own_checkpoints is not None:
-        rows.append((_OWN, None, summary.own_checkpoints, ""))
+        rows.append((_OWN_CHECKPOINTS_LABEL, None, summary.own_checkpoints, ""))
     rows += [(in_words(row.plan), row.plan, row.outcome, row.dropped) for row in summary.compiled]
     for words, plan, outcome, dropped in rows:
         cells = ("–", "–", "–")
@@ -194,7 +197,7 @@ def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
     groups = by_level if verbose else rows_by_plan(summary)
     rows = [(span, levels, row, in_words(row.plan)) for span, levels, row in groups]
     if (own := _own_row(summary)) is not None:
-        rows.append(("–", [], own, _OWN))
+        rows.append(("–", [], own, _OWN_CHECKPOINTS_LABEL))
     for span, levels, row, words in rows:
         applied = summary.is_applied and summary.applied_level in levels
         cells = [*_measured_cells(row, original), *_predicted_cells(row), *(_detail_cells(row) if verbose else ())]
@@ -212,7 +215,7 @@ def rows_by_plan(summary: MemOptSummary) -> Iterator[tuple[str, list[int], Level
         yield span, levels, max(rows, key=lambda row: (isinstance(row.outcome, Measurement), row.level))
 
 
-_OWN = "the model's own checkpoints"
+_OWN_CHECKPOINTS_LABEL = "the model's own checkpoints"
 
 
 def _own_row(summary: MemOptSummary) -> LevelRow | None:
@@ -268,11 +271,11 @@ def frontier(summary: MemOptSummary) -> Table:
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     own = summary.own_checkpoints
     longest = max((found.step_s for found in [*measured, *([own] if own else [])]), default=0.0)
-    words = told_apart([point.plan for point in summary.frontier])
+    words = distinct_labels([point.plan for point in summary.frontier])
     rows = [(str(number), *row) for number, row in enumerate(zip(summary.frontier, words, strict=True), 1)]
     if own is not None:
         base_s = summary.frontier[0].original_step_s
-        rows.append(("–", ParetoPoint(plan=Plan(), outcome=own, original_step_s=base_s), _OWN))
+        rows.append(("–", ParetoPoint(plan=Plan(), outcome=own, original_step_s=base_s), _OWN_CHECKPOINTS_LABEL))
     for pick, point, plan in rows:
         match point.outcome:
             case Measurement() as found:
@@ -327,7 +330,7 @@ def ranges(summary: MemOptSummary) -> Table:
     return table
 
 
-def told_apart(plans: Sequence[Plan]) -> list[str]:
+def distinct_labels(plans: Sequence[Plan]) -> list[str]:
     """Return ``plans`` in words; where several have the same words, add the first segments that only some of them have.
 
     ``1 in chunks`` becomes ``1 in chunks: conv_fc.0-3 in 20 chunks``.
@@ -338,7 +341,7 @@ def told_apart(plans: Sequence[Plan]) -> list[str]:
         shared = set.intersection(*(set(plans[number].everywhere) for number in alike))
         own = [[_in_place(each) for each in plans[number].everywhere if each not in shared] for number in alike]
         differences = [""] * len(alike)
-        # One segment tells two plans apart; of three, two may have that one in common, and differ in the next.
+        # One segment distinguishes two plans; of three plans, two may share it, and differ in the next.
         for length in range(1, max(map(len, own)) + 1):
             differences = [", ".join(segments[:length]) for segments in own]
             if len(set(differences)) == len(differences):
@@ -412,12 +415,12 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
         how = f"; `memopt apply --confirm` measures the plan on {there}" if summary.is_applied else ""
         yield f"estimated for {there}, not measured{how}"
     found = summary.verification
-    if found is not None and not found.passed and summary.decisive is None:  # else the headline says so
+    if found is not None and not found.passed and summary.decisive is None:  # else the headline contains it
         yield verification(found)
     if found is not None and summary.is_applied:
         yield from inexact(found)
     yield from _parts_left_out(summary)
-    if summary.offers_choice:  # else their table says so
+    if summary.offers_choice:  # else their table contains it
         yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
     if (smaller := _smaller_too_slow(summary)) is not None:
         yield f"{smaller.sentence} {smaller.why.remedy}"
@@ -439,7 +442,7 @@ def outlook(result: OptimizeResult) -> Iterator[str]:
     """Yield the written files, the batch that fits, and last the line of Python that uses the plan."""
     summary = result.summary
     written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
-    # Another search, such as one that a remedy advises, would stop at these files; it replaces that of a frontier.
+    # Another search, such as one that a remedy advises, would stop at these files; a frontier's is replaced.
     is_in_the_way = any(path.endswith(".summary.json") for path in result.files)
     again = "; next time, `--force` replaces them" if is_in_the_way else ""
     yield f"{'searched' if result.in_memory else written} in {format_seconds(summary.spent_s)}{again}"
@@ -492,14 +495,14 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     for row in summary.levels:
         if row.outcome is not None and not isinstance(row.outcome, Measurement):
             yield f"level {row.level}: {describe(row.outcome)}"
-        if row.repeats is not None and row.repeats > 0:  # the table says "no segments" of what repeats level 0
+        if row.repeats is not None and row.repeats > 0:  # for a repeat of level 0, the table has "no segments"
             yield f"level {row.level}: the plan of level {row.repeats}"
     if any(row.outcome is None for row in summary.levels):
         yield "~ predicted by a dry run; `memopt optimize --measure-levels` measures every level"
     if summary.verification and summary.verification.measured:
         yield _measured_steps(summary.verification.measured)
     yield verification(summary.verification) if summary.verification else "not verified"
-    if summary.recommendation != summary.unchanged:  # else the headline says it
+    if summary.recommendation != summary.unchanged:  # else the headline is the recommendation
         yield summary.recommendation
     yield from _neighbours(summary)
 
@@ -616,16 +619,16 @@ def inexact(verification: Verification) -> Iterator[str]:
     if verification.passed and verification.rounding:
         yield (
             f"as measured, a tensor differs by {verification.rounding:.1%} of its norm: rounding in chunks tips "
-            f"choices, such as a spike or a ReLU's sign, and {_DRIFT}"
+            f"choices, such as a spike or a ReLU's sign, and {_DRIFT_REASON}"
         )
     elif verification.passed and not verification.is_bit_exact:
-        yield f"over many steps rounding adds up and may tip choices, such as a spike or a ReLU's sign: {_DRIFT}"
+        yield f"over many steps rounding adds up and may tip choices, such as a spike or a ReLU's sign: {_DRIFT_REASON}"
     if verification.inexact:
         names = ", ".join(verification.inexact)
         yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"
 
 
-_DRIFT = "two training runs drift apart; `--level 2` keeps the same bits"
+_DRIFT_REASON = "two training runs drift apart; `--level 2` keeps the same bits"
 
 
 def _describe_tolerance(verification: Verification) -> str:

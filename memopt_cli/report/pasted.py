@@ -60,7 +60,7 @@ def samples_of(call: ModelCall) -> str:
 
 
 def _is_plain(steps: int, step: StepSettings) -> bool:
-    """Return whether the loop is the one that everybody writes: one pass, in full precision, without clipping."""
+    """Return whether the loop is the usual loop: one pass, in full precision, without clipping."""
     return steps == 1 and step.precision not in _AUTOCASTS and step.clip_norm is None
 
 

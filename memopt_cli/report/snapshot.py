@@ -1,6 +1,6 @@
-"""Write a recorded step in the format of ``torch.cuda.memory._snapshot()``, which PyTorch's memory_viz opens.
+"""Writing a recorded step in the format of ``torch.cuda.memory._snapshot()``, which PyTorch's memory_viz opens.
 
-The format is that of torch 2.x: ``device_traces`` holds one list of allocations and frees per device, ``segments`` what
+The format belongs to torch 2.x: ``device_traces`` holds one list of allocations and frees per device, ``segments`` what
 is allocated at the end (``torch/cuda/_memory_viz.py``, ``torch/utils/viz/MemoryViz.js``).
 """
 

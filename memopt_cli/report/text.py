@@ -211,7 +211,7 @@ def _print_files(console: Printer, files: Sequence[str], none: str = "") -> None
 
 
 def plain_text(answer: Answer) -> str:
-    """Return the report on ``answer``, without colours whatever the environment says."""
+    """Return the report on ``answer``, without colours in any environment."""
     text = io.StringIO()
     TextReport().show_on(_console(text, colours=None), answer)
     return text.getvalue().rstrip()

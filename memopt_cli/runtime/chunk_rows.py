@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ class Piece:
     """A function that runs the module on two halves of the piece, one after the other."""
     sequences: Callable[[], list[Tensor]]
     """A function that returns new copies of the piece's tensors, since forward may write its input in place."""
+    is_short: bool
+    """Whether the tensors are cut short along axes other than :attr:`axis`."""
     length: int
     """The length of the piece along :attr:`axis`."""
     axis: int
@@ -103,20 +106,26 @@ def is_due(module: nn.Module) -> bool:
 def why_rows_mix(pieces: Iterable[Piece]) -> Complaint:
     """Return why a module cannot run in chunks, by the first of ``pieces`` whose shape its forward takes.
 
-    A piece whose output has only one value proves nothing, and the next one is tried: spikes may come late.
+    A piece whose output has only one value proves nothing, and the next one is tried: spikes may come late.  A short
+    piece may hide that rows mix, as where an expert has no room for all tokens of the batch.  So in the first forward,
+    when there is no state of an optimizer yet, a piece in full size is tried as well.
     """
-    reason = ""
+    reason, has_passed = "", False
     for piece in pieces:
+        if has_passed and piece.is_short:
+            continue
         try:
-            with torch.no_grad(), unseen():
+            with torch.no_grad(), unseen(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the module may warn of a piece that is not the user's
                 complaint = _try(piece)
         except OtherNormsError as error:
             reason = str(error)
         except Exception:  # the module's own code may not take this shape, which proves nothing about chunks
             reason = ""
         else:
-            if complaint is not None:
-                return complaint
+            has_passed = has_passed or complaint == ""
+            if complaint or (has_passed and not (piece.is_short and _forwards[piece.module] == 1)):
+                return complaint or ""
     return reason
 
 

@@ -350,6 +350,7 @@ class _FirstChunk:
                 whole=self._run,
                 halves=functools.partial(self._run_halves, sequences),
                 sequences=sequences,
+                is_short=bool(short),
                 length=max(2, shape[cut]),
                 axis=config.axis,
                 outputs=config.seq_outputs,

@@ -125,7 +125,7 @@ class Storages:
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of ``tensors``, or of their storages if these have fewer."""
-    return min(unique_bytes(tensors), sum(part.nbytes for t in tensors for part in walk_parts(t)))
+    return min(unique_bytes(tensors), sum(part.nbytes for t in tensors for part in walk_parts(t) if has_storage(part)))
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -75,7 +75,7 @@ def test_objectives_are_weighed() -> None:
 
 def test_accuracy_needs_a_function() -> None:
     for arguments in ({"constraints": {"min_accuracy": 0.5}}, {"objectives": {"accuracy": 1.0}}):
-        with pytest.raises(UsageError, match="without an accuracy function"):
+        with pytest.raises(UsageError, match="need accuracy_fn"):
             choose(**arguments)
 
 

@@ -232,7 +232,7 @@ def test_the_report_for_people(memopt: Callable[..., Any], net: str) -> None:
         f"/ {steps}).backward()",
     ):
         assert pasted in done.out
-    assert f"whose statistics are of {batch} samples, not of 4096" in done.out
+    assert f"whose statistics cover {batch} samples, not 4096" in done.out
     assert not done.changed
 
 

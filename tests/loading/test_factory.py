@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import py_compile
 import re
@@ -18,11 +19,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, UsageError
+from memopt_cli.errors import FileFormatError, MemoptError, StepError, UnsafeFileError, UsageError
 from memopt_cli.loading import factory, load_model
 from memopt_cli.loading.interface import ModelFile
+from memopt_cli.loading.pickles.nodes import Global
+from memopt_cli.loading.user_code import UserCode
 from memopt_cli.loading.user_function import user_function
-from memopt_cli.records import ModelSource
+from memopt_cli.measure.model_file import write_model
+from memopt_cli.records import ModelSource, Plan
 from memopt_cli.runtime.private_torch import is_fake
 from memopt_cli.trace import built_without_data, fake_mode
 
@@ -387,3 +391,29 @@ def test_a_file_that_another_imports_runs_once(folder: Path) -> None:
     finally:
         for name in ("user_blocks", "user_spread", "memopt_user_user_blocks", "memopt_user_user_spread"):
             sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    "held", ["Net()", "with_part(Settings())", "with_part(double)"], ids=["class", "part", "function"]
+)
+def test_a_model_of_a_file_without_a_name_of_its_own_is_not_saved(held: str, folder: Path) -> None:
+    """The file would be read as code of a module that nobody can import."""
+    (folder / "random.py").write_text(
+        "from torch import nn\nclass Net(nn.Linear): __init__ = lambda self: nn.Linear.__init__(self, 2, 3)\n"
+        "class Settings: pass\ndef double(x): return 2 * x\ndef with_part(part):\n    net = nn.Linear(2, 3)\n"
+        f"    net.part = part\n    return net\ndef make(): return {held}\n"
+    )
+    model = load_model(ModelSource(location="random.py:make")).module
+    try:
+        with pytest.raises(StepError, match=r"another module has the name of random\.py"):
+            write_model(model, Plan(), io.BytesIO())
+    finally:
+        sys.modules.pop("memopt_user_random")
+
+
+def test_a_file_with_a_dash_in_its_name_is_found_by_its_folder(folder: Path) -> None:
+    (folder / "my-net.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
+    try:
+        assert UserCode((str(folder),)).find(Global("my-net", "Net")).__module__ == "my-net"
+    finally:
+        sys.modules.pop("my-net", None)

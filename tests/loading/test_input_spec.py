@@ -300,6 +300,12 @@ def test_values_like_those_given(given: list[int], values: str) -> None:
     assert range_like(torch.tensor(given, dtype=torch.long)) == values
 
 
+def test_not_all_numbers_stand_apart() -> None:
+    """The mean of a loss that ignores all labels is NaN."""
+    labels = spec("1@int64=-100,0..3")
+    assert all(made(labels, seed)[0][0].item() >= 0 for seed in range(100))
+
+
 def test_a_number_apart_must_suit_the_dtype() -> None:
     with pytest.raises(UsageError, match=r"uint8 cannot hold -100\.\.-99"):
         parse_tensor("4@uint8=-100,0..5")

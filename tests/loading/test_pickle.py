@@ -687,7 +687,9 @@ def test_a_class_of_this_session_is_never_replaced(trained: Path, tmp_path: Path
     assert hinted.endswith("load(path, trust=Trust(globals=('__main__.Net',)))")
     assert len(refused) == 4
     for told in refused:
-        assert told.startswith("this session has one Net, and train.py defines another | For this session's own, add ")
+        assert told.startswith(
+            "this session has one Net, and train.py defines another | To use this session's Net, add "
+        )
     assert named == "True"
     assert (first, second) == ("False True", "False True")
 

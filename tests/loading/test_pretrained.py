@@ -175,7 +175,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken settings": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
     "a class of nobody's": (setting(architectures=["os"]), "class os, which transformers"),
     "no class": (setting(architectures=None), "names no class of a model"),
-    "other sizes": (setting(n_embd=16), "has weights of other shapes"),
+    "other sizes": (setting(n_embd=16), "has weights whose shapes do not fit"),
     "a layer more": (setting(n_layer=2), "lacks weights"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
     "half the weights": (

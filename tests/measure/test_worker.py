@@ -719,3 +719,25 @@ def test_a_step_is_tried_uncounted_only_if_it_may_need_data(
     else:
         with pytest.raises(type(error)):
             one.do(ProbeJob(plan=ORIGINAL, batch=4))
+
+
+class _Scattering(nn.Module):
+    """An embedding whose gradient is sparse, with a sparse buffer."""
+
+    mixing: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 8, sparse=True)
+        self.register_buffer("mixing", torch.eye(8).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.mixing, self.embedding(x).flatten(0, -2).mT)
+
+
+def test_a_step_with_sparse_tensors_is_measured_and_recorded() -> None:
+    spec = InputSpec(tensors=(TensorSpec(shape=(4, 6), dtype="int64", values="0..100"),), source="here")
+    subject = Subject(source=ModelSource(location="here"), spec=spec, settings=StepSettings(optimizer="sgd"))
+    worker = Worker(subject, _Scattering)
+    assert worker.do(MeasureJob(plan=ORIGINAL, steps=1)).measurement.tensor_peak_bytes > 0
+    assert worker.do(TraceJob(fake=False)).trace.ops

@@ -11,6 +11,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 from xml.etree import ElementTree as ET
 
@@ -22,20 +23,24 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import memopt_cli
 from memopt_cli.errors import OptionError, StepError
+from memopt_cli.measure import processes
 from memopt_cli.measure.answers import followed as following
 from memopt_cli.measure.jobs import ORIGINAL, FollowJob
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.pipeline.equivalence import compare_prepared
+from memopt_cli.pipeline.equivalence import compare_prepared, verify
 from memopt_cli.pipeline.fingerprints import causes
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import (
     Equivalence,
+    EquivalenceRequest,
     FollowedSteps,
     InputSpec,
+    ModelSource,
     Plan,
     SegmentPlan,
     TensorSpec,
 )
+from memopt_cli.records.progress import Progress
 from memopt_cli.report.github import GithubReport
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.junit import JunitReport
@@ -918,6 +923,29 @@ def test_a_renamed_module_is_compared_under_the_name_of_the_reference() -> None:
         verified(lambda: Net(Block()), lambda: Renamed(drawn=1))
 
 
+class Renorm(nn.Module):
+    """A norm that counts twice, beside one that has its old name and counts once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renamed, self.norm = nn.BatchNorm1d(6), nn.BatchNorm1d(6, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(x)
+        self.renamed(x)
+        return self.renamed(x)
+
+
+class Norm(Parts, norm=lambda: nn.BatchNorm1d(6)):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_a_module_is_not_renamed_to_one_that_the_candidate_has() -> None:
+    with pytest.raises(StepError, match=r"the candidate has no parameter norm\."):
+        verified(Norm, Renorm)
+
+
 @pytest.mark.slow
 def test_models_that_are_not_one_are_refused() -> None:
     with pytest.raises(StepError, match=r"the candidate has no parameter blocks\.1"):
@@ -1124,3 +1152,25 @@ def test_the_report_for_github(different: Equivalence, tmp_path: Any) -> None:
     markdown = io.StringIO()
     MarkdownReport().show(different, markdown)
     assert markdown.getvalue() == page.read_text()
+
+
+@pytest.mark.process
+def test_each_side_has_the_libraries_of_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process imports libraries for all subprocesses, but a checkout may have a library of that name."""
+    for folder, scale in (("installed", 1), ("checkout", 3)):
+        (tmp_path / folder / "norse").mkdir(parents=True)
+        (tmp_path / folder / "norse/__init__.py").write_text(f"SCALE = {scale}")
+    for folder in ("reference", "checkout"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "net.py").write_text(
+            "import norse\nfrom torch import nn\nclass Net(nn.Linear):\n"
+            "    def forward(self, x): return norse.SCALE * super().forward(x)\ndef make(): return Net(2, 3)"
+        )
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.setenv("MEMOPT_TEST", "a server of its own")
+    sides = [ModelSource(location=f"{tmp_path / folder}/net.py:make") for folder in ("reference", "checkout")]
+    given = InputSpec(tensors=(TensorSpec(shape=(4, 2), dtype="float32"),), source="--input")
+    with processes.keep_server():
+        for reference, candidate in (sides, sides[::-1]):
+            request = EquivalenceRequest(reference=reference, candidate=candidate, spec=given, steps=1, timeout_s=60.0)
+            assert not verify(request, progress=Progress()).passed

@@ -18,9 +18,9 @@ def head(path: str) -> SegmentPlan:
         (Plan(segments=(SegmentPlan(path="0", chunks=4),)), ""),
         (
             Plan(segments=(SegmentPlan(path="0"), head("head"))),
-            "'head' runs in chunks through its loss: read its ",
+            "'head' runs in chunks through its loss, so its logits are not kept",
         ),
-        (Plan(segments=(head("a"), head("b"))), "'a', 'b' run in chunks through their loss: read their logits before"),
+        (Plan(segments=(head("a"), head("b"))), "'a', 'b' run in chunks through their loss, so their logits are"),
     ],
 )
 def test_a_head_through_its_loss_is_named(plan: Plan, said: str) -> None:

@@ -470,7 +470,7 @@ def test_the_pairs_of_a_search() -> None:
     assert figure["data"][1]["x"] == [1 / 16, 1 / 20]
     assert figure["data"][1]["marker"]["symbol"] == ["circle", "star"]
     text = text_of(page)
-    assert "1.25 times those of the original's best (batch 16)" in text
+    assert "1.25 times the original at its best batch, 16" in text
     assert "95.0 MiB limit: 100.0 MiB" in text
     assert "16 none 90.0 MiB 1.00 s" in text
     assert "7 tensors, bit for bit" in text

@@ -42,7 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.interface import Report
 from memopt_cli.report.json import JsonReport
-from memopt_cli.report.optimization import headline, in_words, told_apart
+from memopt_cli.report.optimization import distinct_labels, headline, in_words
 from memopt_cli.report.text import TextReport
 from memopt_cli.text.spelling import on_command_line
 from tests.zoo import records
@@ -229,6 +229,16 @@ def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(su
     for passed, count in ((True, 1), (False, 0)):
         summary.verification = replace(summary.verification, exact=False, passed=passed, rounding=0.034)
         assert shown(TextReport(), result(summary)).count(f"{said}--level 2 keeps the same bits\n") == count
+
+
+@pytest.mark.parametrize(("chunks", "inexact", "says_so"), [(1, False, False), (2, False, True), (2, True, False)])
+def test_a_budget_says_that_the_first_step_checks_chunks(
+    chunks: int, inexact: bool, says_so: bool, summary: MemOptSummary
+) -> None:
+    plan = Plan(segments=(SegmentPlan(path="blocks", chunks=chunks, inexact=inexact),))
+    found = shown(TextReport(), result(replace(summary, budget_bytes=2**30, plan=plan)))
+    assert "within the budget of 1.0 GiB" in found
+    assert ("the first step also checks the chunks, which may take more" in found) is says_so
 
 
 def test_the_frontier_says_which_plans_keep_the_bits(summary: MemOptSummary) -> None:
@@ -554,7 +564,7 @@ def test_rows_of_the_frontier_with_the_same_words_say_where_their_plans_differ()
         return SegmentPlan(path=path, chunks=chunks)
 
     first, second = chunked("conv_fc.0-3", 20), chunked("conv_fc.0-3", 4)
-    assert told_apart([Plan(), Plan(segments=(first,)), Plan(segments=(second,)), Plan(packed=True)]) == [
+    assert distinct_labels([Plan(), Plan(segments=(first,)), Plan(segments=(second,)), Plan(packed=True)]) == [
         "the original",
         "1 in chunks: conv_fc.0-3 in 20 chunks",
         "1 in chunks: conv_fc.0-3 in 4 chunks",
@@ -562,7 +572,7 @@ def test_rows_of_the_frontier_with_the_same_words_say_where_their_plans_differ()
     ]
     other, last = chunked("head", 2), chunked("tail", 2)
     pairs = [(first, other), (first, last), (second, other)]
-    assert told_apart([Plan(segments=pair) for pair in pairs]) == [
+    assert distinct_labels([Plan(segments=pair) for pair in pairs]) == [
         "2 in chunks: conv_fc.0-3 in 20 chunks, head in 2 chunks",
         "2 in chunks: conv_fc.0-3 in 20 chunks, tail in 2 chunks",
         "2 in chunks: conv_fc.0-3 in 4 chunks, head in 2 chunks",

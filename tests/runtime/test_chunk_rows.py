@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -196,15 +197,60 @@ def test_a_short_piece_of_zeros_proves_nothing() -> None:
         net(x)
 
 
-def test_a_trial_runs_on_less_than_a_chunk() -> None:
+class Expert(Parts, layer=GIVEN):
+    """An expert that has room for the first 20 tokens of the batch; the others pass it by."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        return torch.cat([self.layer(tokens[:20]), tokens[20:]]).view_as(x)
+
+
+class Shift(Parts, layer=GIVEN):
+    """A shift of one eighth of the channels to the next time step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        fold = x.shape[-1] // 8
+        shifted: Tensor = self.layer(torch.cat([torch.roll(x[..., :fold], 1, dims=0), x[..., fold:]], dim=-1))
+        return shifted
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [(Expert(nn.Linear(4, 4)), (6, 8, 4)), (Shift(nn.PReLU()), (6, 4, 8))],
+    ids=["expert", "shift"],
+)
+def test_rows_that_mix_in_full_size_alone_are_noticed(module: nn.Module, shape: tuple[int, ...]) -> None:
+    net = in_chunks(module, 2)
+    with pytest.warns(UserWarning, match="along axis 0"):
+        net(torch.randn(shape, requires_grad=True))
+
+
+def test_nobody_hears_what_a_module_says_of_the_short_piece() -> None:
+    class Picky(Parts, layer=GIVEN):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[1] < 8:
+                warnings.warn("few tokens", stacklevel=2)
+            output: Tensor = self.layer(x)
+            return output
+
+    net = in_chunks(Picky(nn.Linear(4, 4)), 2)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        net(torch.randn(6, 8, 4))
+    assert not heard
+
+
+def test_a_later_trial_runs_on_less_than_a_chunk() -> None:
     net = in_chunks(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), 2)
     sizes: dict[bool, list[int]] = {False: [], True: []}
 
     def note(_: nn.Module, args: tuple[Tensor]) -> None:
         sizes[memopt_cli.runtime.is_recomputing()].append(args[0].numel())
 
-    net[0].register_forward_pre_hook(note)
     with silent():
+        for _ in range(15):
+            net(torch.randn(2, 3, 16, 16))
+        net[0].register_forward_pre_hook(note)
         net(torch.randn(2, 3, 16, 16))
     assert sizes[True]
     assert max(sizes[True]) < min(sizes[False])

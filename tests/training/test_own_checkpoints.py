@@ -249,7 +249,7 @@ def models(memopt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 FLAGS = ("-i", "512x16", "--level", "1", "--max-slowdown", "none", "--no-recommend-batch")
 OWN = "the model's own checkpoints"
-BY_ITSELF = "The model checkpoints by itself (use_checkpoint of 1 module), and takes "
+BY_ITSELF = "The model checkpoints by itself (use_checkpoint of 1 module), which takes "
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ class TestCommands:
     @pytest.mark.parametrize("command", [("profile",), ("optimize", *FLAGS[2:])])
     def test_where_nothing_turns_it_off_that_is_said(self, command: tuple[str, ...], memopt: Any) -> None:
         done = memopt(command[0], "models.py:always", "-i", "512x16", *command[1:])
-        assert "The model checkpoints by itself, in the forward of '(root)': " in done.out
+        assert "The model checkpoints by itself, in the forward of '(root)'. A plan cannot change that" in done.out
 
     def test_other_commands_run_the_step_as_it_came(self, memopt: Any) -> None:
         peaks = {}
@@ -347,7 +347,7 @@ class TestCommands:
 
     def test_an_explanation_looks_for_plans_without_it(self, memopt: Any) -> None:
         done = memopt("explain", "models.py:Asking", "-i", "64x16", "--memory", "110KiB")
-        assert "The model checkpoints by itself, in the forward of '(root)': " in done.out
+        assert "The model checkpoints by itself, in the forward of '(root)'. A plan cannot change that" in done.out
         assert "The model checkpoints by itself (use_checkpoint of 1 module). Plans are" in done.out
 
 

@@ -82,7 +82,7 @@ class _Case:
     def spec(self) -> InputSpec:
         return InputSpec(tensors=(parse_tensor(self.inputs),), dims=self.dims, source="selftest")
 
-    def on(self, device: str) -> StepSettings:
+    def settings_on(self, device: str) -> StepSettings:
         return replace(self.settings, device=device)
 
     def row(self, promise: str, seen: str, *, holds: bool) -> SelftestRow:
@@ -176,7 +176,7 @@ def _test_optimize(case: _Case, device: str) -> Iterator[SelftestRow]:
     request = OptimizeRequest(
         source=case.source,
         spec=case.spec,
-        settings=case.on(device),
+        settings=case.settings_on(device),
         search=resolve(SearchOverrides(level=case.level, max_slowdown=_MAX_SLOWDOWN)),
         dry_run=True,
         recommend_batch=False,
@@ -211,7 +211,7 @@ def _text_of(peak: int | str) -> str:
 
 
 def _compare_bytes(case: _Case, promise: str, predicted: int | str, measured: int | str) -> SelftestRow:
-    """Compare bytes; where ``predicted`` or ``measured`` says why they are not known, the promise does not hold."""
+    """Compare bytes; the promise is broken if ``predicted`` or ``measured`` is a reason in place of a number."""
     holds = False
     if isinstance(predicted, int) and isinstance(measured, int):
         holds = abs(predicted - measured) <= max(_CLOSE * measured, MIN_BYTES)
@@ -223,7 +223,7 @@ def _compare_bytes(case: _Case, promise: str, predicted: int | str, measured: in
 
 
 def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
-    """Compare the phases of a step with an optimizer, measured and predicted on tensors without data."""
+    """Compare the phases of a step with an optimizer, measured and predicted on fake tensors."""
     with _prepare(case, device).session() as session:
         outcome = measurement_in(session.ask(MeasureJob(plan=ORIGINAL)))
         counted = require_answer(session.ask(CountJob(plan=ORIGINAL, fake=True)), "without data it could not be run: ")
@@ -238,7 +238,7 @@ def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
 
 def _prepare(case: _Case, device: str) -> Prepared:
     request = ProfileRequest(source=case.source, spec=case.spec, timeout_s=_TIMEOUT_S)
-    return prepare(opening_of(request, case.on(device)), progress=Progress(), ask=None)
+    return prepare(opening_of(request, case.settings_on(device)), progress=Progress(), ask=None)
 
 
 def _test_repetition(case: _Case, device: str) -> Iterator[SelftestRow]:
@@ -259,7 +259,7 @@ def _test_recommend_batch(case: _Case, device: str) -> Iterator[SelftestRow]:
     request = BatchRequest(
         source=case.source,
         spec=case.spec,
-        settings=case.on(device),
+        settings=case.settings_on(device),
         memory=memory,
         longest_step_s=5.0,
         timeout_s=_TIMEOUT_S,

@@ -219,7 +219,7 @@ def _has_plain_hash(kind: type) -> bool:
 
 
 def _why_unfit(node: Built, recipe: Recipe) -> str:
-    """Say what the file puts into ``node`` that an object of its kind cannot hold; empty if there is nothing."""
+    """Return what the file puts into ``node`` that an object of its kind cannot hold; empty if there is nothing."""
     if (node.items and recipe.extend is None) or (node.entries and recipe.set is None):
         return "is filled in a way that its class does not allow"
     if node.has_state and recipe.fill is None:

@@ -8,7 +8,7 @@ Python compares each with all others.  Only stand-ins are made here, so the work
   cause 500,000 units, one of 100 MB about 3.1 million, and none more than 8 million.
 - *bytes taken*: bytes and characters among the arguments of calls, at most four for each byte of the file, plus 1 MiB.
 
-:mod:`.making` says which step of a pickle is charged for what.
+:mod:`.making` determines what each step of a pickle is charged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, held_in
 
-EXHAUSTING: Final = "reading it would take far more work than a model of its size needs"
+EXCESSIVE_WORK_REASON: Final = "reading it would take far more work than a model of its size needs"
 _MIN_WORK = 500_000
 """Units of work that even the smallest file may cause.  For scale: a module of a model takes about 150 units, and a few
 hundred bytes in the file."""
@@ -63,13 +63,13 @@ class PickleScan:
         """Charge ``work`` units.  Raises :class:`ValueError` if the sum exceeds the needs of a model of this size."""
         self.work += work
         if self.work > self.max_work:
-            raise ValueError(EXHAUSTING)
+            raise ValueError(EXCESSIVE_WORK_REASON)
 
     def take(self, size: int) -> None:
         """Charge ``size`` bytes of arguments.  Raises :class:`ValueError` if the sum is far larger than the file."""
         self.taken += size
         if self.taken > _COPIES * self.size + _MIN_TAKEN:
-            raise ValueError(EXHAUSTING)
+            raise ValueError(EXCESSIVE_WORK_REASON)
 
     def take_copies(self, value: Any) -> None:
         """Charge for a copy of each tensor in ``value``."""

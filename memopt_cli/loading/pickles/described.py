@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memopt_cli.loading.interface import CUT_OFF
+from memopt_cli.loading.interface import TRUNCATED_REASON
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Built, Global, Tuple
 
 STORAGE_DTYPES = {
@@ -67,7 +67,7 @@ class PickledTensor:
     offset: int = 0
     """Number of items in the storage before the tensor's first one."""
     storage: PickledStorage | None = None
-    """The storage that the tensor views.  ``None``: the tensor is sparse, and views no storage."""
+    """The storage that the tensor views; ``None`` for a sparse tensor, which views no storage."""
     trainable: bool = False
 
     @property
@@ -144,7 +144,7 @@ def is_storage(kind: Global) -> bool:
 
 
 def tensor_of(value: Any) -> PickledTensor | None:
-    """Return the tensor that ``value`` stands for.  ``None``: it stands for something else."""
+    """Return the tensor that ``value`` stands for, or ``None`` if it stands for something else."""
     trainable: bool | None = None
     for _ in range(_MAX_WRAPPERS):
         if not (isinstance(value, Built) and isinstance(value.arguments, Tuple)):
@@ -177,7 +177,7 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
             place = tensor.shape, tensor.stride, tensor.offset
             check_within(*place, item_bytes(tensor.dtype), tensor.storage.size_bytes)
     if sizes is None and sum(storages.values()) > total_bytes:
-        raise ValueError(CUT_OFF)
+        raise ValueError(TRUNCATED_REASON)
 
 
 def _plain_tensor(function: str, items: tuple[Any, ...]) -> PickledTensor | None:

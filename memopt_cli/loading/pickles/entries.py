@@ -61,8 +61,8 @@ def module_in(root: Any, key: str | None, path: str, code_paths: Sequence[str] =
     """Find the stand-in of the model in ``root``.
 
     ``key`` is the model's entry, as keys joined by dots; ``None`` finds the only model in the file's containers.
-    Raises :class:`FileFormatError`, which names ``path`` and says what the file holds instead, and what in the files
-    ``code_paths`` builds the model.
+    Raises :class:`FileFormatError` if there is no such model.  Its message has ``path``, the content of the file, and
+    functions in the files ``code_paths`` that build the model.
     """
     whole, where = root, tuple[str, ...]()
     if key is not None:

@@ -1,4 +1,4 @@
-"""Make the stand-ins for the objects of a pickle, and charge each for the work that the unpickler would have with it.
+"""Making the stand-ins for the objects of a pickle, and charging each for the work that the object would cause.
 
 The charges, in units of work and in bytes (:class:`~.charges.PickleScan`):
 

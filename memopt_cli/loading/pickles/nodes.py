@@ -69,7 +69,7 @@ class Built:
     arguments: Any = ()
     """The arguments, a :class:`Tuple`; of a stored object, its identity."""
     keywords: Any = None
-    """Named arguments of a created object, a stand-in for a dict.  ``None``: there are none."""
+    """Named arguments of a created object, a stand-in for a dict, or ``None``."""
     items: list[Any] = field(default_factory=list)
     """Items that are appended to a list, or added to a set."""
     entries: list[tuple[Any, Any]] = field(default_factory=list)

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from memopt_cli.errors import FileFormatError
 from memopt_cli.loading.archive import FILE_LIMIT, Archive, SizeLimit
-from memopt_cli.loading.interface import CUT_OFF, TRUNCATED, ModelFile
+from memopt_cli.loading.interface import DOWNLOAD_AGAIN_HINT, TRUNCATED_REASON, ModelFile
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import storage_of
 from memopt_cli.loading.pickles.kinds.interface import BrokenError
@@ -63,8 +63,8 @@ def read_pickled(file: ModelFile, limit: SizeLimit = FILE_LIMIT) -> PickledFile:
             return PickledFile(form="zip", pickle=pickle, scan=scan, storages=archived_storages(archive))
         return read_stream(file.data, scan)
     except ValueError as err:
-        if CUT_OFF in err.args:
-            raise FileFormatError(f"{file.path} cannot be read: {err}", hint=TRUNCATED) from err
+        if TRUNCATED_REASON in err.args:
+            raise FileFormatError(f"{file.path} cannot be read: {err}", hint=DOWNLOAD_AGAIN_HINT) from err
         raise FileFormatError(
             f"{file.path} is not a model saved by torch.save ({err})",
             hint="It may be damaged, truncated or another format.",
@@ -82,7 +82,7 @@ def read_stream(data: bytes, scan: PickleScan) -> PickledFile:
     try:
         _, _, pickle, keys_pickle = (scan_pickle(stream, scan) for _ in ("version", "machine", "model", "keys"))
     except ValueError as err:
-        raise err if stream.read(1) else ValueError(CUT_OFF) from err
+        raise err if stream.read(1) else ValueError(TRUNCATED_REASON) from err
     keys = keys_pickle.root
     if not isinstance(keys, Built) or not all(isinstance(key, str) for key in keys.items):
         raise ValueError("its storages have no names")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memopt_cli.loading.pickles.charges import EXHAUSTING, PickleScan
+from memopt_cli.loading.pickles.charges import EXCESSIVE_WORK_REASON, PickleScan
 from memopt_cli.loading.pickles.nodes import Built
 
 _DEEPEST_MARK = 10_000
@@ -54,11 +54,11 @@ class Stack:
     def check_size(self) -> None:
         """Raise :class:`ValueError` if the stack holds more than any pickler pushes."""
         if len(self._values) > _LARGEST_STACK:
-            raise ValueError(EXHAUSTING)
+            raise ValueError(EXCESSIVE_WORK_REASON)
 
     def mark(self) -> None:
         if len(self._outer) > _DEEPEST_MARK:
-            raise ValueError(EXHAUSTING)
+            raise ValueError(EXCESSIVE_WORK_REASON)
         self._outer.append(self._values)
         self._values = []
 
@@ -76,7 +76,7 @@ class Stack:
 
     def put(self, index: int) -> None:
         if index > self._scan.work + _LARGEST_STACK:  # C's unpickler has a table that is as long as the largest index
-            raise ValueError(EXHAUSTING)
+            raise ValueError(EXCESSIVE_WORK_REASON)
         self._memo[index] = self._values[-1]
 
     def memoize(self) -> None:

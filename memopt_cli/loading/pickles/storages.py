@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from memopt_cli.loading.archive import Archive
-from memopt_cli.loading.interface import CUT_OFF
+from memopt_cli.loading.interface import TRUNCATED_REASON
 from memopt_cli.loading.pickles.kinds.interface import BrokenError
 
 _LENGTH = 8
@@ -56,6 +56,6 @@ def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, i
             raise BrokenError(f"its pickle does not name the storage {key}")
         start, end = start + _LENGTH, start + _LENGTH + sizes[key]
         if end > data.nbytes:
-            raise ValueError(CUT_OFF)
+            raise ValueError(TRUNCATED_REASON)
         storages[key], start = data[start:end], end
     return FileStorages(storages.get)

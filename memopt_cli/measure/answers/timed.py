@@ -44,6 +44,7 @@ from memopt_cli.records.progress import ignore
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.unsafe import list_warnings
 from memopt_cli.text.units import format_bytes
+from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep
@@ -102,7 +103,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         if clock is not None and clock.times:
             bench.remember(operator_times, clock.times)
     # Gradients stay allocated after a step.  If a step under a plan leaves more, a segment may keep tensors forever.
-    gradient_bytes = sum(tensor.grad.nbytes for tensor in bench.model.parameters() if tensor.grad is not None)
+    gradient_bytes = unique_bytes(tensor.grad for tensor in bench.model.parameters())
     if job.plan != ORIGINAL and allocated.left_bytes > gradient_bytes:
         _refuse_growth(bench, step)
     measurement = _measurement(bench, started, timed, counted, allocated)

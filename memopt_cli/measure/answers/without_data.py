@@ -16,6 +16,7 @@ from memopt_cli.records import Plan, RankLayout
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, is_compiled
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.search.batch_size.capacity import runnable_bytes
+from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.module_calls import raised_at
 from memopt_cli.training.step import Step, is_of_loss, is_out_of_memory
 
@@ -70,7 +71,7 @@ def require_room(bench: Bench, needed_bytes: int) -> None:
     held = {*bench.model.parameters(), *bench.model.buffers()}
     if bench.optimizer is not None:  # its state is here already once a step was taken
         held.update(tensors_of([*bench.optimizer.state.values()]))
-    free_bytes = runnable_bytes("cpu") + sum(tensor.nbytes for tensor in held)
+    free_bytes = runnable_bytes("cpu") + unique_bytes(held)
     if needed_bytes > free_bytes:
         raise StepTooLargeError(needed_bytes, free_bytes)
 

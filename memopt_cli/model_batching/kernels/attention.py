@@ -168,4 +168,4 @@ TRACEABLE: dict[type[nn.Module], Callable[..., Any] | None] = {
     nn.TransformerDecoder: decoder,
     nn.Transformer: transformer,
 }
-"""Type of a module -> the function that is traced in place of its own forward.  ``None``: its own forward is traced."""
+"""Type of a module -> the function that is traced in place of its own forward; ``None`` to trace its own."""

@@ -30,9 +30,9 @@ class GraphCall:
     name: str
     function: Callable[..., Any]
     args: Any
-    """For each positional argument, nested as the arguments are: whether it is batched.  ``None``: a constant."""
+    """For each positional argument, nested as the arguments are: whether it is batched; ``None`` for a constant."""
     kwargs: Any
-    """For each keyword argument, by name: whether it is batched.  ``None``: a constant."""
+    """For each keyword argument, by name: whether it is batched; ``None`` for a constant."""
 
     def mapped(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with ``args`` and ``kwargs`` under ``vmap``."""
@@ -65,7 +65,7 @@ def _axes(flags: Any) -> Any:
 def shape_query(name: str) -> Callable[..., Any] | None:
     """Return the function that computes ``name``, such as ``size``, for one model from the tensor of all models.
 
-    ``None``: ``name`` reads more than a shape, a dtype or a device, which are the same for every model.
+    Returns ``None`` if ``name`` reads more than a shape, a dtype or a device, which are the same for every model.
     """
     return _QUERIES.get(name)
 

@@ -1,4 +1,4 @@
-"""Run a module of a traced graph for all models at once: by a kernel, the user's own batch module, or ``vmap``."""
+"""Running a module of a traced graph for all models at once: by a kernel, the user's own batch module, or ``vmap``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KERNELS: Kernels = {
 
 
 def find_kernel(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the kernel of ``module``.  ``None``: there is no kernel for its class and settings."""
+    """Return the kernel of ``module``, or ``None`` if there is none for its class and settings."""
     if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
         return None
     return KERNELS.get(type(module))

@@ -8,7 +8,7 @@ RouteName = Literal["fused", "vmap", "loop"]
 
 
 class RouteRefusedError(Exception):
-    """The refusal of a route to run a model; the message says why and names the module or function."""
+    """The refusal of a route to run a model; the message has the reason, and the module or function."""
 
 
 class Route(Protocol):

@@ -1,1 +1,1 @@
-"""Find the batch that fits, or that trains fastest."""
+"""Finding the batch that fits, or that trains fastest."""

@@ -1,4 +1,4 @@
-"""Find the batch that fits on this device under a plan, which ``memopt optimize`` reports with the plan."""
+"""Finding the batch that fits on this device under a plan, which ``memopt optimize`` reports with the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_seconds
 
 NO_BATCH = "Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop."
-"""Words to say when Ctrl-C ends the search for the batch, and the plan stays."""
+"""Note for a search for the batch that Ctrl-C ended; the plan stays."""
 
 _MAX_BATCH_FACTOR = 1000
 """The advice does not count memory as the limit beyond this many times the described batch.

@@ -1,4 +1,4 @@
-"""Search the largest batch of each case of a recommendation: a plan, or none, at given sizes of the inputs."""
+"""Searching the largest batch of each case of a recommendation: a plan, or none, at given sizes of the inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Case:
     search: BatchSearch = field(init=False)
     copies: ReplicaSearch | None = None
     settled: ReplicaAdvice | None = None
-    """Number of copies that train fastest at the described batch.  ``None``: not searched, or none fits."""
+    """Number of copies that train fastest at the described batch; ``None`` if not searched, or if none fits."""
 
     @property
     def fits(self) -> bool:
@@ -159,7 +159,7 @@ class CaseSearch:
         self.prepared.progress.stage(f"finding the batch that fits{case.text}")
 
     def _check(self, case: Case) -> None:
-        """Raise :class:`MemoptError` if no batch of ``case`` ran, for another reason than memory."""
+        """Raise :class:`MemoptError` if no batch of ``case`` ran, and memory is not the reason."""
         failures = [run for run in case.search.runs.values() if not isinstance(run, BatchProbe)]
         other_failures = [failure for failure in failures if not isinstance(failure, OutOfMemory)]
         if other_failures and not case.search.runs.measured:

@@ -1,4 +1,4 @@
-"""Run and dry-run a step at one batch after another in profiling subprocesses, for a search of the largest batch."""
+"""Running and dry-running a step at one batch after another in profiling subprocesses, to find the largest batch."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ class BatchProbes:
     dims: dict[str, int] = field(default_factory=dict)
     """Symbol of a dimension -> its size, where it differs from the described inputs."""
     limit_bytes: int | None = None
-    """Memory of the device to emulate, in bytes.  ``None``: the memory of this device."""
+    """Memory of the device to emulate, in bytes; ``None`` for the memory of this device."""
     replicas: int = 1
     """Number of copies of the model that are trained together."""
     run: Callable[[int], BatchProbe | Failure] | None = None
-    """A function that runs a batch for a caller that also records it.  ``None``: :class:`ProbeJob` runs it."""
+    """A function that runs a batch for a caller that also records it; by default :class:`ProbeJob` runs it."""
     dry_runs: dict[int, float] = field(default_factory=dict)
     """Batch -> peak of one copy in bytes by a dry run; for a card of ``--for``, in blocks of its allocator."""
     operators: dict[int, int] = field(default_factory=dict)

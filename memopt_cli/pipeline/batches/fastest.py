@@ -1,4 +1,4 @@
-"""Find the pair of a batch and a plan that trains most samples a second, for ``memopt recommend-batch --search``.
+"""Finding the pair of a batch and a plan that trains most samples a second, for ``memopt recommend-batch --search``.
 
 A plan makes each sample slower, but lets a larger batch fit, which makes each sample faster.  To find the best pair
 without running them all:
@@ -176,7 +176,7 @@ class _FastestSearch:
         """Price plans at larger batches by ``step``, and run those that may train faster."""
         self.prepared.progress.stage("pricing plans at larger batches")
         pricing = self.pricing = Pricing(
-            models=ScaledModels(step=step, record=self._record, runs=self.trials.planned),
+            models=ScaledModels(step=step, record=self._record, runs=self.trials.successful_runs),
             probes=self.probes,
             options=self.options,
             progress=self.prepared.progress,
@@ -395,5 +395,5 @@ def _usable_share(model: PeakModel, within_bytes: int) -> float:
 
 def _priced_ratio(trials: Trials, pricing: Pricing) -> float:
     """Return the ratio of the measured peak to the priced one, at the original's largest batch."""
-    largest = max(trials.of(ORIGINAL), key=lambda run: run.batch, default=None)
+    largest = max(trials.runs_under(ORIGINAL), key=lambda run: run.batch, default=None)
     return 1.0 if largest is None else largest.allocated_peak_bytes / pricing.peak_bytes(ORIGINAL, largest.batch)

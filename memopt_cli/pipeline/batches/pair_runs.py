@@ -1,4 +1,4 @@
-"""Rate the runs of a search for the fastest training by samples a second, and choose the best."""
+"""Rating the runs of a search for the fastest training by samples a second, and choosing the best."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class PairRuns:
         return [pair for pair in self.all() if pair.usable]
 
     def _usable_pairs(self) -> list[Pair]:
-        """Return the pairs that may be the answer; if every step is too long, only the one with the shortest."""
+        """Return the pairs that may be the answer; if every step is too long, only the pair with the shortest."""
         budget_bytes = self.limits.budget_bytes
         fitting = [
             (plan, run)
-            for plan, run in self.trials.planned()
+            for plan, run in self.trials.successful_runs()
             if run.allocated_peak_bytes <= budget_bytes and self.largest_usable(run.batch) == run.batch
         ]
         in_time = [(plan, run) for plan, run in fitting if self.limits.is_in_time(run.step_s)]

@@ -1,4 +1,4 @@
-"""Price plans at any batch: compute their peak and step time from a step recorded at two batches, without runs."""
+"""Pricing plans at any batch: computing their peak and step time from a step recorded at two batches, without runs."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ class Pricing:
         return self._planners[batch]
 
     def _trace(self, plan: Plan, batch: int) -> StepTrace | Failure | NotTried:
-        model = self.models.of(plan, batch)
+        model = self.models.cost_model(plan, batch)
         return model.trace if isinstance(model, CostModel) else model
 
     def _count(self, plan: Plan, batch: int) -> Counted | Failure | NotTried:
         """Compute the peak of ``plan`` at ``batch``, in place of a dry run."""
-        model = self.models.of(plan, batch)
+        model = self.models.cost_model(plan, batch)
         if not isinstance(model, CostModel):
             return model
         self.priced += 1

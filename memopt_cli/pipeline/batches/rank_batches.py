@@ -1,4 +1,4 @@
-"""Predict on how many ranks a step fits, and the largest batch of each rank, for ``recommend-batch --ranks``."""
+"""Predicting on how many ranks a step fits, and the largest batch of each rank, for ``recommend-batch --ranks``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the largest and the fastest batch that fit, each confirmed by a run, for ``memopt recommend-batch``."""
+"""Finding the largest and the fastest batch that fit, each confirmed by a run, for ``memopt recommend-batch``."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ class _BatchSearch:
 
 
 def call_of(session: Sessions) -> ModelCall:
-    """Return the call of the model; the usual one for a model that does not run, as the search says why."""
+    """Return the call of the model; a default if the model does not run, for which the search has the reason."""
     answer = session().ask(CallJob())
     return answer if isinstance(answer, ModelCall) else ModelCall()
 
@@ -367,7 +367,7 @@ def norm_notes(accumulation: Accumulation, facts: ModelFacts) -> Iterator[str]:
     """Yield a warning where batch normalization makes accumulation differ from one large batch."""
     if accumulation.steps > 1 and facts.batch_norms:
         yield (
-            f"The model has batch normalization, whose statistics are of {accumulation.batch} samples, not of "
+            f"The model has batch normalization, whose statistics cover {accumulation.batch} samples, not "
             f"{accumulation.global_batch}, so accumulation is not the same training step as one large batch."
         )
 

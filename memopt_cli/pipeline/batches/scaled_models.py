@@ -1,4 +1,4 @@
-"""Build cost models of a step at any batch from records at two batches, and scale their times to measured runs."""
+"""Building cost models of a step at any batch from records at two batches, and scaling their times to measured runs."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class ScaledModels:
 
     def known(self, plan: Plan, batch: int) -> CostModel:
         """Return the cost model for a ``plan`` that was priced at ``batch`` before."""
-        model = self.of(plan, batch)
+        model = self.cost_model(plan, batch)
         assert isinstance(model, CostModel), "the plan was priced before"
         return model
 
-    def of(self, plan: Plan, batch: int) -> CostModel | Failure | NotTried:
+    def cost_model(self, plan: Plan, batch: int) -> CostModel | Failure | NotTried:
         """Return the cost model for ``plan`` at ``batch``, or the failure to record its step."""
         heads = find_heads(plan)
         if (heads, batch) not in self._models:

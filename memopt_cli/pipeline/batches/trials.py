@@ -1,4 +1,4 @@
-"""Run pairs of a plan and a batch, each in a fresh subprocess, and record the original's step at some batches."""
+"""Running pairs of a plan and a batch, each in a fresh subprocess, and recording the original at some batches."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Trials:
         if isinstance(second_run, BatchProbe) and second_run.step_s < first_run.step_s:
             self.outcomes[plan, batch] = second_run
 
-    def planned(self) -> list[tuple[Plan, BatchProbe]]:
+    def successful_runs(self) -> list[tuple[Plan, BatchProbe]]:
         """Return the runs that did not fail, each with its plan."""
         return [(plan, run) for (plan, _), run in self.outcomes.items() if isinstance(run, BatchProbe)]
 
-    def of(self, plan: Plan) -> Iterator[BatchProbe]:
+    def runs_under(self, plan: Plan) -> Iterator[BatchProbe]:
         """Return the runs under ``plan`` that did not fail."""
-        return (run for planned_by, run in self.planned() if planned_by == plan)
+        return (run for other_plan, run in self.successful_runs() if other_plan == plan)
 
     def _run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         text = f"batch {batch}{'' if plan.is_empty else ' under a plan'}"
@@ -104,7 +104,7 @@ class Trials:
         together with its double, if there is no record yet.
         """
         step = self._step_of([*self.records], first_batch)
-        if step is None and 1 in self.records:  # PyTorch may run other operators for a batch of one: leave it out
+        if step is None and 1 in self.records:  # PyTorch may run different operators for a batch of one: leave it out
             step = self._step_of([batch for batch in self.records if batch > 1], first_batch)
         return step or self._why_unknown()
 
@@ -123,7 +123,7 @@ class Trials:
     def _why_unknown(self) -> str:
         small, large = min(self.records, default=0), max(self.records, default=0)
         if small != large:
-            return f"it runs other operators at batch {large} than at batch {small}"
+            return f"it runs different operators at batch {large} and at batch {small}"
         return next(
             (note.rstrip(".") for batch_notes in self.notes.values() for note in batch_notes),
             "its step could not be recorded",

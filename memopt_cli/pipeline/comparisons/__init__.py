@@ -1,1 +1,1 @@
-"""Compare two models, two measurements, or several ways to learn."""
+"""Comparing two models, two measurements, or several ways to learn."""

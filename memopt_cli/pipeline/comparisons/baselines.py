@@ -1,4 +1,4 @@
-"""Compare two measurements of a training step: whether they are comparable, what grew past a limit, and why."""
+"""Comparing two measurements of a training step: whether they are comparable, what grew past a limit, and why."""
 
 from __future__ import annotations
 
@@ -221,8 +221,8 @@ def find_renames(
 
     Example: ``features.0.conv`` is gone and ``backbone.0.conv`` is new, with the same class, parameters, buffers and
     output bytes.  Without the last names that both share, the pair votes for the rename ``features`` -> ``backbone``.
-    The renames with most votes are applied first, even to modules that have changed in size.  Of the modules that are
-    left, those of one class vote if as many are new as are gone: they were renamed and changed in size.
+    The renames with most votes are applied first, even to modules that have changed in size.  The modules that are
+    left vote by class, where as many are new as are gone: they were renamed and changed in size.
     """
     old, new = ({m.path: m for m in modules} for modules in (before, after))
     missing = {path: module for path, module in old.items() if path not in new}

@@ -1,4 +1,4 @@
-"""Run ``memopt baseline``, ``check`` and ``compare``: write down what a step needs, and compare it with a later one.
+"""``memopt baseline``, ``check`` and ``compare``: writing down what a step needs, and comparing it with a later one.
 
 A baseline is data that may have come with the model, so ``check`` runs no code and reads no other file that only the
 baseline names: the user must give those again.
@@ -205,7 +205,7 @@ def _spec(typed: InputSpec | None, recorded: InputSpec) -> InputSpec:
 
 
 def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepared) -> None:
-    """Refuse a model of another class and another file name than the baseline's; one of the two may change."""
+    """Refuse a model if both its class and its file name differ from the baseline's; one of the two may change."""
     location, class_name = request.source.location, prepared.facts.class_name
     root = next((module.class_name for module in before.memory.modules if not module.path), class_name)
     if root != class_name and Path(location).name != Path(before.header.model).name:
@@ -270,15 +270,15 @@ def _shorter_lengths(plan: Plan, spec: InputSpec) -> list[tuple[str, int]]:
 
 
 def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
-    """Say which lengths of a plan by length are not recorded."""
+    """Yield a note on the lengths of a plan by length that are not recorded."""
     if plan.by is None:
         return
     dim, last = plan.by.dim, plan.ranges[-1].up_to
     longest = spec.dims.get(dim)
     if longest is None:
         yield (
-            f"The plan has ranges of {dim}, and the inputs name no {dim}: only their own length is recorded. "
-            f"Inputs as text name it: Bx{dim}x64, with a size of {dim} of {last}."
+            f"The plan has ranges of {dim}, and no input names {dim}, so only the length of these inputs is recorded. "
+            f"To record all, give the inputs as text, such as Bx{dim}x64, with {dim}={last}."
         )
     elif longest < last:
         yield f"Nothing is recorded beyond {dim}={longest}, and the plan goes up to {last}."

@@ -1,4 +1,4 @@
-"""Tabulate the memory of a training step over the length of its sequences, for ``recommend-batch --strategy``.
+"""Tabulating the memory of a training step over the length of its sequences, for ``recommend-batch --strategy``.
 
 The strategies are backpropagation through time (bptt), the same under a plan, and online rules, which keep eligibility
 traces in place of activations.  Bptt grows with the number of time steps; online rules should not.
@@ -58,7 +58,7 @@ Probe = Callable[[int], BatchProbe | Failure]
 def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> StrategyComparison:
     """Measure each strategy at a few lengths of the range, as far as they fit, and estimate the others by a line.
 
-    The curve of a strategy that cannot be run says why.
+    The curve of a strategy that cannot be run contains the reason.
     """
     started = time.monotonic()
     plan: Plan | StepFailed | None = read_plan(request.plan_path)[1] if request.plan_path is not None else None
@@ -256,5 +256,5 @@ def _verify(session: Sessions, plan: Plan, batch: int) -> tuple[bool | None, str
         "bit for bit" if verification.exact else f"within {verification.tolerance:g} in {verification.precision}"
     )
     if verification.passed:
-        return True, f"{verification.compared} tensors equal those of bptt {precision}"
-    return False, f"{verification.worst_name} differs from the one of bptt"
+        return True, f"{verification.compared} tensors equal the tensors of bptt {precision}"
+    return False, f"{verification.worst_name} differs from bptt"

@@ -1,4 +1,4 @@
-"""Find the likely cause of a difference between two trainings, from one watched step of each.
+"""Finding the likely cause of a difference between two trainings, from one watched step of each.
 
 The explanations are tried in order, the most specific first, and the first that fits is the answer.  Most compare the
 calls of modules: a call in forward with the same call of the other side, or with its repetition in a recomputation.
@@ -17,9 +17,9 @@ from memopt_cli.records import CallPrint, Cause, ChoicePrint, StepPrint, TensorG
 _NO_GRADIENTS_WARNING = "None of the inputs have requires_grad=True"
 """Text of PyTorch's warning for a reentrant checkpoint without an input that requires a gradient."""
 _CHECKPOINT_ERROR = "CheckpointError"
-"""Part of PyTorch's error where a recomputation saves other tensors than forward did."""
+"""Part of PyTorch's error for a recomputation that saves different tensors from forward."""
 _SELECTIVE_ERROR = "not found in storage"
-"""Part of PyTorch's error where a recomputation asks a selective checkpoint for a tensor that it does not hold."""
+"""Part of PyTorch's error for a recomputation that asks a selective checkpoint for a tensor that it does not hold."""
 _SECOND_BACKWARD_ERROR = "backward through the graph a second time"
 """Part of autograd's error where a graph was freed by an earlier backward."""
 
@@ -31,15 +31,14 @@ REENTRANT = (
     "model.enable_input_require_grads() (Hugging Face)"
 )
 REENTRANT_WITHIN = (
-    "a reentrant checkpoint is given a tensor in a dict or a list, and does not detach such a tensor, so backward goes "
-    "twice through the graph before the checkpoint: set use_reentrant=False, or pass the tensor as an argument"
+    "a reentrant checkpoint does not detach tensors inside a dict or a list, so backward runs twice through the graph "
+    "before it: set use_reentrant=False, or pass the tensor as an argument"
 )
 STALE_GRAPH = (
-    "the model keeps a tensor of the step before, and with it the graph of that step, through which backward has gone "
-    "already: detach the tensor, or reset it, between steps"
+    "the model keeps a tensor from the previous step, whose graph was already freed: detach or reset it between steps"
 )
 REDRAWS = (
-    "the recomputation draws other random numbers than forward did: keep preserve_rng_state=True, and draw from "
+    "the recomputation draws different random numbers from forward: keep preserve_rng_state=True, and draw from "
     "PyTorch's global generators"
 )
 EARLY_STOP = (
@@ -48,16 +47,16 @@ EARLY_STOP = (
 )
 DRAWS = "the reference and the candidate draw different random numbers: seed both alike, and draw in the same order"
 OTHER_DRAWING = (
-    "the module gives another output for the same input and the same random numbers: compare its settings, such as the "
-    "rate of a dropout, and how it draws"
+    "the module returns a different output for the same input and the same random numbers: compare its settings, such "
+    "as the rate of a dropout, and how it draws"
 )
 DRAWS_COMPILED = (
-    "torch.compile draws other random numbers than the uncompiled model; with the same ones "
+    "torch.compile draws different random numbers from the uncompiled model; with the same ones "
     "(torch._inductor.config.fallback_random = True) the two agree"
 )
 DRAWS_IN_BACKWARD = (
     "wrong gradients: with the same random numbers the outputs agree and the gradients do not, so backward recomputes "
-    "with other random numbers (another dropout mask) than forward drew; try a memory budget of 1, "
+    "with different random numbers (a different dropout mask) from those of forward; try a memory budget of 1, "
     "torch._functorch.config.activation_memory_budget = 1"
 )
 EVAL_MODE = "the module is in eval mode only in the {}: call train() where the {} is made, or before it is saved"
@@ -66,30 +65,30 @@ REPEAT = (
     "it skip recomputations"
 )
 CHANGED_INPUT = (
-    "the recomputation is given another input than forward was, since the input has changed in the meantime: look for "
-    "a tensor that is written in place, or a cache that grows"
+    "the input of the recomputation differs from that of forward: it was modified in between. Look for a tensor that "
+    "is written in place, or a cache that grows"
 )
 OTHER_OUTPUT = (
-    "the recomputation gives another output for the same input, since the module reads something that forward has "
+    "the recomputation returns a different output for the same input, since the module reads state that forward "
     "changed: leave the module out of the checkpoint, or let it skip recomputations"
 )
 OTHER_CALLS = (
-    "the recomputation calls {}, which forward did not call, since the module chooses by something that forward has "
-    "changed: make the choice once, outside of the checkpoint"
+    "the recomputation calls {}, which forward did not: the module branches on state that forward changed. Decide "
+    "once, outside the checkpoint"
 )
 NEW_ERROR = (
-    "the recomputation raises an error that forward did not raise, since the module, or a hook of it, reads something "
-    "that forward has changed: leave the module out of the checkpoint, or let it skip recomputations"
+    "the recomputation raises an error that forward did not raise, since the module, or a hook of it, reads state that "
+    "forward changed: leave the module out of the checkpoint, or let it skip recomputations"
 )
 OTHER_TENSORS = (
-    "the recomputation of a checkpoint saves other tensors than its forward did, since the checkpointed function reads "
-    "something that forward has changed, such as a cache, a counter or a choice: keep that out of the checkpoint"
+    "the recomputation of a checkpoint saves different tensors from its forward, since the checkpointed function reads "
+    "state that forward changed, such as a cache, a counter or a choice: keep that out of the checkpoint"
 )
 TIES = "values are equal, or nearly equal, and the tie is broken differently: make the choice stable"
 NO_GRADIENT = "no gradient reaches this module"
 FREEZING = "the module is frozen only in the candidate: call requires_grad_() there"
 OTHER_UPDATE = "the gradients agree and the updates do not: give both sides the same optimizer, with the same settings"
-OTHER_CODE = "the module gives another output for the same input: compare its code and its settings on both sides"
+OTHER_CODE = "the module returns a different output for the same input: compare its code and its settings on both sides"
 OTHER_VALUES = (
     "the module gives the same output and keeps other values: compare its settings, such as the momentum of a batch "
     "norm"
@@ -210,7 +209,7 @@ def _by_missing_gradient_of_reentrant(pair: Pair) -> Cause | None:
 
 
 def _by_recomputation(pair: Pair) -> Cause | None:
-    """Return the cause by the first call in a recomputation to end with another input or output than in forward.
+    """Return the cause by the first call in a recomputation whose input or output differs from that in forward.
 
     If the input differs, the fault lies in the innermost call around it that has the input of forward.  If there is no
     such call, the fault lies outside of the checkpoint.

@@ -1,4 +1,4 @@
-"""Compare two trainings tensor by tensor, by the fingerprints that each step left, and list the gaps between them."""
+"""Comparing two trainings tensor by tensor, by the fingerprints that each step left, and listing the gaps."""
 
 from __future__ import annotations
 
@@ -181,7 +181,10 @@ def _renamed(reference: FollowedSteps, other: FollowedSteps) -> dict[str, str]:
     if [sides[0][name] for name in old] != [sides[1][name] for name in new]:
         return {}
     stems = {after: before for before, after in map(stems_of, old, new)}
-    return {} if "" in stems or "" in stems.values() else stems  # one is in a wrapper, which may do more
+    paths = [f"{tensor.name.partition(' ')[2]}." for tensor in other.start]
+    is_taken = any(path.startswith(f"{before}.") for before in stems.values() for path in paths)
+    # With an empty path, one model is in a wrapper, which may do more.
+    return {} if is_taken or "" in stems or "" in stems.values() else stems
 
 
 def _is_within(name: str, other: str) -> bool:

@@ -1,4 +1,4 @@
-"""Estimate the distance of two steps by their fingerprints, which :mod:`memopt_cli.verification.fingerprint` makes.
+"""Estimating the distance of two steps by their fingerprints, which :mod:`memopt_cli.verification.fingerprint` makes.
 
 A fingerprint holds, for each tensor, a hash of its bits, its norm, and a few random projections.  The distance of two
 tensors is estimated by the distance of their projections, so neither tensor has to be kept.

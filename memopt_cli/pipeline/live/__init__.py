@@ -1,1 +1,1 @@
-"""Hand the pipeline a model, or a step, that is in memory."""
+"""Handing the pipeline a model, or a step, that is in memory."""

@@ -1,6 +1,6 @@
-"""Prepare a model from the function that builds it, for predictions by the Python API.
+"""Preparing a model from the function that builds it, for predictions by the Python API.
 
-Subprocesses import the function by name; if they cannot, it runs in this process, on tensors without data.
+Subprocesses import the function by name; if they cannot, it runs in this process, on fake tensors.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def prepared_factory(
 ) -> Prepared:
     """Prepare the model that ``model`` builds for a prediction; its parameters are never allocated.
 
-    ``functions``: the functions that the step calls, and the function that spreads the model.  A function that a
-    subprocess could not import is run in this process, and a note says why.  Raises :class:`MemoptError` if
+    ``functions``: the functions that the step calls, and the function that shards the model.  A function that a
+    subprocess could not import is run in this process, and a note has the reason.  Raises :class:`MemoptError` if
     ``plan`` does not suit the model.
     """
     obstacle = next(filter(None, (function.obstacle for function in (model, *functions))), "")

@@ -1,4 +1,4 @@
-"""Optimize a model that every rank of a process group holds: the first rank searches, and all apply its plan."""
+"""Optimizing a model that every rank of a process group holds: the first rank searches, and all apply its plan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Prepare a model in memory, in place of a file, for the Python API.
+"""Preparing a model in memory, in place of a file, for the Python API.
 
 The model goes to profiling subprocesses through a temporary file.  If a subprocess could not load it, for example
-because its class is defined in a function, it is profiled in this process, and a note says why.
+because its class is defined in a function, it is profiled in this process, and a note has the reason.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def prepared_model(
     """Prepare ``model``, which is in memory, to be profiled; neither it nor the inputs are changed.
 
     The step is prepared without the plan that ``model`` carries; ``carried`` of the result is that plan.
-    Model and inputs go to subprocesses through files in a folder that is removed afterwards.  A model that a
-    subprocess could not read is profiled in this process, and a note says why; so is one with ``functions``, which the
-    settings name, that a subprocess could not import.
+    Model and inputs go to subprocesses through files in a folder that is removed afterwards.  A model is
+    profiled in this process if a subprocess could not read it, or could not import the ``functions`` that the settings
+    name; a note has the reason.
     Raises :class:`OptionError` for inputs that are not tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
@@ -198,7 +198,7 @@ def detached_copy(model: nn.Module) -> nn.Module:
 
 
 def _before_sharding(model: nn.Module) -> str:
-    """Say what to do with a model that ``fully_shard`` has changed; empty for others."""
+    """Return what to do with a model that ``fully_shard`` has changed; empty for others."""
     sharding = sys.modules.get("torch.distributed.fsdp")  # takes seconds to import
     if sharding is None or not any(isinstance(module, sharding.FSDPModule) for module in model.modules()):
         return ""
@@ -253,8 +253,8 @@ def _require_batch(inputs: Arguments) -> None:
 def describe_inputs(inputs: Arguments) -> InputSpec:
     """Describe ``inputs`` as on the command line: the first dimension of the first tensor is the batch.
 
-    Integers will be drawn as :func:`~memopt_cli.loading.input_spec.range_like` says.  Raises :class:`OptionError` for
-    an argument that is no tensor.
+    Integers will be drawn from the range of :func:`~memopt_cli.loading.input_spec.range_like`.  Raises
+    :class:`OptionError` for an argument that is no tensor.
     """
     _require_batch(inputs)
     arguments = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)

@@ -1,4 +1,4 @@
-"""Prepare the user's own step for the Python API, from the function that makes it.
+"""Preparing the user's own step for the Python API, from the function that makes it.
 
 Profiling subprocesses import the function by name; if they cannot, it is called in this process.
 """
@@ -26,7 +26,7 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
     """Prepare, inside :func:`refuse_recursion`, the step that ``make`` makes, to be profiled.
 
     A new step is made, so that the user's own is not changed.  A function that a subprocess could not import is called
-    in this process, and a note says why.
+    in this process, and a note has the reason.
     Raises :class:`OptionError` for inputs that are not tensors or plain containers, and what :func:`make_step` raises.
     """
     name = getattr(make, "__qualname__", type(make).__name__)

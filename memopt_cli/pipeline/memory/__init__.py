@@ -1,1 +1,1 @@
-"""Account for the memory of a step: profile and inspect a model, measure a rank of a real group."""
+"""Accounting for the memory of a step: profiling and inspecting a model, measuring a rank of a real group."""

@@ -1,4 +1,4 @@
-"""Measure a step together with the other ranks of a real process group, for ``memopt measure``, as one of them."""
+"""Measuring a step together with the other ranks of a real process group, for ``memopt measure``, as one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe the contents of a model file without running anything in it, for ``memopt inspect``."""
+"""Describing the contents of a model file without running anything in it, for ``memopt inspect``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record one step, and measure it if it may be run, to show where its memory and time go, for ``memopt profile``."""
+"""``memopt profile``: record one step, and measure it if it may be run, to show where its memory and time go."""
 
 from __future__ import annotations
 

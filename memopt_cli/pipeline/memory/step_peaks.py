@@ -1,4 +1,4 @@
-"""Find the peaks of a recorded step, the tensors alive at an instant, and the tensors kept for backward."""
+"""Finding the peaks of a recorded step, the tensors alive at an instant, and the tensors kept for backward."""
 
 from __future__ import annotations
 

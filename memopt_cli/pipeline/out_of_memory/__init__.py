@@ -1,1 +1,1 @@
-"""Explain an error of memory that ran out, and find what fits."""
+"""Explaining an out-of-memory error, and finding what fits."""

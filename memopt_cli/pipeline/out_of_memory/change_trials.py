@@ -1,4 +1,4 @@
-"""Try changes that may make a step fit into memory: a plan, micro-batches, autocast."""
+"""Trying changes that may make a step fit into memory: a plan, micro-batches, autocast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find which tensors hold the memory when it runs out, and try changes that make the step fit, for ``memopt explain``.
+"""Finding which tensors hold the memory when it runs out, and changes that make the step fit, for ``memopt explain``.
 
 It starts from an error in a log, a snapshot of PyTorch's allocator, a model, or several of these.  With a model, a step
 is recorded to find the first instant at which more is allocated than there is memory; the changes are then run.
@@ -52,8 +52,8 @@ _MAX_LOG_BYTES: Final = 16 << 20
 """Maximum number of bytes read from the end of a log, where the last failure is."""
 _ERROR_LIMIT: Final = "bytes held by tensors plus free bytes, according to the error"
 _KEPT_SHARE: Final = 0.1
-"""Share of a process's memory from which on the part that no tensor of the step held is named."""
-_KILL_LIMIT: Final = "the process's when it was killed, of which its libraries take a part: `--memory` sets another"
+"""If tensors of the step leave at least this share of a process's memory unexplained, the rest is named."""
+_KILL_LIMIT: Final = "the process's memory when it was killed, its libraries included: `--memory` sets another"
 _NAME_MODEL_NOTE: Final = (
     "Name the model as well, with the inputs of a step (memopt explain model.pt `-i 64x3x224x224`, and `--optimizer` "
     "if you train with one): memopt then tries changes that make the step fit."

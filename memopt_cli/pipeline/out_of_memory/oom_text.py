@@ -1,8 +1,8 @@
-"""Read the messages by which PyTorch, NumPy and the kernel say that memory ran out, from a log or a traceback.
+"""Reading the out-of-memory messages of PyTorch, NumPy and the kernel from a log or a traceback.
 
 Example: "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ... of which 1.10 GiB is free."  The wording differs
-by backend and by version of PyTorch, hence several patterns for a number.  A process that the kernel ends says nothing
-itself: the kernel's log, the shell or the cluster does.
+by backend and by version of PyTorch, hence several patterns for a number.  A process that the kernel ends prints
+nothing itself: the message is in the log of the kernel, the shell or the cluster.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _IN_WORKER: Final = re.compile(r"in DataLoader worker process \d+\.\s+Original $
 """Pattern of the text before a traceback that a worker process handed over."""
 _IN_LOADING: Final = "memory ran out in a worker process of the DataLoader, while it loaded data, not in the step"
 _KILLED_WORKER: Final = "the kernel killed a worker process of the DataLoader, as it does when memory runs out"
-_NO_SHARED: Final = (
-    "shared memory (/dev/shm), through which the workers of the DataLoader hand over batches, ran out; a container "
-    "gets more by docker run --shm-size=8g"
+_NO_SHARED_MEMORY: Final = (
+    "shared memory (/dev/shm), where the workers of the DataLoader put batches, ran out; in a container, get more by "
+    "docker run --shm-size=8g"
 )
 _WITHOUT_NUMBERS: Final = re.compile(
     r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED|std::bad_alloc|"
@@ -89,7 +89,7 @@ def read_oom(text: str) -> OutOfMemoryText | None:
     if last.re in _KILLED:
         return _read_kill(last)
     if last.re in _WORKERS:
-        return _of_loading(_KILLED_WORKER if last.groupdict().get("killed") else _NO_SHARED)
+        return _of_loading(_KILLED_WORKER if last.groupdict().get("killed") else _NO_SHARED_MEMORY)
     before = text[max(0, last.start() - _MAX_TRACEBACK_CHARACTERS) : last.start()]
     raised_at, asked_bytes = _innermost(before), _bytes(last) if last.re in _ASKED else 0
     header = before.rfind(_TRACEBACK)
@@ -138,7 +138,7 @@ def _read_kill(match: re.Match[str]) -> OutOfMemoryText:
 def _others(message: str, own_bytes: int) -> str:
     """Return a sentence on other processes that hold the card; empty if they hold little.
 
-    Where the message does not say which process is its own, that is the smallest that holds ``own_bytes``.
+    If the message does not name its own process, the smallest that holds ``own_bytes`` counts as its own.
     """
     held = [_bytes(match) for match in _PROCESS.finditer(message)]
     card_bytes = _first(_TOTAL, message)

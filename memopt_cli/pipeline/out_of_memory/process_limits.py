@@ -35,9 +35,11 @@ _PATTERNS: Final = (
 
 
 def limits_line(space: ProcessLimit | None, memory: ProcessLimit) -> str:
-    """Return the line with the limit of the address ``space``, if there is one, and that of the ``memory``."""
-    told = "RLIMIT_AS (ulimit -v) unlimited" if space is None else f"{space.name} {space.limit_bytes}{_sizes(space)}"
-    return f"memopt: {told}; memory {memory.limit_bytes} ({memory.name}){_sizes(memory)}\n"
+    """Return the line with the limits of the address ``space``, if there is one, and of the ``memory``."""
+    space_text = (
+        "RLIMIT_AS (ulimit -v) unlimited" if space is None else f"{space.name} {space.limit_bytes}{_sizes(space)}"
+    )
+    return f"memopt: {space_text}; memory {memory.limit_bytes} ({memory.name}){_sizes(memory)}\n"
 
 
 def _sizes(limit: ProcessLimit) -> str:

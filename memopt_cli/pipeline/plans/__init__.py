@@ -1,1 +1,1 @@
-"""Find a plan, prove it, write it, and apply one that was written."""
+"""Finding a plan, proving it, writing it, and applying one that was written."""

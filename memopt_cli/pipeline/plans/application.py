@@ -1,4 +1,4 @@
-"""Run ``memopt apply``: put a plan that was made earlier onto a model, and write the model."""
+"""``memopt apply``: put a plan that was made earlier onto a model, and write the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say why no plan fits into a budget: what the smallest plan takes, what no plan makes smaller, and what would help."""
+"""Reasons why no plan fits into a budget: what the smallest plan takes, what no plan lowers, and what would help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMED_SHARE: Final = 0.8
 _MAX_HOLDERS: Final = 8
 """Number of modules, or groups of similar modules, beyond which a message names the modules that contain them."""
 _WEIGHTS_SHARE: Final = 0.5
-"""Above this share of a peak, a message says that parameters and gradients are most of the peak."""
+"""Above this share of a peak, a message names parameters and gradients as most of the peak."""
 
 
 class NotRunHereError(NothingFitsError):

@@ -1,4 +1,4 @@
-"""Find a plan by length for ``memopt optimize --dim S=64:2048 --budget …``: one plan for each of a few ranges.
+"""Finding a plan by length for ``memopt optimize --dim S=64:2048 --budget …``: one plan for each of a few ranges.
 
 Example, for lengths 64 to 2048: no plan up to 512, a light one up to 1024, and a heavy one beyond.  Each range has the
 fastest plan that fits at its largest length, measured and verified by
@@ -10,8 +10,8 @@ whichever path that takes at a length, so a plan that is right at one length is 
 repeated, taken at short lengths alone, is not found; a dry run of the plan there does not show it either.  In training,
 backward ends with an error if the tensors that the module saves differ in number or shape.
 
-Shorter inputs have smaller tensors, but on the CPU a convolution chooses its kernel by shape, and the workspace of one
-kernel may be larger than that of another for longer inputs.  So each plan is also run at a few of its shorter lengths;
+Shorter inputs have smaller tensors, but on the CPU a convolution chooses its kernel by shape, and one kernel
+may need more workspace than another does for longer inputs.  So each plan is also run at a few of its shorter lengths;
 where it exceeds the budget, another range ends.
 
 The search starts with the longest inputs, which must fit.  It then finds the largest length at which the original fits
@@ -64,7 +64,7 @@ from memopt_cli.text.units import format_bytes
 _EVEN_LENGTHS = 64
 """Approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
 _FEWEST_LENGTHS = 8
-"""Number of steps between two of those lengths, from the shortest to the longest, unless the range has fewer."""
+"""Minimum number of intervals into which those lengths divide the range, unless the range holds fewer."""
 _MAX_ORIGINAL_RUNS = 3
 """Maximum number of lengths at which the original is run to see whether it fits."""
 _RUNS_INSIDE = 4
@@ -99,8 +99,8 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
 def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
     """Return the input and the axis at which a plan reads its length: the first in ``spec`` to name ``symbol``.
 
-    Where it names it for several axes, as for an image of S×S, all are read: the step is as large as the largest.
-    Raises :class:`UsageError` where no shape names it.
+    If a shape names it for several axes (an S×S image), the largest of them counts.  Raises :class:`UsageError` if no
+    shape names it.
     """
     position = 0
     for tensor in spec.tensors:
@@ -111,7 +111,7 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
         position += tensor.name is None
     shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
     raise UsageError(
-        f"no input has the dimension {symbol}, whose size chooses the range of a plan by length ({shapes})",
+        f"no input has a dimension {symbol} to choose the range of the plan by ({shapes})",
         hint=f"Write it into a shape, as in Bx{symbol}@int64=0..32000.",
     )
 
@@ -186,7 +186,7 @@ class _Range:
     applied: LevelRow
     """Row whose plan is applied; the original's where that fits."""
     verification: Verification | None = None
-    """Verification of the plan.  ``None``: the original is applied."""
+    """Verification of the plan; ``None`` if the original is applied."""
     inside: list[LengthRun] = field(default_factory=list)
     """Runs at shorter lengths of the range."""
 
@@ -252,7 +252,7 @@ class _ByLength:
         on_card = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
         return Sessions(on_card, "full size" if self.request.runs else on_card.dry_data, notes=[])
 
-    def at(self, length: int) -> Prepared:
+    def prepared_at(self, length: int) -> Prepared:
         """Return the model with inputs of ``length``."""
         return self.prepared.with_size(self.varied.symbol, length)
 
@@ -273,7 +273,7 @@ class _ByLength:
     def find(self, length: int) -> Findings:
         """Find the fastest plan within the budget at ``length``, measured and verified."""
         self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
-        findings = self.find_plan(self.request, self.at(length))
+        findings = self.find_plan(self.request, self.prepared_at(length))
         self.interrupted |= findings.interrupted
         # A budget such as 50% is a share of the original's peak at the first, longest length: fix it in bytes.
         if findings.budget_bytes is not None:
@@ -374,7 +374,7 @@ class _ByLength:
         return True
 
     def _range_up_to(self, length: int, present_bytes: int = 0) -> _Range | None:
-        """Find a plan for the range that ends at ``length``.  ``None`` if none was found; a note says why.
+        """Find a plan for the range that ends at ``length``, or return ``None`` and add a note with the reason.
 
         ``present_bytes``: the peak there under the plan for longer inputs, where that exceeds the budget.  If no plan
         fits, the smallest is taken, provided that it takes less.
@@ -437,7 +437,7 @@ class _ByLength:
     def _peak(self, probes: SearchProbes, is_fake: bool, length: int) -> float | None:
         """Return the original's tensor peak in bytes, or for a card its allocated peak; infinite if unknown.
 
-        ``None``: the model does not run at ``length``.
+        Returns ``None`` if the model does not run at ``length``.
         """
         answer = probes.ask(CountJob(plan=ORIGINAL, fake=is_fake, dims={self.varied.symbol: length}))
         if isinstance(answer, StepFailed):
@@ -464,8 +464,8 @@ class _ByLength:
             symbol, tried = self.varied.symbol, [n for n in _lengths_to_try(self.varied, length) if n > above]
             self.notes.append(
                 f"The model does not run at {symbol}={length}, nor at the shorter lengths that were tried "
-                f"({', '.join(map(str, tried[1:])) or 'none'}). Others were not tried; `--lengths` names those that "
-                "occur."
+                f"({', '.join(map(str, tried[1:])) or 'none'}). Name the lengths that occur with "
+                "`--lengths`."
             )
         return run
 
@@ -494,7 +494,7 @@ class _ByLength:
     def _measure(self, job: MeasureJob, length: int) -> Measurement | Failure:
         of_what = "the original" if job.plan.is_empty else "the plan"
         self.prepared.progress.update(0, None, f"{of_what} at {self.varied.symbol}={length}")
-        return measurement_in(self.at(length).ask(job))
+        return measurement_in(self.prepared_at(length).ask(job))
 
     def estimate(self, ranges: Sequence[_Range]) -> Iterator[str]:
         """Yield a sentence on how much shorter the ranges make an epoch than one plan for all lengths would."""

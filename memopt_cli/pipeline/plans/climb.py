@@ -1,4 +1,4 @@
-"""Find a plan for each level up to ``--level``, and apply the highest one that is worth its time as measured.
+"""Finding a plan for each level up to ``--level``, and applying the highest one that is worth its time as measured.
 
 The search only predicts peaks and slowdowns; measurements decide.  They start with the plan of the highest level and go
 down until one is worth its time.  A plan that is too slow is replaced by one that is predicted to be faster in the same
@@ -26,7 +26,7 @@ _MISPREDICTED_RATIO = 1.05
 _DOUBTFUL_SHARE = 1.3
 """If no other plan was found, a plan may be predicted to take this multiple of the allowed extra time.
 
-Predictions err by up to a quarter either way, and only a measurement tells whether the plan keeps the limit."""
+Predictions err by up to a quarter either way, and only a measurement shows whether the plan keeps the limit."""
 _NEXT_SHARES = (0.8, 0.5, 0.5)
 """Largest predicted extra time of the next plan, as a share of the last one's: one share per plan that is too slow.
 
@@ -49,8 +49,8 @@ class Climb:
     def rows(self) -> list[LevelRow]:
         """Search every level from 1 on and return their rows; the highest row is measured.
 
-        Where its plan does not run, saves too little, or peaks well above the prediction or that of a lower level, the
-        level below is measured too.
+        The level below is measured too if its plan does not run, saves too little, or peaks well above its prediction
+        or the prediction of a lower level.
         """
         rows = [self.search.original, *self._search_levels()]
         for index in range(len(rows) - 1, 0, -1):

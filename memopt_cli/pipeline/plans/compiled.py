@@ -1,4 +1,4 @@
-"""Search compiled steps for ``--compile``: the fastest within the budget, or without a budget the smallest.
+"""Searching compiled steps for ``--compile``: the fastest within the budget, or without a budget the smallest.
 
 Nothing predicts the peak of a compiled step, so a few candidates are compiled and measured: the model without a plan,
 with segments of the eager search as checkpoint regions, with PyTorch's activation memory budget, and with both.  What a
@@ -76,11 +76,11 @@ class CompiledSearch(ABC):
     """The candidates for one backend, measured and verified one after another."""
 
     _compared_to: ClassVar[str]
-    """Words of messages for the step of :attr:`_yardstick`, such as "as the original's"."""
+    """Words of messages for the step of :attr:`_reference_plan`, such as "as the original's"."""
 
     backend: str
     max_slowdown: float
-    """Longest step time, divided by the step time of :attr:`_yardstick`; infinite for no limit."""
+    """Longest step time, divided by the step time of :attr:`_reference_plan`; infinite for no limit."""
     search: StartedSearch
     measurements: PlanMeasurements
     verify: Callable[[Plan], Verification | Failure]
@@ -130,7 +130,7 @@ class CompiledSearch(ABC):
 
     @property
     @abstractmethod
-    def _yardstick(self) -> Plan:
+    def _reference_plan(self) -> Plan:
         """Plan whose step time is the base of all slowdowns."""
 
     @abstractmethod
@@ -162,8 +162,8 @@ class CompiledSearch(ABC):
         while verified_rows := self._verified_rows():
             best = self._best(verified_rows)
             rivals = [row.plan for row in self._rivals(best)]
-            if self._slowdown(best.outcome) > self.max_slowdown / _RIVAL_RATIO and self._yardstick not in rivals:
-                rivals.append(self._yardstick)
+            if self._slowdown(best.outcome) > self.max_slowdown / _RIVAL_RATIO and self._reference_plan not in rivals:
+                rivals.append(self._reference_plan)
             if best.plan in timed or len(rivals) < 2:
                 return best
             self._time_in_turns(rivals)
@@ -306,9 +306,9 @@ class CompiledSearch(ABC):
         return f"its step takes {slowdown:.2f} times as long {self._compared_to}; {allowed}"
 
     def _slowdown(self, outcome: Measurement | Failure) -> float:
-        """Return the step time of ``outcome``, divided by the yardstick's step time; 0 where either does not run."""
-        yardstick = self._outcome(self._yardstick)
-        return outcome.slowdown(yardstick) if isinstance(outcome, Measurement) and yardstick is not None else 0.0
+        """Return the step time of ``outcome``, divided by that of the reference plan; 0 where either does not run."""
+        reference = self._outcome(self._reference_plan)
+        return outcome.slowdown(reference) if isinstance(outcome, Measurement) and reference is not None else 0.0
 
     def _verification_fault(self, plan: Plan, prepared: Prepared, reference: Prepared) -> str:
         """Verify ``plan`` and return why it fails; if it passes, keep its verification and return "".
@@ -340,7 +340,7 @@ class FastestCompiled(CompiledSearch):
     _compared_to: ClassVar[str] = "as the original's"
 
     @property
-    def _yardstick(self) -> Plan:
+    def _reference_plan(self) -> Plan:
         return ORIGINAL
 
     @property
@@ -404,7 +404,7 @@ class SmallestCompiled(CompiledSearch):
     _compared_to: ClassVar[str] = "as compiled without a plan"
 
     @property
-    def _yardstick(self) -> Plan:
+    def _reference_plan(self) -> Plan:
         return Plan(compile=CompilePlan(backend=self.backend))
 
     def _best(self, verified_rows: Sequence[tuple[CompiledRow, Measurement]]) -> CompiledRow:
@@ -415,8 +415,8 @@ class SmallestCompiled(CompiledSearch):
         return min(smallest, key=lambda pair: pair[1].step_s)[0]
 
     def _rivals(self, best: CompiledRow) -> list[CompiledRow]:
-        is_limited = math.isfinite(self.max_slowdown) and self._outcome(self._yardstick) is not None
-        return [row for row in self._rows if row == best or (is_limited and row.plan == self._yardstick)]
+        is_limited = math.isfinite(self.max_slowdown) and self._outcome(self._reference_plan) is not None
+        return [row for row in self._rows if row == best or (is_limited and row.plan == self._reference_plan)]
 
     def _regions(self) -> Iterator[Plan]:
         max_predicted = self.max_slowdown
@@ -452,7 +452,7 @@ class SpreadCompiled(SmallestCompiled):
     _compared_to: ClassVar[str] = FastestCompiled._compared_to
 
     @property
-    def _yardstick(self) -> Plan:
+    def _reference_plan(self) -> Plan:
         return ORIGINAL
 
     def _regions(self) -> Iterator[Plan]:

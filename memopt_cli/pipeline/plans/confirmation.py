@@ -1,4 +1,4 @@
-"""Measure a step under a plan for ``memopt apply --confirm``, and compare it with the prediction in the plan's file."""
+"""Measuring a step under a plan for ``memopt apply --confirm``, and comparing it with the prediction in its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search a plan for a step that does not run here: on a device elsewhere (``--for``), or on many ranks (``--ranks``).
+"""Searching a plan for a step that does not run here: on another device (``--for``), or on many ranks (``--ranks``).
 
 Dry runs count the peaks; nothing runs at full size.  Plans are verified on a few samples.
 """

@@ -57,14 +57,14 @@ class Findings:
     faster: Outlook | None = None
     smaller: Outlook | None = None
     advice: BegunAdvice | None = None
-    """Search for the batch that fits, begun in the sessions of the plan search.  ``None``: not begun.
+    """Search for the batch that fits, begun in the sessions of the plan search, or ``None``.
 
-    If verification has replaced the plan since, it is for the former plan, and is not used.
+    If verification has replaced the plan since, the search is for the former plan, and is not used.
     """
     estimates: PlanEstimates | None = None
-    """Estimates for the card of ``--for``, where nothing is measured.  ``None``: no such flag."""
+    """Estimates for the card of ``--for``, where nothing is measured; ``None`` without that flag."""
     parallel: PlannedRanks | None = None
-    """Predictions for the ranks of ``--ranks``, where nothing is measured.  ``None``: no such flag."""
+    """Predictions for the ranks of ``--ranks``, where nothing is measured; ``None`` without that flag."""
     ranges: list[RangeRow] = field(default_factory=list)
     """Ranges of a plan by length; none for other plans."""
     over_budget: list[LengthRun] = field(default_factory=list)
@@ -73,16 +73,16 @@ class Findings:
     """Plans that were measured for ``--compile``; none without it."""
     dropped: list[Dropped] = field(default_factory=list)
     """Plans that were found and are not applied, in the order in which they were dropped."""
+    own_checkpoints: Measurement | None = None
+    """Measurement of the step with the model's own checkpointing on; ``None`` if the model has none, or if that step
+    failed or was not run."""
+    turns_off: tuple[str, ...] = ()
+    """Names of the model's attributes that switch on its own checkpointing, which the plan turns off."""
 
     def drop(self, dropped: Dropped) -> None:
         """Record that the plan of ``dropped`` is not applied, unless a reason for it is recorded already."""
         if all(earlier.plan != dropped.plan for earlier in self.dropped):
             self.dropped.append(dropped)
-
-    own_checkpoints: Measurement | None = None
-    """The step with the model's own checkpoints; `None` if it has none, if it does not run so, or was not run so."""
-    turns_off: tuple[str, ...] = ()
-    """Names of the model's attributes that switch on its own checkpointing, which the plan turns off."""
 
     @classmethod
     def begin(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
@@ -117,13 +117,13 @@ class Findings:
         return self.estimates is None and self.parallel is None
 
     def wants_batch_advice(self, request: OptimizeRequest) -> bool:
-        """Return whether ``request`` wants the batch that fits under the plan, and that can still be found."""
+        """Return whether to look for the largest batch under the plan: ``request`` asks, and it can be predicted."""
         is_wanted = request.recommend_batch and request.goal.applies and not self.interrupted
         return is_wanted and self.is_run and self.plan.compile is None  # a compiled step is not predicted
 
     @property
     def measurement(self) -> Measurement | None:
-        """Measurement of the plan that is applied.  ``None``: it was not measured."""
+        """Measurement of the plan that is applied, or ``None`` if it was not measured."""
         return measurement_at(self.rows, self.applied_level)
 
 

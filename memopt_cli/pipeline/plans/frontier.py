@@ -1,4 +1,4 @@
-"""Choose the plans of a frontier that are worth showing, and describe the others."""
+"""Choosing the plans of a frontier that are worth showing, and describing the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find and measure the plans of ``--budget``, ``--frontier`` and ``--pick``.
+"""Finding and measuring the plans of ``--budget``, ``--frontier`` and ``--pick``.
 
 For a budget, the planner proposes the fastest plan whose predicted peak fits, and that plan is measured.  If it takes
 30 MiB more than the budget, the planner proposes one that is predicted to take 30 MiB less, a few times at most.
@@ -39,7 +39,7 @@ _MAX_MEASURED = 6
 _OOM_DIVISOR = 4
 """After a plan runs out of memory, the next target is lowered by the target divided by this.
 
-The error does not say how much memory was missing."""
+The error does not contain the amount of memory that was missing."""
 FRONTIER_SLOWDOWN = 10.0
 """Highest slowdown of a plan on the frontier without ``--max-slowdown``.
 
@@ -61,7 +61,7 @@ class GoalSearch:
     max_slowdown: float | None = None
     """Highest slowdown of a plan by its prediction, and on the frontier by its measurement too.
 
-    ``None``: no limit within a budget, :data:`FRONTIER_SLOWDOWN` on the frontier.
+    By default there is no limit within a budget, and :data:`FRONTIER_SLOWDOWN` on the frontier.
     """
 
     @property
@@ -161,7 +161,7 @@ class GoalSearch:
         if not self.in_backward.is_allowed:
             return self._planner.within(self._level, target_bytes)
         original = self._planner.dry_runs.smallest(0)
-        original_in_backward = self.in_backward.of(original) if original.peak_bytes > target_bytes else None
+        original_in_backward = self.in_backward.variant_of(original) if original.peak_bytes > target_bytes else None
         if original_in_backward is not None and original_in_backward.peak_bytes <= target_bytes:
             return original_in_backward
         priced = self._planner.within(self._level, target_bytes)
@@ -182,7 +182,7 @@ class GoalSearch:
         candidates = [p for p in larger if p.slowdown <= limit and self.in_backward.least_of(p) <= target_bytes]
         fastest = sorted(candidates, key=lambda p: (p.slowdown, p.peak_bytes))
         for priced in [*fastest[:_MAX_IN_BACKWARD], *[p for p in fastest[_MAX_IN_BACKWARD:] if p is smallest]]:
-            lower_priced = self.in_backward.of(priced)
+            lower_priced = self.in_backward.variant_of(priced)
             if lower_priced is not None and lower_priced.peak_bytes <= target_bytes:
                 return lower_priced
         return None
@@ -194,7 +194,7 @@ class GoalSearch:
 
     def _lower(self, priced: PricedPlan) -> PricedPlan:
         """Return ``priced`` with the optimizer in backward where that lowers its peak, else unchanged."""
-        return self.in_backward.of(priced) or priced
+        return self.in_backward.variant_of(priced) or priced
 
     def _fastest_measured(
         self, priced: PricedPlan, outcome: Measurement, budget_bytes: int
@@ -221,7 +221,7 @@ class GoalSearch:
     def worth_showing(self) -> list[PricedPlan]:
         """Return up to ``_MAX_MEASURED + 1`` plans of the predicted frontier, from the original to the lowest peak."""
         priced_plans = clearly_smaller(self._planner.frontier(self._level, self.max_shown_slowdown))
-        in_backward = [priced for priced in map(self.in_backward.of, priced_plans) if priced is not None]
+        in_backward = [priced for priced in map(self.in_backward.variant_of, priced_plans) if priced is not None]
         candidates = nondominated_plans([*priced_plans[1:], *in_backward]) if in_backward else priced_plans[1:]
         return spread(clearly_smaller([*priced_plans[:1], *candidates]), _MAX_MEASURED + 1)
 

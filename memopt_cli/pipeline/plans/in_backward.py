@@ -1,4 +1,4 @@
-"""Try the optimizer in backward with the plan that a search has found, where the step allows it.
+"""Trying the optimizer in backward with the plan that a search has found, where the step allows it.
 
 An optimizer in backward updates each parameter as soon as its gradient is complete, and frees the gradient, so the
 gradients of all parameters never exist at once.  Accumulation, clipping and scaling need them together, and are ruled
@@ -50,14 +50,14 @@ class InBackwardPlans:
     count: Callable[[Plan], Counted | Failure | NotTried]
     measurements: PlanMeasurements
     fault: Callable[[Plan], Reason | None]
-    """A function that verifies a plan and returns why it fails.  ``None``: it passes."""
+    """Function that verifies a plan, and returns why it fails or ``None``."""
     max_slowdown: float
     drop: Callable[[Dropped], object]
     """A function that records a plan that is not applied."""
     is_allowed: bool
     """Whether `--optimizer-in-backward` is given, and no plan with it has failed so far."""
 
-    def of(self, priced: PricedPlan) -> PricedPlan | None:
+    def variant_of(self, priced: PricedPlan) -> PricedPlan | None:
         """Return ``priced`` with the optimizer in backward, by a dry run; ``None`` if that does not lower its peak."""
         if not self.is_allowed or _gradient_bytes(priced.counted) < LOWER_SHARE * priced.peak_bytes:
             return None
@@ -73,7 +73,7 @@ class InBackwardPlans:
     def offer(self, priced: PricedPlan) -> str:
         """Return a note on the peak of ``priced`` with the optimizer in backward; empty if the peak is hardly lower."""
         allowed_plans = replace(self, is_allowed=True, drop=ignore)
-        lower_priced = allowed_plans.of(priced)
+        lower_priced = allowed_plans.variant_of(priced)
         if lower_priced is None or lower_priced.peak_bytes > (1 - _MIN_OFFERED_SHARE) * priced.peak_bytes:
             return ""
         return (
@@ -87,7 +87,7 @@ class InBackwardPlans:
 
     def of_level(self, row: LevelRow, priced: PricedPlan) -> LevelRow | None:
         """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if it fails or is no use."""
-        lower_priced = self.of(priced)
+        lower_priced = self.variant_of(priced)
         if lower_priced is None:
             return None
         proven_row = self._try_row(row, priced, lower_priced)

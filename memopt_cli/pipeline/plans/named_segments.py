@@ -1,4 +1,4 @@
-"""Make every module that the caller names a segment, whether it saves memory or not, as SpikingJelly's functions do."""
+"""Making a segment of each module that a caller names, as SpikingJelly's functions do, even if that saves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Narrow a plan that fails verification to the segments whose results agree with the original's.
+"""Narrowing a plan that fails verification to the segments whose results agree with the original's.
 
 The segments are halved: a half that passes is kept, a half that fails is halved again, and a single segment that fails
 is left out.  Two halves may each pass but fail together; then the one with fewer segments is left out.  One bad segment

@@ -1,4 +1,4 @@
-"""Choose and check the place of ``--offload``, where plans may send tensors to wait for backward."""
+"""Choosing and checking the place of ``--offload``, where plans may send tensors to wait for backward."""
 
 from __future__ import annotations
 

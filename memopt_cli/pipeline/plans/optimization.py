@@ -1,4 +1,4 @@
-"""Run ``memopt optimize``: load the model, measure it, search a plan, verify it, write the files, recommend a batch."""
+"""``memopt optimize``: load the model, measure it, search a plan, verify it, write the files, recommend a batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from memopt_cli.text.writing import check_targets
 _FAST_ENOUGH_SHARE = 0.03
 """A plan within a budget is fast enough if its step takes longer than the original's by at most this share.
 
-For a slower plan, a search that was ended by its time limit says that a longer search may find a better plan."""
+For a slower plan, a search that was ended by its time limit notes that a longer search may find a better plan."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -130,7 +130,7 @@ class _PlanSearch:
     """Findings so far."""
     prover: Prover
     applied: LevelRow | None = None
-    """Row of the level whose plan is to be applied.  ``None``: the original's."""
+    """Row of the level whose plan is to be applied; ``None`` for the original."""
 
     @property
     def prepared(self) -> Prepared:
@@ -308,15 +308,15 @@ class _PlanSearch:
         rows[-1:] = [self.measurements.confirm(row) for row in rows[-1:]]
         self.findings.frontier = [self._with_latest_times(point, *rows[-1:]) for point in self.findings.frontier]
         self._choose(search, rows[-1].plan.eager if rows else Plan())
-        self._say_time_is_over(
+        self._report_time_limit(
             search, lambda: has_frontier or (rows[-1].predicted_slowdown or math.inf) > 1 + _FAST_ENOUGH_SHARE
         )
         return rows
 
-    def _say_time_is_over(self, search: StartedSearch, may_improve: Callable[[], bool]) -> None:
-        """Say that the time limit has ended ``search``, in a note if a longer search ``may_improve`` the answer.
+    def _report_time_limit(self, search: StartedSearch, may_improve: Callable[[], bool]) -> None:
+        """Report that the time limit has ended ``search``, in a note if a longer search ``may_improve`` the answer.
 
-        Otherwise say so in a detail, since users took the note for a failure.
+        Otherwise it goes into a detail, since users took the note for a failure.
         """
         over = search.probes.over[:1].upper() + search.probes.over[1:]
         if over and may_improve():
@@ -378,7 +378,7 @@ class _PlanSearch:
         rows = climb.rows()
         self.applied = self._add_compiled(search, rows, self._add_in_backward(search, rows, climb.applied))
         self._choose(search, row_to_apply([search.original, *rows], self.applied).plan)
-        self._say_time_is_over(search, climb.may_go_lower)
+        self._report_time_limit(search, climb.may_go_lower)
         return rows
 
     def _add_in_backward(
@@ -386,7 +386,7 @@ class _PlanSearch:
     ) -> LevelRow | None:
         """Return the ``applied`` row, with the optimizer in backward if that lowers its peak; update ``rows`` too.
 
-        Where that was not asked for, a note says what it would save.
+        Where that was not asked for, a note has the saving.
         """
         if applied is None:
             return applied

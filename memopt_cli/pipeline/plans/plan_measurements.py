@@ -1,4 +1,4 @@
-"""Measure each plan once, in a fresh subprocess, and keep the measurement with a fingerprint of the step."""
+"""Measuring each plan once, in a fresh subprocess, and keeping the measurement with a fingerprint of the step."""
 
 from __future__ import annotations
 

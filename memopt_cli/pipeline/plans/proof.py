@@ -1,4 +1,4 @@
-"""Verify the plan that is to be applied, and replace it if it fails.
+"""Verifying the plan that is to be applied, and replacing it if it fails.
 
 If a plan's results differ from the original's, the segments that cause the difference are found and left out, and the
 rest is verified again.  A plan found for a budget or picked from the frontier is not replaced: the command fails.
@@ -16,7 +16,7 @@ from memopt_cli.pipeline.failures import raise_failure, require_answer
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.narrowing import agreeing_part
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
-from memopt_cli.pipeline.plans.worth import beaten_by_own, drop_by_measurement
+from memopt_cli.pipeline.plans.worth import drop_by_measurement, drop_if_own_wins
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import fault_in, verify, verify_by_fingerprints
 from memopt_cli.records import (
@@ -149,7 +149,7 @@ class Prover:
             return row
         original = self.measurements.measure(ORIGINAL)
         max_slowdown = findings.resolved.options.max_slowdown or math.inf
-        dropped = beaten_by_own(row, original, findings.own_checkpoints, findings.budget_bytes, max_slowdown)
+        dropped = drop_if_own_wins(row, original, findings.own_checkpoints, findings.budget_bytes, max_slowdown)
         if dropped is None:
             return row
         findings.drop(dropped)

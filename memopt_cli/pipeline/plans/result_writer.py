@@ -1,4 +1,4 @@
-"""Write each result of an optimization as soon as it is known, so that a later failure does not lose it.
+"""Writing each result of an optimization as soon as it is known, so that a later failure does not lose it.
 
 The plan comes first, as the most valuable; then the model, the batch that fits, and recorded steps.
 """

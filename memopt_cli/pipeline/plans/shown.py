@@ -1,4 +1,4 @@
-"""Keep the plans of ``--frontier`` in a file beside the model, and take plan N from it for ``--pick N``.
+"""Keeping the plans of ``--frontier`` in a file beside the model, and taking plan N from it for ``--pick N``.
 
 A number refers to the table that the user has seen.  If the model, the inputs or the step have changed since, the
 command fails rather than search again and apply another plan under the same number.
@@ -48,8 +48,8 @@ _MAX_HASH_DIGITS = 12
 def frontier_path(request: OptimizeRequest) -> Path:
     """Return the path of the plans that were shown: beside the output that ``request`` names, else beside the model.
 
-    A plan that is picked may go to another output than the plans that were shown, so with ``--pick`` a file beside the
-    output counts only if it is there.
+    A plan that is picked may go to a different output from the plans that were shown, so with ``--pick`` a file beside
+    the output counts only if it is there.
     """
     beside_output = output_paths(request.source.location, request.output).frontier
     if request.goal.frontier or os.path.lexists(beside_output):
@@ -141,14 +141,14 @@ def _check_inputs(request: OptimizeRequest, frontier: ShownFrontier) -> None:
     flag = next((quoted_flag(flag, path) for flag, path in files.items() if path), "")
     if flag and not (request.spec is not None and request.spec.has_inputs):
         raise UsageError(
-            f"the plans were shown for a step with `{flag}`, and memopt opens no file that only a file beside the "
-            "model names",
+            f"the plans were shown for a step with `{flag}`; memopt opens no file just because a file beside the "
+            "model names it",
             hint=f"If those are your inputs, add `{flag}`.",
         )
 
 
 def _check_options(options: SearchOptions, shown_options: SearchOptions) -> None:
-    """Raise :class:`UsageError` where ``options`` sets an option to another value than the shown plans have."""
+    """Raise :class:`UsageError` where ``options`` sets an option to a different value from the shown plans."""
     defaults = resolve({}).options
     for name in (f.name for f in fields(SearchOptions)):
         value, shown_value = getattr(options, name), getattr(shown_options, name)
@@ -170,7 +170,7 @@ def _option_text(value: Any) -> str:
 
 
 def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
-    """Raise :class:`UsageError` if the plans to pick from were shown for another step than the step of ``prepared``."""
+    """Raise :class:`UsageError` if the plans to pick from were shown for a different step from ``prepared``."""
     if request.shown is None:
         return
     changes = differences(_terms(request.shown), _terms(_empty_frontier(request, prepared)))

@@ -1,4 +1,4 @@
-"""Begin a search for plans: record a step of the original, count its peak by a dry run, and set the time limit."""
+"""Starting a search for plans: recording a step, counting its peak by a dry run, and setting the time limit."""
 
 from __future__ import annotations
 

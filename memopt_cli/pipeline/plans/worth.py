@@ -1,4 +1,4 @@
-"""Decide whether a plan saves enough memory for its slowdown, first by its prediction, then by its measurement."""
+"""Deciding whether a plan saves enough memory for its slowdown, first by its prediction, then by its measurement."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def drop_by_measurement(row: LevelRow, original: Measurement | Failure, max_slow
     return _make_dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)
 
 
-def beaten_by_own(
+def drop_if_own_wins(
     row: LevelRow,
     original: Measurement | Failure,
     own: Measurement | None,
@@ -66,8 +66,8 @@ def beaten_by_own(
 ) -> Dropped | None:
     """Return ``row`` as dropped if the model's ``own`` checkpoints do better than its plan; ``None`` if they do not.
 
-    Better is a lower peak in a step of at most ``max_slowdown`` times the original's, or an equal one in less time;
-    within a budget, it is less time.  If the original does not run, the plan stays: there is nothing to go back to.
+    "Better" means, with a budget, a shorter step.  Without, it means a lower peak within ``max_slowdown`` times the
+    original's step, or the same peak in less time.  If the original does not run, the plan stays.
     """
     planned = row.outcome
     if (

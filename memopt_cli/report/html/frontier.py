@@ -12,12 +12,12 @@ from memopt_cli.text.units import format_bytes, format_seconds
 
 _MEASURED = "#3f83dd"
 _APPLIED = "#d8604f"
-"""Colour of the applied plan; :data:`_MEASURED` is that of all others."""
+"""Colour of the applied plan; all others have :data:`_MEASURED`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """A plan with its peak and step time, measured or (as its label then says) predicted."""
+    """A plan with its peak and step time, measured or, according to its label, predicted."""
 
     label: str
     peak_bytes: int
@@ -29,7 +29,7 @@ class FrontierPoint:
 def points_of(summary: MemOptSummary) -> list[FrontierPoint]:
     """Return a point for each plan of the frontier that ran, or, without a frontier, for each level.
 
-    A plan that a budget chose is added if it is not among those of the frontier.
+    A plan that a budget chose is added if it is not on the frontier.
     """
     own = summary.own_checkpoints
     as_it_comes = [] if own is None else [_point("the model's own checkpoints", own, applied=False)]

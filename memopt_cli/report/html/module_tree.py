@@ -38,7 +38,7 @@ def _line(module: KeptByModule, segment: SegmentPlan | None, after: dict[str, Ke
 
 
 def _badges(segment: SegmentPlan | None) -> Iterator[tuple[str, str]]:
-    """Yield the CSS class and the text of each badge that tells what ``segment`` does; none without a segment."""
+    """Yield the CSS class and the text of each badge for what ``segment`` does; none without a segment."""
     if segment is None:
         return
     yield "segment", "segment"

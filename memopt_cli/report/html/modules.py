@@ -26,9 +26,9 @@ class KeptByModule:
     name: str = "(model)"
     """Path below the module that this one hangs below, or ``(model)`` for the root."""
     nbytes: int = 0
-    """Bytes that it keeps, with those of the modules below it."""
+    """Bytes that it and the modules below it keep."""
     seconds: float = 0.0
-    """Time of its operators in seconds, with those of the modules below it; 0 where only tensors without data ran."""
+    """Seconds of the operators of it and of the modules below it; 0 if they ran on fake tensors only."""
     operators: Counter[str] = field(default_factory=Counter)
     """Operator -> bytes that it made in this module itself, not below."""
     children: list[KeptByModule] = field(default_factory=list)

@@ -255,7 +255,7 @@ class TestInProcess:
         assert found.accumulation.batch <= found.batch
         assert found.accumulation.batch in {probe.batch for probe in only(found).probes}
         (note,) = (note for note in found.notes if "batch normalization" in note)
-        assert f"statistics are of {found.accumulation.batch} samples" in note
+        assert f"statistics cover {found.accumulation.batch} samples" in note
 
     def test_the_passes_that_were_asked_for_make_up_a_step(self, tmp_path: Path) -> None:
         """They were measured, and one pass was said to be a step."""
@@ -264,7 +264,7 @@ class TestInProcess:
         found = recommended(location, "4x1x16x16", memory=4 * MIB, settings=settings)
         assert found.accumulation == Accumulation(global_batch=4 * found.batch, batch=found.batch, steps=4)
         assert found.step == settings
-        assert any(f"statistics are of {found.batch} samples" in note for note in found.notes)
+        assert any(f"statistics cover {found.batch} samples" in note for note in found.notes)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("optimizer", ["none", "adamw"])

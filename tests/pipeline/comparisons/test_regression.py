@@ -410,7 +410,7 @@ def test_only_lengths_that_inputs_have_are_recorded(history: History, recorded: 
     plan.write_bytes(plan_yaml(recorded.header, BY_LENGTH, 1))
     cases = {
         "BxSx128": ({"B": 8, "S": 12}, "Nothing is recorded beyond S=12, and the plan goes up to 64."),
-        "8x64x128": ({}, "The plan has ranges of S, and the inputs name no S: only their own length is recorded."),
+        "8x64x128": ({}, "The plan has ranges of S, and no input names S, so only the length of these inputs"),
     }
     for spec, (dims, said) in cases.items():
         found = history.recorded(spec, dims=dims, plan_path=str(plan), force=True)

@@ -370,7 +370,7 @@ def test_the_memory_of_a_killed_process_is_not_called_that_of_its_tensors() -> N
     limit = explanation._reported_limit(error, None)
     assert limit is not None
     assert limit[0] == 15 << 30
-    assert limit[1].startswith("the process's when it was killed, of which its libraries take a part")
+    assert limit[1].startswith("the process's memory when it was killed, its libraries included")
 
 
 def test_of_standard_input_no_more_than_the_end_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -632,7 +632,7 @@ def test_micro_batches_have_statistics_of_their_own(tmp_path: Path) -> None:
     found = explain(wide(tmp_path, nn.BatchNorm1d(1)), progress=Progress())
     (run,) = (said for said in found.suggestions if said.change == "micro-batches")
     (note,) = (note for note in found.notes if "batch normalization" in note)
-    assert f"statistics are of {run.batch} samples, not of 256" in note
+    assert f"statistics cover {run.batch} samples, not 256" in note
     lines = text_of(found).splitlines()
     assert f"# {run.text}" in lines
     assert "for number, (inputs, targets) in enumerate(loader, start=1):" in lines

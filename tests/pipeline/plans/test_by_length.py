@@ -295,7 +295,7 @@ def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
     Path("inputs.py").write_text("import torch\n\ndef make(batch, s):\n    return (torch.randn(batch, s, 64),)\n")
     done = optimize(*RANGE, "--budget", "60%", spec=("--input-script", "inputs.py:make", "--dim", "B=4"))
     assert done.code == 2
-    assert "no input has the dimension S, whose size chooses the range of a plan by length" in done.err
+    assert "no input has a dimension S to choose the range of the plan by" in done.err
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_where_no_plan_fits_the_smallest_known_is_taken(
     search = by_length._ByLength(cast(Any, request), given, varied, {}, functools.partial(found, given), given)
     search.prepared = cast(Any, SimpleNamespace(progress=progress))
     monkeypatch.setattr(by_length, "replace", lambda old, **new: SimpleNamespace(**{**vars(old), **new}))
-    monkeypatch.setattr(by_length._ByLength, "at", lambda self, length: length)
+    monkeypatch.setattr(by_length._ByLength, "prepared_at", lambda self, length: length)
     monkeypatch.setattr(by_length._ByLength, "_measure", lambda self, job, length: measured(120, 1.0))
     longest = a_row(1, measured(90, 1.1), Plan(packed=True), dry_runs=0)
     ranges = [by_length._Range(up_to=100, original=longest, applied=longest)]

@@ -99,7 +99,7 @@ def test_it_is_not_tried_unless_it_is_asked_for() -> None:
     row = a_row(1, measured(100), PLAN)
     plans = plans_of(measurements_by(never), is_allowed=False)
     assert plans.of_level(row, FOUND) is None
-    assert plans.of(FOUND) is None
+    assert plans.variant_of(FOUND) is None
     assert plans.least_of(FOUND) == 100
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memopt_cli.pipeline.plans.worth import beaten_by_own, drop_by_measurement
+from memopt_cli.pipeline.plans.worth import drop_by_measurement, drop_if_own_wins
 from memopt_cli.records import (
     Dropped,
     OutOfMemory,
@@ -52,10 +52,10 @@ def test_a_plan_that_may_be_slower_than_the_limit_is_not_applied(error: float, i
 )
 def test_the_models_own_checkpoints_are_better(peak: int, step_s: float, budget: int | None, is_better: bool) -> None:
     row = a_row(1, measured(1000, 1.0), PLAN)
-    dropped = beaten_by_own(row, measured(2000, 0.5), measured(peak, step_s), budget)
+    dropped = drop_if_own_wins(row, measured(2000, 0.5), measured(peak, step_s), budget)
     assert (dropped is not None) == is_better
-    assert beaten_by_own(row, measured(2000, 0.5), None, budget) is None
-    assert beaten_by_own(a_row(0, measured(1000, 1.0)), measured(1000), measured(peak, step_s), budget) is None
+    assert drop_if_own_wins(row, measured(2000, 0.5), None, budget) is None
+    assert drop_if_own_wins(a_row(0, measured(1000, 1.0)), measured(1000), measured(peak, step_s), budget) is None
     if dropped is not None:
         assert (dropped.found, decisive([dropped])) == ("1000 B of 2.0 KiB", dropped)
         assert dropped.why.because.startswith(f"the model's own checkpoints take {peak} B: ")
@@ -64,10 +64,10 @@ def test_the_models_own_checkpoints_are_better(peak: int, step_s: float, budget:
 
 def test_own_checkpoints_do_not_replace_a_plan_where_they_break_the_limit_or_there_is_nothing_to_go_back_to() -> None:
     row, own = a_row(1, measured(1000, 1.0), PLAN), measured(900, 1.1)
-    assert beaten_by_own(row, measured(2000, 0.95), own, None, 1.33) is not None
-    assert beaten_by_own(row, measured(2000, 0.5), own, None, 2.0) is None
-    assert beaten_by_own(row, OutOfMemory(detail=""), own, None) is None
-    assert beaten_by_own(row, measured(2000, 0.5), measured(1000, 0.98), None) is None  # not timed in turns
+    assert drop_if_own_wins(row, measured(2000, 0.95), own, None, 1.33) is not None
+    assert drop_if_own_wins(row, measured(2000, 0.5), own, None, 2.0) is None
+    assert drop_if_own_wins(row, OutOfMemory(detail=""), own, None) is None
+    assert drop_if_own_wins(row, measured(2000, 0.5), measured(1000, 0.98), None) is None  # not timed in turns
 
 
 def test_an_interval_is_as_wide_as_the_ratios_are_apart() -> None:

@@ -30,7 +30,7 @@ class Arrays:
         return str(use.name) in _RECIPES.get(use.how, {})
 
     def recipe(self, use: Use) -> Recipe | Missing:
-        """Return the recipe for ``use``, or say that NumPy is missing."""
+        """Return the recipe for ``use``; if NumPy is missing, the refusal."""
         try:
             importlib.import_module("numpy")
         except ImportError:

@@ -39,7 +39,7 @@ class Use:
     name: Global
     how: How | Literal["held"]
     node: Built | None = None
-    """The stand-in of the object that is made.  ``None``: a name that is held as a value."""
+    """The stand-in of the object that is made; ``None`` for a name that is held as a value."""
 
 
 class BrokenError(ValueError):
@@ -52,7 +52,7 @@ class Denied:
 
     reason: str
     remedy: Trust | None = None
-    """The flags that would allow the name.  ``None``: no flag should be suggested."""
+    """Flags that would allow the name; ``None`` if no flag should be suggested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +88,17 @@ class Recipe:
     kind: type | Callable[[Built, Graph], type | None] | None = None
     """Answer of :meth:`Graph.class_of` for the object."""
     extend: Callable[[Any, list[Any]], object] | None = None
-    """Function that appends or adds items to the object.  ``None``: the object cannot hold items."""
+    """Function that appends or adds items to the object; ``None`` if the object cannot hold items."""
     set: Callable[[Any, Any, Any], object] | None = None
-    """Function that sets an entry of the object.  ``None``: the object cannot hold entries."""
+    """Function that sets an entry of the object; ``None`` if the object cannot hold entries."""
     fill: Callable[[Any, Any], object] | None = None
-    """Function that gives the object its state.  ``None``: the object cannot have a state."""
+    """Function that gives the object its state; ``None`` if the object cannot have a state."""
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
-    """Function that says why a file must not hold an object of these parts; it returns "" if the file may.
+    """Function that returns why a file must not hold an object of these parts, or "" if it may.
 
-    ``None``: all parts are allowed.
+    ``None`` allows all parts.
     """
 
 

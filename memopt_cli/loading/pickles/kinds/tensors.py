@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # ``storages`` imports this package
 
 @dataclass(frozen=True, slots=True)
 class FileStorage:
-    """A storage of tensors, with the dtype that the file says it has."""
+    """A storage of tensors, with the dtype that the file gives."""
 
     data: torch.UntypedStorage
     dtype: torch.dtype
