@@ -192,7 +192,8 @@ def first_line(error: BaseException) -> str:
     of a SyntaxError is named with its folder, which its own text leaves out.
     """
     if isinstance(error, SystemExit):
-        return f"it called sys.exit({shorten(error.code)})"
+        written = "".join(f": {note[:_LONGEST_LINE]}" for note in getattr(error, "__notes__", ()))
+        return f"it called sys.exit({shorten(error.code)}){written}"
     whole, text = str(error), ""
     if isinstance(error, SyntaxError) and error.filename:
         whole = f"{error.msg} ({error.filename}, line {error.lineno})"

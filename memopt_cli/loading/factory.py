@@ -30,8 +30,10 @@ from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.loading.user_code import UserCode, command_line_of, import_failure, make_importable
 from memopt_cli.loading.user_function import user_function
+from memopt_cli.records import FIRST_USED
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
 from memopt_cli.text.documents import quoted_flag, quoted_path
+from memopt_cli.text.misnamed import other_class_hint
 from memopt_cli.text.optimizer_text import is_function
 from memopt_cli.text.units import format_some
 from memopt_cli.training.module_calls import raised_at
@@ -106,12 +108,12 @@ def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step
     return product
 
 
-def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
+def fill(model: nn.Module, file: ModelFile, location: str = "") -> tuple[str, ...]:
     """Load the state dict in ``file`` into ``model``, strictly, and return notes on where it was found.
 
     The state dict may be an entry of a checkpoint, and its names may have the prefixes of wrappers (``module.``).  A
     saved module serves as its state dict: its tensors are made, and its class is not imported.
-    Raises :class:`FileFormatError` if no state dict fits.
+    Raises :class:`FileFormatError` if no state dict fits; it names the classes beside the one at ``location``.
     """
     notes: list[str] = []
     with unseen():  # even if the model is built without data, the tensors of the file are read with theirs
@@ -124,9 +126,10 @@ def fill(model: nn.Module, file: ModelFile) -> tuple[str, ...]:
         model.load_state_dict(weights, strict=True)
     except Exception as err:  # the model's own hooks run here
         reason = _mismatch(model.state_dict(), weights) or first_line(err)
+        others = other_class_hint(location, weights) if is_function(location) else ""
         raise FileFormatError(
             f"{file.path} does not fit {type(model).__name__}: {reason}",
-            hint="Give the weights of the model that the callable builds.",
+            hint=f"Give the weights of the model that the callable builds. {others}".strip(),
         ) from err
     return tuple(notes)
 
@@ -165,7 +168,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
                 f"{file.path} holds {len(state_dicts)} state dicts, and none fits: {names}",
                 hint=f"Name one to see the differences: `{quoted_flag('--key', '.'.join(where))}`.",
             )
-        notes.append(f"The file has several state dicts ({names}); the first is used. `--key` names another.")
+        notes.append(f"The file has several state dicts ({names}){FIRST_USED} `--key` names another.")
     else:
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
     chosen = saved.get(where)

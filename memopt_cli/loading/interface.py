@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -72,10 +72,10 @@ class WithoutModel(FileFormatError):
     """A file that holds weights alone."""
 
 
-def no_model(path: str, tensors: int, code_paths: Sequence[str]) -> WithoutModel:
-    """Return the error for a file that holds nothing but ``tensors`` weights; see :func:`build_hint`."""
+def no_model(path: str, names: Collection[str], code_paths: Sequence[str]) -> WithoutModel:
+    """Return the error for a file that holds nothing but tensors of ``names``; see :func:`build_hint`."""
     return WithoutModel(
-        f"{path} holds {format_count(tensors, 'tensor')} but no model", hint=build_hint(path, code_paths)
+        f"{path} holds {format_count(len(names), 'tensor')} but no model", hint=build_hint(path, code_paths, names)
     )
 
 

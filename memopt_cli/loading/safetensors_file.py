@@ -59,7 +59,7 @@ class SafeTensors:
         return is_safetensors(file.data)
 
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
-        raise no_model(file.path, len(read_header(file.data, file.path)[0]), trust.code_paths)
+        raise no_model(file.path, [*read_header(file.data, file.path)[0]], trust.code_paths)
 
 
 def is_safetensors(data: bytes) -> bool:

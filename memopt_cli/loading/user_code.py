@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickles.nodes import Global
@@ -178,12 +178,40 @@ def file_in(folder: Path, module: str) -> Path | None:
 
 @contextlib.contextmanager
 def command_line_of(name: str) -> Iterator[None]:
-    """Show code the command line of ``python name``, since memopt's own arguments mean nothing to its parser."""
+    """Show code the command line of ``python name``, since memopt's own arguments mean nothing to its parser.
+
+    If the code exits, the error gets a note with the last line that it wrote to stderr, which tells why.
+    """
     arguments, sys.argv = sys.argv, [name]
+    stream, sys.stderr = sys.stderr, (heard := _Heard(sys.stderr))
     try:
         yield
+    except SystemExit as err:
+        if written := heard.text.strip():
+            err.add_note(written.splitlines()[-1])
+        raise
     finally:
         sys.argv = arguments
+        if sys.stderr is heard:
+            sys.stderr = stream
+
+
+class _Heard:
+    """A stream that passes everything on to another, ``None`` for none, and keeps the end of what is written."""
+
+    _KEPT = 4096
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        """Write ``text``."""
+        self.text = (self.text + text)[-self._KEPT :]
+        return len(text) if self._stream is None else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def make_importable(folder: Path, *, first: bool = True) -> None:

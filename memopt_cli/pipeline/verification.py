@@ -79,7 +79,7 @@ def verify_compiled(
             replace(reference or prepared, carried=plain), replace(prepared, carried=plan), _CONSECUTIVE_STEPS, cache
         )
     except MemoptError as error:
-        return StepFailed.of(error, error.hint)
+        return StepFailed.from_error(error, error.hint)
     check = FurtherCheck(name=f"compiled by {backend}", batch=comparison.batch, compared=comparison.compared)
     verification = replace(verification, further=(*verification.further, check))
     # Segments may break the model into different graphs, whose random numbers differ in forward: no fault of the plan.

@@ -120,6 +120,7 @@ from memopt_cli.records.measurement import TimedOut as TimedOut
 from memopt_cli.records.measurement import break_down as break_down
 from memopt_cli.records.measurement import describe as describe
 from memopt_cli.records.measurement import slowdown_in as slowdown_in
+from memopt_cli.records.model import FIRST_USED as FIRST_USED
 from memopt_cli.records.model import STEP as STEP
 from memopt_cli.records.model import LoadedModel as LoadedModel
 from memopt_cli.records.model import ModelFacts as ModelFacts

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from rich.table import Table
 
 from memopt_cli.inputs.spec_text import format_tensor
-from memopt_cli.records import DeviceEstimate, InputSpec
+from memopt_cli.records import FIRST_USED, DeviceEstimate, InputSpec
 from memopt_cli.text.documents import COMMAND
 from memopt_cli.text.units import format_bytes
 
@@ -28,6 +28,16 @@ def not_typed(spec: InputSpec) -> str:
     if spec.is_remembered:
         return f"; the inputs are {spec.source}: {inputs} (`-i` gives others)"
     return f"; the inputs are a guess: {inputs} (`-i` gives yours)"
+
+
+def chosen(notes: Iterable[str]) -> Iterator[str]:
+    """Yield those of ``notes`` that say what memopt chose itself, for the lines below the headline."""
+    yield from (note for note in notes if FIRST_USED in note)
+
+
+def others(notes: Iterable[str]) -> Iterator[str]:
+    """Yield the ``notes`` that :func:`chosen` leaves out."""
+    yield from (note for note in notes if FIRST_USED not in note)
 
 
 BUSY = 0.2

@@ -32,7 +32,7 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
-from memopt_cli.report.lines import busy_notes, plain_table, room_in_words
+from memopt_cli.report.lines import busy_notes, others, plain_table, room_in_words
 from memopt_cli.report.rank import planned_headline, planned_lines
 from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
@@ -425,7 +425,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
     if (smaller := _smaller_too_slow(summary)) is not None:
         yield f"{smaller.sentence} {smaller.why.remedy}"
     yield from busy_notes(_waited_shares(summary))
-    yield from summary.notes
+    yield from others(summary.notes)
 
 
 def details(summary: MemOptSummary) -> Iterator[str]:

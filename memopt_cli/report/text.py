@@ -43,7 +43,7 @@ from memopt_cli.report import (
     strategies,
 )
 from memopt_cli.report.interface import Answer
-from memopt_cli.report.lines import guard, not_typed, plain_table
+from memopt_cli.report.lines import chosen, guard, not_typed, plain_table
 from memopt_cli.text.documents import printable
 from memopt_cli.text.units import format_bytes, format_seconds
 
@@ -109,7 +109,9 @@ def _in_parts(
     match found:
         case StepProfile():
             parts, lines = profiling.parts(found), profiling.remarks(found)
-            _print_all(console, profiling.headline(found), parts, lines, spec=found.header.spec)
+            _print_all(
+                console, [*profiling.headline(found), *chosen(found.notes)], parts, lines, spec=found.header.spec
+            )
         case GroupMeasurement():
             tables = rank.rank_table(found), rank.collective_table(found.largest)
             _print_all(console, rank.measured_headline(found), tables, rank.measured_remarks(found))
@@ -164,7 +166,7 @@ def _print_baseline(console: Printer, result: BaselineResult) -> None:
 def _print_optimized(console: Printer, result: OptimizeResult, *, verbose: bool) -> None:
     summary = result.summary
     tables = optimization.tables(summary, verbose=verbose)
-    _print_all(console, [optimization.headline(summary)], tables, spec=result.header.spec)
+    _print_all(console, [optimization.headline(summary), *chosen(summary.notes)], tables, spec=result.header.spec)
     if verbose or not summary.unchanged:
         _print(console)
     details = optimization.details(summary) if verbose else ()

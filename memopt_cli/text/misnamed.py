@@ -12,12 +12,12 @@ import os
 import re
 import shlex
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from memopt_cli.errors import UsageError
 from memopt_cli.text.documents import quoted_path, read_bytes
-from memopt_cli.text.optimizer_text import notebook_refusal
+from memopt_cli.text.optimizer_text import is_function, notebook_refusal
 from memopt_cli.text.units import format_some
 
 _ONNX: Final = (
@@ -42,26 +42,31 @@ _OTHERS: Final = (
 _OF_TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".safetensors")
 """Endings of files of PyTorch."""
 _HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _MAX_SOURCE_BYTES: Final = 1 << 20
 """Bytes of a Python file that is looked into."""
 _SHOWN: Final = 8
 """Names that a hint lists."""
 _MAX_HINT: Final = 10_000
 """Maximum number of characters of a hint that is searched for a function."""
+_ANY: Final = "NAME"
+"""Stands for a name that the user has to choose."""
 _BUILDERS: Final = ("build", "make_model", "get_model", "create_model")
 _WRITE: Final = "build.py is a file that you write, of two lines: from net import Net; def build(): return Net()"
 
 
-def build_hint(weights: str, code_paths: Sequence[str] = ()) -> str:
+def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[str] = ()) -> str:
     """Return a hint for ``weights``, a file that has no model: to name the folder, if it holds a model of a library.
 
-    ``code_paths``: files and folders of ``--code-path``; a file there may define what builds the model.
+    ``code_paths``: files and folders of ``--code-path``; a file there may define what builds the model; ``names``: the
+    names of the tensors, by which the class of the model is told from others.
     """
     folder = os.path.dirname(weights)
     if folder and os.path.isfile(os.path.join(folder, "config.json")):
         return f"Its config.json lies beside it: give the folder, {quoted_path(folder + os.sep)}."
-    if builder := _builder_among(code_paths):
-        return f"Name what builds the model: {_with_weights(builder, weights)}"
+    if builder := _builder_among(code_paths, names):
+        which = _candidates(builder)
+        return f"Name what builds the model{which}: {_with_weights(builder, weights)}"
     hint = "Name the function that builds the model, as build.py:build for build() in build.py"
     return f"{hint}: {_suggest_weights(weights)}"
 
@@ -93,9 +98,30 @@ def _shell_words(text: str) -> list[str]:
         return []
 
 
-def _builder_among(code_paths: Sequence[str]) -> str:
-    builders = ((path, _builder_at(path)) for path in code_paths)
-    return next((f"{path}:{name}" for path, name in builders if name), "")
+def other_class_hint(location: str, names: Collection[str]) -> str:
+    """Return a sentence on the classes beside the one at ``location``, ``net.py:Loss``, which ``names`` do not fit.
+
+    Empty if its file has no others.
+    """
+    path, _, name = location.rpartition(":")
+    others = [builder for builder in _module_classes(path) if builder != location]
+    if fitting := [builder for builder in others if _covers(builder, names)]:
+        return _did_you_mean(quoted_path(fitting[-1]))
+    listed = format_some([builder.rpartition(":")[2] for builder in others], _SHOWN)
+    return f"Beside {name}, {path} has {listed}." if others else ""
+
+
+def _builder_among(code_paths: Sequence[str], names: Collection[str] = ()) -> str:
+    return next(filter(None, (_builder_at(path, names) for path in code_paths)), "")
+
+
+def _candidates(builder: str) -> str:
+    """Return ``, where NAME is one of Net, Loss`` for the ``builder`` net.py:NAME; empty if it names a class."""
+    path, _, name = builder.rpartition(":")
+    if name != _ANY:
+        return ""
+    classes = [each.rpartition(":")[2] for each in _module_classes(path)]
+    return f", where {_ANY} is one of {format_some(classes, _SHOWN)}"
 
 
 def _with_weights(builder: str, weights: str) -> str:
@@ -113,14 +139,15 @@ def missing_refusal(location: str) -> tuple[str, str]:
             f"'{location}' is an address, and memopt downloads nothing",
             f"Fetch it first: curl -LO {shlex.quote(location)}",
         )
-    folder, name = os.path.split(location)
+    folder, name = os.path.split(location.rstrip(os.sep))
     try:
         near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.7)
     except OSError:  # there is no such folder, or it cannot be read
         near = []
     what = f"there is no file '{location}', and it is not of the form package.module:callable"
     if near:
-        return what, f"Did you mean {quoted_path(os.path.join(folder, near[0]))}?"
+        meant = os.path.join(folder, near[0])
+        return what, _did_you_mean(quoted_path(os.path.join(meant, "") if os.path.isdir(meant) else meant))
     if _HUB.fullmatch(location) and not name.lower().endswith((*_OF_TORCH, ".pkl")) and not os.path.isdir(folder):
         save = f'AutoModel.from_pretrained("{location}").save_pretrained("{name}")'
         return what, f"memopt downloads nothing. If it is a name on a hub, save it first: {save}"
@@ -128,7 +155,8 @@ def missing_refusal(location: str) -> tuple[str, str]:
 
 
 def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
-    """Return what the file at ``path`` is, which begins with ``data``, and what to do; ``None``: it may be a model."""
+    """Return what the file at ``path`` is, which begins with ``data``, and what to do; ``None`` if it may be a
+    model."""
     for pattern, what, hint in _OTHERS:
         if re.match(pattern, data, re.DOTALL):
             return what, hint
@@ -144,7 +172,7 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
 
 
 def _archive_refusal(data: bytes) -> tuple[str, str] | None:
-    """Return what ``data``, a zip archive, is, and what to do; ``None``: it may be a model, or is damaged."""
+    """Return what ``data``, a zip archive, is, and what to do; ``None`` if it may be a model, or is damaged."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()
@@ -168,7 +196,8 @@ def folder_refusal(path: str) -> tuple[str, str]:
 
 
 def weights_files_in(folder: str) -> list[str]:
-    """Return the paths of the safetensors files in ``folder``, sorted; without any, those of ``pytorch_model*.bin``."""
+    """Return the paths of the safetensors files in ``folder``, sorted; if there are none, the files
+    ``pytorch_model*.bin``."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:  # it cannot be read
@@ -196,20 +225,102 @@ def weights_in(path: str) -> str:
 
 def _callable_hint(path: str) -> str:
     """Return a sentence on how to name what builds the model in the Python file at ``path``, with what it defines."""
-    typed = f"{quoted_path(path)}:{_builder_at(path) or 'NAME'}"
+    typed = quoted_path(_builder_at(path) or f"{path}:{_ANY}")
     return (
         f"Name a function or class in it that makes the model without arguments: {typed}. {definitions(path)}".strip()
     )
 
 
-def _builder_at(path: str) -> str:
-    """Return the function of the Python file at ``path`` whose name says that it builds the model; empty without one.
+def _builder_at(path: str, names: Collection[str] = ()) -> str:
+    """Return what builds the model in the Python file at ``path``, as ``net.py:Net``; empty if nothing there does.
 
-    Without such a function, the last module that can be made without arguments: inner modules come before outer ones.
+    It is a function whose name says so, unless importing the file fails for want of arguments.  Else it is a module
+    that can be made without arguments, there or in a file beside it that it imports from: the last that has all
+    attributes that tensors of ``names`` need, since inner modules come before outer ones.  If several may be it and
+    none has them, the name is ``NAME``.
     """
-    nodes = _public_definitions_in(path)
-    functions = [node.name for node in nodes if node.name in _BUILDERS]
-    return next(iter(functions or [node.name for node in reversed(nodes) if _makes_module(node)]), "")
+    functions = [f"{path}:{node.name}" for node in _public_definitions_in(path) if node.name in _BUILDERS]
+    classes = _module_classes(path)
+    if functions and not (classes and _needs_arguments(path)):
+        return functions[0]
+    fitting = [builder for builder in classes if _covers(builder, names)] if names else classes
+    if not fitting and len(classes) > 1:
+        return f"{path}:{_ANY}"
+    return next(reversed(fitting or classes), "")
+
+
+def _module_classes(path: str) -> list[str]:
+    """Return the modules that can be made without arguments, as ``net.py:Net``, and that the file at ``path`` has.
+
+    Those that it imports from files beside it come first.  Its own are left out if there are such, and importing the
+    file would fail for want of arguments.
+    """
+    imported: list[str] = []
+    for node in _statements_in(path):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level <= 1:
+            source = os.path.join(os.path.dirname(path), f"{node.module.replace('.', os.sep)}.py")
+            wanted = {alias.name for alias in node.names}
+            imported += [
+                f"{source}:{each.name}"
+                for each in _public_definitions_in(source)
+                if _makes_module(each) and wanted & {each.name, "*"}
+            ]
+    own = [f"{path}:{node.name}" for node in _public_definitions_in(path) if _makes_module(node)]
+    return imported if imported and _needs_arguments(path) else [*imported, *own]
+
+
+def _needs_arguments(path: str) -> bool:
+    """Return whether importing the Python file at ``path`` exits, since it parses arguments that must be given."""
+    kept = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.If)  # an ``if`` is likely that of ``__main__``
+    run = [inner for node in _statements_in(path) if not isinstance(node, kept) for inner in ast.walk(node)]
+    calls = [node for node in run if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    parses = any(ast.unparse(call.func).endswith((".parse_args", ".parse_known_args")) for call in calls)
+    added = [call for call in calls if ast.unparse(call.func).endswith(".add_argument")]
+    return parses and any(map(_is_required, added))
+
+
+def _is_required(call: ast.Call) -> bool:
+    """Return whether ``call``, of ``add_argument``, adds an argument that must be given."""
+    keywords = {each.arg: ast.unparse(each.value) for each in call.keywords}
+    is_positional = any(ast.unparse(each)[1:2] != "-" for each in call.args[:1])
+    return keywords.get("nargs") not in ("'?'", "'*'") if is_positional else keywords.get("required") == "True"
+
+
+def _covers(builder: str, names: Collection[str]) -> bool:
+    """Return whether the class at ``builder``, ``net.py:Net``, assigns the attributes that tensors of ``names`` are in.
+
+    A prefix that all names share, such as ``module.``, may be that of a wrapper.
+    """
+    path, _, name = builder.rpartition(":")
+    assigned = _attributes_of({node.name: node for node in definitions_in(path)}, name)
+    split = [each.replace("_orig_mod.", "").split(".") for each in names]
+    first, second = ({parts[depth] for parts in split if len(parts) > depth} for depth in (0, 1))
+    return bool(first) and (first <= assigned or (len(first) == 1 and bool(second) and second <= assigned))
+
+
+def _attributes_of(definitions: dict[str, _Definition], name: str) -> set[str]:
+    """Return the attributes that the class ``name`` and its bases among ``definitions`` assign by ``self.NAME = ...``.
+
+    Buffers, parameters and modules that are registered by name count, too.
+    """
+    found: set[str] = set()
+    pending, seen = [name], set[str]()
+    while pending:
+        node = definitions.get(each := pending.pop())
+        if each in seen or not isinstance(node, ast.ClassDef):
+            continue
+        seen.add(each)
+        pending += [ast.unparse(base) for base in node.bases]
+        for inner in ast.walk(node):
+            match inner:
+                case ast.Attribute(value=ast.Name(id="self"), attr=attribute, ctx=ast.Store()):
+                    found.add(attribute)
+                case ast.Call(
+                    func=ast.Attribute(attr="register_buffer" | "register_parameter" | "add_module"),
+                    args=[ast.Constant(value=str(attribute)), *_],
+                ):
+                    found.add(attribute)
+    return found
 
 
 def _makes_module(node: ast.FunctionDef | ast.ClassDef) -> bool:
@@ -224,7 +335,8 @@ def _makes_module(node: ast.FunctionDef | ast.ClassDef) -> bool:
 
 
 def refuse_misspelt(path: str, name: str) -> None:
-    """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and never says ``name``.
+    """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and does not contain
+    ``name``.
 
     The file is not run: so this error comes before one about outputs that exist.
     """
@@ -236,12 +348,19 @@ def refuse_misspelt(path: str, name: str) -> None:
 def definitions(path: str, name: str = "") -> str:
     """Return a sentence on the functions and classes of the Python file at ``path``; empty if it has none.
 
-    If ``name`` may be a misspelling of one of them, the sentence asks so.
+    If ``name`` may be a misspelling of one of them, the sentence asks for it.
     """
     if near := _nearest_definition(path, name):
         return _did_you_mean(near)
     names = [node.name for node in _public_definitions_in(path)]
     return f"It defines {format_some(names, _SHOWN)}." if names else ""
+
+
+def class_file(location: str) -> str:
+    """Return the Python file of ``location``, if it names a class there, as ``net.py:Net`` does; else empty."""
+    path, _, name = location.rpartition(":")
+    nodes = definitions_in(path) if is_function(location) else []
+    return path if any(isinstance(node, ast.ClassDef) and node.name == name for node in nodes) else ""
 
 
 def _nearest_definition(path: str, name: str) -> str:
@@ -259,10 +378,14 @@ def _public_definitions_in(path: str) -> list[ast.FunctionDef | ast.ClassDef]:
     return [node for node in nodes if not node.name.startswith("_")]
 
 
-def definitions_in(path: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+def definitions_in(path: str) -> list[_Definition]:
     """Return the functions and classes at the top of the Python file at ``path``; none if it is broken."""
+    return [node for node in _statements_in(path) if isinstance(node, _Definition)]
+
+
+def _statements_in(path: str) -> list[ast.stmt]:
+    """Return the statements at the top of the Python file at ``path``; none if it is broken."""
     try:
-        nodes = ast.parse(read_bytes(path, _MAX_SOURCE_BYTES)).body
+        return ast.parse(read_bytes(path, _MAX_SOURCE_BYTES)).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    return [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]

@@ -54,9 +54,9 @@ class Step:
     kwargs: dict[str, Any]
     settings: StepSettings
     loss: Callable[[Any], Tensor] | None = None
-    """The user's loss, a function of the model's output.  ``None``: the rules of :func:`seeds_of_backward`."""
+    """The user's loss, a function of the model's output.  ``None`` for the rules of :func:`seeds_of_backward`."""
     optimizer: torch.optim.Optimizer | None = None
-    """Optimizer of the model's parameters.  ``None``: a step that ends with the gradients."""
+    """Optimizer of the model's parameters.  ``None`` for a step that ends with the gradients."""
     make_optimizer: OptimizerMaker = no_optimizer
     """Makes an optimizer like ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
@@ -182,7 +182,7 @@ class Step:
     def run_checked(self) -> Any:
         """Run one forward and backward, explain every failure of the model's own code, and return the output.
 
-        Raises :class:`StepError`, which names the module whose forward failed or says that only backward fails.  An
+        Raises :class:`StepError`, which names the module whose forward failed or states that only backward fails.  An
         out-of-memory error is raised unchanged.
         """
         with failure_named(self.model):

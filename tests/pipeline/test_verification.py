@@ -331,7 +331,7 @@ def state_that_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
 
     @contextlib.contextmanager
     def replay(self: Any, state_tensors: Any = ()) -> Iterator[Any]:
-        generators = self._generators.now()
+        generators = self._generators.current()
         self._generators.restore()
         yield {}
         generators.restore()

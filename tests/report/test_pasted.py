@@ -94,7 +94,7 @@ def test_the_loop_calls_the_model_as_the_step_does(
     subject = Subject(
         source=ModelSource(location="net.pt"), spec=InputSpec(tensors=(*tensors,), dims={"B": 3}, source="--input")
     )
-    call = Worker(subject, lambda: model).do(CallJob())
+    call = Worker(subject, lambda: model).answer(CallJob())
     pasted = "\n".join(loop_of(call, 2, StepSettings(), "cpu"))
     assert f"    ({said} / 2).backward()" in pasted.splitlines()
     values = {"x": torch.randn(3, 4), "scale": torch.randn(3, 1), "labels": torch.randn(3, 2)}

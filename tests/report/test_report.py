@@ -190,6 +190,13 @@ def test_a_guess_of_the_inputs_stands_in_the_headline(summary: MemOptSummary) ->
     assert "guess" not in shown(TextReport(), found).splitlines()[0]
 
 
+def test_which_of_several_state_dicts_is_used_stands_below_the_headline(summary: MemOptSummary) -> None:
+    note = "The file has several state dicts ('model', 'ema'); the first is used. `--key` names another."
+    lines = shown(TextReport(), result(replace(summary, notes=("another note", note)))).splitlines()
+    assert lines[1] == note.replace("`", "")
+    assert [lines.count(each) for each in ("another note", lines[1])] == [1, 1]
+
+
 @pytest.mark.parametrize("verbose", [False, True])
 def test_what_waits_elsewhere_has_a_column_of_its_own(verbose: bool, summary: MemOptSummary) -> None:
     sent = replace(measured(294.6, 1.49), elsewhere_bytes=200 << 20)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt_cli.text.misnamed import build_hint, builder_in, file_refusal, missing_refusal, weights_in
+from memopt_cli.text.misnamed import build_hint, builder_in, file_refusal, missing_refusal, other_class_hint, weights_in
 
 
 def zipped(*names: str) -> bytes:
@@ -43,6 +43,8 @@ def test_what_is_not_there_is_guessed(tmp_path: Path, monkeypatch: pytest.Monkey
     Path("whole.pt").touch()
     assert missing_refusal("https://a.b/model.pt")[1].endswith("curl -LO https://a.b/model.pt")
     assert missing_refusal("whole.ptt")[1] == "Did you mean whole.pt?"
+    Path("qwen").mkdir()
+    assert missing_refusal("qwenn/")[1] == missing_refusal("qwenn")[1] == "Did you mean qwen/?"
     assert 'from_pretrained("google/vit-base").save_pretrained("vit-base")' in missing_refusal("google/vit-base")[1]
     assert missing_refusal("other.pt")[1] == ""
 
@@ -71,6 +73,51 @@ def test_a_class_that_needs_no_arguments_builds_the_model(tmp_path: Path) -> Non
         "class Data(Dataset): ...\n"
     )
     assert builder_in(build_hint("sd.pt", [str(source)]), "sd.pt") == f"{source}:Net"
+
+
+NET = """
+class BaseModule(nn.Module):
+    def __init__(self): self.stem = nn.Linear(2, 2)
+class Net(BaseModule):
+    def __init__(self, width=2):
+        self.blocks: nn.Module = nn.Linear(2, 2)
+        self.register_buffer("scale", None)
+class Loss(nn.Module):
+    def __init__(self): self.margin = nn.Parameter()
+class Other(nn.Module): ...
+"""
+NAMES = ("stem.weight", "blocks.0.weight", "scale")
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+def test_the_class_with_the_attributes_of_the_weights_builds_the_model(prefix: str, tmp_path: Path) -> None:
+    source = tmp_path / "net.py"
+    source.write_text(NET)
+    names = [f"{prefix}{name}" for name in NAMES]
+    assert builder_in(build_hint("sd.pt", [str(source)], names), "sd.pt") == f"{source}:Net"
+    assert other_class_hint(f"{source}:Loss", names) == f"Did you mean {source}:Net?"
+    assert other_class_hint(f"{source}:Net", ["layer.weight"]) == f"Beside Net, {source} has BaseModule, Loss, Other."
+
+
+def test_classes_are_listed_if_none_has_the_attributes_of_the_weights(tmp_path: Path) -> None:
+    source = tmp_path / "net.py"
+    source.write_text(NET)
+    hint = build_hint("sd.pt", [str(source)], [*NAMES, "layer.weight"])
+    assert f", where NAME is one of BaseModule, Net, Loss, Other: {source}:NAME" in hint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [("'data'", "net.py:Net"), ("'--width', required=True", "net.py:Net"), ("'--width', type=int", "train.py:build")],
+)
+def test_a_script_that_needs_arguments_is_not_named(arguments: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    source = tmp_path / "train.py"
+    source.write_text(
+        f"from net import Net, Loss\nparser = ArgumentParser()\nparser.add_argument({arguments})\n"
+        "args = parser.parse_args()\ndef build(): return Net(args.width)\n"
+    )
+    assert builder_in(build_hint("sd.pt", [str(source)], NAMES), "sd.pt") == f"{tmp_path}/{named}"
 
 
 def test_a_builder_is_named_as_a_shell_reads_it_and_found_again_in_its_hint(tmp_path: Path) -> None:

@@ -203,8 +203,8 @@ def _module_in_wrapper(root: Built, attribute: str, path: str) -> Any:
 
 def _without_model(root: Any, whole: Any, path: str, code_paths: Sequence[str]) -> FileFormatError:
     refuse_other(root, whole, path)
-    if tensors := sum(1 for _ in found_in(root, lambda value: tensor_of(value) is not None)):
-        return no_model(path, tensors, code_paths)
+    if names := [where[-1] for where, _ in found_in(root, lambda value: tensor_of(value) is not None)]:
+        return no_model(path, names, code_paths)
     kind = str(root.name) if isinstance(root, Built) else type(root).__name__
     return FileFormatError(
         f"{path} holds a {kind.removeprefix('builtins.').lower()}, not a model",

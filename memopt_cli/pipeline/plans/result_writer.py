@@ -35,6 +35,7 @@ from memopt_cli.records import (
     Trust,
 )
 from memopt_cli.records.plan_file import plan_yaml
+from memopt_cli.text.misnamed import class_file
 from memopt_cli.text.units import format_bytes
 from memopt_cli.text.writing import Fill, content, note_existing_plan, write_all
 
@@ -158,7 +159,7 @@ class ResultWriter:
     def _use(self) -> str:
         """Return the line of Python that puts the written plan into use; empty if no plan was written.
 
-        The model is loaded from its file, unless the script builds it or gives the plan an optimizer.
+        The model is loaded from its file, unless a function builds it or the script gives the plan an optimizer.
         """
         if self.paths.plan not in self.files:
             return ""
@@ -168,9 +169,13 @@ class ResultWriter:
             return f"step = {make}(); memopt_cli.apply_plan(step, {plan})"
         if self.findings.plan.in_backward:
             return f"memopt_cli.apply_plan(model, {plan}, optimizer=optimizer)"
-        if self.paths.model not in self.files or kind in ("factory", "pretrained"):
+        source = self.prepared.subject.source
+        script = class_file(source.location) if kind == "factory" else ""
+        if self.paths.model not in self.files or (kind in ("factory", "pretrained") and not script):
             return f"memopt_cli.apply_plan(model, {plan})"
-        trust = self.prepared.subject.source.trust  # memopt_cli.load has no sandbox to turn off
+        trust = source.trust  # memopt_cli.load has no sandbox to turn off
+        if script:  # what the class is made of may be defined beside it
+            trust = replace(trust, code_paths=tuple(dict.fromkeys((*trust.code_paths, os.path.dirname(script) or "."))))
         trust = replace(trust, sandbox=True, code_paths=tuple(map(os.path.abspath, trust.code_paths)))
         trusting = "" if trust == Trust() else f", trust=memopt_cli.{trust.in_python}"
         return f"model = memopt_cli.load({str(self.paths.model)!r}{trusting})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli.errors import MeasurementError, UnsafeFileError
-from memopt_cli.measure import model_file
+from memopt_cli.measure.answers import without_steps
 from memopt_cli.measure.jobs import VerifyJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
@@ -110,7 +111,7 @@ def test_a_model_of_a_file_is_saved_if_it_can_be_loaded_again(
     done = spawn_memopt(tmp_path, "apply", f"{name}.py:Net", "plan.yaml", "-o", "out.pt")
     if name == "profile":
         assert (done.code, done.changed) == (3, set())
-        assert "another module has the name of profile.py" in done.err
+        assert "profile.py has the name of another module" in done.err
     else:
         assert done.code == 0, done.err
         monkeypatch.setattr(sys, "path", [*sys.path])
@@ -122,6 +123,31 @@ def test_a_model_of_a_file_is_saved_if_it_can_be_loaded_again(
 def test_the_line_that_loads_the_model_works_in_any_folder(memopt: Memopt, net: nn.Module, step: list[str]) -> None:
     done = memopt("optimize", "net.pt", *step, "--code-path", ".")
     assert done.out.endswith(f"trust=memopt_cli.Trust(code_paths=({str(Path.cwd())!r},)))\n"), done.err
+
+
+@pytest.mark.slow
+def test_a_model_of_a_class_in_a_file_is_loaded_with_the_folder_of_its_code(
+    spawn_memopt: Memopt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inputs = tmp_path / "inputs.pt"
+    torch.save([torch.randn(256, 32)], inputs)  # inputs of a file cannot be resized: no batch is searched for
+    Path("code").mkdir()
+    Path("code/user_layer.py").write_text(
+        "from torch import nn\n\n\nclass Layer(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))\n"
+    )
+    Path("code/user_net.py").write_text(
+        "from torch import nn\nfrom user_layer import Layer\n\n\nclass Net(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(Layer(), Layer(), Layer())\n"
+    )
+    done = spawn_memopt(tmp_path, "optimize", "code/user_net.py:Net", "--input-data", str(inputs), *STEP[2:])
+    assert done.code == 0, done.err
+    line = done.out.splitlines()[-1].removeprefix("use it: ")
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import memopt_cli; {line}; print(type(model))"], capture_output=True, text=True
+    )
+    assert ran.stdout == "<class 'user_net.Net'>\n", ran.stderr
 
 
 @pytest.mark.slow
@@ -225,7 +251,7 @@ def test_what_a_subprocess_returns_in_place_of_the_model(
     """It is not written; but for what is not confined, which could write it by itself."""
     monkeypatch.chdir(tmp_path)
     torch.save(layer(), "net.pt")
-    monkeypatch.setattr(model_file, "write_model", lambda model, plan, file: torch.save(Attack(), file))
+    monkeypatch.setattr(without_steps, "write_model", lambda model, plan, file: torch.save(Attack(), file))
     source = ModelSource(location="net.pt", trust=Trust(sandbox=sandbox))
     with contextlib.nullcontext() if not sandbox else pytest.raises(UnsafeFileError, match=RETURNED):
         write_all({Path("out.pt"): result_writer.model_writer(source, Plan(), 60.0)}, force=False)
