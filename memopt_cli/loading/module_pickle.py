@@ -28,7 +28,7 @@ from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
 from memopt_cli.loading.pickles.kinds.interface import BrokenError, Denied, Missing, ObjectKind, Use
 from memopt_cli.loading.pickles.kinds.modules import Libraries
 from memopt_cli.loading.pickles.kinds.tensors import Stored
-from memopt_cli.loading.pickles.kinds.vouched import Vouched
+from memopt_cli.loading.pickles.kinds.vouched import Vouched, scripts_with
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Global
 from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read_pickled
 from memopt_cli.loading.pickles.scan import suspend_collection
@@ -238,7 +238,8 @@ def audit_objects(
 def _unknown(unclaimed: Iterable[Use]) -> list[tuple[Global, Denied | Missing]]:
     """Refuse each name in ``unclaimed``, uses without a kind, once for each way of use."""
     uses = {(use.name, use.how): use for use in unclaimed}
-    return [(name, unknown(use)) for (name, _), use in uses.items()]
+    scripts = scripts_with({use.name for use in uses.values() if use.name.module == "__main__"})
+    return [(name, unknown(use, scripts)) for (name, _), use in uses.items()]
 
 
 def _refuse_exhausting(file: ModelFile, audit: Audit) -> None:

@@ -654,11 +654,11 @@ def _precision(verification: Verification) -> str:
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
     bare = ", without an optimizer's state (`--optimizer adamw` counts it)" if advice.without_optimizer else ""
     if isinstance(advice, BatchEstimate):
-        if not advice.is_limited_by_memory:
-            fits = f"about {advice.batch} is predicted to fit{bare}, but {advice.because}"
-            return f"batch: as given; {fits}; `--recommend-batch` finds the largest in time"
         budget, peak = format_apart(advice.budget_bytes, advice.predicted_peak_bytes)
         room = budget + bare
+        if not advice.is_limited_by_memory:
+            fits = f"about {advice.batch} is predicted to fit into {room}, but {advice.because}"
+            return f"batch: as given; {fits}; `--recommend-batch` finds the largest in time"
         if advice.is_measured:
             larger = "dry runs predict that no larger one does"
             return f"batch: {advice.batch} is the largest that fits (measured), {peak} of {room}; {larger}"

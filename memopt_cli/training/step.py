@@ -10,6 +10,7 @@ import contextlib
 import functools
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -387,6 +388,11 @@ def _call_loss(loss: Callable[[Any], Any], output: Any) -> Any:
             "sample: def loss(output): return loss_fn(output, targets[: len(output)]). Without a loss, every output "
             "gets a random gradient, which takes the same memory.",
         ) from error
+
+
+def is_of_loss(error: BaseException) -> bool:
+    """Return whether ``error`` was raised in the user's loss."""
+    return any(frame.f_code is _call_loss.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
