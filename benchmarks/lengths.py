@@ -76,7 +76,7 @@ def find(lengths: list[int], budget: str, batch: int) -> MemOptSummary:
         spec=InputSpec(tensors=tensors, dims={"B": batch, "S": HIGH}, source="this benchmark"),
         settings=StepSettings(device="cpu"),
         search=resolve(SearchOverrides()),
-        goal=SearchGoal(budget=Budget.of(share)),
+        goal=SearchGoal(budget=Budget.from_amount(share)),
         dim_range=DimRange(symbol="S", low=LOW, high=HIGH),
         lengths=Counter(lengths),
         dry_run=True,

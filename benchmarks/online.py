@@ -164,7 +164,7 @@ def tensor_peak_bytes(strategy: str, steps: int) -> int:
     accumulate = accumulate_through_time if strategy == "through time" else accumulate_online
     log = StorageLog(lambda: "")
     for tensor in (*model.parameters(), *model.buffers()):
-        log.see(tensor, "parameters")
+        log.count_tensor(tensor, "parameters")
     with log:
         accumulate(model, steps_of(steps), labels, F.cross_entropy)
     return log.peaks.tensor_bytes

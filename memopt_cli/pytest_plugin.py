@@ -20,7 +20,7 @@ import pytest
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.records import Counted, StepSettings, to_data
 from memopt_cli.text.optimizer_text import parse_optimizer
-from memopt_cli.text.spelling import in_python, said_in_python
+from memopt_cli.text.spelling import in_python, with_python_spelling
 from memopt_cli.text.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class TrainMemory:
         from memopt_cli.training.module_calls import InputsRejectedError
 
         try:
-            with said_in_python():
+            with with_python_spelling():
                 counted, messages = _count(model, args, inputs or {}, loss, optimizer, seed)
         except InputsRejectedError as error:
             error.hint = "Give each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32)), or a dict."

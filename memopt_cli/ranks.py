@@ -57,7 +57,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import log_progress
 from memopt_cli.text.options import check_option, check_option_if_given
-from memopt_cli.text.spelling import said_in_python
+from memopt_cli.text.spelling import with_python_spelling
 
 __all__ = ["RankPrediction", "plan_rank", "predict_rank", "recommend_ranks"]
 
@@ -67,7 +67,7 @@ Parallelize = str | Callable[[nn.Module, Any], nn.Module]
 """Function of a model and a ``DeviceMesh``, or text as for ``--parallel``: ``"fsdp"``, ``"train.py:shard"``."""
 
 
-@said_in_python()
+@with_python_spelling()
 def predict_rank(
     build: Build,
     inputs: Inputs,
@@ -127,7 +127,7 @@ def predict_rank(
         return predict_one_rank(session, layout, rank, chosen)
 
 
-@said_in_python()
+@with_python_spelling()
 def recommend_ranks(
     build: Build,
     inputs: Inputs,
@@ -178,7 +178,7 @@ def recommend_ranks(
         return RanksRecommended(recommend_ranks_prepared(request, prepared, chosen))
 
 
-@said_in_python()
+@with_python_spelling()
 def plan_rank(
     build: Build,
     inputs: Inputs,

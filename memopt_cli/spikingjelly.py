@@ -70,7 +70,7 @@ from memopt_cli.search.plan.targets import (
     refusal_notes,
     segments_plan,
 )
-from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
+from memopt_cli.text.spelling import notes_in_python, warn_if_unchanged, with_python_spelling
 from memopt_cli.text.units import format_some
 from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, list_modules, record_inputs
 from memopt_cli.training.apply import apply_plan, replacing_plan
@@ -105,7 +105,7 @@ Inputs = tuple[Any, ...] | Mapping[str, Any]
 """Positional arguments of ``forward``, or its keyword arguments."""
 
 
-@said_in_python()
+@with_python_spelling()
 def memory_optimization(
     net: nn.Module,
     instance: type | tuple[type, ...],
@@ -226,11 +226,11 @@ def memory_optimization(
         return summarize(findings, spent_s=time.monotonic() - started)
 
     summary = on_every_rank(net, process_group, optimize_net, lambda summary: summary.plan)
-    warn_unchanged(summary.unchanged)
+    warn_if_unchanged(summary.unchanged)
     return (wrapper, notes_in_python(summary)) if return_summary else wrapper
 
 
-@said_in_python()
+@with_python_spelling()
 def apply_gc(
     net: nn.Module,
     instance: type | tuple[type, ...],
@@ -275,7 +275,7 @@ def apply_gc(
     findings.notes[:0] = carried_note(carried, findings.plan)
     findings.notes.extend(_missing_segment_notes(net, instance, findings))
     summary = summarize(findings, spent_s=time.monotonic() - started)
-    warn_unchanged(summary.unchanged)
+    warn_if_unchanged(summary.unchanged)
     return (wrapper, to_data(notes_in_python(summary))) if return_summary else wrapper
 
 

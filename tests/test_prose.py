@@ -20,7 +20,8 @@ NO_VERBS = re.compile(
 )
 HABITS = re.compile(
     r"(?s).*(,\ssay[,.):;]|\b(the|its|their)\spresent\s[a-z]|equal\sto\sthe\sbit|an\sempty\stext|,\sor\sempty\."
-    r"|Raises\s:class:`[\w.]+`(\sand\s:class:`[\w.]+`)?\.(\s|$)|,\salso\s(for|if|in|where|when)\b|``None``:\snone\.)"
+    r"|Raises\s:class:`[\w.]+`(\sand\s:class:`[\w.]+`)?\.(\s|$)|,\salso\s(for|if|in|where|when)\b|``None``:\s"
+    r"|(^|[.)]\s\s)(0|-1|Empty|Infinite):\s|^(Tell|Know|Mind)\s|\btells\swhether\b)"
 )
 """Turns of phrase that make one read twice, among them errors without the reason why they are raised."""
 
@@ -61,6 +62,10 @@ def test_an_opener_is_found() -> None:
     assert not NO_VERBS.match("Bytesize the text.")
     assert HABITS.match("Read it.\n\nRaises :class:`ValueError`.")
     assert HABITS.match("Return why it fails, or empty.")
+    assert HABITS.match("Base of a view.  ``None``: it is no view.")
+    assert HABITS.match("Seconds of a step.  0: it was not timed.")
+    assert HABITS.match("Tell whether the step fits.")
+    assert not HABITS.match("Base of a view.  ``None`` for a copy.")
     assert not HABITS.match("Read it.  Raises :class:`ValueError` if it is damaged.")
 
 

@@ -238,7 +238,7 @@ _LENGTHS_HINT = (
 
 def budget_of(given: str | float | None) -> Budget | None:
     """Return ``given`` as a budget; ``None`` if it is ``None``."""
-    return None if given is None else Budget.of(check_option("budget", given))
+    return None if given is None else Budget.from_amount(check_option("budget", given))
 
 
 def path_given(name: str, given: str | os.PathLike[str]) -> Path:

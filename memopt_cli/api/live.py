@@ -75,12 +75,12 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import log_progress
 from memopt_cli.runtime.places.disk import set_offload_folder
 from memopt_cli.text.options import check_option, check_option_if_given
-from memopt_cli.text.spelling import said_in_python, warn_unchanged
+from memopt_cli.text.spelling import warn_if_unchanged, with_python_spelling
 from memopt_cli.text.writing import check_targets
 from memopt_cli.training.apply import apply_plan, replacing_plan
 
 
-@said_in_python()
+@with_python_spelling()
 def optimize(
     model: nn.Module,
     inputs: Inputs,
@@ -211,11 +211,11 @@ def optimize(
         return _search(request, model, given, step, limit_s, verbose)
 
     result = on_every_rank(checked_model(model), process_group, optimized, lambda result: result.plan)
-    warn_unchanged(result.summary.unchanged)
+    warn_if_unchanged(result.summary.unchanged)
     return result
 
 
-@said_in_python()
+@with_python_spelling()
 def frontier(
     model: nn.Module,
     inputs: Inputs,
@@ -270,7 +270,7 @@ def frontier(
     return _search(request, model, given_inputs(inputs, dims), step, limit_s, verbose)
 
 
-@said_in_python()
+@with_python_spelling()
 def profile(
     model: nn.Module,
     inputs: Inputs,
@@ -315,7 +315,7 @@ def profile(
         return Profiled(profile_prepared(request, prepared.without_carried(LEFT_OUT_NOTE), chosen))
 
 
-@said_in_python()
+@with_python_spelling()
 def recommend_batch(
     model: nn.Module,
     inputs: Inputs,
@@ -389,7 +389,7 @@ def recommend_batch(
         return Recommended(recommend_prepared(request, prepared, chosen, ()))
 
 
-@said_in_python()
+@with_python_spelling()
 def baseline(
     model: nn.Module,
     inputs: Inputs,
@@ -428,7 +428,7 @@ def baseline(
         return Recorded(record_prepared(request, prepared))
 
 
-@said_in_python()
+@with_python_spelling()
 def check(
     model: nn.Module,
     inputs: Inputs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import pickle
 import resource
@@ -73,12 +74,18 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
     flags = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
     if _is_of_loading(error):
         return f"memopt explain {flags}"
-    command = " ".join(filter(None, ["memopt explain MODEL -i SHAPE", _script(), _optimizer(error), flags]))
+    model = _model(error)
+    command = " ".join(
+        filter(None, [f"memopt explain {model or 'MODEL'} -i SHAPE", _script(), _optimizer(error), flags])
+    )
+    meant = "MODEL is a saved model, or net.py:build for a function that makes it"
+    if model:
+        meant = f"{model} is made without arguments: else name a function of yours that makes it"
     return (
         f"memopt explain {flags}\n"
         f"and to find what would fit: {command}\n"
-        "MODEL is a saved model, or net.py:build for a function that makes it; SHAPE a batch's shape, 64x3x224x224 or "
-        f"64x128@int64=0..32000; add {_OWN_LOSS} if it has a loss of its own"
+        f"{meant}; SHAPE a batch's shape, 64x3x224x224 or 64x128@int64=0..32000; "
+        f"add {_OWN_LOSS} if it has a loss of its own"
         f"{_guard()}"
     )
 
@@ -106,12 +113,41 @@ def _running_script() -> str | None:
     return getattr(sys.modules.get("__main__"), "__file__", None)
 
 
+def _model(error: Exception) -> str:
+    """Return ``train.py:Net`` for the model that ran in ``error``, if the running script can make one; else empty.
+
+    The model is the module with most parameters among the local variables of the error's frames.  The script can make
+    one if it defines the class at top level, and if the class needs no arguments.
+    """
+    # An error in a module's __init__ may precede that of nn.Module, which makes what parameters() reads.
+    modules = [v for v in _local_values(error) if isinstance(v, torch.nn.Module) and "_modules" in vars(v)]
+    path = _running_script()
+    if path is None or not modules:
+        return ""
+    made = type(max(modules, key=lambda module: sum(1 for _ in module.parameters())))
+    is_of_script = made.__module__ == "__main__" and vars(sys.modules["__main__"]).get(made.__name__) is made
+    return quoted_path(f"{path}:{made.__name__}") if is_of_script and not _needs_arguments(made) else ""
+
+
+def _needs_arguments(made: type) -> bool:
+    """Return whether the class ``made`` has parameters without a default, other than ``*args`` and ``**kwargs``."""
+    return any(
+        parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for parameter in inspect.signature(made).parameters.values()
+    )
+
+
+def _local_values(error: Exception) -> Iterator[object]:
+    """Yield the values of the local variables in the frames of ``error``, outermost frame first."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        yield from list(frame.f_locals.values())
+
+
 def _optimizer(error: Exception) -> str:
     """Return the flag for the first optimizer among the local variables of the frames of ``error``; empty if none."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for value in frame.f_locals.values():
-            if isinstance(value, torch.optim.Optimizer) and (name := optimizer_name(type(value).__name__)):
-                return f"--optimizer {name}"
+    for value in _local_values(error):
+        if isinstance(value, torch.optim.Optimizer) and (name := optimizer_name(type(value).__name__)):
+            return f"--optimizer {name}"
     return ""
 
 

@@ -22,12 +22,12 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import log_progress
 from memopt_cli.text.options import check_option
-from memopt_cli.text.spelling import notes_in_python, said_in_python, warn_unchanged
+from memopt_cli.text.spelling import notes_in_python, warn_if_unchanged, with_python_spelling
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.user_step import Step, join_models
 
 
-@said_in_python()
+@with_python_spelling()
 def optimize_step(
     make_step: Callable[[], Step],
     inputs: tuple[Any, ...] | Mapping[str, Any],
@@ -79,5 +79,5 @@ def optimize_step(
     step = make_step()
     apply_plan(join_models(step), findings.plan)
     summary = summarize(findings, spent_s=time.monotonic() - started)
-    warn_unchanged(summary.unchanged)
+    warn_if_unchanged(summary.unchanged)
     return step, notes_in_python(summary)

@@ -32,7 +32,7 @@ from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
 from memopt_cli.records.progress import log_progress
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
 from memopt_cli.text.options import check_option
-from memopt_cli.text.spelling import said_in_python
+from memopt_cli.text.spelling import with_python_spelling
 from memopt_cli.training.user_step import Step
 
 Trained = nn.Module | Callable[[], Step]
@@ -51,7 +51,7 @@ class Verified(Shown):
         return self.result.passed
 
 
-@said_in_python()
+@with_python_spelling()
 def verify(
     reference: Trained,
     candidate: Trained,

@@ -17,7 +17,7 @@ from memopt_cli.records import CHANGES_NOTHING, Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.module_state import ModuleState, detach_state
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.text.spelling import said_in_python, warn_unchanged
+from memopt_cli.text.spelling import warn_if_unchanged, with_python_spelling
 from memopt_cli.training import apply
 from memopt_cli.training.module_calls import InputsRejectedError
 from memopt_cli.training.step import Step
@@ -34,7 +34,7 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One argument of ``forward``, its positional arguments, or its keyword arguments."""
 
 
-@said_in_python()
+@with_python_spelling()
 def apply_plan(
     model: Applied,
     plan: Plan | str | os.PathLike[str],
@@ -62,7 +62,7 @@ def apply_plan(
     plan = load_plan(plan)
     if not isinstance(model, nn.Module):
         _apply_to_step(model, plan, is_plain=verify is None and loss is None and optimizer is None)
-        warn_unchanged(CHANGES_NOTHING if plan.is_empty else "")
+        warn_if_unchanged(CHANGES_NOTHING if plan.is_empty else "")
         return model
     if verify is not None:
         for inputs in verify if isinstance(verify, list) else [verify]:
@@ -70,7 +70,7 @@ def apply_plan(
     if plan.in_backward and optimizer is not None:
         _check_optimizer(optimizer)
     apply.apply_plan(model, plan, optimizer)
-    warn_unchanged(CHANGES_NOTHING if plan.is_empty else "")
+    warn_if_unchanged(CHANGES_NOTHING if plan.is_empty else "")
     return model
 
 

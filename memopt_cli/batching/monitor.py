@@ -45,7 +45,7 @@ class PerformanceAnalysis(TypedDict):
     """Figures over a window of batches; times are in seconds."""
 
     batches: int
-    """Number of batches in the window.  0: the figures below are 0, and the trends ``insufficient_data``."""
+    """Number of batches in the window.  If it is 0, the figures below are 0, and the trends ``insufficient_data``."""
     avg_throughput: float
     """Samples per second: all samples of the window over all its time."""
     memory_efficiency: float

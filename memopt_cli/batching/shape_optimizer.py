@@ -66,7 +66,7 @@ class Candidate(TypedDict):
     seq_length: int | None
     """Size of axis 1 in 3 dimensions, of axis 2 in 4.  ``None`` for a shape without an axis of sequences."""
     throughput: float
-    """Samples per second.  0: the step ran out of memory."""
+    """Samples per second.  0 if the step ran out of memory."""
     memory_bytes: int | None
     """Peak of one step in bytes, or ``None`` if the step ran out of memory."""
     accuracy: float | None

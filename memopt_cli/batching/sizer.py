@@ -44,10 +44,10 @@ class _Growth:
 class AdaptiveBatchSizer:
     """A controller of the batch size: a step's peak should be ``target_memory_usage`` of the device's capacity.
 
-    ``target_memory_usage`` (a share) replaces the value in ``config``.  ``memory`` reads capacity and peaks.  ``None``:
-    the device's own meter.  ``effective_batch_size`` is the number of samples per update, which gradient accumulation
-    keeps constant.  With ``distributed`` every call of :meth:`adapt_batch_size` is a collective: all ranks take the
-    smallest size that any rank asks for.
+    ``target_memory_usage`` (a share) replaces the value in ``config``.  ``memory`` reads capacity and peaks.  ``None``
+    for the device's own meter.  ``effective_batch_size`` is the number of samples per update, which gradient
+    accumulation keeps constant.  With ``distributed`` every call of :meth:`adapt_batch_size` is a collective: all ranks
+    take the smallest size that any rank asks for.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class AdaptiveBatchSizer:
 
         ``input_shape`` starts with the batch, which is only the first guess.  A step is forward, and backward if the
         model is in training mode.  From the guess the size is doubled (or halved) until a step exceeds the target or
-        the memory, then bisected; the model is not changed.  ``make_input(batch)`` makes the inputs.  ``None``: random
-        inputs of the first layer's dtype.  Raises :class:`MemoryBudgetError` if the smallest batch does not fit.
+        the memory, then bisected; the model is not changed.  ``make_input(batch)`` makes the inputs.  ``None`` for
+        random inputs of the first layer's dtype.  Raises :class:`MemoryBudgetError` if the smallest batch does not fit.
         """
         shape = require_batch_shape(input_shape)
         self._device = str(device)

@@ -68,7 +68,7 @@ def optimize(
         spec=inputs.spec(context, sizes),
         settings=step.settings(),
         search=resolve(search),
-        goal=SearchGoal(budget=None if budget is None else Budget.of(budget), frontier=frontier, pick=pick),
+        goal=SearchGoal(budget=None if budget is None else Budget.from_amount(budget), frontier=frontier, pick=pick),
         dim_range=dim_range,
         lengths=lengths,
         output=output,

@@ -74,7 +74,7 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
 
     Returns
     -------
-    The header, which says where the plan comes from, and the plan.
+    The header, which names the source of the plan, and the plan.
 
     Raises
     ------
@@ -334,7 +334,7 @@ def _as_measured(plan: Plan, measured: Measurement) -> StepMemory:
 
 
 def batch_yaml(header: FileHeader, *, shaping: Mapping[str, Any], recommended: Mapping[str, Any]) -> bytes:
-    """Return the content of ``*.batch.yaml``: ``batch_shaping`` configures batches, ``recommended`` says why."""
+    """Return the content of ``*.batch.yaml``: ``batch_shaping`` configures batches, ``recommended`` explains them."""
     return yaml_text({**header_data(header), "batch_shaping": dict(shaping), "recommended": dict(recommended)}).encode()
 
 

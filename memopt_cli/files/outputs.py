@@ -74,7 +74,7 @@ def output_paths(location: str, output: str | None, *, plan_only: bool = False) 
     the original model.
     """
     file = file_of(location)
-    model = _beside(Path(file), location.removeprefix(file).removeprefix(":")) if output is None else Path(output)
+    model = _output_path(Path(file), location.removeprefix(file).removeprefix(":")) if output is None else Path(output)
     if not model.name:
         raise UsageError(f"'{output}' does not name a file", hint="Write for example `-o model.memopt.pt`.")
     _require_other(file, model)
@@ -95,7 +95,7 @@ def _require_other(file: str, path: Path) -> None:
         raise UsageError(f"the output {path} is the model itself", hint="Name another file.")
 
 
-def _beside(file: Path, builder: str) -> Path:
+def _output_path(file: Path, builder: str) -> Path:
     """Return the path of the optimized model: beside ``file``, or in the working directory if it has a ``builder``."""
     if builder:
         kind = f".{builder}" if builder[:1].isupper() else ""

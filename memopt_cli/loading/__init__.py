@@ -29,7 +29,7 @@ from memopt_cli.loading.trust import UnvouchedError, together
 from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.text.documents import read_bytes
-from memopt_cli.text.spelling import said_in_python
+from memopt_cli.text.spelling import with_python_spelling
 from memopt_cli.training.compiling import compile_again
 from memopt_cli.training.own_checkpoints import warn_if_on
 from memopt_cli.training.user_step import StepModels
@@ -80,7 +80,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     )
 
 
-@said_in_python()
+@with_python_spelling()
 def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust = Trust()) -> nn.Module:
     """Load the model at ``path`` onto the CPU: memopt's own file, any saved module, a folder of ``save_pretrained``.
 

@@ -28,7 +28,7 @@ from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
 from memopt_cli.loading.pickles.kinds.interface import BrokenError, Denied, Missing, ObjectKind, Use
 from memopt_cli.loading.pickles.kinds.modules import Libraries
 from memopt_cli.loading.pickles.kinds.tensors import Stored
-from memopt_cli.loading.pickles.kinds.vouched import Vouched
+from memopt_cli.loading.pickles.kinds.vouched import Vouched, scripts_with
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Global
 from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read_pickled
 from memopt_cli.loading.pickles.scan import suspend_collection
@@ -242,8 +242,9 @@ def _unknown(unclaimed: Iterable[Use], code: UserCode) -> list[tuple[Global, Den
     A package that is in ``code`` hides any other, so that no flag makes a module that it lacks importable.
     """
     uses = {(use.name, use.how): use for use in unclaimed}
+    scripts = scripts_with({use.name for use in uses.values() if use.name.module == "__main__"})
     return [
-        (name, Missing(f"No module named {name.module!r}") if code.defines(name.package) else unknown(use))
+        (name, Missing(f"No module named {name.module!r}") if code.defines(name.package) else unknown(use, scripts))
         for (name, _), use in uses.items()
     ]
 

@@ -112,11 +112,14 @@ def attack(wanted: Global) -> Denied:
     )
 
 
-def unknown(use: Use) -> Denied | Missing:
-    """Return the refusal of an unclaimed name, with the flags that would allow the name."""
+def unknown(use: Use, scripts: Mapping[Global, Path]) -> Denied | Missing:
+    """Return the refusal of an unclaimed name, with the flags that would allow the name.
+
+    ``scripts``: see :func:`~memopt_cli.loading.pickles.kinds.vouched.scripts_with`; it has each name of ``__main__``.
+    """
     wanted = use.name
     if wanted.module == "__main__":
-        return needs_script(wanted)
+        return needs_script(wanted, scripts[wanted])
     if wanted == _HANDLE:
         return Denied(
             "is the handle of a hook: keep none in a model, and run one with lazy layers once before saving it"

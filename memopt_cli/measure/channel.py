@@ -59,7 +59,7 @@ class Channel:
         self.more_time()
 
     def wait_for_start(self) -> int | None:
-        """Wait until the subprocess is started, and return its id.  ``None``: it has ended, or cannot be started."""
+        """Wait until the subprocess is started, and return its id.  ``None`` if it has ended, or cannot be started."""
         try:
             return self.process.pid if self.process is not None else None
         except processes.ServerLostError:
@@ -131,7 +131,7 @@ class Channel:
                     chunk = self._replies.read(_READ_BYTES)
                     if chunk == b"":
                         return self._post_mortem()
-                    # ``None``: nothing to read after all, because the subprocess itself read from the pipe.
+                    # ``None`` if there was nothing to read after all, because the subprocess itself read from the pipe.
                     self._buffer += chunk or b""
                 elif self._has_ended():
                     return self._post_mortem()  # a process that the subprocess started still holds the pipe open

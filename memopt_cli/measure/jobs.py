@@ -66,7 +66,8 @@ class Subject:
     settings: StepSettings = _DEFAULTS
     data: Data = "full size"
     card: DeviceProfile | None = None
-    """A device that this machine lacks; its peaks and times are estimated.  ``None``: the step's device is measured."""
+    """A device that this machine lacks; its peaks and times are estimated.  ``None`` if the step's device is
+    measured."""
     layer_runs: bool = False
     """Whether flat Sequentials are divided into runs of layers, and each run can be a segment."""
     tries_rows: bool = True
@@ -74,15 +75,15 @@ class Subject:
     long as a few forwards, and is needless if all results of a plan are compared with the original's."""
     layout: RankLayout | None = None
     """The layout of the model over ranks, if the subprocess is one rank of many.  The group may be predicted, and its
-    steps run without data, or real.  ``None``: a single device."""
+    steps run without data, or real.  ``None`` for a single device."""
     rank: int = 0
     """Index of the subprocess's rank."""
     compiler_cache: str | None = None
-    """Folder for the cache of PyTorch's compiler.  ``None``: the sandbox's cache, or the user's if not confined."""
+    """Folder for the cache of PyTorch's compiler.  ``None`` for the sandbox's cache, or the user's if not confined."""
     place: PlaceName = "device"
     """Place where plans may send stored tensors; the speed of these copies is measured when a step is recorded."""
     offload_folder: str | None = None
-    """Folder for the file of stored tensors, if ``place`` is a file.  ``None``: the folder of temporary files."""
+    """Folder for the file of stored tensors, if ``place`` is a file.  ``None`` for the folder of temporary files."""
 
     @property
     def wants_compiler(self) -> bool:
@@ -124,7 +125,7 @@ class PeakJob(SizedJob[BatchProbe]):
     batch: int
     """Batch size, of each copy if there are several."""
     limit_bytes: int | None = None
-    """On CUDA, bytes that the allocator may hold, as on a smaller device.  ``None``: all of the device."""
+    """On CUDA, bytes that the allocator may hold, as on a smaller device.  ``None`` for all of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,14 +169,14 @@ class DescribeJob(Job[ModelFacts]):
     The answer is a failure if the model's step cannot be recorded, or the plan or the replicas do not suit it.
     """
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:describe"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:describe"
     max_bytes: ClassVar[int] = PER_TENSOR
     inputs: bool = True
     """Whether to find the inputs of the model's step."""
     spec: InputSpec | None = None
-    """The user's description of the inputs.  ``None``: not given."""
+    """The user's description of the inputs.  ``None`` if not given."""
     remembered: InputSpec | None = None
-    """The description from an earlier command.  ``None``: none is known."""
+    """The description from an earlier command.  ``None`` if none is known."""
     plan: Plan = ORIGINAL
     """A plan; the answer is a failure if it does not suit the model."""
     replicas: bool = False
@@ -186,7 +187,7 @@ class DescribeJob(Job[ModelFacts]):
 class InspectJob(Job[Inspection]):
     """Lists the contents of the file at ``path`` without running any of it."""
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:inspect"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:inspect"
     max_bytes: ClassVar[int] = PER_TENSOR
     path: str
 
@@ -195,7 +196,7 @@ class InspectJob(Job[Inspection]):
 class SnapshotJob(Job[SnapshotFacts]):
     """Reads the memory in a pickle of ``torch.cuda.memory._snapshot()`` without running any of it."""
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:snapshot"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:snapshot"
     path: str
 
 
@@ -231,7 +232,7 @@ class CompareJob(Job[Accepted]):
     compares them.  The answer is a failure if the saved file could do more than the original.
     """
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.model_file:compare_saved"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:compare_saved"
     path: str
 
 
@@ -254,7 +255,7 @@ class Traced:
     fake: bool
     """Whether the step was recorded on fake tensors."""
     dry_run_bytes: int | None
-    """The tensor peak of the step on fake tensors.  ``None``: the model does not run on fake tensors."""
+    """The tensor peak of the step on fake tensors.  ``None`` if the model does not run on fake tensors."""
     note: str = ""
     """The reason why the model does not run on fake tensors; empty if it does."""
     unknown: tuple[str, ...] = ()
@@ -297,13 +298,14 @@ class CountJob(SizedJob[Counted]):
     fake: bool
     """Whether to take a dry run, on fake tensors."""
     batch: int | None = None
-    """Batch size.  ``None``: the size in the description of the inputs.  At other sizes workspaces are not known, so a
-    dry run gives only the tensor peak."""
+    """Batch size.  ``None`` for the size in the description of the inputs.  At other sizes workspaces are not known, so
+    a dry run gives only the tensor peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallJob(StepJob[ModelCall]):
-    """Runs a forward, without data if the model can, and tells the kinds of its arguments and where its loss is."""
+    """Runs a forward, without data if the model can, and returns the kinds of its arguments and the place of its
+    loss."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.calls:describe_call"
 
@@ -350,7 +352,7 @@ class MeasureJob(StepJob[Measured]):
     warm_up: bool = True
     """Whether to take a step before the timed steps; otherwise the first timed step includes one-time costs."""
     limit_bytes: int | None = None
-    """On CUDA, bytes that the allocator may hold, as on a smaller device.  ``None``: all of the device."""
+    """On CUDA, bytes that the allocator may hold, as on a smaller device.  ``None`` for all of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,7 +383,7 @@ class TimeInTurnsJob(StepJob[TimedInTurns]):
     turns: int = 3
     """Minimum number of timed steps of the original, and of each plan."""
     max_slowdown: float | None = None
-    """Limit on the slowdown; a plan far beyond the limit is timed in one turn only.  ``None``: no limit."""
+    """Limit on the slowdown; a plan far beyond the limit is timed in one turn only.  ``None`` for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,7 +434,7 @@ class GroupJob(Job[RanksMeasured | RankLost]):
     max_bytes: ClassVar[int] = PER_TENSOR
     plan: Plan
     spec: InputSpec | None
-    """The user's description of the inputs of one rank's step.  ``None``: not given."""
+    """The user's description of the inputs of one rank's step.  ``None`` if not given."""
     timeout_s: float
     """Seconds that one rank waits for another."""
 
@@ -474,14 +476,14 @@ class VerifyJob(SizedJob[Verification]):
 # ---------------------------------------------------------------------------------------------- consecutive steps
 
 
-Mode = Literal["training", "eval", "as it came"]
-"""The mode of the model's modules.  ``eval`` draws fewer random numbers; ``as it came`` is the mode in which each
-module was saved."""
+Mode = Literal["training", "eval", "as saved"]
+"""The mode of the model's modules.  ``eval`` puts all of them in eval mode, to draw fewer random numbers; ``as saved``
+keeps the mode of each module in the file."""
 
 
-Compiling = Literal["as they are", "drawing alike", "keeping all"]
-"""The way in which compiled parts are compiled.  ``drawing alike``: they draw the same random numbers as uncompiled
-parts.  ``keeping all``: they keep all that backward needs, whatever PyTorch's memory budget is."""
+Compiling = Literal["unchanged", "same random numbers", "no recomputation"]
+"""The way in which compiled parts are compiled.  With ``same random numbers``, they draw the random numbers of
+uncompiled parts.  With ``no recomputation``, they keep all that backward needs, whatever PyTorch's memory budget is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -494,10 +496,10 @@ class FollowJob(StepJob[FollowedSteps]):
     plan: Plan = ORIGINAL
     steps: int = 3
     watched_step: int | None = None
-    """Index of the step whose calls of modules are recorded as well.  ``None``: no step."""
+    """Index of the step whose calls of modules are recorded as well.  ``None`` for no step."""
     double: bool = False
     """Whether everything is computed in float64."""
     mode: Mode = "training"
     detached: bool = False
     """Whether hidden state is detached from its graph between steps, as in the training loops of recurrent models."""
-    compiled: Compiling = "as they are"
+    compiled: Compiling = "unchanged"

@@ -72,7 +72,7 @@ class LocalSession(Session):
         with _one_at_a_time, isolate_state():
             try:
                 worker = self._work()
-                answer = worker.do(_over_the_wire(job, type(job)))
+                answer = worker.answer(_over_the_wire(job, type(job)))
                 for message in worker.messages:
                     self.report(message)
                 return _over_the_wire(answer, answer_of(type(job)))

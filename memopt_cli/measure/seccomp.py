@@ -11,7 +11,7 @@ thread id belongs to this process.
 The kernel runs the filter before every call, as a program of a small machine with one register: load a word (the number
 of the call, or an argument), compare it, skip instructions, return a verdict.  Installing it needs no privilege.
 
-Sources: https://docs.kernel.org/userspace-api/seccomp_filter.html; the numbers are those of Linux 6.18, in
+Sources: https://docs.kernel.org/userspace-api/seccomp_filter.html; the numbers are from Linux 6.18, in
 ``arch/x86/entry/syscalls/syscall_64.tbl`` and, for aarch64, ``include/uapi/asm-generic/unistd.h``; the constants are in
 ``include/uapi``: ``linux/{seccomp,filter,bpf_common,audit,sched,fcntl}.h``, ``asm-generic/{ioctls,fcntl}.h``.
 """
@@ -51,7 +51,7 @@ _REFUSED: Final = """
     unshare 272 97  setns 308 268  chroot 161 51  pivot_root 155 41  mount 165 40  umount2 166 39  open_tree 428 428
     open_tree_attr 467 467  move_mount 429 429  fsopen 430 430  fsconfig 431 431  fsmount 432 432  fspick 433 433
     mount_setattr 442 442
-  # being told of what others do to files
+  # notifications of what others do to files
     inotify_init 253 -  inotify_init1 294 26  inotify_add_watch 254 27  inotify_rm_watch 255 28  fanotify_init 300 262
     fanotify_mark 301 263
   # files: modes, owners, times, attributes; opening by a handle, and truncating by a path without opening

@@ -317,7 +317,7 @@ def _die_with(parent_pid: int, by: signal.Signals, *, first: bool = False) -> No
         if first:
             with contextlib.suppress(OSError):  # refused in a hardened container
                 Path("/proc/self/oom_score_adj").write_text("1000")
-    if os.getppid() != parent_pid:  # the parent ended before the kernel was told to watch it
+    if os.getppid() != parent_pid:  # the parent ended before the kernel began to watch it
         os._exit(1)
 
 

@@ -24,7 +24,8 @@ from memopt_cli.inputs.spec_text import format_tensor, is_pretrained, with_sizes
 from memopt_cli.loading import bounds
 from memopt_cli.loading.input_spec import guessed_spec, unnamed_arguments
 from memopt_cli.loading.trust import UnvouchedError
-from memopt_cli.measure import model_file, sandbox
+from memopt_cli.measure import sandbox
+from memopt_cli.measure.answers import without_steps
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.without_data import StepTooLargeError
 from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
@@ -66,7 +67,7 @@ class Worker:
         """The bench of the model, which is loaded for the first job that runs a step."""
         return Bench(self._subject, self._build, self._functions)
 
-    def do(self, job: Job[Answer]) -> Answer:
+    def answer(self, job: Job[Answer]) -> Answer:
         """Return the answer to ``job``.  Raises what the user's code raises."""
         answer: Callable[[Any, Job[Answer]], Answer] = pkgutil.resolve_name(job.answered_by)
         if not isinstance(job, StepJob):
@@ -112,7 +113,7 @@ class Worker:
 
     def save(self, job: SaveJob, file: BinaryIO) -> None:
         """Write the model of ``job`` into ``file``."""
-        model_file.save(self._subject, job, file)
+        without_steps.save(self._subject, job, file)
 
 
 # ---------------------------------------------------------------------------------------------- the wire
@@ -134,7 +135,7 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
         message = json.loads(line)
         job = from_data(class_of(message["kind"]), message["job"])
         try:
-            answer = _send_file(worker, job, replies) if isinstance(job, SaveJob) else worker.do(job)
+            answer = _send_file(worker, job, replies) if isinstance(job, SaveJob) else worker.answer(job)
             if isinstance(answer, ModelFacts) and unconfined:
                 answer = replace(answer, notes=(*answer.notes, unconfined))
             reply = {"kind": "answer", "answer": to_short_data(answer), "messages": worker.messages}
@@ -181,11 +182,11 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         tried, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")
         return OutOfMemory(detail=tried.removeprefix("CUDA out of memory. ").rstrip("."))
     hint = error.hint if isinstance(error, MemoptError) else ""
-    # The hint of a file's error tells the cause, such as a script that trains when it is imported.
+    # The hint of a file's error names the cause, such as a script that trains when it is imported.
     is_explained = isinstance(error, FileFormatError) and hint
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
         requests = error.requests if isinstance(error, UnvouchedError) else ()
-        return StepFailed.of(error, hint, wanted=requests)
+        return StepFailed.from_error(error, hint, wanted=requests)
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

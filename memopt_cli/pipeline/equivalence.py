@@ -187,7 +187,7 @@ class _Sides:
 
     def run_budgeted(self, job: FollowJob) -> tuple[FollowedSteps, FollowedSteps] | None:
         """Take the candidate's steps without PyTorch's memory budget, and with it; ``None`` if either fails."""
-        answers = [self._ask(self._candidate, each) for each in (replace(job, compiled="keeping all"), job)]
+        answers = [self._ask(self._candidate, each) for each in (replace(job, compiled="no recomputation"), job)]
         without_budget, with_budget = (
             answer if isinstance(answer, FollowedSteps) and not answer.failed else None for answer in answers
         )
@@ -316,7 +316,7 @@ class _Judge:
         cause = cause_of(
             Pair(reference=reference_run.steps[-1], candidate=candidate_run.steps[-1], gaps=gaps, tolerance=tolerance)
         )
-        if job.mode == "as it came":
+        if job.mode == "as saved":
             return cause or _cause_by_mode(reference_run, candidate_run)
         if candidate_run.is_compiled:
             return self._cause_by_compiled_drawing(job, gaps, tolerance) or cause
@@ -338,7 +338,7 @@ class _Judge:
         harmless.  If only forward agrees, backward recomputes with other numbers, and the gradients are wrong: the two
         must not be confused, lest users dismiss wrong gradients as different random numbers.
         """
-        runs = self.sides.run_both(replace(job, compiled="drawing alike"))
+        runs = self.sides.run_both(replace(job, compiled="same random numbers"))
         if not isinstance(runs, tuple) or not (runs[0].draws or runs[1].draws):
             return None
         if self._agree(runs, tolerance):
@@ -374,7 +374,7 @@ class _Judge:
         if not comparison.passed or set(self.first_run.evaluating) == set(self.candidate_run.evaluating):
             return noted_comparison
         self.sides.progress.stage("comparing in the modes in which they were given")
-        own_modes_job = replace(self.job, mode="as it came")
+        own_modes_job = replace(self.job, mode="as saved")
         runs = self.sides.run_both(own_modes_job)
         if not isinstance(runs, tuple):
             return noted_comparison

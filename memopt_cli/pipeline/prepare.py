@@ -371,7 +371,7 @@ def file_header(prepared: Prepared) -> FileHeader:
 def header_of(subject: Subject, sha256: str | None) -> FileHeader:
     """Return the header of a file about ``subject``; ``sha256``: of the model's file, if it has one."""
     settings = subject.settings
-    return FileHeader.now(
+    return FileHeader.make(
         subject.source.location, subject.spec, sha256=sha256, seed=settings.seed, device=settings.device
     )
 

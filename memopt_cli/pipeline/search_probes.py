@@ -133,7 +133,7 @@ def planner_probes(
         chunking=functools.partial(probes.chunking, allow_inexact=allow_inexact),
         report=reporter.report,
         trace=trace,
-        late=probes.is_late,
+        is_late=probes.is_late,
     )
 
 

@@ -79,7 +79,7 @@ def verify_compiled(
             replace(reference or prepared, carried=plain), replace(prepared, carried=plan), _CONSECUTIVE_STEPS, cache
         )
     except MemoptError as error:
-        return StepFailed.of(error, error.hint)
+        return StepFailed.from_error(error, error.hint)
     check = FurtherCheck(name=f"compiled by {backend}", batch=comparison.batch, compared=comparison.compared)
     verification = replace(verification, further=(*verification.further, check))
     # Segments may break the model into different graphs, whose random numbers differ in forward: no fault of the plan.
@@ -129,6 +129,8 @@ def verify_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSte
     if not agrees and not plan.has_chunks:
         return verify(prepared, plan)
     rounding = 0.0 if agrees else check.worst_difference
+    gradients = (tensor for tensor in measured.original.tensors if tensor.name.startswith("gradient"))
+    in_bfloat16 = any(tensor.kind.startswith("torch.bfloat16 ") for tensor in gradients)
     with prepared.session() as session:
         if not agrees:
             prepared.progress.stage("verifying at full size")
@@ -142,9 +144,11 @@ def verify_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSte
             sizes = sizes if isinstance(sizes, Sizes) else Sizes(batch=prepared.batch)
             outcome = _verify_at(prepared, plan, sizes, measured.original_s, session)
             if isinstance(outcome, Verification) and not _proves_nothing(outcome):
-                return replace(outcome, measured=check, rounding=rounding)
+                return replace(outcome, measured=check, rounding=rounding, in_bfloat16=in_bfloat16)
     outcome = verify(prepared, plan)
-    return replace(outcome, rounding=rounding) if isinstance(outcome, Verification) else outcome
+    if not isinstance(outcome, Verification):
+        return outcome
+    return replace(outcome, rounding=rounding, in_bfloat16=in_bfloat16)
 
 
 def fault_in(outcome: Verification | Failure) -> Differs | NotRun | None:

@@ -170,6 +170,13 @@ class ModelCall:
     attribute``: it is ``output.loss``.  ``an entry``: it is ``output[entry]``."""
     entry: str | int = ""
     """Key or index of the loss, where it is an entry of the output."""
+    draws_ignored: bool = False
+    """Whether the inputs hold integers of which some are -100, the label that losses ignore by default."""
+
+    @property
+    def may_ignore_labels(self) -> bool:
+        """Whether labels of -100 may occur: the inputs hold some, or the model computes its loss from labels."""
+        return self.draws_ignored or self.loss != "of targets"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +185,9 @@ class LengthBatching:
 
     name: str
     batch: int | None
-    """Sequences in a batch.  ``None``: as many as ``max_tokens`` allows."""
+    """Sequences in a batch.  ``None`` for as many as ``max_tokens`` allows."""
     max_tokens: int | None
-    """Maximum number of positions in a batch, padding included.  ``None``: ``batch`` is given."""
+    """Maximum number of positions in a batch, padding included.  ``None`` if ``batch`` is given."""
     batches: int
     waste: float
     """Share of computed positions that are padding."""
@@ -201,15 +208,15 @@ class BatchRequest(StepRequest):
     memory: int | float = 0.9
     """Bytes, or a share of the memory that the device has free."""
     objective: Objective | None = None
-    """Objective that the user gave.  ``None``: the default, which is in :attr:`aim`."""
+    """Objective that the user gave.  ``None`` for the default, which is in :attr:`aim`."""
     global_batch: int | None = None
     """Samples per optimizer step."""
     multiple_of: int = 1
     dim_range: DimRange | None = None
     replicas: DimRange | None = None
-    """Numbers of copies of the model to try.  ``None``: a single model."""
+    """Numbers of copies of the model to try.  ``None`` for a single model."""
     plan_path: str | None = None
-    """Path of a plan under which a batch is recommended as well.  ``None``: without a plan only."""
+    """Path of a plan under which a batch is recommended as well.  ``None`` to recommend one without a plan only."""
     lengths_path: str | None = None
     """Path of a file of sequence lengths; ``None`` if not given."""
     strategies: tuple[StrategyName, ...] = ()
@@ -217,7 +224,7 @@ class BatchRequest(StepRequest):
     search: ResolvedSearch | None = None
     """Limits on plans in a search for the fastest pair of a batch and a plan; ``None`` without ``--search``."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which everything is estimated.  ``None``: the device here."""
+    """Device that this machine lacks, for which everything is estimated.  ``None`` for the device here."""
     fake: bool = False
     """Whether to estimate on tensors without data, without any run at full size."""
     layouts: tuple[RankLayout, ...] = ()
@@ -225,9 +232,9 @@ class BatchRequest(StepRequest):
     search_limit_s: float | None = None
     """Seconds after which ``--search`` tries no more pairs; ``None`` if unlimited."""
     backend: str | None = None
-    """Backend of ``torch.compile`` that compiles the step.  ``None``: a step that is not compiled."""
+    """Backend of ``torch.compile`` that compiles the step.  ``None`` for a step that is not compiled."""
     output: str | None = None
-    """Path of the batch configuration.  ``None``: write none, or with a ``search`` one beside the model."""
+    """Path of the batch configuration.  ``None`` to write none, or with a ``search`` one beside the model."""
     force: bool = False
     longest_step_s: float = LONGEST_STEP_S
     """Longest step that is run, in seconds."""

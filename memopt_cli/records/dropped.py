@@ -80,13 +80,13 @@ class LeftOut:
     """A part that was left out of a plan because it makes the step differ from the original."""
 
     segment: str | None
-    """Path of the module that was a segment.  ``None``: packing outside of segments."""
+    """Path of the module that was a segment.  ``None`` for packing outside of segments."""
     difference: str
     """Difference from the original that the part causes, in words."""
 
     @property
     def sentence(self) -> str:
-        """Sentence that says which part was left out, and why."""
+        """Sentence on which part was left out, and why."""
         if self.segment is None:
             return f"Tensors saved outside of segments are not packed: with packing, {self.difference}."
         return f"{quote_module(self.segment)} is not a segment: as a segment, {self.difference}."
@@ -170,7 +170,7 @@ class Dropped:
     peak_bytes: int | None
     """Allocated peak under the plan, measured or else predicted; ``None`` if neither."""
     original_bytes: int | None
-    """Allocated peak of the original.  ``None``: it does not run here."""
+    """Allocated peak of the original.  ``None`` if it does not run here."""
     why: Reason
 
     @property
@@ -187,7 +187,7 @@ class Dropped:
 
     @property
     def sentence(self) -> str:
-        """Sentence that says that the plan is not applied, and why."""
+        """Sentence on why the plan is not applied."""
         if self.plan.in_backward:
             return f"The optimizer does not run in backward: {self.why.because}."
         plan_in_words = self.found if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"

@@ -19,7 +19,7 @@ class EquivalenceRequest:
     candidate: ModelSource
     """Candidate: the same model or step, trained in another way."""
     spec: InputSpec | None
-    """Inputs of both.  ``None``: look for them beside the reference, then guess."""
+    """Inputs of both.  ``None`` to look for them beside the reference, then guess."""
     settings: StepSettings = StepSettings()
     steps: int = 3
     """Number of consecutive steps, with an optimizer."""
@@ -108,8 +108,14 @@ class FollowedSteps:
 
 
 Likeness = Literal["to the bit", "within noise", "up to rounding", "as far as memopt can tell", "not"]
-"""How alike two trainings are, best first: bit-identical; no further apart than two runs of the reference; equal to
-1e-9 in float64; equal in half of the digits, where float64 cannot decide; not alike."""
+"""How alike two trainings are, best first:
+
+- ``to the bit``: bit-identical;
+- ``within noise``: no further apart than two runs of the reference;
+- ``up to rounding``: equal to 1e-9 in float64;
+- ``as far as memopt can tell``: equal in half of the digits, where float64 cannot decide;
+- ``not``: different.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ class PairRun:
     """Forward and backward passes for each step of the optimizer."""
     outcome: BatchProbe | Failure
     samples_per_s: float | None
-    """Rate, with one step of the optimizer for ``steps`` passes.  ``None``: the pair did not run."""
+    """Rate, with one step of the optimizer for ``steps`` passes.  ``None`` if the pair did not run."""
     usable: bool
     """Whether the pair may be chosen: it is within the memory and time limits, and its passes add up to the global
     batch.  If no pair is within the time limit, the one with the shortest step counts as usable."""
@@ -73,5 +73,5 @@ class FastestTraining:
 
     @property
     def answer(self) -> PairRun:
-        """Chosen pair, which trains most samples per second."""
+        """The chosen pair: the one that trains the most samples per second."""
         return self.runs[self.chosen]

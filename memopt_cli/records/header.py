@@ -27,13 +27,13 @@ class FileHeader:
     model: str
     """Location of the original model, as given."""
     sha256: str | None
-    """Hash of the model's file.  ``None``: it has no file."""
+    """Hash of the model's file.  ``None`` if it has no file."""
     spec: InputSpec
     seed: int
     device: str
 
     @classmethod
-    def now(
+    def make(
         cls, model: str, spec: InputSpec, *, sha256: str | None = None, seed: int = 0, device: str = ""
     ) -> FileHeader:
         """Return the header of a file about ``model`` that this version of memopt writes now."""

@@ -141,7 +141,8 @@ class Measurement:
     phases: tuple[PhasePeak, ...] = ()
     """Phases of the step, in order; empty in files of older versions of memopt."""
     slowdown_error: float = 0.0
-    """Amount by which the slowdown may be larger or smaller.  0: the step was not timed in turns with the original."""
+    """Amount by which the slowdown may be larger or smaller.  0 if the step was not timed in turns with the
+    original."""
     waited: float = 0.0
     """Share of the time of the timed steps that they waited for a processor, because the machine was busy."""
     elsewhere_bytes: int = 0
@@ -236,7 +237,7 @@ class StepFailed:
         return self.error == LossError.__name__
 
     @classmethod
-    def of(cls, error: MemoptError, hint: str, *, wanted: tuple[WantedGlobal, ...] = ()) -> StepFailed:
+    def from_error(cls, error: MemoptError, hint: str, *, wanted: tuple[WantedGlobal, ...] = ()) -> StepFailed:
         """Return the failure that ``error`` reports, so that its class is raised again where the failure is."""
         kind = sent_class(error)
         return cls(
@@ -252,7 +253,7 @@ Failure = OutOfMemory | TimedOut | Crashed | StepFailed
 
 
 def describe(failure: Failure) -> str:
-    """Say in one sentence why there is no measurement."""
+    """Explain in one sentence why there is no measurement."""
     match failure:
         case OutOfMemory(needed_bytes=needed, free_bytes=free) if needed:
             return f"not run here: it needs {format_bytes(needed)}, and {format_bytes(free)} is free"

@@ -21,7 +21,7 @@ class Trust:
     """The code that the user vouches for when a model file is loaded."""
 
     libraries: tuple[str, ...] = ()
-    """Packages whose ``nn.Module`` classes may be built (``trust:``), such as those of well-known model libraries."""
+    """Packages whose ``nn.Module`` classes may be built (``trust:``), such as well-known model libraries."""
     packages: tuple[str, ...] = ()
     """Top-level packages (``--allow-package``) whose classes may be built and whose functions may be referred to; a
     function that the file itself calls must be named in :attr:`globals`."""
@@ -79,7 +79,8 @@ class ModelSource:
     weights: str | None = None
     """Path of a state dict that fills the model (``--weights``)."""
     key: str | None = None
-    """Entry to take from a file that holds several, as keys joined by dots (``--key``).  ``None``: the file itself."""
+    """Entry to take from a file that holds several, as keys joined by dots (``--key``).  ``None`` for the file
+    itself."""
     trust: Trust = Trust()
     typed_trust: Trust = Trust()
     """Part of ``trust`` that the user typed for this command, and that is remembered for the file."""
@@ -88,10 +89,10 @@ class ModelSource:
     own_checkpoints: bool = True
     """Whether the model's own checkpointing stays on; otherwise the attributes that control it are turned off."""
     sha256: str | None = None
-    """Hash of the model file when it was first read, by which a changed file is refused.  ``None``: it has not been
+    """Hash of the model file when it was first read, by which a changed file is refused.  ``None`` if it has not been
     read yet, or is a callable."""
     weights_sha256: str | None = None
-    """Hash of the file of weights when it was first read.  ``None``: it has not been read yet, or there is none."""
+    """Hash of the file of weights when it was first read.  ``None`` if it has not been read yet, or there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class LoadedModel:
     format: str
     """``pickle``, ``torchscript``, ``exported``, ``pretrained``, ``factory`` or :data:`STEP`."""
     sha256: str | None
-    """Hash of the model file.  ``None``: a factory."""
+    """Hash of the model file.  ``None`` for a factory."""
     weights_sha256: str | None = None
     """Hash of the file of weights; ``None`` if there is none."""
     notes: tuple[str, ...] = ()
@@ -123,9 +124,9 @@ class ModelFacts:
     weights_sha256: str | None
     notes: tuple[str, ...]
     spec: InputSpec | None
-    """Inputs of the model's step.  ``None``: the job did not ask for them."""
+    """Inputs of the model's step.  ``None`` if the job did not ask for them."""
     batch: int | None
-    """Number of samples of the inputs.  ``None``: the job did not ask for them."""
+    """Number of samples of the inputs.  ``None`` if the job did not ask for them."""
     carried: Plan
     """Plan that the file carries; empty if none."""
     asked_codecs: tuple[str, ...]

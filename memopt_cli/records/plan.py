@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 from memopt_cli.errors import UsageError
-from memopt_cli.text.spelling import said_in_python
+from memopt_cli.text.spelling import with_python_spelling
 
 MAX_RANGES = 100
 """Maximum number of ranges of a plan by length, each of which is measured by itself."""
@@ -27,8 +27,7 @@ MAX_NORMS = 2
 """Maximum number of batch norms in a module that runs in chunks: each costs another pass over all chunks, in forward
 and in backward."""
 BUDGETED: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
-"""Backends of ``torch.compile`` that heed the memory budget: they divide graphs by PyTorch's partitioner, which reads
-it."""
+"""Backends of ``torch.compile`` that respect ``activation_memory_budget``: PyTorch's partitioner reads it."""
 _RANGES_HINT = (
     "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
 )
@@ -149,10 +148,10 @@ class CompilePlan(_ShortRepr):
     backend: str
     """Backend: ``inductor``, ``aot_eager`` or another that PyTorch knows by name."""
     mode: str | None = None
-    """Mode of inductor, such as ``max-autotune``.  ``None``: its default."""
+    """Mode of inductor, such as ``max-autotune``.  ``None`` for its default."""
     activation_memory_budget: float | None = None
     """PyTorch's memory budget: share, 0 to 1, of the bytes saved for backward that may stay; the rest is recomputed.
-    ``None``: the process's setting, 1 unless it was changed."""
+    ``None`` for the process's setting, 1 unless it was changed."""
 
     def __post_init__(self) -> None:
         budget = self.activation_memory_budget
@@ -187,7 +186,7 @@ class Plan(_ShortRepr):
     in_backward: bool = False
     """Whether the optimizer updates each parameter, and frees its gradient, as soon as the gradient is complete."""
     by: InputDimension | None = None
-    """Dimension whose size selects the range, in every forward.  ``None``: a plan without ranges."""
+    """Dimension whose size selects the range, in every forward.  ``None`` for a plan without ranges."""
     ranges: tuple[PlanRange, ...] = ()
     """Ranges from the shortest to the longest; the last one also acts beyond its bound."""
     compile: CompilePlan | None = None
@@ -273,7 +272,7 @@ class Plan(_ShortRepr):
         """Plan without compiling."""
         return replace(self, compile=None)
 
-    @said_in_python()
+    @with_python_spelling()
     def save(self, output: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save the plan to ``output``, which ``apply_plan``, ``read_plan`` and ``memopt apply`` read.
 

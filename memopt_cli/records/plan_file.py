@@ -30,7 +30,7 @@ def save_plan(plan: Plan, path: Path, *, force: bool) -> None:
 
     Raises :class:`UsageError` for a plan whose file could not be read again, and what :func:`write_all` does.
     """
-    header = FileHeader.now("(in memory)", InputSpec(source="Plan.save"), device="(not recorded)")
+    header = FileHeader.make("(in memory)", InputSpec(source="Plan.save"), device="(not recorded)")
     text = plan_yaml(header, plan)
     if reason := why_unreadable(text):
         raise UsageError(

@@ -51,7 +51,7 @@ class Progress:
         """Show a note that the user should read now rather than in the report."""
 
     def interrupted(self, text: str) -> None:
-        """Say that Ctrl-C has been heard, and what follows, even in a script that shows nothing else."""
+        """Report that Ctrl-C was received, and what follows, even in a script that shows nothing else."""
         _LOG.warning("%s", text)
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class OpTrace:
     mutates: tuple[int, ...] = ()
     """Storages modified in place."""
     recomputes: str | None = None
-    """Path of the segment whose forward the operator recomputes.  ``None``: all other operators."""
+    """Path of the segment whose forward the operator recomputes.  ``None`` for all other operators."""
     packs: bool = False
     """Whether the operator packs, unpacks or copies tensors for memopt, and is not the model's."""
     random: bool = False
@@ -104,10 +104,10 @@ class StorageTrace:
     born: int
     """Operator that made the storage; -1 if it existed before the step."""
     died: int | None
-    """Operator before which the storage was freed, or that wrote its sum into it.  ``None``: it outlives the step."""
+    """Operator before which the storage was freed, or that wrote its sum into it.  ``None`` if it outlives the step."""
     freed: int | None
-    """First operator that would have run without the storage if autograd had saved nothing.  ``None``: the model holds
-    it to the end."""
+    """First operator that would have run without the storage if autograd had saved nothing.  ``None`` if the model
+    holds it to the end."""
     saved_by: tuple[int, ...] = ()
     """Operators of forward whose derivative holds the storage until backward; empty for parameters, which live on."""
     compressor: CompressorName = "null"

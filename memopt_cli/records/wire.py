@@ -27,7 +27,7 @@ _TAGGED = (
     *(RanksMeasured, RankLost),
     *(TooSlow, SavesTooLittle, Differs, NotRun, OwnIsBetter),
 )
-"""Records that are members of a union, such as ``Measurement | OutOfMemory``; plain data tells them apart by
+"""Records that are members of a union, such as ``Measurement | OutOfMemory``; plain data distinguishes them by
 ``kind``."""
 _LONGEST_KEY = 60  # characters of a key that a message shows in full
 

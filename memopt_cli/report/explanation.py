@@ -11,7 +11,7 @@ from memopt_cli.records import Explanation, Holder, to_data
 from memopt_cli.report.lines import plain_table
 from memopt_cli.report.recommendation import settings
 from memopt_cli.text.paths import gather_paths
-from memopt_cli.text.units import format_bytes, format_seconds
+from memopt_cli.text.units import format_apart, format_bytes, format_seconds
 
 _LONGEST = 56
 """Most characters of a name."""
@@ -43,10 +43,8 @@ def headline(explanation: Explanation) -> Iterator[str]:
 
 def _outcome(explanation: Explanation) -> str:
     """Return a sentence on whether the step of ``explanation`` fits, and explains the error if there is one."""
-    needed, there = (
-        format_bytes(explanation.needed_bytes),
-        f"{format_bytes(explanation.limit_bytes)} ({explanation.limit})",
-    )
+    limit, needed = format_apart(explanation.limit_bytes, explanation.needed_bytes)
+    there = f"{limit} ({explanation.limit})"
     if explanation.header is None and explanation.event and not (explanation.asked_bytes and explanation.limit_bytes):
         return ""  # the event is the whole explanation, such as a process that was killed
     has_failed = explanation.asked_bytes or explanation.event
@@ -115,7 +113,7 @@ def loops(explanation: Explanation) -> Iterator[str]:
     for suggestion in explanation.suggestions:
         if suggestion.recommendation is not None:
             yield f"# {suggestion.text}"
-            yield from settings(suggestion.recommendation)
+            yield from settings(suggestion.recommendation, has_objective=False)
 
 
 def remarks(explanation: Explanation) -> Iterator[str]:

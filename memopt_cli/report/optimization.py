@@ -34,7 +34,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.report.lines import busy_notes, others, plain_table, room_in_words
 from memopt_cli.report.rank import planned_headline, planned_lines
-from memopt_cli.text.units import format_bytes, format_count, format_seconds
+from memopt_cli.text.units import format_apart, format_bytes, format_count, format_seconds
 
 _DETAILS = ("tensor\npeak", "activation\npeak", "step\ntime")
 """Headings of the further columns of the table of levels with ``--verbose``."""
@@ -85,23 +85,31 @@ def _in_bytes(summary: MemOptSummary) -> str:
     match before, after:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
             as_it_is = summary.own_checkpoints or before
-            budget = summary.budget_bytes
-            peak = format_bytes(as_it_is.allocated_peak_bytes)
+            budget, peak = _beside_budget(summary, as_it_is)
             if summary.own_checkpoints is not None:
                 peak += " with its own checkpoints"
-            if budget is not None and as_it_is.allocated_peak_bytes <= budget:
-                return f"the model stays as it is: its peak of {peak} is within the budget of {format_bytes(budget)}"
+            if summary.budget_bytes is not None and as_it_is.allocated_peak_bytes <= summary.budget_bytes:
+                return f"the model stays as it is: its peak of {peak} is within the budget of {budget}"
             return f"the model stays as it is, with a peak of {peak}"
         case Measurement(), Measurement():
-            peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
+            peak = " → ".join(_beside_budget(summary, before, after)[1:])
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
             smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
             return f"{_longest(summary)}{peak} ({smaller}), {step} ({_slowdown(after, before)}){_largest(summary)}"
         case _, Measurement():
-            runs = f"does not run → {format_bytes(after.allocated_peak_bytes)}, step {format_seconds(after.step_s)}"
+            peak = _beside_budget(summary, after)[1]
+            runs = f"does not run → {peak}, step {format_seconds(after.step_s)}"
             return f"{_longest(summary)}{runs}{_largest(summary)}"
         case _:
             return f"level {summary.applied_level} has no measurement"
+
+
+def _beside_budget(summary: MemOptSummary, *measured: object) -> tuple[str, ...]:
+    """Return the budget of ``summary``, empty if it has none, and the peaks of those ``measured``, told from it."""
+    peaks = [found.allocated_peak_bytes for found in measured if isinstance(found, Measurement)]
+    if summary.budget_bytes is None:
+        return "", *map(format_bytes, peaks)
+    return format_apart(summary.budget_bytes, *peaks)
 
 
 def _longest(summary: MemOptSummary) -> str:
@@ -148,7 +156,8 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
 
 def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     """Return which runs were within ``budget_bytes``; for a plan by length, name the lengths that were run."""
-    budget = f"the budget of {format_bytes(budget_bytes)}"
+    original, planned = _outcome(summary, 0), _outcome(summary, summary.applied_level)
+    budget = f"the budget of {_beside_budget(summary, original, planned)[0]}"
     segments = summary.plan.everywhere if summary.plan is not None else ()
     if any(segment.chunks > 1 and not segment.inexact for segment in segments):
         budget += " (the first step also checks the chunks, which may take more)"
@@ -617,9 +626,10 @@ def _further(verification: Verification) -> str:
 def inexact(verification: Verification) -> Iterator[str]:
     """Yield a sentence on what rounding has changed by ``verification``, and one on the modules that are inexact."""
     if verification.passed and verification.rounding:
+        coarse = "parameters are bfloat16, whose rounding is about 1%, and " if verification.in_bfloat16 else ""
         yield (
-            f"as measured, a tensor differs by {verification.rounding:.1%} of its norm: rounding in chunks tips "
-            f"choices, such as a spike or a ReLU's sign, and {_DRIFT_REASON}"
+            f"as measured, a tensor differs by {verification.rounding:.1%} of its norm: {coarse}rounding in chunks "
+            f"tips choices, such as a spike or a ReLU's sign, and {_DRIFT_REASON}"
         )
     elif verification.passed and not verification.is_bit_exact:
         yield f"over many steps rounding adds up and may tip choices, such as a spike or a ReLU's sign: {_DRIFT_REASON}"
@@ -644,10 +654,11 @@ def _precision(verification: Verification) -> str:
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
     bare = ", without an optimizer's state (`--optimizer adamw` counts it)" if advice.without_optimizer else ""
     if isinstance(advice, BatchEstimate):
+        budget, peak = format_apart(advice.budget_bytes, advice.predicted_peak_bytes)
+        room = budget + bare
         if not advice.is_limited_by_memory:
-            fits = f"about {advice.batch} is predicted to fit{bare}, but {advice.because}"
+            fits = f"about {advice.batch} is predicted to fit into {room}, but {advice.because}"
             return f"batch: as given; {fits}; `--recommend-batch` finds the largest in time"
-        peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes) + bare
         if advice.is_measured:
             larger = "dry runs predict that no larger one does"
             return f"batch: {advice.batch} is the largest that fits (measured), {peak} of {room}; {larger}"

@@ -34,7 +34,7 @@ def loop_of(call: ModelCall, steps: int, step: StepSettings, device: str) -> Ite
     """Yield a loop that trains the model by ``call``, but not the loop that everybody writes: see :func:`_is_plain`."""
     if _is_plain(steps, step):
         return
-    if steps > 1:
+    if steps > 1 and call.may_ignore_labels:
         yield f"# 1/{steps} each: where labels of -100 do not count, weight each loss by its share of those that do"
     output = f"model({arguments_of(call)})"
     loss = loss_in(call, output, f"loss_function({output}, targets)")

@@ -198,8 +198,11 @@ def _length_table(recommendation: BatchRecommendation) -> Table:
     return table
 
 
-def settings(recommendation: BatchRecommendation) -> Iterator[str]:
-    """Yield the lines to paste for ``recommendation``, for Lightning, Hugging Face's Trainer and plain PyTorch."""
+def settings(recommendation: BatchRecommendation, *, has_objective: bool = True) -> Iterator[str]:
+    """Yield the lines to paste for ``recommendation``, for Lightning, Hugging Face's Trainer and plain PyTorch.
+
+    ``has_objective``: whether the command has the flag ``--objective``, which may choose another batch.
+    """
     batch, steps = recommendation.batch, 1
     if recommendation.accumulation is not None:
         batch, steps = recommendation.accumulation.batch, recommendation.accumulation.steps
@@ -208,7 +211,7 @@ def settings(recommendation: BatchRecommendation) -> Iterator[str]:
         yield f"memopt_cli.apply_plan(model, {recommendation.plan!r})  # before it trains"
     if recommendation.backend:
         yield f"model.compile(backend={recommendation.backend!r})  # before it trains"
-    fastest = _fastest(recommendation)
+    fastest = _fastest(recommendation) if has_objective else None
     if fastest is not None and recommendation.objective == "max":
         yield f"# for batch {batch}; the objective 'throughput' prints them for the {fastest}"
     advice = _main(recommendation).replicas

@@ -2,8 +2,7 @@
 
 The chunks run several times.  In the first *pass*, each chunk stops at the first batch norm and returns the mean and
 variance of that norm's input.  Merging them, inside autograd, gives the statistics of the whole batch (parallel
-variance, Chan et al. 1979).  The next pass uses these as ordinary tensors, and so runs through that norm and on to the
-second norm, or to the end.
+variance, Chan et al. 1979).  The next pass normalizes with them, and goes on to the second norm, or to the end.
 
 Each pass repeats the forward of the pass before it up to the norm, but backward goes through that part only once.  At
 the norm, the later pass has a *link*: the norm's input, whose gradient goes to the graph of the earlier pass.  With two
@@ -19,8 +18,9 @@ norms, where ``h`` and ``k`` are their inputs in one chunk:
                                           |          v
     pass 3:  x --> h --> normalized h --> k --> normalized k --> y
 
-Backward of pass 3 ends at the links of all chunks and at the statistics of ``k``.  Backward of pass 2 begins with the
-sum of the gradients that reached its ``k`` by both, and ends in the same way at ``h``, where backward of pass 1 begins.
+Backward of pass 3 ends at the links of all chunks and at the statistics of ``k``.  Backward of pass 2 starts
+from the gradients that reached ``k`` through the link and through the statistics, added up, and ends at ``h`` in the
+same way, where backward of pass 1 begins.
 So every operator of forward is differentiated once.  If the operator before the norm is costly (a convolution, a linear
 layer), pass 2 takes its output from pass 1, and runs it only when backward recomputes pass 2.  The price: the gradients
 of ``h`` of all chunks exist at the same time.  If they would take more memory than the gradients of ``x``, pass 2 is
@@ -108,12 +108,12 @@ class ReachedNorm:
     source: int | None
     """The index, among forward's calls of costly operators, of the call that made the norm's input.
 
-    ``None``: the next pass must not skip that call, for example since its operator is not costly, or its output may
-    have been written since.
+    ``None`` if the next pass must run that call again: its operator is cheap, or its output may have been modified
+    since.
     """
     values: Tensor | None
-    """The norm's input, until the next pass has taken it.  ``None``: the next pass recomputes it."""
-    running: tuple[Tensor, ...]
+    """The norm's input, handed to the next pass once.  ``None`` if that pass must recompute it."""
+    running_statistics: tuple[Tensor, ...]
     """The running statistics that the norm updates."""
 
     def take(self) -> Tensor | None:
@@ -187,9 +187,11 @@ class BatchStatistics:
         Raises :class:`NotGatheredError`, or :class:`RuntimeError` if the state cannot be put back.
         """
         if self._start.has_drawn():
-            raise NotGatheredError("draws random numbers before a batch norm, others in chunks than as a whole")
+            raise NotGatheredError(
+                "draws random numbers before a batch norm, which differ between chunks and the whole"
+            )
         self._norms = (*self._norms, _Norm(merge_statistics([chunk.statistics for chunk in reached]), reached))
-        self._start.add_norm(reached[0].running)
+        self._start.add_norm(reached[0].running_statistics)
         self._start.restore()
 
     @property
@@ -268,12 +270,9 @@ class _Norms(TorchFunctionMode):
         self._costly = 0
         """Number of costly operators that have run."""
         self._last: _Output | None = None
-        """The output of the last costly operator.  ``None``: the next pass must run that operator itself."""
+        """The output of the last costly operator.  ``None`` if the next pass must run that operator itself."""
         self.broken_off = ""
-        """Reason why the run does not count; set even if forward caught the exception that ended it.
-
-        Empty: it counts.
-        """
+        """Reason why this run must be discarded (empty if it is valid); set even if forward caught the exception."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))
@@ -338,7 +337,7 @@ class _Norms(TorchFunctionMode):
         return ReachedNorm(statistics, link, source, values, tuple(t for t in running if t is not None))
 
     def _source(self, input: Tensor, link: Tensor | None) -> int | None:
-        """Return the index of the costly operator that made ``input``.  ``None``: the next pass cannot skip it."""
+        """Return the index of the costly operator that made ``input``.  ``None`` if the next pass cannot skip it."""
         can_skip = link is not None and self._last is not None and self._last.is_input(input, link)
         return self._costly - 1 if can_skip else None
 
@@ -374,7 +373,7 @@ class _Output:
 def _values(reached: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
     """Return the operator's output that the pass before handed on.
 
-    It is handed on once: in later passes, and when backward recomputes this one, the operator runs.
+    The values are available once.  Later passes, and the recomputation of this one, run the operator again.
     """
     values = reached.take()
     if values is not None:
@@ -548,17 +547,17 @@ class StateBeforePasses:
         Raises :class:`RuntimeError` if an argument was written, or a tensor with a graph was modified in place.
         """
         if any(version_of(tensor) != version for tensor, version in self._inputs):
-            raise self._cannot("writes over its input")
+            raise self._irreversible_error("writes over its input")
         self._state.restore()
         for tensor, version, copy in self._copies.values():
             if tensor.requires_grad and version_counter(tensor) != version:
-                raise self._cannot("modifies its state in place")
+                raise self._irreversible_error("modifies its state in place")
             # A write through ``.data`` does not raise the version.  If forward raised it, this write must too: a
             # chunk's graph may have saved the value in between, and autograd has to notice that it is overwritten.
             (tensor.data if version_counter(tensor) == version else tensor).copy_(copy)
         self._generators.restore()
 
-    def _cannot(self, what: str) -> RuntimeError:
+    def _irreversible_error(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"{label_of(self._module)} {what} before a batch norm, which cannot be undone for a second pass. Set "
             "batch_statistics to false and chunks to 1 in the plan."

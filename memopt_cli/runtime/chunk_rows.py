@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.runtime.chunk_state import Moves, largest
+from memopt_cli.runtime.chunk_state import StateChanges, largest
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import Complaint
 from memopt_cli.runtime.norms import OtherNormsError
@@ -161,7 +161,7 @@ def _compare_restart(piece: Piece, whole: _Result, after_cut: Sequence[Tensor]) 
     half, _ = piece.half_lengths
     if whole.is_random or not whole.is_cut_at(piece):
         return ""
-    if not any(map(_is_unlike, whole.rows(piece.axis, half, 1), after_cut)):
+    if not any(map(_differs, whole.rows(piece.axis, half, 1), after_cut)):
         return ""
     return f"computes something else behind a cut along axis {piece.axis}"
 
@@ -211,12 +211,13 @@ def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Result:
         for module in piece.module.modules():
             if isinstance(module, _DROPOUTS):
                 module.eval()
-        generators, moves = Generators(), Moves(piece.module)
+        generators, changes = Generators(), StateChanges(piece.module)
         with piece.norms:
             parts = [output if isinstance(output, tuple) else (output,) for output in run()]
         outputs = [*zip(*(part[: piece.outputs] for part in parts), strict=True)]
         shapes = [tuple(torch.cat([p.to("meta") for p in output], dim=piece.axis).shape) for output in outputs]
-        return _Result(outputs, shapes, generators.moved(), len(parts[0]) > piece.outputs or bool(moves.now()))
+        changes_state = len(parts[0]) > piece.outputs or bool(changes.changed_names())
+        return _Result(outputs, shapes, generators.moved(), changes_state)
 
 
 def _run_whole(piece: Piece, inputs: Sequence[Tensor]) -> _Result:
@@ -229,7 +230,7 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
     return largest(a - b) <= _MAX_ROUNDINGS * torch.finfo(a.dtype).eps * largest(a)
 
 
-def _is_unlike(a: Tensor, b: Tensor) -> bool:
+def _differs(a: Tensor, b: Tensor) -> bool:
     """Return whether more elements of ``a`` and ``b`` differ than rounding explains."""
     if not (a.is_floating_point() or a.is_complex()):
         differs = a != b

@@ -33,7 +33,7 @@ class _Chunk:
     start: StartingState
     """The state from which the chunk starts, without the recomputed tensors."""
     needs_gradient: tuple[bool, ...]
-    """Whether each recomputed tensor needs a gradient.  Empty: the chunk starts where the first chunk does."""
+    """Whether each recomputed tensor needs a gradient.  Empty if the chunk starts where the first chunk does."""
     run: Callable[[Sequence[Any]], object]
     """A function that recomputes the chunk's forward."""
 

@@ -27,53 +27,53 @@ _MAX_CHANGE_SHARE: Final = 1e-3
 """Share of a tensor's change by which whole and halves may differ: rounding adds less, and one more call adds more."""
 _MAX_ROUNDINGS: Final = 8
 """Roundings of the largest value by which whole and halves may differ in addition."""
-_move_counts: MutableMapping[nn.Module, dict[str, int]] = WeakKeyDictionary()
+_change_counts: MutableMapping[nn.Module, dict[str, int]] = WeakKeyDictionary()
 """Segment -> name of state that its first chunk changed -> number of forwards in which it did."""
 
 
-class Moves:
-    """The state of a segment at one moment, by weak references, to find the state that a chunk changes ("moves")."""
+class StateChanges:
+    """The state of a segment at one moment, by weak references, to find the state that a chunk changes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = {name: _note(value) for name, value in _state(module).items()}
+        self._before = {name: _record(value) for name, value in _state(module).items()}
 
-    def to_try(self) -> set[str]:
-        """Return the names of state that has moved for the first, second, fourth, eighth time and so on.
+    def names_to_try(self) -> set[str]:
+        """Return the names of state that has changed for the first, second, fourth, eighth time and so on.
 
         One trial is not enough: a power iteration may have converged, or a batch consist of equal samples.
         """
-        counts = _move_counts.setdefault(self._module, {})
-        moved = self.now()
-        for name in moved:
+        counts = _change_counts.setdefault(self._module, {})
+        changed = self.changed_names()
+        for name in changed:
             counts[name] = counts.get(name, 0) + 1
-        return {name for name in moved if counts[name].bit_count() == 1}
+        return {name for name in changed if counts[name].bit_count() == 1}
 
-    def now(self) -> set[str]:
+    def changed_names(self) -> set[str]:
         """Return the names of all state that has changed since this object was made."""
-        nothing = _note(None)
+        nothing = _record(None)
         return {n for n, value in _state(self._module).items() if not self._before.get(n, nothing).matches(value)}
 
 
 def difference(
     module: nn.Module,
-    moved: Iterable[str],
+    changed: Iterable[str],
     starting: Callable[[], AbstractContextManager[object]],
     whole: Callable[[], object],
     halves: Callable[[], object],
 ) -> Complaint:
-    """Return why the state that ``moved`` forbids chunks of ``module``.
+    """Return why the state that ``changed`` forbids chunks of ``module``.
 
-    ``moved``: names of state; ``starting``: makes a context manager that puts the module into its starting state;
+    ``changed``: names of state; ``starting``: makes a context manager that puts the module into its starting state;
     ``whole``, ``halves``: run the module on the same piece, uncut and in two halves.
     """
-    names = sorted(moved)
+    names = sorted(changed)
     try:
         states = [_state_after(run, module, starting) for run in (lambda: None, whole, halves)]
     except Exception as error:  # the module's own code, on a length that it may not take
-        return f"moves its {names[0]}, and cannot be tried on part of a chunk ({type(error).__name__}: {error})"
+        return f"changes its {names[0]}, and cannot be tried on part of a chunk ({type(error).__name__}: {error})"
     name = next((name for name in names if not _is_alike(*(state.get(name) for state in states))), "")
-    return f"moves its {name} once a call, and would once for each chunk" if name else ""
+    return f"changes its {name} once a call, and would change it once for each chunk" if name else ""
 
 
 def _state_after(
@@ -95,7 +95,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _Recorded:
     """A value of the state at one moment."""
 
     tensor: weakref.ref[Tensor] | None
@@ -112,8 +112,10 @@ class _Note:
         return self.tensor is None and type(value) is type(self.number) and bool(value == self.number)
 
 
-def _note(value: Any) -> _Note:
-    return _Note(weakref.ref(value), version_of(value), None) if isinstance(value, Tensor) else _Note(None, 0, value)
+def _record(value: Any) -> _Recorded:
+    if isinstance(value, Tensor):
+        return _Recorded(weakref.ref(value), version_of(value), None)
+    return _Recorded(None, 0, value)
 
 
 def _is_alike(before: Any, whole: Any, halves: Any) -> bool:

@@ -30,7 +30,7 @@ from memopt_cli.runtime.batch_statistics import (
     statistics_refusal,
 )
 from memopt_cli.runtime.chunk_starts import ChunkStarts
-from memopt_cli.runtime.chunk_state import Moves, difference
+from memopt_cli.runtime.chunk_state import StateChanges, difference
 from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.frozen import pickle_value
@@ -74,7 +74,7 @@ class _Call:
     kwargs: dict[str, Any]
     """Keyword arguments, which every chunk gets whole."""
     parcel: Parcel | None
-    """The parcel that sends away what the chunks store.  ``None``: it stays on the device."""
+    """The parcel that sends away what the chunks store.  ``None`` if it stays on the device."""
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,20 +254,20 @@ class _NotInChunksError(Exception):
 
 
 class _FirstChunk:
-    """The first chunk of a segment, which shows what state chunks move and whether they are independent."""
+    """The first chunk of a segment, which shows what state chunks change and whether they are independent."""
 
     def __init__(self, call: _Call) -> None:
         self._module, self._forward, self._states, self._kwargs = call.module, call.forward, call.states, call.kwargs
         self._first, self._second = call.pieces[:2]
         self._length = sum(piece[0].shape[config_of(call.module).axis] for piece in call.pieces)
-        self._moves = Moves(call.module)
-        self._others = Arguments.of((*self._first, *call.states), call.kwargs).others
+        self._state_changes = StateChanges(call.module)
+        self._others = Arguments.split((*self._first, *call.states), call.kwargs).others
         """The arguments that are not tensors."""
         named = _whole_arguments(len(self._first), call.states, call.kwargs)
         self._whole = [(name, value, pickle_value(value)) for name, value in named]
         """Name, value and data before the chunk of each argument that every chunk gets whole, such as a cache."""
         self._start: StartingState | None = None
-        """The state from which the chunk starts.  ``None``: it did not start yet."""
+        """The state from which the chunk starts.  ``None`` if it did not start yet."""
         self._state_tensors: Sequence[Tensor] = ()
         """The tensors that :attr:`_start` has released to an enclosing segment."""
 
@@ -280,15 +280,15 @@ class _FirstChunk:
 
         Raises :class:`_NotInChunksError` if the chunks would not give the result of the whole.
         """
-        moved = self._moves.to_try()
+        changed = self._state_changes.names_to_try()
         if self._start is None or runs_plainly(self._module):
             return
         starting = functools.partial(self._start.replay, self._state_tensors)
         reason = _without_axis(config_of(self._module), output) or self._states_refusal(output)
         moved_on = (_writing(name, value) for name, value, before in self._whole if before != pickle_value(value))
         reason = reason or next(moved_on, "")
-        if moved and not reason:
-            reason = difference(self._module, moved, starting, self._run_whole, self._run_halves)
+        if changed and not reason:
+            reason = difference(self._module, changed, starting, self._run_whole, self._run_halves)
         if not reason and tries_rows and chunk_rows.is_due(self._module):
             reason = chunk_rows.why_rows_mix(self._pieces(starting))
         if reason:
@@ -317,7 +317,9 @@ class _FirstChunk:
         A mask of all rows, for example, or state that is kept for all of them, does not fit a part of them.
         """
         is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_cpu_memory(error)
-        is_explained = isinstance(error, NotGatheredError)  # whose own message says more, and which _run_passes handles
+        is_explained = isinstance(
+            error, NotGatheredError
+        )  # whose own message is more precise, and which _run_passes handles
         if self._start is None or is_explained or is_full or self._start.irreversible_effect():
             return
         uncut = ", ".join(self._uncut())
@@ -464,7 +466,7 @@ def _concatenate(column: tuple[Any, ...], axis: int) -> Tensor:
 
 
 def _pieces(sequence: Tensor, lengths: Sequence[int], axis: int) -> tuple[Tensor, ...]:
-    # ``tensor_split`` would cut alike, but its gradient is a sum of full-size tensors; this one's is a concatenation.
+    # ``tensor_split`` cuts the same way, but sums full-size gradients; ``split`` concatenates them.
     pieces: tuple[Tensor, ...] = sequence.split(lengths, dim=axis)
     return pieces
 

@@ -60,15 +60,16 @@ class Packed:
     stride: tuple[int, ...]
     dtype: torch.dtype
     version: int | None
-    """The version of a tensor stored raw, which must not change before it is read.  ``None``: it is encoded."""
+    """Version counter of the tensor when it was stored raw; a different value when it is read is an error.  ``None``
+    for an encoded tensor."""
     skeleton: Any = None
-    """The return value of the user's own codec, with slots in place of the tensors.  ``None``: it is memopt's codec."""
+    """The return value of the user's codec, with slots in place of the tensors.  ``None`` for a codec of memopt's."""
     parts: tuple[Packed, ...] = ()
     """The stored parts of a concatenation; ``data`` holds the copied ones.  Empty for other tensors."""
     dim: int = 0
     """The dimension along which the parts are concatenated."""
     whole: Packed | None = None
-    """For a view stored raw, its base, stored raw.  ``None``: it is not a view, or it is encoded."""
+    """The base of a view that is stored raw.  ``None`` for an encoded tensor, or one that is not a view."""
 
     @property
     def raw(self) -> bool:
@@ -291,14 +292,15 @@ class OwnCompressor(SpikeCompressor):
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._takes_shape: bool | None = None
-        """Whether its ``decompress`` takes the shape.  ``None`` until called: a compiler cannot inspect it."""
+        """Whether ``decompress`` takes the shape.  ``None`` until the first call, since a compiler cannot inspect its
+        signature."""
 
     def compress(self, x: Tensor) -> Packed:
         """Store ``x`` by the codec, restore it and compare; warn if the codec does not give it back exactly."""
         packed, reason = self._try(x)
         if reason:
             warnings.warn(
-                f"x_compressor {type(self._codec).__name__}: {reason}; such an input is stored as it is", stacklevel=1
+                f"x_compressor {type(self._codec).__name__}: {reason}; this input is stored uncompressed", stacklevel=1
             )
         return packed
 
@@ -431,9 +433,9 @@ def _load_part(packed: Packed) -> Tensor:
     (x,) = packed.data
     if version_counter(x) != packed.version:
         raise RuntimeError(
-            f"a part of shape {tuple(x.shape)} was modified in place after a concatenation was stored by its parts "
-            f"(version {packed.version} -> {version_counter(x)}), so the concatenation cannot be restored. Make the "
-            "modification out of place, or set compressor to null and packed to false in the plan."
+            f"a tensor of shape {tuple(x.shape)} was modified in place (version {packed.version} -> "
+            f"{version_counter(x)}) although a stored concatenation refers to it. Make the modification out of "
+            "place, or set compressor to null and packed to false in the plan."
         )
     return x
 
@@ -478,7 +480,7 @@ def _has_bits(stored: Packed, piece: Tensor) -> bool:
         pieces = piece.split([part.shape[stored.dim] for part in stored.parts], stored.dim)
         return all(map(_has_bits, stored.parts, pieces))
     (x,) = stored.data
-    # The bits of a negated view are not those of its values.
+    # The bits of a negated view differ from the bits of its values.
     if version_counter(x) != stored.version or x.device != piece.device or x.is_neg():
         return False
     if x.device.type == "cpu":
@@ -510,7 +512,8 @@ def declared_compressor(module: nn.Module) -> str | None:
     """Return the name of the codec in the attribute ``x_compressor`` of ``module``, or ``None`` without one.
 
     The attribute is a codec or the name of a codec's class; the name of a memopt class means memopt's codec.  Raises
-    :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec` says.
+    :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec`
+    requires.
     """
     declared = getattr(module, "x_compressor", None)
     if declared is None:
@@ -541,8 +544,8 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def recorded_shares(share: Callable[[], float]) -> Iterator[None]:
-    """Inside the block, count a fake tensor stored by ``sparse`` as ``share()`` (below 1) of its bytes."""
+def assuming_sparse_share(share: Callable[[], float]) -> Iterator[None]:
+    """Inside the context, count a fake tensor stored by ``sparse`` as ``share()`` (below 1) of its bytes."""
     _thread.share = share
     try:
         yield
@@ -625,8 +628,8 @@ def _first_nonzero(flat: Tensor) -> Tensor:
 def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
     """Return a bit for every element of ``flat``, least significant first: whether it is ``value``, of shape (1,).
 
-    ``None``: an element has neither the bits of ``value`` nor those of zero (-0.0 or another NaN).  Eight flags, eight
-    bytes of 0 or 1, become one byte by a single multiplication of them as one integer (:data:`_PACK_MAGIC`).
+    ``None`` if an element has neither the bits of ``value`` nor the bits of zero (-0.0 or another NaN).  Eight flags,
+    eight bytes of 0 or 1, become one byte by a single multiplication of them as one integer (:data:`_PACK_MAGIC`).
     """
     size, bits = _piece_size(flat), _bits(flat)
     minus = -1 if is_fake(flat) else int(_bits(value).neg())

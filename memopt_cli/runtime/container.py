@@ -3,7 +3,7 @@
 A segment is installed *on* a module, not above it: the module's class becomes a subclass of :class:`GCContainer` and
 of its own class.  Its name in the model, its parameters' names, its attributes, its hooks and ``isinstance`` stay as
 they were, and :func:`remove_segment` undoes it.  The module's own hooks run once a step; the hooks of its children run
-again when the children are recomputed (:func:`is_recomputing` tells).
+again when the children are recomputed (:func:`is_recomputing` is true then).
 
 ``segment_config.py`` has the settings of a segment, and ``refusals.py`` the reasons why a module cannot be one.
 ``segment_call.py`` keeps the inputs of a call, packed, and the state that it starts from (``state.py``);
@@ -221,7 +221,7 @@ class _SegmentClass(type):
 
 
 def _is_of_segment(kind: type, name: str) -> bool:
-    """Tell whether the attribute ``name`` of ``kind`` is its own, not one of the class of the module.
+    """Return whether the attribute ``name`` of ``kind`` is its own, not one of the class of the module.
 
     It is while ``kind`` is being made (``__init_subclass__``), and in a class that others derive from a segment's.
     """
@@ -333,7 +333,7 @@ def _run_between_graphs(
 
 
 def _run_at_length(module: nn.Module) -> Run | None:
-    """Return the function that runs the forward of ``module`` at the current length.  ``None``: it runs plainly.
+    """Return the function that runs the forward of ``module`` at the current length.  ``None`` if it runs plainly.
 
     Segments run uncompiled: a graph made for one length would also be used for other lengths.
     """

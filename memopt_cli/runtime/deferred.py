@@ -209,7 +209,7 @@ class DeferredLinear(Tensor):
     A view or slice of this index shows the rows that the same view or slice of the output has.
     """
     _computed: Tensor | None
-    """The values.  ``None``: they were not computed yet."""
+    """The values.  ``None`` if they were not computed yet."""
 
     @staticmethod
     def __new__(cls, head: _Head, index: Tensor, dtype: torch.dtype) -> DeferredLinear:
@@ -318,7 +318,7 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
 
 
 def _moved_index(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the index of ``func(deferred, ...)``.  ``None``: some row of the result lacks a class."""
+    """Return the index of ``func(deferred, ...)``.  ``None`` if some row of the result lacks a class."""
     index = deferred._index
     if func in _RESHAPES:
         with unseen():  # a recorded step must not count the bytes of this tensor
@@ -358,7 +358,7 @@ class _Loss:
     target: Tensor
     """Classes, shape (rows,), int64."""
     weight: Tensor | None
-    """Weight of each class, shape (classes,).  ``None``: all classes count alike."""
+    """Weight of each class, shape (classes,).  ``None`` if all classes count alike."""
     ignore_index: int
     """The target of rows that have neither loss nor gradient."""
     label_smoothing: float
@@ -369,7 +369,7 @@ class _Loss:
     """The dtype in which the loss is computed: the dtype of the logits, but float32 at least."""
 
     def share(self) -> Tensor:
-        """Return the factor between the sum over rows and the loss.  Infinite: no row counts."""
+        """Return the factor between the sum over rows and the loss.  Infinite if no row counts."""
         if not self.is_mean:
             return torch.ones((), dtype=self.dtype, device=self.target.device)
         valid = self.target != self.ignore_index

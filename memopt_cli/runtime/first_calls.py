@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 Look = Callable[[bool], object]
-"""A function that is told whether the segment is called within the user's own checkpoint, where it runs plainly.
+"""A function that is called with whether the segment is within the user's own checkpoint, where it runs plainly.
 
 It should refer to the model weakly, because it lives as long as the segment."""
 

@@ -87,7 +87,7 @@ class _Pickler(pickle.Pickler):
         self.shared: dict[int, Any] = {}
         self.uncopyable_iterator = ""
         self.parts: list[Any] | None = None
-        """A list to collect the parts in.  ``None``: none are collected, since a copy must not hold its originals."""
+        """A list to collect the parts in.  ``None`` if none are collected, since a copy must not hold its originals."""
 
     def persistent_id(self, value: Any) -> int | None:
         if type(value) in ATOMS:
@@ -118,15 +118,15 @@ class _Pickler(pickle.Pickler):
             return types.MethodType, (value.__func__, value.__self__)
         # Looked up on the class: the object's own ``__getattr__`` may have effects.
         if hasattr(type(value), "nbytes") and value.nbytes > _MAX_ARRAY_BYTES:
-            return _itself, (_Opaque(value),)
+            return _return_unchanged, (_Opaque(value),)
         try:
             reduced = _reduce(value)
             # A string is the name of a global, which is not copied.
-            return (_itself, (_Opaque(value),)) if isinstance(reduced, str) else reduced
+            return (_return_unchanged, (_Opaque(value),)) if isinstance(reduced, str) else reduced
         except Exception:  # a class may raise anything here
             if hasattr(type(value), "__next__"):
                 self.uncopyable_iterator = self.uncopyable_iterator or _iterator_name(value)
-            return _itself, (_Opaque(value),)
+            return _return_unchanged, (_Opaque(value),)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -208,7 +208,7 @@ def _reduce(value: Any) -> Any:
         return value.__reduce_ex__(5)
 
 
-def _itself(value: Any) -> Any:
+def _return_unchanged(value: Any) -> Any:
     """Return ``value``: the function that the pickle calls in place of an object's class."""
     return value
 

@@ -26,7 +26,7 @@ def checkpoint(
     time_dim: int = 0,
     **kwargs: Any,
 ) -> Any:
-    """Return ``function(*args, **kwargs)``, and recompute it in backward instead of keeping the tensors that it saves.
+    """Return ``function(*args, **kwargs)``, and recompute it in backward instead of keeping its saved tensors.
 
     The state of modules that the function uses advances only once, as in a segment: batch statistics, hidden states.
     Such modules are the function itself, the object whose method it is, and modules in variables that it refers to.
@@ -64,7 +64,7 @@ def checkpoint(
 
 
 def to_gc_function(x_compressor: Any = None, f_forward: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return a function that runs ``f_forward`` as :func:`checkpoint` does.
+    """Return a function that runs ``f_forward`` like :func:`checkpoint`.
 
     Parameters
     ----------
@@ -159,9 +159,7 @@ def _segment(
     if not callable(function):
         raise TypeError(f"{function!r} is not a function")
     if len(set(chunked_args)) < len(chunked_args) or (chunks != 1 and not chunked_args):
-        raise ValueError(
-            f"chunked_args={tuple(chunked_args)} must have at least one position of an argument to cut, and each once"
-        )
+        raise ValueError(f"chunked_args={tuple(chunked_args)} must name at least one argument, and none twice")
     module = FunctionModule(function, chunked_args if chunks != 1 else (), axis)
     if compressor is not None:
         module.x_compressor = compressor

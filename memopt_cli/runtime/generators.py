@@ -26,8 +26,8 @@ class Generators:
     def __init__(self, devices: Iterable[torch.device] | None = None, *, outside: bool = True) -> None:
         """Read the positions.
 
-        ``devices``: devices to read besides the CPU; ``None``: every one in use.  ``outside``: also read the generators
-        of Python and NumPy, which takes a hundred times as long.
+        ``devices``: devices to read besides the CPU; ``None`` for every one in use.  ``outside``: also read the
+        generators of Python and NumPy, which takes a hundred times as long.
         """
         accelerators = _every_device() if devices is None else [d for d in devices if d != _CPU]
         self.devices = [_CPU, *filter(_is_started, accelerators)] if accelerators else _CPU_ALONE
@@ -77,7 +77,7 @@ class Generators:
         if not is_alone:
             self._positions = {key: position for key, position in self._positions.items() if key in moved}
 
-    def now(self) -> Generators:
+    def current(self) -> Generators:
         """Return the current positions of these generators."""
         now: Generators = object.__new__(Generators)
         now.devices, now._is_outside, now.moved_outside = self.devices, self._is_outside, False
@@ -89,7 +89,7 @@ class Generators:
     def moved(self) -> bool:
         """Return whether one of these generators has moved."""
         # Compared by key, too: if NumPy was imported since, its generator is new.
-        return self._positions != self.now()._positions
+        return self._positions != self.current()._positions
 
     def to_bytes(self) -> bytes:
         """Return the positions in a form to compare."""

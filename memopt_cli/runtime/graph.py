@@ -10,14 +10,14 @@ from torch.autograd.graph import Node
 
 
 def nodes_behind(tensors: Iterable[Tensor], is_end: Callable[[Node], bool] | None = None) -> Iterator[Node]:
-    """Yield the nodes by which ``tensors`` were computed, as :func:`nodes_from` does."""
+    """Yield the nodes by which ``tensors`` were computed, like :func:`nodes_from`."""
     return nodes_from((tensor.grad_fn for tensor in tensors), is_end)
 
 
 def nodes_from(starts: Iterable[Node | None], is_end: Callable[[Node], bool] | None = None) -> Iterator[Node]:
     """Yield ``starts``, without ``None``, and the nodes behind them, each once, the nearest first.
 
-    ``is_end``: returns whether the walk stops before a node.  ``None``: the walk goes on to the leaves.
+    ``is_end``: returns whether the walk stops before a node.  ``None`` if the walk goes on to the leaves.
     """
     pending, seen = deque(starts), set[Node]()
     while pending:

@@ -33,18 +33,18 @@ class HeldTensor:
     number: int
     """The ``id`` of the tensor."""
     alias: Tensor | None
-    """Alias of the tensor, without its graph.  ``None``: the tensor was released, or every call copies it."""
+    """Detached alias of the tensor.  ``None`` once it is released, or if every call copies the tensor."""
     version: int
-    """PyTorch's count of writes to it when forward started.  If no copy is held: when forward ended."""
+    """PyTorch's version counter when forward started, or, if no copy is held, when forward ended."""
     needs_gradient: bool
     """Whether it required a gradient when forward started."""
     copy: Copy | None = None
-    """A copy of its values.  ``None``: forward does not write to it."""
+    """A copy of its values.  ``None`` if forward does not write to it."""
     released_index: int | None = None
-    """Its index among the released tensors.  ``None``: it is still held."""
+    """Its index among the released tensors.  ``None`` if it is still held."""
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Return whether forward has, or may have, written to ``tensor``, which this holds.
+        """Return whether forward has, or may have, written to ``tensor``, which is held here.
 
         Batch norm writes its running statistics without raising their version, so vectors that were copied always
         count as written.
@@ -59,64 +59,64 @@ class HeldTensor:
 
 
 class HeldSlots:
-    """The values in the slots that move, and the arguments that are not tensors, from before forward.
+    """The values in the slots that change, and the arguments that are not tensors, from before forward.
 
     How each is held, for a block (owner 0) with a counter, a list ``seen``, and a batch norm's buffers (owner 1)::
 
         slot                         listed in                       held as
-        (0, "calls"): a number       moves[0]["calls"]               the number
-        (1, "running_mean"): tensor  moves[1]["running_mean"]        the HeldTensor in tensors; the tensor itself is
+        (0, "calls"): a number       values[0]["calls"]              the number
+        (1, "running_mean"): tensor  values[1]["running_mean"]       the HeldTensor in tensors; the tensor itself is
                                                                      in originals until forward has ended
-        (0, "seen"): an object       moving                          a part of the one pickle _objects; if forward may
+        (0, "seen"): an object       object_slots                    a part of the one pickle _objects; if forward may
                                                                      change it, another pickle of its own in _contents
         arguments                    _OTHERS, in place of a slot     the same
     """
 
     def __init__(self, known: Known, reading: Reading, others: Iterable[Any], *, is_watched: bool) -> None:
-        """Hold the slots that move according to ``reading``, and ``others``, the arguments that are not tensors.
+        """Hold the slots that change according to ``reading``, and ``others``, the arguments that are not tensors.
 
         ``is_watched``: copy whatever forward might change, and not only what earlier calls changed.
         """
         self._known, self._is_watched = known, is_watched
         self._before = reading.before
-        """Every slot of the owners in which something moves, until forward has ended."""
+        """Every slot of the owners in which something changes, until forward has ended."""
         self._others = [*others]
-        self.moves: dict[int, Slots] = {}
-        """Index of an owner -> its slots that move and hold no object; a tensor is held as a :class:`HeldTensor`."""
-        self.moving: set[Slot] = set()
-        """The slots that move and hold objects."""
+        self.values: dict[int, Slots] = {}
+        """Index of an owner -> its slots that change and hold no object; a tensor is held as a :class:`HeldTensor`."""
+        self.object_slots: set[Slot] = set()
+        """The slots that change and hold objects."""
         self._objects: Frozen | None = None
-        """One pickle of the objects in :attr:`moving` and of the arguments.  ``None``: there are neither."""
+        """One pickle of the objects in :attr:`object_slots` and of the arguments.  ``None`` if there are neither."""
         self._contents: dict[Slot, Frozen] = {}
         """Slot -> a separate pickle of its object, to find out whether forward changes that object."""
         self.names: dict[int, list[Any]] = {}
-        """Index of an owner in which something moves -> the names of all its slots, in their order."""
+        """Index of an owner in which something changes -> the names of all its slots, in their order."""
         self.tensors: dict[int, HeldTensor] = {}
         """``id`` of a tensor -> the record of it."""
         self.originals: dict[int, Tensor] = {}
         """``id`` of a tensor -> the tensor itself, until forward has ended."""
         self.irreversible: Complaint = ""
         """Why forward cannot be undone."""
-        self.is_surprised = False
+        self.has_new_changes = False
         """Whether forward wrote to a tensor that was not copied, since no earlier call had written to it."""
-        self._hold_slots(reading.moves)
+        self._hold_slots(reading.changing)
 
     def _hold_slots(self, readings: Mapping[int, Slots]) -> None:
         objects: dict[int, Slots] = {}
         copied, written = set[int](), self._known.written
         for index, slots in readings.items():
-            moves = self.moves[index] = dict[str, Any]()
+            held_slots = self.values[index] = dict[str, Any]()
             for name, value in slots.items():
                 if isinstance(value, Tensor):
-                    held = moves[name] = self._hold(value)
+                    held = held_slots[name] = self._hold(value)
                     is_written = (index, name) in written
                     if held is not value and (is_written or (self._is_watched and self._may_write(index, value))):
                         copied.add(held.number)
                 elif is_object(name, value) and not self._known.is_part(index):
                     objects.setdefault(index, {})[name] = value
-                    self.moving.add((index, name))
+                    self.object_slots.add((index, name))
                 else:
-                    moves[name] = value
+                    held_slots[name] = value
         if objects or self._others:
             # All in one pickle: two objects that refer to one list do so in the copy, too.
             self._objects = freeze((objects, self._others), self._hold)
@@ -178,7 +178,7 @@ class HeldSlots:
                 if not is_copied and self._is_watched:
                     shape = tuple(self.originals[number].shape)
                     self.irreversible = f"writes in place to a tensor of shape {shape} in an object"
-                self.is_surprised |= not is_copied and not self._is_watched
+                self.has_new_changes |= not is_copied and not self._is_watched
         return numbers
 
     def changes(self, index: int, before: Slots, written: set[int]) -> set[Any]:
@@ -211,14 +211,15 @@ class HeldSlots:
         """
         if _OTHERS in self._contents:
             self._changes(_OTHERS, {None: self._others}, written)
-        moves = self._known.moves
+        changing = self._known.changing
         if self._is_watched:
-            filtered = {p: {n: v for n, v in slots.items() if n in moves[p]} for p, slots in self.moves.items()}
-            self.moves = {index: slots for index, slots in filtered.items() if slots}
-            self.moving = {slot for slot in self.moving if slot[1] in moves[slot[0]]}
-        if not self.moving and not self._others:
+            filtered = {p: {n: v for n, v in slots.items() if n in changing[p]} for p, slots in self.values.items()}
+            self.values = {index: slots for index, slots in filtered.items() if slots}
+            self.object_slots = {slot for slot in self.object_slots if slot[1] in changing[slot[0]]}
+        if not self.object_slots and not self._others:
             self._objects = None
-        self.names = {index: [*self._before[index]] for index in {*self.moves, *(index for index, _ in self.moving)}}
+        indices = {*self.values, *(index for index, _ in self.object_slots)}
+        self.names = {index: [*self._before[index]] for index in indices}
         for number, held in self.tensors.items():
             if held.copy is not None and number in written:
                 held.copy.needs_gradient = held.needs_gradient
@@ -226,7 +227,7 @@ class HeldSlots:
                 held.copy = None
                 held.version = version_of(self.originals[number])
         if self._is_watched or self._objects is not None:
-            kept = [held for slots in self.moves.values() for held in slots.values() if isinstance(held, HeldTensor)]
+            kept = [held for slots in self.values.values() for held in slots.values() if isinstance(held, HeldTensor)]
             inner = () if self._objects is None else _numbers_in(self._objects)
             self.tensors = {held.number: held for held in (*kept, *(self.tensors[number] for number in inner))}
         held_of = [(self.originals[number], held) for number, held in self.tensors.items()]
@@ -241,15 +242,15 @@ class HeldSlots:
     # ---------------------------------------------------------------------------------------------- afterwards
 
     def thaw(self, tensor_for: Callable[[Any], Any]) -> tuple[dict[int, Slots], list[Any]]:
-        """Return the values for the slots that move, by the owner's index, and copies of the arguments.
+        """Return the values for the slots that change, by the owner's index, and copies of the arguments.
 
         ``tensor_for``: returns the tensor to use for a :class:`HeldTensor`, and any other value as it is.
         """
         objects, others = self._objects.thaw(tensor_for) if self._objects is not None else ({}, [])
-        slots = {index: {name: tensor_for(held) for name, held in moves.items()} for index, moves in self.moves.items()}
+        slots = {index: {n: tensor_for(held) for n, held in by_name.items()} for index, by_name in self.values.items()}
         for index, by_name in objects.items():
-            moving = {name: value for name, value in by_name.items() if (index, name) in self.moving}
-            slots[index] = slots.get(index, {}) | moving
+            of_objects = {name: value for name, value in by_name.items() if (index, name) in self.object_slots}
+            slots[index] = slots.get(index, {}) | of_objects
         return slots, others
 
     def put_back(self, slot: Slot, current: Any, value: Any) -> Any:

@@ -232,7 +232,7 @@ def check_steps_alone(optimizer: Optimizer) -> None:
     at several parameters at once, or that needs a gradient of every parameter.
     """
     _check_parameters(optimizer)
-    together, alone = _small(optimizer), _small(optimizer)
+    together, alone = _small_copy(optimizer), _small_copy(optimizer)
     try:
         with torch.random.fork_rng(devices=[]):
             for seed in range(_TRIAL_STEPS):
@@ -264,7 +264,7 @@ class StateOnDemand(defaultdict[Any, Any]):
         return state
 
 
-def _small(optimizer: Optimizer) -> Optimizer:
+def _small_copy(optimizer: Optimizer) -> Optimizer:
     """Return a copy of ``optimizer`` with a few small parameters, and those parts of its state that fit them."""
     small: Optimizer = object.__new__(type(optimizer))
     likes: dict[Tensor, Tensor] = {}

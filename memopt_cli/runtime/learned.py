@@ -7,10 +7,10 @@ watched again when modules, their mode or their hooks have changed, and now and 
 (:class:`~memopt_cli.runtime.samples.Turns`).
 
 An *owner* keeps values under names: the attributes of a module, a dictionary, the variables of a function.  A *slot* is
-one name in an owner, given as the owner's index and the name.  It *moves* if forward exchanges its value, or changes
-that in place, and *stays* otherwise.  For a block with a batch norm and a counter ``self.calls``::
+one name in an owner, given as the owner's index and the name.  It *changes* if forward replaces its value
+or modifies it in place, and is *stable* otherwise.  For a block with a batch norm and a counter ``self.calls``::
 
-    owner                      stays                          moves            is written in place
+    owner                      stable                         changes          is written in place
     attributes of the block    training, kernel_size, …       calls
     buffers of the norm                                       running_mean, …  running_mean, running_var, …
 """
@@ -37,7 +37,7 @@ from memopt_cli.runtime.segment_config import Installed
 from memopt_cli.runtime.variables import Code, find_variables, may_draw
 
 _WATCHED_EXCHANGES: Final = 2
-"""Number of exchanges of a slot's value between calls after which the next call is watched.  Further exchanges are
+"""Number of times that code between calls may replace a slot's value; each makes the next call watched.  Later ones are
 assumed to be regular: a training loop that sets ``model.step = n`` does so before every call."""
 _MAX_OWNERS: Final = 1000
 """Maximum number of owners that are looked at, outside of the modules."""
@@ -49,20 +49,20 @@ Slot = tuple[int, Any]
 class Reading:
     """The values of slots when forward starts."""
 
-    stays: list[Slots]
+    stable: list[Slots]
     """For each owner, the slots that forward does not change, as far as is known."""
     before: dict[int, Slots]
-    """Index of an owner in which something moves -> all its slots; in a watched forward, of every owner."""
-    moves: dict[int, Slots]
-    """Index of such an owner -> its slots that move; in a watched forward, all slots."""
+    """Index of an owner in which something changes -> all its slots; in a watched forward, of every owner."""
+    changing: dict[int, Slots]
+    """Index of such an owner -> its slots that change; in a watched forward, all slots."""
 
 
 class Known:
     """Everything that a call of some modules might change, and the part of it that was seen to change.
 
-    ``owners``, ``moves`` and ``stays`` are parallel lists::
+    ``owners``, ``changing`` and ``stable`` are parallel lists::
 
-        i   owners[i]                  moves[i]             stays[i]
+        i   owners[i]                  changing[i]          stable[i]
         0   attributes of the block    {"calls"}            {"training": True, "kernel_size": (3, 3), …}
         1   buffers of the norm        {"running_mean"}     {}
         2   its dictionary of hooks    {}                   {7: hook}         2 is in ``hooked``; ``own`` is 3
@@ -102,12 +102,12 @@ class Known:
         self._add_parts()
         self.indices = [*range(len(self.owners))]
         """The indices of the owners that are looked at."""
-        self.moves: list[set[Any]] = [set() for _ in self.owners]
-        """For each owner, the names whose value was seen to be exchanged, or changed."""
-        self.stays = [owner.read() for owner in self.owners]
+        self.changing: list[set[Any]] = [set() for _ in self.owners]
+        """For each owner, the names whose value forward replaced or changed in a watched call."""
+        self.stable = [owner.read() for owner in self.owners]
         """For each owner, the other slots, and their values when last read.  A change makes a new list, since a
         :class:`Reading` may still refer to this one."""
-        slots = ((i, name, value) for i, slots in enumerate(self.stays) for name, value in slots.items())
+        slots = ((i, name, value) for i, slots in enumerate(self.stable) for name, value in slots.items())
         self.looked_at = {(i, name): _kind_of(value) for i, name, value in slots if _may_change(name, value)}
         """Slot that held a tensor or an object when forward was watched -> the class of it, or a function's code."""
         self.written: set[Slot] = set()
@@ -128,24 +128,24 @@ class Known:
                         self.owners.append(owner_of_part)
 
     def _prepare_comparison(self) -> None:
-        """Prepare what :meth:`is_still` and :meth:`_is_unchanged` compare, which run four times a call."""
-        self.movers = [index for index in self.indices if self.moves[index]]
-        """The indices of owners in which something moves."""
-        still = [index for index in self.indices if not self.moves[index]]
-        readings = [(self.owners[index], self.stays[index]) for index in still if not self.is_part(index)]
-        parts = [(self.owners[index], self.stays[index]) for index in still if self.is_part(index)]
+        """Prepare what :meth:`is_stable` and :meth:`_is_unchanged` compare, which run four times a call."""
+        self.changing_owners = [index for index in self.indices if self.changing[index]]
+        """The indices of owners in which something changes."""
+        stable_owners = [index for index in self.indices if not self.changing[index]]
+        readings = [(self.owners[index], self.stable[index]) for index in stable_owners if not self.is_part(index)]
+        parts = [(self.owners[index], self.stable[index]) for index in stable_owners if self.is_part(index)]
         self._all, self._state = Snapshot(readings), Snapshot(readings, without=STRUCTURE)
         # In dictionaries that are parts of objects, names are compared too: ``cache[new] = cache.pop(old)`` exchanges a
         # key, and leaves the values as they were.
         self._parts = Snapshot(parts, with_names=True) if parts else None
         parameters = {id(parameter) for table in self.parameters for parameter in table.values()}
         # Also from tuples, which are not owners: a tuple cannot change, but a tensor in it can.
-        stay = [v for slots in self.stays for v in leaves_in(slots.values()) if isinstance(v, Tensor)]
-        self.tensors = [t for t in stay if id(t) not in parameters and not is_of_transform(t)]
-        """The tensors in slots that stay, without the modules' own parameters."""
+        stable_tensors = [v for slots in self.stable for v in leaves_in(slots.values()) if isinstance(v, Tensor)]
+        self.tensors = [t for t in stable_tensors if id(t) not in parameters and not is_of_transform(t)]
+        """The tensors in stable slots, without the modules' own parameters."""
 
-    def is_still(self) -> bool:
-        """Return whether no state was exchanged in the owners in which nothing was seen to move."""
+    def is_stable(self) -> bool:
+        """Return whether the owners that never changed in a watched call still hold the same objects."""
         return self._state.is_current() and (self._parts is None or self._parts.is_current())
 
     def _is_unchanged(self) -> bool:
@@ -160,16 +160,16 @@ class Known:
         return index in self._slots_of_parts
 
     def read_all(self) -> Reading:
-        """Return a reading in which every slot counts as moving, for a watched forward."""
-        slots = dict(enumerate(self.stays))
-        return Reading(self.stays, slots, slots)
+        """Return a reading in which every slot counts as changing, for a watched forward."""
+        slots = dict(enumerate(self.stable))
+        return Reading(self.stable, slots, slots)
 
     def read(self, others: Sequence[Any], exchanged: Counter[Slot]) -> Reading | None:
-        """Read the slots that move; return ``None`` if forward must be watched again.
+        """Read the slots that change; return ``None`` if forward must be watched again.
 
         That is so if modules, their mode or their hooks have changed, or if forward may do something new: an attribute
         has changed, a slot holds an object of another class, or a part of an object was changed.  Slots whose value was
-        exchanged since the last call count as moving from now on.
+        exchanged since the last call count as changing from now on.
 
         ``others``: objects among the arguments.  ``exchanged``: number of exchanges of each slot between calls.
         """
@@ -177,21 +177,21 @@ class Known:
             return None
         if not self._is_unchanged() and not self._note_changes(self.read_owners(self.indices), exchanged):
             return None
-        before = self.read_owners(self.movers)
+        before = self.read_owners(self.changing_owners)
         if before and not self._note_changes(before, exchanged):
             return None
         if any(map(self.is_part, before)):
             return None
-        moves = dict[int, Slots]()
+        changing = dict[int, Slots]()
         for index, slots in before.items():
-            names = self.moves[index]
+            names = self.changing[index]
             is_whole = slots.keys() <= names  # the usual case of buffers
-            moving = moves[index] = slots if is_whole else {n: value for n, value in slots.items() if n in names}
-            for name, value in moving.items():
+            changing[index] = slots if is_whole else {n: value for n, value in slots.items() if n in names}
+            for name, value in changing[index].items():
                 kind = self.looked_at.get((index, name))
                 if type(value) is not kind and _may_change(name, value) and kind is not _kind_of(value):
                     return None
-        return Reading(self.stays, before, moves)
+        return Reading(self.stable, before, changing)
 
     def _knows(self, others: Sequence[Any]) -> bool:
         """Return whether each of ``others`` has a type seen in the watched call, and none is a function.
@@ -212,42 +212,43 @@ class Known:
         """
         is_new = False
         for index, slots in readings.items():
-            moves = self.moves[index]
-            if not self.stays[index] and slots.keys() <= moves:  # the usual case of buffers, first for speed
+            changing = self.changing[index]
+            if not self.stable[index] and slots.keys() <= changing:  # the usual case of buffers, first for speed
                 continue
-            unmoved = {name: value for name, value in slots.items() if name not in moves}
-            if names := find_changes(self.stays[index], unmoved):
-                both = [part[name] for part in (self.stays[index], unmoved) for name in names & part.keys()]
+            others = {name: value for name, value in slots.items() if name not in changing}
+            if names := find_changes(self.stable[index], others):
+                both = [part[name] for part in (self.stable[index], others) for name in names & part.keys()]
                 if index in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in both):
                     return False
                 exchanged.update((index, name) for name in names)
                 is_new |= any(exchanged[index, name] <= _WATCHED_EXCHANGES for name in names)
-                self.note({index: names})
+                self.add_changing({index: names})
         return not is_new
 
-    def note(self, new_moves: Mapping[int, set[Any]]) -> None:
-        """Note that the slots ``new_moves``, names by the owner's index, move from now on."""
-        self.stays = [*self.stays]
-        for index, names in new_moves.items():
-            self.moves[index] |= names
-            self.stays[index] = {name: value for name, value in self.stays[index].items() if name not in names}
+    def add_changing(self, newly_changing: Mapping[int, set[Any]]) -> None:
+        """Note that the slots ``newly_changing``, names by the owner's index, change from now on."""
+        self.stable = [*self.stable]
+        for index, names in newly_changing.items():
+            self.changing[index] |= names
+            self.stable[index] = {name: value for name, value in self.stable[index].items() if name not in names}
         self._prepare_comparison()
 
     def drop_needless_owners(self) -> None:
-        """Drop owners that need not be compared: empty dictionaries, and parts of moving objects, which are copied."""
+        """Drop owners that need not be compared: empty dictionaries, and parts of objects that change and are
+        copied."""
         self.empty += [table for table in self.parameters if not table]
         self.parameters = [table for table in self.parameters if table]
-        dropped = {index for index, (of, name) in self._slots_of_parts.items() if name in self.moves[of]}
+        dropped = {index for index, (of, name) in self._slots_of_parts.items() if name in self.changing[of]}
         for index in range(self.hooked.start):
-            if isinstance(owner := self.owners[index], Table) and not (self.stays[index] or self.moves[index]):
+            if isinstance(owner := self.owners[index], Table) and not (self.stable[index] or self.changing[index]):
                 self.empty.append(owner.mapping())
                 dropped.add(index)
         for index in dropped:
             # No reference may stay: a list, for example, may later hold autograd's graph, which holds this.
             self.owners[index] = Table({})
         self.indices = [index for index in self.indices if index not in dropped]
-        self.moves = [set() if index in dropped else names for index, names in enumerate(self.moves)]
-        self.stays = [{} if index in dropped else slots for index, slots in enumerate(self.stays)]
+        self.changing = [set() if index in dropped else names for index, names in enumerate(self.changing)]
+        self.stable = [{} if index in dropped else slots for index, slots in enumerate(self.stable)]
         self._prepare_comparison()
 
 
@@ -255,16 +256,16 @@ class Learned:
     """The knowledge of one segment that its calls have shown."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        """Start without knowledge.  ``module``: the segment.  ``None``: the knowledge serves one call only."""
+        """Start without knowledge.  ``module``: the segment.  ``None`` if the knowledge serves one call only."""
         self._module = None if module is None else weakref.ref(module)
         self.known: Known | None = None
-        """Everything that its calls might change.  ``None``: the first call has not ended yet."""
+        """Everything that its calls might change.  ``None`` if the first call has not ended yet."""
         self.runs = Turns()
         """The schedule by which calls are watched."""
         self.stages: dict[int, Learned] = {}
         """Index of a module that the segment is split into (``__spatial_split__``) -> the knowledge of it."""
         self.parameters: Parameters | None = None
-        """The parameters in the latest call.  ``None``: that call was watched."""
+        """The parameters in the latest call.  ``None`` if that call was watched."""
         self.exchanged = Counter[Slot]()
         """Slot -> number of exchanges of its value between two calls, for example by a training loop."""
         self.draws_outside = False
@@ -274,7 +275,7 @@ class Learned:
         (:mod:`memopt_cli.runtime.noise`)."""
         self.compared: int | None = None
         """The index of the saved tensor that is compared in every call, counted from the end (-1 is the last tensor).
-        ``None``: no tensor is compared."""
+        ``None`` if no tensor is compared."""
         self.overwrites_input = False
         """Whether forward writes over its input, so that a recomputation needs a copy."""
         self.is_differentiated_in_forward = False

@@ -71,9 +71,10 @@ class ConfigsByLength:
     up_to: tuple[int, ...]
     """The largest length of each range; the last range also has all longer ones."""
     configs: tuple[SegmentConfig | None, ...]
-    """The settings in each range.  ``None``: the module runs plainly."""
+    """The settings in each range.  ``None`` if the module runs plainly."""
     length: LengthOf | None = None
-    """The dimension that is the length, in the root, which sees the model's input.  ``None``: it is another module."""
+    """The dimension that is the length, in the root, which sees the model's input.  ``None`` if it is another
+    module."""
     path: str = ""
     """The path in the plan, for messages."""
 
@@ -85,7 +86,7 @@ class ConfigsByLength:
         if len(self.configs) != len(self.up_to):
             raise ValueError(f"there are {len(self.up_to)} ranges of lengths, and settings for {len(self.configs)}")
 
-    def at(self, length: float) -> SegmentConfig | None:
+    def config_at(self, length: float) -> SegmentConfig | None:
         """Return the settings at ``length``."""
         return self.configs[min(bisect.bisect_left(self.up_to, length), len(self.up_to) - 1)]
 
@@ -111,12 +112,12 @@ class at_length:
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:
-    """Return the settings by which ``module`` runs as a segment now.  ``None``: it runs plainly.
+    """Return the settings by which ``module`` runs as a segment now.  ``None`` if it runs plainly.
 
     For a module by length these are the settings for the current length; outside of a step, for the longest range.
     """
     config: SegmentConfig | ConfigsByLength | None = getattr(module, SEGMENT_KEY, None)  # PyTorch 2.8: not by ``vars``
-    return config.at(current_length()) if isinstance(config, ConfigsByLength) else config
+    return config.config_at(current_length()) if isinstance(config, ConfigsByLength) else config
 
 
 def config_of(module: nn.Module) -> SegmentConfig:
@@ -190,7 +191,7 @@ def takes_argument(module: nn.Module, argument: int | str) -> bool:
 
 @functools.cache
 def _position_and_name(forward: Callable[..., Any], argument: int | str) -> tuple[int | None, str | None]:
-    """Return position, after ``self``, and name of ``argument``.  ``None``: the signature does not show it."""
+    """Return position, after ``self``, and name of ``argument``.  ``None`` if the signature does not show it."""
     names = _positional(_parameters(forward))
     if isinstance(argument, int):
         return argument, names[argument] if argument < len(names) else None

@@ -47,7 +47,7 @@ class Owner:
         raise NotImplementedError
 
     def holds(self, slots: Slots) -> bool:
-        """Return whether the values are the same objects as those of ``slots``."""
+        """Return whether the values are the same objects as the values of ``slots``."""
         return is_same(self.read(), slots)
 
     def mapping(self) -> dict[Any, Any] | None:
@@ -82,7 +82,7 @@ class Snapshot:
         self._readers: list[tuple[Callable[[Any], tuple[Any, ...]], dict[Any, Any]]] = []
         """Each other dictionary, and the function that reads the values to compare."""
         self._values: list[Any] = []
-        """The values then: first those of the views, then those of the readers."""
+        """The values then: first the values of the views, then of the readers."""
         of_readers: list[Any] = []
         self._names: list[Any] = []
         self._others: list[tuple[Owner, Slots]] = []

@@ -76,7 +76,7 @@ def recorded_answers(
 
 
 def note_joined(outputs: Sequence[Tensor]) -> None:
-    """Tell :func:`recorded_answers` that the running module has joined ``outputs`` from its chunks.
+    """Notify :func:`recorded_answers` that the running module has joined ``outputs`` from its chunks.
 
     The recorded step ran without chunks, and there an operator made these tensors.
     """
@@ -191,7 +191,7 @@ class _Late:
         self.node = next_node()
 
     def take(self) -> Tensor | None:
-        """Return the tensor to pack.  ``None``: it was modified in place, so reading it in backward must fail."""
+        """Return the tensor to pack.  ``None`` if it was modified in place, so reading it in backward must fail."""
         tensor, self._tensor = self._tensor, None
         return tensor if tensor is not None and version_of(tensor) == self.stored.version else None
 
@@ -202,7 +202,7 @@ class PackedSaves:
     def __init__(self, untouched: Iterable[Tensor], parcels: ParcelSeries | None = None, *, packs: bool = True) -> None:
         """Leave the tensors ``untouched``, parameters and buffers, as they are: they exist anyway.
 
-        ``parcels``: sends all other tensors to a place.  ``None``: they stay on the device.  ``packs``: pack them.
+        ``parcels``: sends all other tensors to a place.  ``None`` if they stay on the device.  ``packs``: pack them.
         """
         self._parcels, self._packs = parcels, packs
         # Forward may replace a buffer, such as a neuron's membrane potential, and another tensor may get its memory.
@@ -317,7 +317,7 @@ class PackedSaves:
         return reference() if reference and is_dense(tensor) else None
 
     def _pack_new(self, tensor: Tensor) -> _PackedRegion | None:
-        """Pack ``tensor``.  ``None``: no codec makes it smaller."""
+        """Pack ``tensor``.  ``None`` if no codec makes it smaller."""
         with internal_tensors(), torch.no_grad():  # taking samples is not an operator of the model, either
             codec = codec_for(tensor)
             whole = tensor if codec else _dense_base(tensor)

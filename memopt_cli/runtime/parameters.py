@@ -34,7 +34,7 @@ class _Entries:
         return self._snapshot.is_current()
 
     def versions(self) -> list[int | None]:
-        """Return the current version of each parameter.  ``None``: it is sharded or lazy."""
+        """Return the current version of each parameter.  ``None`` if it is sharded or lazy."""
         if self._have_versions:
             try:
                 return [*map(version_counter, self.tensors)]

@@ -1,7 +1,7 @@
 """Private names of PyTorch, which may change without notice: no other file of memopt uses one.
 
 A private name begins with an underscore, or is in a module whose name does.  Each is wrapped here once, under a name
-that says what it is for.  ``tests/runtime/test_private_torch.py`` fails if PyTorch changes what it does, and
+for its purpose.  ``tests/runtime/test_private_torch.py`` fails if PyTorch changes what it does, and
 ``tests/runtime/test_private_names.py`` if another file uses one.  All exist in PyTorch 2.8 to 2.14 (``make compat``).
 Names that are read at every operator are aliases or an ``attrgetter``, which cost nothing.
 
@@ -87,7 +87,7 @@ __all__ = [
 - ``BatchNorm``, ``InstanceNorm``: the bases of PyTorch's layers of that kind; there is no public one.
 - ``CheckpointCall``: one call of ``torch.utils.checkpoint``.
 - ``TorchDispatchMode``: sees every operator.  In the block of ``unseen()`` no mode does, nor does a dry run;
-  ``is_watched()`` tells whether one does.
+  ``is_watched()`` returns whether one does.
 - ``with_data()``: a block in which no dry run is active, so that tensors have data.
 - ``FakeTensorMode``, ``FakeCopyMode``: a dry run, and the copy of a module into it; ``FakeTensor``: its tensors.
 - ``is_of_transform``, ``is_of_vmap``, ``without_transform``: whether ``torch.func`` or ``vmap`` wraps a tensor, and the
@@ -143,7 +143,7 @@ is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
 
 base_of: Final[Callable[[Tensor], Tensor | None]] = attrgetter("_base")
-"""The base of a tensor that autograd takes for a view.  ``None``: it is not a view."""
+"""The base of a tensor that autograd takes for a view.  ``None`` if it is not a view."""
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -466,7 +466,7 @@ def _edge(node: Any, output: int) -> Edge | None:
 def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None, int | None]]] | None:
     """Return the dimension along which ``torch.cat`` has made ``tensor``, and edge and length of each of its parts.
 
-    ``None``: ``torch.cat`` did not make it.  A part that no node made has no edge, and its length is unknown.
+    ``None`` if ``torch.cat`` did not make it.  A part that no node made has no edge, and its length is unknown.
     """
     node = tensor.grad_fn
     if node is None or name_of_node(node) != "CatBackward0":
@@ -502,7 +502,7 @@ def vector_jacobian(
 ) -> list[Tensor | None]:
     """Return the products of ``cotangents`` with the Jacobian of ``outputs`` by ``inputs``; keep the graph.
 
-    ``None``: the outputs do not depend on the input.  ``torch.autograd.grad`` calls the same function, but checks its
+    ``None`` if the outputs do not depend on the input.  ``torch.autograd.grad`` calls the same function, but checks its
     arguments first, which takes as long as a small Jacobian.
     """
     engine = Variable._execution_engine
@@ -564,7 +564,7 @@ def _first_frame_outside(frame: FrameType | None, names: frozenset[str]) -> Fram
 # ---------------------------------------------------------------------------------------------- hooks on saving
 
 
-class as_written:  # used like a function, so in lower case
+class without_script_optimizations:  # used like a function, so in lower case
     """A block in which TorchScript runs unoptimized, like in ``torch.jit.optimized_execution(False)``."""
 
     __slots__ = ("_optimizes",)
@@ -578,7 +578,7 @@ class as_written:  # used like a function, so in lower case
 
 
 def forbids_hooks(error: RuntimeError) -> bool:
-    """Return whether ``error`` says that ``torch.func`` cannot compute gradients under hooks on saved tensors.
+    """Return whether ``error`` means that ``torch.func`` cannot compute gradients under hooks on saved tensors.
 
     PyTorch has no class of exception for that, so its message is found by provoking it once.
     """
@@ -596,7 +596,7 @@ def _refusal_of_hooks() -> str:
 
 
 def is_out_of_cpu_memory(error: Exception) -> bool:
-    """Return whether ``error`` says that the CPU's memory ran out, for which PyTorch has no class."""
+    """Return whether ``error`` means that the CPU's memory ran out, for which PyTorch has no class."""
     return any(words in str(error) for words in ("can't allocate memory", "bad_alloc"))
 
 
@@ -796,7 +796,7 @@ class _WithinBudget:
 
 
 def within_budget(backend: str, mode: str | None, budget: float) -> Any:
-    """Return ``backend`` as one that compiles under a memory ``budget``, whatever the process says."""
+    """Return ``backend`` as one that compiles under a memory ``budget``, whatever the process's own setting is."""
     if backend == "inductor":
         return _WithinBudget(torch._TorchCompileInductorWrapper(mode, None, None), budget)
     return _WithinBudget(torch._TorchCompileWrapper(backend, None, None, None), budget)
@@ -846,7 +846,8 @@ def start_fake_group(rank: int, ranks: int) -> None:
 
 
 def is_of_lost_rank(error: BaseException) -> bool:
-    """Return whether ``error`` says that another rank is gone or late; gloo has no class for it, but names its file."""
+    """Return whether ``error`` means that another rank is gone or late; gloo has no class for it, but names its
+    file."""
     is_of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     return is_of_gloo or isinstance(error, getattr(torch.distributed, "DistError", ()))
 

@@ -1,4 +1,4 @@
-"""Know which segment, chunk or recomputation this thread runs now, and which ones are around it.
+"""The segment, chunk or recomputation that this thread runs now, and those around it.
 
 A segment B within a segment A, in one step::
 
@@ -142,8 +142,8 @@ def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, 
 def enclosing_segment_run() -> Any:
     """Return the run of the segment whose hooks get the tensors that autograd saves now.
 
-    ``None``: no segment encloses this call, or other saved-tensor hooks are set inside it, such as those of the user's
-    own checkpoint.
+    ``None`` if no segment encloses this call, or other saved-tensor hooks are set inside it, such as the hooks of the
+    user's own checkpoint.
     """
     hooks = hooks_on_saving()
     run = None if hooks is None else getattr(hooks[0], "__self__", None)

@@ -63,7 +63,7 @@ class Turns:
 
 
 def sample(tensor: Tensor) -> list[Any] | None:
-    """Return a few elements of ``tensor``.  ``None``: it is not a plain tensor with data, or sampling is off."""
+    """Return a few elements of ``tensor``.  ``None`` if it is not a plain tensor with data, or sampling is off."""
     if _is_off:
         return None
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta

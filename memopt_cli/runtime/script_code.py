@@ -316,7 +316,7 @@ class _Variables:
         )
 
     def _declared_types(self, value: ast.expr) -> Iterator[ast.expr | None]:
-        """Yield the declared type of each value that ``value`` may evaluate to.  ``None``: no type is declared.
+        """Yield the declared type of each value that ``value`` may evaluate to.  ``None`` if no type is declared.
 
         After ``y = x``, ``y`` has the types of ``x``.
         """

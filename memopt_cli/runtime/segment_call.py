@@ -36,7 +36,7 @@ from memopt_cli.runtime.learned import Learned, ensure_learned
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import find_matrices, label_of, uninitialized
 from memopt_cli.runtime.places.schedule import Parcel
-from memopt_cli.runtime.private_torch import as_written, hooks_on_saving, not_compiled
+from memopt_cli.runtime.private_torch import hooks_on_saving, not_compiled, without_script_optimizations
 from memopt_cli.runtime.running import (
     enclosing_segment_run,
     is_checkpointed,
@@ -69,24 +69,24 @@ def call_checkpointed(
     starts: ChunkStarts | None = None,
     learned: Learned | None = None,
 ) -> Any:
-    """Call ``forward(*args, **kwargs)``, and store for backward only the inputs, and outputs of the operators ``keep``.
+    """Call ``forward(*args, **kwargs)``, storing only its inputs and the outputs of the operators in ``keep``.
 
-    ``inputs``: stores the inputs, and is empty yet.  ``starts``: recomputes the starting states of
-    chunks.  ``learned``: the knowledge of ``module``.  ``None``: ``module`` keeps it itself.
+    ``inputs``: an empty container for the inputs.  ``starts``: recomputes the states from which chunks start.
+    ``learned``: what earlier calls showed; by default, the object kept on ``module``.
     """
     # Backward must recompute the forward in the same chunk.
     if (chunk := running_chunk()) is not None:
         forward = functools.partial(within_chunk, chunk, forward)
     if torch.compiler.is_compiling():
         return _call_traced(module, forward, args, kwargs)
-    arguments = Arguments.of(args, kwargs)
+    arguments = Arguments.split(args, kwargs)
     learned = ensure_learned(module) if learned is None else learned
     if not _can_run_again(module, arguments.tensors, learned):
         return forward(*args, **kwargs)
     outer = enclosing_segment_run()
-    first = functools.partial(_as_written, forward, args, kwargs)
+    run_first = functools.partial(_run_unoptimized, forward, args, kwargs)
     if outer is not None and outer.is_recomputation:
-        return _within_recomputation(module, first, arguments.tensors, outer, learned)
+        return _within_recomputation(module, run_first, arguments.tensors, outer, learned)
     start = StartingState(module, arguments.tensors, arguments.others, learned, watches=learned.runs.is_due())
     kept = KeptOutputs(keep, inputs.parcel) if keep else NothingKept()
     repeat = functools.partial(_repeat, forward, arguments.skeleton)
@@ -114,14 +114,14 @@ def call_checkpointed(
     inputs.on_start(start, state_tensors)
     gradients = [(t, t.grad) for t in arguments.tensors if t.retains_grad]
     try:
-        return run.run_first(first, arguments.tensors, hooks_on_saving())
+        return run.run_first(run_first, arguments.tensors, hooks_on_saving())
     except UnrepeatableError as error:
         # Earlier chunks may have run and updated norms; ``chunked.py`` rolls all of it back.
         if inputs.of_chunk:
             raise
         reason = str(error)
         irreversible = start.irreversible_effect() or (
-            "changed something that it did not change before" if start.is_surprised else ""
+            "changed something that it did not change before" if start.has_new_changes else ""
         )
         if irreversible:
             raise RuntimeError(f"{label_of(module)} {reason} and {irreversible}; take it out of the plan") from error
@@ -199,14 +199,14 @@ class _RecomputedWhenRead(Sequence[Tensor]):
         return unpack_saved(self._saved[index])
 
 
-def _as_written(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # TorchScript without its optimizations: its profiling executor would save other tensors in the next run.
-    with as_written():
+def _run_unoptimized(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # TorchScript's profiling executor would save different tensors in the second run than in the first.
+    with without_script_optimizations():
         return forward(*args, **kwargs)
 
 
 def _repeat(forward: Callable[..., Any], skeleton: Any, tensors: Sequence[Tensor], others: Sequence[Any]) -> Any:
-    return _as_written(forward, *joined(tensors, others, skeleton))
+    return _run_unoptimized(forward, *joined(tensors, others, skeleton))
 
 
 def _call_traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -264,7 +264,7 @@ class PackedInputs:
     def __init__(self, codec: SpikeCompressor, raw: Any = (), parcel: Parcel | None = None) -> None:
         self._codec = codec
         self.parcel = parcel
-        """The parcel that sends stored tensors and kept outputs to a place.  ``None``: they stay on the device."""
+        """The parcel that sends stored tensors and kept outputs to a place.  ``None`` if they stay on the device."""
         self._raw = frozenset(map(id, tensors_of(raw))) if raw else frozenset()
         self._stored: list[Any] = []
         self.of_chunk = False

@@ -79,7 +79,7 @@ class _Saved:
     """
 
     run: SegmentRun | None
-    """The call that recomputes the tensor.  ``None``: the call cannot be recomputed."""
+    """The call that recomputes the tensor.  ``None`` if the call cannot be recomputed."""
     tensor: Tensor | None
     """The tensor; ``None`` if it is dropped."""
     version: int
@@ -130,9 +130,9 @@ class SegmentRun:
         self._refs: list[ref[_Saved]] = []
         """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
         self._shapes: list[torch.Size | None] = []
-        """The shapes of these tensors, once they are dropped.  ``None``: autograd had freed the node before."""
+        """The shapes of these tensors, once they are dropped.  ``None`` if autograd had freed the node before."""
         self._compared_index: int | None = None
-        """Index of the saved tensor that is compared in every call.  ``None``: no tensor is compared."""
+        """Index of the saved tensor that is compared in every call.  ``None`` if no tensor is compared."""
         self._compared_bytes = b""
         """Some bytes of that tensor."""
         self._samples: dict[int, list[Any]] = {}
@@ -140,7 +140,7 @@ class SegmentRun:
         self._first_node = next_node()
         """The number of the first node of autograd that forward makes."""
         self._watch = _Watch(self._first_node) if start.is_watched else None
-        """Notes on the saved tensors.  ``None``: the call is not watched."""
+        """Notes on the saved tensors.  ``None`` if the call is not watched."""
         self.is_running = False
         """Whether forward is running for the first time."""
         self._was_repeated = False
@@ -170,7 +170,7 @@ class SegmentRun:
             raise UnrepeatableError(self._kept.other_kernel)
         if reason := self._start.irreversible_effect():
             run_plainly(self._module, reason)
-        if self._start.is_surprised:
+        if self._start.has_new_changes:
             cannot_repeat()
         overwrites = versions != [version_of(t) for t in inputs]
         self._learned.overwrites_input |= overwrites
@@ -213,7 +213,7 @@ class SegmentRun:
     @not_compiled
     def _hold_watched(self, tensor: Tensor) -> _Saved:
         assert self._watch is not None
-        self._watch.note(tensor)
+        self._watch.note_saved(tensor)
         return self._hold(tensor)
 
     def hold_input(self, tensor: Tensor) -> _Saved:
@@ -255,7 +255,7 @@ class SegmentRun:
             wait_for(self._module.parameters(), self)
 
     def _last_activation(self) -> int | None:
-        """Return the index of the tensor to compare in every call.  ``None``: none can be compared.
+        """Return the index of the tensor to compare in every call.  ``None`` if none can be compared.
 
         The index is negative, counted from the end: if a later call saves more tensors, its last ones differ.
         """
@@ -357,7 +357,7 @@ class _Repetition:
         self._compared_index, self._compared_bytes = compared_index, compared_bytes
         self._suspects: list[tuple[list[Any], Tensor]] = []
         """The elements and the tensor for each sampled one that differed when it was saved again."""
-        self._unlike: Tensor | None = None
+        self._differing: Tensor | None = None
         """The tensor that is compared in every call, if it differs."""
 
     @not_compiled
@@ -382,7 +382,7 @@ class _Repetition:
         if self._samples and (before := self._samples.get(index)) is not None and not matches_sample(before, made):
             self._suspects.append((before, made))
         if index == self._compared_index and not matches_glance(self._compared_bytes, made):
-            self._unlike = made
+            self._differing = made
         if index + 1 == len(refs) and not self._runs_to_end:
             raise _Complete
         return made
@@ -406,7 +406,7 @@ class _Repetition:
         """Return the error for a run that differs from forward in ``how``; the module runs plainly from now on."""
         run_plainly(self._module, _DIFFERS, silently=True)
         return RuntimeError(
-            f"{label_of(self._module)} {_DIFFERS}: it {how}. Backward cannot go on in this step; from the next one on "
+            f"{label_of(self._module)} {_DIFFERS}: it {how}. This step cannot be completed. From the next step on, "
             "the module runs without recomputation"
         )
 
@@ -417,8 +417,8 @@ class _Repetition:
         """
         differing = (made for before, made in self._suspects if not matches_sample(before, made))
         shape = next((tuple(made.shape) for made in differing), None)
-        if self._unlike is not None:
-            shape = tuple(self._unlike.shape)
+        if self._differing is not None:
+            shape = tuple(self._differing.shape)
         if shape is None:
             return ""
         return (
@@ -438,7 +438,7 @@ class _Watch:
         self._notes: list[tuple[range, list[Any] | None]] = []
         """For each saved tensor, :attr:`last` then, and a few of its elements, or ``None`` if they cannot be read."""
 
-    def note(self, tensor: Tensor) -> None:
+    def note_saved(self, tensor: Tensor) -> None:
         """Note that autograd saves ``tensor`` now."""
         following = next_node()
         if following != self.last.stop:

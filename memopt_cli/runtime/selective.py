@@ -100,7 +100,7 @@ class _Output:
 
     leaves: list[Any]
     spec: TreeSpec | None
-    """The containers around the leaves.  ``None``: it is a single leaf."""
+    """The containers around the leaves.  ``None`` if it is a single leaf."""
     signature: tuple[Any, ...]
     """Shapes and dtypes of the call's tensors: a recomputed call with other ones must not get this output."""
     position_after: Tensor | None
@@ -123,7 +123,7 @@ class KeptOutputs:
     """The outputs that one run of a segment keeps."""
 
     def __init__(self, names: Sequence[str], parcel: Parcel | None = None) -> None:
-        """Keep outputs of the operators ``names``.  ``parcel``: sends them to a place.  ``None``: they stay."""
+        """Keep outputs of the operators ``names``.  ``parcel``: sends them to a place.  ``None`` if they stay."""
         self._parcel = parcel
         self._calls: dict[str, set[int]] = defaultdict(set)
         """Operator -> the numbers of its calls whose outputs are kept, from 1; 0 means all calls."""
@@ -165,7 +165,7 @@ class KeptOutputs:
         """Keep ``result``, which ``call`` has returned.
 
         ``signature``: shapes and dtypes of its tensors; ``position_after``: the generator's position after it.
-        ``None``: it drew nothing.
+        ``None`` if it drew nothing.
         """
         leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -190,7 +190,7 @@ class KeptOutputs:
                 output.watched.append((alias(tensor), 0))
 
     def take(self, call: Call, signature: tuple[Any, ...]) -> _Output | None:
-        """Return the output that ``call`` had in forward, and drop it here.  ``None``: it is not kept.
+        """Return the output that ``call`` had in forward, and drop it here.  ``None`` if it is not kept.
 
         Raises :class:`RuntimeError` if the call has other arguments now, or the output was modified after forward.
         """
@@ -361,7 +361,7 @@ def _written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tenso
 
 
 def _generator(func: Any, kwargs: dict[str, Any], result: Any) -> torch.Generator | None:
-    """Return the generator from which a call of ``func`` with this ``result`` draws.  ``None``: it does not draw."""
+    """Return the generator from which a call of ``func`` with this ``result`` draws.  ``None`` if it does not draw."""
     if not _draws(func):
         return None
     generator: torch.Generator | None = kwargs.get("generator")

@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.runtime.chunk_state import Moves
+from memopt_cli.runtime.chunk_state import StateChanges
 from memopt_cli.runtime.compressor import is_dense
 from memopt_cli.runtime.private_torch import is_fake, with_function_modes
 from memopt_cli.runtime.running import is_in_segment, is_recomputing
@@ -82,7 +82,7 @@ _known: MutableMapping[nn.Module, StandIns] = WeakKeyDictionary()
 
 
 def abridge_call(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequence[Tensor]) -> AbridgedCall | None:
-    """Return a call of ``module`` in chunks of ``lengths`` with stand-ins.  ``None``: all chunks must run.
+    """Return a call of ``module`` in chunks of ``lengths`` with stand-ins.  ``None`` if all chunks must run.
 
     ``pieces``: the tensors that are cut along ``axis``.
     """
@@ -137,7 +137,7 @@ def in_memory(tensor: Tensor) -> list[int]:
 
 
 def _read_form(tensor: Any, axis: int) -> _Form | None:
-    """Return the form of ``tensor``.  ``None``: the tensors of several chunks cannot be made as one."""
+    """Return the form of ``tensor``.  ``None`` if the tensors of several chunks cannot be made as one."""
     if not isinstance(tensor, Tensor) or not -tensor.dim() <= axis < tensor.dim() or not is_dense(tensor):
         return None
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -156,7 +156,7 @@ class AbridgedCall:
         """Number of chunks for which each piece of the input stands: one, or more for a stand-in."""
         self.axis = axis
         self._module, self._stand_ins, self._live_bytes = module, stand_ins, live_bytes
-        self._moves = Moves(module)
+        self._state_changes = StateChanges(module)
         self._live = live_bytes()
         self._grown_bytes: list[int] = []
         """The bytes by which live tensors grew in forward, for each chunk that ran."""
@@ -185,7 +185,7 @@ class AbridgedCall:
         """Note the bytes and outputs that the chunk at ``index`` has left; ``outputs``: number of joined outputs."""
         live, before = self._live_bytes(), self._live
         parts = output if isinstance(output, tuple) else (output,)
-        if len(parts) > outputs or self._moves.now():
+        if len(parts) > outputs or self._state_changes.changed_names():
             self._stand_ins.refuse(self._module)
         self._live = live
         self._grown_bytes.append(live - before)

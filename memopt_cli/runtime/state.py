@@ -1,8 +1,8 @@
 """Put a module's state back for a recomputation: buffers, attributes, and the objects that they refer to.
 
 A recomputed forward must start from the state that the first one started from, and leave no trace: batch statistics,
-neuron membranes and counters advance once a step, however often forward runs.  ``learned.py`` says which state forward
-changes, and ``held.py`` holds that; this file takes the state before forward, and puts it back in backward.
+neuron membranes and counters advance once a step, however often forward runs.  ``learned.py`` finds out which state
+forward changes, and ``held.py`` holds that; this file takes the state before forward, and puts it back in backward.
 
 One segment, two time steps; each assigns its membrane ``v``, a matrix, anew (``self.v = 0.5 * self.v + x``) and counts
 up ``count`` in place (``self.count.add_(1)``)::
@@ -61,7 +61,7 @@ class StartingState:
 
     __slots__ = (
         *("__weakref__", "_generators", "_received", "_held", "_irreversible", "_known", "_learned", "_module"),
-        *("_parameters", "_reads", "_settings", "_stays", "is_surprised", "is_watched"),
+        *("_parameters", "_reads", "_settings", "_stable", "has_new_changes", "is_watched"),
     )
 
     def __init__(
@@ -87,11 +87,11 @@ class StartingState:
             known = Known([*module.modules()], others)
             reading = known.read_all()
         self._known = known
-        self._stays = reading.stays
+        self._stable = reading.stable
         """For each owner, the slots that forward does not change, and their values."""
         self._held: HeldSlots | None = None
-        """The values of the slots that move.  ``None``: no slot moves."""
-        if reading.moves or others:
+        """The values of the slots that change.  ``None`` if no slot changes."""
+        if reading.changing or others:
             with internal_tensors():
                 self._held = HeldSlots(known, reading, others, is_watched=self.is_watched)
         self._reads = [(t, version_of(t)) for t in known.tensors] if known.tensors else []
@@ -107,7 +107,7 @@ class StartingState:
         """``id`` of a tensor -> its values before a later call wrote to it; ``None`` if no call did."""
         self._irreversible: Complaint = ""
         """Why forward cannot be undone."""
-        self.is_surprised = False
+        self.has_new_changes = False
         """Whether forward changed what no earlier call had changed, so that nothing was held to put it back."""
 
     def release_tensors(self) -> list[Tensor]:
@@ -127,21 +127,21 @@ class StartingState:
         known = self._known
         written = set[int]() if self._held is None else self._held.written()
         if not self.is_watched and self._reads:
-            surprising = {id(tensor) for tensor, version in self._reads if version_of(tensor) != version}
-            self.is_surprised = bool(surprising)
-            written |= surprising
+            newly_written = {id(tensor) for tensor, version in self._reads if version_of(tensor) != version}
+            self.has_new_changes = bool(newly_written)
+            written |= newly_written
         if self._held is not None:
-            self.is_surprised |= self._held.is_surprised
-        # A call that learns something replaces the list ``known.stays``: if it is the same list, no other call has.
-        is_unsurprising = not self.is_watched and not self.is_surprised and known.stays is self._stays
-        is_still = is_unsurprising and known.is_still()
-        if self._held is not None or not is_still:
-            # If nothing new moved, the tensors that are copied in every call are already known to be written.
-            self._learn(known.movers if is_still else known.indices, set() if is_still else written)
+            self.has_new_changes |= self._held.has_new_changes
+        # A call that learns something replaces the list ``known.stable``: if it is the same list, no other call has.
+        may_be_stable = not self.is_watched and not self.has_new_changes and known.stable is self._stable
+        is_stable = may_be_stable and known.is_stable()
+        if self._held is not None or not is_stable:
+            # If nothing new changed, the tensors that are copied in every call are already known to be written.
+            self._learn(known.changing_owners if is_stable else known.indices, set() if is_stable else written)
             self._drop_unneeded(written)
         if self._reads:
             self._register_as_reader(tensor for tensor, _ in self._reads)
-        self.is_surprised |= any(known.empty)
+        self.has_new_changes |= any(known.empty)
         if any(known.without_hooks):
             self._irreversible = _HOOKS
         self._parameters.end_forward()
@@ -154,30 +154,31 @@ class StartingState:
             self._learned.draws_outside |= self._generators.moved_outside or known.may_draw
 
     def _learn(self, indices: Sequence[int], written: set[int]) -> None:
-        """Find out what forward has changed in the owners at ``indices``, and note which slots move for the first time.
+        """Find out what forward has changed in the owners at ``indices``, and note which slots change for the first
+        time.
 
         ``written``: the ``id`` of each tensor that forward has written to.
         """
-        known, new_moves = self._known, dict[int, set[Any]]()
-        held = self._held = self._held or HeldSlots(known, Reading(self._stays, {}, {}), (), is_watched=False)
+        known, newly_changing = self._known, dict[int, set[Any]]()
+        held = self._held = self._held or HeldSlots(known, Reading(self._stable, {}, {}), (), is_watched=False)
         for index in indices:
-            names = held.changes(index, self._stays[index], written)
+            names = held.changes(index, self._stable[index], written)
             if names and index in known.hooked:
                 self._irreversible = _HOOKS
-            if new := names - known.moves[index]:
-                new_moves[index] = new
-        if new_moves:
-            known.note(new_moves)
+            if new := names - known.changing[index]:
+                newly_changing[index] = new
+        if newly_changing:
+            known.add_changing(newly_changing)
         self._irreversible = held.irreversible or self._irreversible
         if self.is_watched:
             known.drop_needless_owners()
-            self._stays = known.stays
+            self._stable = known.stable
             self._reads = [(t, version_of(t)) for t in known.tensors]
         else:
-            # A plain value is put back by reference.  But an object that moves for the first time in a call that is not
-            # watched was changed in place, and nobody has copied it before.
-            values = ((name, self._stays[index].get(name)) for index, names in new_moves.items() for name in names)
-            self.is_surprised |= any(is_object(name, value) for name, value in values)
+            # A plain value is put back by reference.  But an object that changes for the first time in a call that is
+            # not watched was changed in place, and nobody has copied it before.
+            values = ((name, self._stable[index].get(name)) for index, new in newly_changing.items() for name in new)
+            self.has_new_changes |= any(is_object(name, value) for name, value in values)
 
     def _drop_unneeded(self, written: set[int]) -> None:
         """Hold only what a recomputation needs; give copies of written tensors to other calls that read them."""
@@ -224,10 +225,10 @@ class StartingState:
         """
         self._parameters.check()
         self._check_reads()
-        known, generators = self._known, self._generators.now()
-        # If nothing has changed since forward where nothing was seen to move, only the other owners are exchanged.
-        is_still = known.stays is self._stays and not self._received and known.is_still()
-        current_slots = known.read_owners(known.movers if is_still else known.indices)
+        known, generators = self._known, self._generators.current()
+        # If nothing has changed since forward where nothing was seen to change, only the other owners are exchanged.
+        is_stable = known.stable is self._stable and not self._received and known.is_stable()
+        current_slots = known.read_owners(known.changing_owners if is_stable else known.indices)
         # Dictionaries that were empty when forward started, and are not any more: for example, a hook was added since.
         filled: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         if any(known.without_hooks) or any(known.empty):
@@ -240,8 +241,8 @@ class StartingState:
                 self._generators.restore(generators)
                 yield others
             finally:
-                if is_still and not known.is_still():  # this time forward has changed more than before: put back all
-                    current_slots = {index: self._stays[index] for index in known.indices} | current_slots
+                if is_stable and not known.is_stable():  # this time forward has changed more than before: put back all
+                    current_slots = {index: self._stable[index] for index in known.indices} | current_slots
                 for index, slots in current_slots.items():
                     if not known.owners[index].holds(slots):
                         known.owners[index].write(slots)
@@ -289,27 +290,27 @@ class StartingState:
     ) -> list[Any]:
         """Write the starting state to the slots, whose values are ``current_slots``, and return copies of ``others``.
 
-        ``value_for``: returns the new value of a slot, given its current value and a copy of the one to restore.
-        ``None``: it is the copy.
+        ``value_for``: returns the new value of a slot, given its current value and a copy of the value to restore.
+        ``None`` if it is the copy.
         """
         held, received = self._held, self._received or {}
         if held is None:
             made = restored_tensors(received) if received else {}
-            moving = dict[int, Slots]()
+            restored_slots = dict[int, Slots]()
             others = list[Any]()
         else:
             copies = {n: one.copy for n, one in held.tensors.items() if one.copy is not None}
             made = restored_tensors(copies | received if received else copies)
-            moving, others = held.thaw(partial(_tensor_for, made, state_tensors))
+            restored_slots, others = held.thaw(partial(_tensor_for, made, state_tensors))
         for index, current in current_slots.items():
-            wanted = self._stays[index]
+            wanted = self._stable[index]
             if received:
                 wanted = {name: restored(value, made) for name, value in wanted.items()}
-            if index in moving:
-                moved = moving[index]
+            if index in restored_slots:
+                values = restored_slots[index]
                 if value_for is not None:
-                    moved = {n: value_for((index, n), current.get(n), value) for n, value in moved.items()}
-                wanted = wanted | moved
+                    values = {n: value_for((index, n), current.get(n), value) for n, value in values.items()}
+                wanted = wanted | values
                 # The order counts: hooks run in it, and forward may iterate over a dictionary.
                 order = wanted if held is None else held.names.get(index, wanted)
                 wanted = {name: wanted[name] for name in order}

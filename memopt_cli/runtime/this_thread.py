@@ -21,10 +21,10 @@ class _ThisThread(threading.local):
     """The state of the current thread; the values here are the values outside of any block."""
 
     length: float = math.inf
-    """The length of the current input.  Infinite: it is unknown."""
+    """The length of the current input.  Infinite if it is unknown."""
     moment: int = 0
-    """The moment (:mod:`memopt_cli.runtime.unsafe`) at which the first run of what is recomputed began.  0: nothing is
-    recomputed."""
+    """The moment (:mod:`memopt_cli.runtime.unsafe`) at which the first run of what is recomputed began.  0 if nothing
+    is recomputed."""
     recomputing: tuple[nn.Module, ...] = ()
     """The segments that are recomputed, the outermost first."""
     outermost_segment: nn.Module | None = None
@@ -32,9 +32,9 @@ class _ThisThread(threading.local):
     was_started_by_python: bool | None = None
     """Whether Python started the thread, and not autograd's engine.  ``None`` until it was asked for."""
     chunk: SequenceChunk | None = None
-    """The chunk that runs, of the innermost segment in chunks.  ``None``: no chunk runs."""
+    """The chunk that runs, of the innermost segment in chunks.  ``None`` if no chunk runs."""
     keeping: KeptOutputs | None = None
-    """The kept outputs for which calls of operators count.  ``None``: they count for no segment."""
+    """The kept outputs for which calls of operators count.  ``None`` if they count for no segment."""
     makes_internal_tensors: bool = False
     """Whether new tensors are memopt's own, and not the model's."""
 

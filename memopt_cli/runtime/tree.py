@@ -95,7 +95,7 @@ class Arguments:
     """The arguments with numbered slots: first the slots of ``tensors``, then the slots of ``others``."""
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Divide ``args`` and ``kwargs``."""
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case, first for speed
             return cls([args[0]], [], _ONE_TENSOR)

@@ -22,9 +22,9 @@ from memopt_cli.runtime.warned import warn_caller
 _moments = itertools.count(1)
 _unrepeatable_count = 0
 _plain_since: MutableMapping[nn.Module, int] = WeakKeyDictionary()
-"""Module that runs plainly -> the moment from which it does."""
+"""Module that runs plainly -> the moment at which that began."""
 _whole_since: MutableMapping[nn.Module, int] = WeakKeyDictionary()
-"""Module that runs in one chunk instead of several -> the moment from which it does."""
+"""Module that runs in one chunk instead of several -> the moment at which that began."""
 _reasons: MutableMapping[nn.Module, str] = WeakKeyDictionary()
 """Module -> why it runs in one chunk."""
 _warnings: MutableMapping[nn.Module, str] = WeakKeyDictionary()
@@ -43,16 +43,16 @@ def run_plainly(module: nn.Module, reason: Complaint, *, silently: bool = False)
         _warnings[module] = f"{label_of(module)} {reason}: it runs without recomputation from now on"
         cannot_repeat()
     else:
-        _note(_plain_since, module, f"{reason}, which a recomputation cannot repeat", "without recomputation")
+        _note_reason(_plain_since, module, f"{reason}, which a recomputation cannot repeat", "without recomputation")
 
 
 def run_whole(module: nn.Module, reason: Complaint) -> None:
-    """Stop running ``module`` in chunks; warn or raise as :func:`run_plainly` does."""
-    _note(_whole_since, module, reason, "whole")
+    """Stop running ``module`` in chunks; warn or raise like :func:`run_plainly`."""
+    _note_reason(_whole_since, module, reason, "whole")
     _reasons.setdefault(module, reason)
 
 
-def _note(moments: MutableMapping[nn.Module, int], module: nn.Module, reason: Complaint, manner: str) -> None:
+def _note_reason(moments: MutableMapping[nn.Module, int], module: nn.Module, reason: Complaint, manner: str) -> None:
     # Another run, which ended earlier than this one, may have noted it already.
     if module in moments:
         cannot_repeat()

@@ -202,7 +202,7 @@ def _place(descriptor: int) -> str:
 def read_yaml(path: Path, hint: str = "") -> Any:
     """Read the plain values of a YAML file.
 
-    Raises :class:`UsageError` if it cannot be read or is no YAML; ``hint`` tells the user what to write into it.
+    Raises :class:`UsageError` if it cannot be read or is no YAML; ``hint``: what the user should write into it.
     """
     try:
         return _yaml_values(read_bytes(path, _MAX_YAML_BYTES))
@@ -254,7 +254,7 @@ def read_json(
     """Read the plain values of a JSON document, whose numbers and depth must be reasonable.
 
     With ``unique``, no object may name a key twice.  With ``infinite``, ``Infinity`` and ``NaN`` are numbers.  The
-    document may have ``max_values`` separators.  Raises :class:`ValueError` that says what is wrong with it.
+    document may have ``max_values`` separators.  Raises :class:`ValueError` that describes what is wrong with it.
     """
     try:
         text = data.decode() if isinstance(data, bytes) else data

@@ -155,7 +155,8 @@ def missing_refusal(location: str) -> tuple[str, str]:
 
 
 def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
-    """Return what the file at ``path`` is, which begins with ``data``, and what to do; ``None``: it may be a model."""
+    """Return what the file at ``path`` is, which begins with ``data``, and what to do; ``None`` if it may be a
+    model."""
     for pattern, what, hint in _OTHERS:
         if re.match(pattern, data, re.DOTALL):
             return what, hint
@@ -171,7 +172,7 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
 
 
 def _archive_refusal(data: bytes) -> tuple[str, str] | None:
-    """Return what ``data``, a zip archive, is, and what to do; ``None``: it may be a model, or is damaged."""
+    """Return what ``data``, a zip archive, is, and what to do; ``None`` if it may be a model, or is damaged."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()
@@ -195,7 +196,8 @@ def folder_refusal(path: str) -> tuple[str, str]:
 
 
 def weights_files_in(folder: str) -> list[str]:
-    """Return the paths of the safetensors files in ``folder``, sorted; without any, those of ``pytorch_model*.bin``."""
+    """Return the paths of the safetensors files in ``folder``, sorted; if there are none, the files
+    ``pytorch_model*.bin``."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:  # it cannot be read
@@ -333,7 +335,8 @@ def _makes_module(node: ast.FunctionDef | ast.ClassDef) -> bool:
 
 
 def refuse_misspelt(path: str, name: str) -> None:
-    """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and never says ``name``.
+    """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and does not contain
+    ``name``.
 
     The file is not run: so this error comes before one about outputs that exist.
     """
@@ -345,7 +348,7 @@ def refuse_misspelt(path: str, name: str) -> None:
 def definitions(path: str, name: str = "") -> str:
     """Return a sentence on the functions and classes of the Python file at ``path``; empty if it has none.
 
-    If ``name`` may be a misspelling of one of them, the sentence asks so.
+    If ``name`` may be a misspelling of one of them, the sentence asks for it.
     """
     if near := _nearest_definition(path, name):
         return _did_you_mean(near)

@@ -37,6 +37,11 @@ IN_MEMORY = " (in memory)"
 """End of the reference of a function that cannot be found by name."""
 _FUNCTION = re.compile(r".+\.py:[^\W\d]\w*")
 _NOTEBOOK = re.compile(r"(.+\.ipynb)(:.*)?")
+CLOSURE_REASON = (
+    "{} takes a closure, so it runs forward and backward inside step(); memopt can only measure steps that run each of "
+    "them once"
+)
+"""Reason why an optimizer of this name is refused."""
 _OWN = "Or give `file.py:function`, which takes the model and returns its optimizer."
 
 
@@ -87,7 +92,7 @@ def is_function(text: str) -> bool:
 
 
 def notebook_refusal(text: str) -> str:
-    """Say what to do if ``text`` names a notebook where code is wanted; empty for any other text."""
+    """Return the hint for a ``text`` that names a notebook where code is wanted; empty for any other text."""
     match = _NOTEBOOK.fullmatch(text)
     if match is None:
         return ""
@@ -111,7 +116,7 @@ def parse_optimizer(text: str) -> OptimizerChoice:
     name, colon, implementation = text.partition(":")
     if name == "lbfgs":
         raise UsageError(
-            "lbfgs runs forward and backward within its step; memopt measures steps that run each of them once",
+            CLOSURE_REASON.format("lbfgs"),
             hint="Name an optimizer whose step needs no closure, such as `--optimizer adamw`.",
         )
     if name not in _CLASSES:
@@ -123,5 +128,5 @@ def parse_optimizer(text: str) -> OptimizerChoice:
     alternatives = ", ".join(f"{name}:{known}" for known in implementations[1:])
     raise UsageError(
         f"{name} has no implementation {shorten(implementation)}",
-        hint=f"Write {name}{f', {alternatives}' if alternatives else ''}.",
+        hint=f"Use one of: {name}, {alternatives}." if alternatives else f"Use {name}.",
     )

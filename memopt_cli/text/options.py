@@ -67,7 +67,7 @@ class Option:
     """Highest risk of a value: that it is data, names a file to read, or names code to run or to trust.
 
     A ``memopt.yaml`` that memopt finds by itself may not set a "code" option, so a new row is refused there until it
-    says "data".
+    is marked "data".
     """
 
     @property
@@ -155,7 +155,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         STEP,
     ),
     "accumulate": Option(
-        "Micro-batches per optimizer step. Only the last is run, with the earlier gradients in memory.",
+        "Micro-batches per optimizer step. memopt runs only the last one, with the accumulated gradients in memory.",
         STEP,
         "N",
         Whole(1),
@@ -228,7 +228,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         SEARCH,
         "0..4",
         Whole(0, 4),
-        default="3, or what --profile says",
+        default="3, or what --profile sets",
         common=True,
     ),
     "recommend_batch.level": Option(
@@ -377,12 +377,12 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="no limit",
     ),
     "allow_expensive_profiling": Option(
-        "Allow several split rounds, several candidates per round, and a warm-up step, as other flags say.",
+        "Allow several split rounds, several candidates per round, and a warm-up step, as other flags allow.",
         FINE,
-        default="on, or what --profile says",
+        default="on, or what --profile sets",
     ),
     "warmup_in_profile_workers": Option(
-        "Take a warm-up step before the timed ones.", FINE, default="on, or what --profile says"
+        "Take a warm-up step before the timed ones.", FINE, default="on, or what --profile sets"
     ),
     # -------------------------------------------------------------------------------------------- what fits
     "memory": Option(
@@ -572,7 +572,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         python="verify",
     ),
     "confirm": Option(
-        "First run the step with the plan, and say how far off the plan's prediction is.", common=True, python=""
+        "First run the step with the plan, and report the error of the plan's prediction.", common=True, python=""
     ),
     "config": Option(
         "Read flags from YAML (level: 4). The command line wins.",

@@ -1,7 +1,7 @@
 """Spelling options in messages: as flags on the command line, as arguments in Python.
 
 Errors, hints, notes and reports name an option in backticks, as it is typed: ``Raise `--max-slowdown 2`.``  A command
-prints ``Raise --max-slowdown 2.``, and a function of Python says ``Raise max_slowdown=2.``
+prints ``Raise --max-slowdown 2.``, and a function of Python prints ``Raise max_slowdown=2.``
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memopt_cli.text.options import OPTIONS, Option
 from memopt_cli.text.values import Real
 
 _CALLER: Final = 4
-"""Stack level of the user's script: above :func:`warn_unchanged` are memopt's function and its wrapper."""
+"""Stack level of the user's script: above :func:`warn_if_unchanged` are memopt's function and its wrapper."""
 _MARKED_OPTION: Final = re.compile(r"`((?:memopt [a-z]|--?[a-z])[^`\n]*|file\.py:function)`")
 _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
     flag: (key.rpartition(".")[2], option)
@@ -31,8 +31,8 @@ _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
 
 
 @contextlib.contextmanager
-def said_in_python() -> Iterator[None]:
-    """Let errors from the block name arguments in place of flags.
+def with_python_spelling() -> Iterator[None]:
+    """Let errors in the context name arguments in place of flags.
 
     The errors that caused them are reworded as well, since a traceback shows these, too.
     """
@@ -45,17 +45,17 @@ def said_in_python() -> Iterator[None]:
         raise
 
 
-def warn_unchanged(why: str) -> None:
-    """Warn that the calling function left the model unchanged, and ``why``; do nothing if ``why`` is empty.
+def warn_if_unchanged(reason: str) -> None:
+    """Warn that the calling function left the model unchanged, and ``reason``; do nothing if ``reason`` is empty.
 
     The returned model looks the same with a plan or without, and few scripts read the summary.
     """
-    if why:
-        warnings.warn(in_python(why), stacklevel=_CALLER)
+    if reason:
+        warnings.warn(in_python(reason), stacklevel=_CALLER)
 
 
 def notes_in_python(result: Any) -> Any:
-    """Return ``result`` with its notes, or those of its summary, in Python's words."""
+    """Return ``result`` with its notes, or the notes of its summary, in Python's words."""
     if hasattr(result, "summary"):
         return replace(result, summary=notes_in_python(result.summary))
     if not hasattr(result, "notes"):

@@ -78,16 +78,17 @@ def format_bytes(size: float, decimals: int = 1) -> str:
     return f"{size:.0f} B" if power == 0 else f"{size:.{decimals}f} {_BINARY[power]}"
 
 
-def format_apart(limit: int, size: int) -> tuple[str, str]:
-    """Format ``limit`` and a larger ``size`` like :func:`format_bytes`, with enough decimals to tell them apart.
+def format_apart(limit: int, *sizes: int) -> tuple[str, ...]:
+    """Format ``limit`` and ``sizes`` like :func:`format_bytes`, with enough decimals to tell it from each other size.
 
     The decimals also suffice to show the limit as it was given: ``1.75MiB`` does not become 1.8.
     """
     for decimals in (1, 2, 3):
-        shown_limit, shown_size = format_bytes(limit, decimals), format_bytes(size, decimals)
-        if shown_limit != shown_size and abs(parse_bytes(shown_limit) - limit) <= limit / 200:
-            return shown_limit, shown_size
-    return f"{limit} B", f"{size} B"
+        shown_limit, *shown = (format_bytes(nbytes, decimals) for nbytes in (limit, *sizes))
+        is_apart = all(text != shown_limit or size == limit for text, size in zip(shown, sizes, strict=True))
+        if is_apart and abs(parse_bytes(shown_limit) - limit) <= limit / 200:
+            return shown_limit, *shown
+    return tuple(f"{nbytes} B" for nbytes in (limit, *sizes))
 
 
 def format_seconds(seconds: float) -> str:

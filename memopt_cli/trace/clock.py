@@ -221,8 +221,8 @@ def segment_s(device: str) -> float:
 def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepTrace, str]:
     """Return ``trace`` with ``times``, and an empty note.
 
-    Packing runs operators by the values that it meets, and when tensors are freed; so where only those of packing
-    differ, they share their time.  If the model's differ, ``trace`` stays unchanged, and the note says why.
+    Packing runs operators by the values that it meets, and when tensors are freed; so if only the packing operators
+    differ, they share their time.  If the model's differ, ``trace`` stays unchanged, and the note gives the reason.
     """
     of_model = [timed for timed in times if not timed.packs]
     if [op.name for op in trace.ops if not op.packs] != [timed.name for timed in of_model]:

@@ -64,7 +64,7 @@ class Collectives:
         self._calls: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def record_call(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Count ``func`` if it is a collective, with the bytes of its largest tensor, which all ranks share."""
         kind = classify_collective(func)
         if kind:

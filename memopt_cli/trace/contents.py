@@ -51,7 +51,7 @@ class ContentsReader:
 
     def codec_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
         """Return the codec that packing outside of segments chooses for ``tensor``, and its packed bytes."""
-        with aside():
+        with outside_of_step():
             codec = codec_for(tensor)
             packed = codec.compress(tensor) if codec else None
         if codec is None or packed is None or packed.raw:
@@ -69,13 +69,14 @@ class ContentsReader:
 
 
 def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
-    with aside():
+    with outside_of_step():
         return {name: COMPRESSORS[name].packed_bytes(tensor) for name in _CODECS}
 
 
 @contextmanager
-def aside() -> Iterator[None]:
-    """Keep the block out of the step: hide it from dispatch modes, and mark it with a label in profiles."""
+def outside_of_step() -> Iterator[None]:
+    """Keep the code inside the context out of the step: hide it from dispatch modes, and mark it with a label in
+    profiles."""
     with torch.no_grad(), unseen(), record_function(ASIDE_LABEL):
         yield
 
@@ -83,8 +84,8 @@ def aside() -> Iterator[None]:
 def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
     """Return ``full``, a step on fake tensors, with the codecs of ``small``, a real step on fewer samples; and a note.
 
-    If the small step ran different operators, only modules get their codecs, and the note says so.  Otherwise the note
-    is empty.
+    If the small step ran different operators, only modules get their codecs, which the note explains.  Otherwise the
+    note is empty.
     """
     small_modules = {module.path: module for module in small.modules}
     modules = tuple(_with_codec_of(module, small_modules.get(module.path)) for module in full.modules)

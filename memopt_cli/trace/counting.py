@@ -18,8 +18,8 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step
 
 Life = tuple[int, int, int | None]
-"""Bytes of a storage, the operator that made it (-1: it existed before the step), and the first operator that ran
-without it (``None``: it outlives the step)."""
+"""Bytes of a storage, the operator that made it (-1 if it existed before the step), and the first operator that ran
+without it (``None`` if it outlives the step)."""
 AllocatedPeak = Callable[[Iterable[Life]], int]
 """Returns the most bytes that an allocator takes for storages with the given lives, in the order of birth."""
 

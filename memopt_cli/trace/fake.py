@@ -73,7 +73,7 @@ def _place(tensor: Tensor, settings: StepSettings) -> Tensor:
 
 
 def _copied_without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Copy ``model`` without data.  Raises :class:`RuntimeError` for a user's own step that cannot be made so."""
+    """Copy ``model`` without data.  Raises :class:`RuntimeError` for a user's own step that cannot be copied."""
     if isinstance(model, StepModels):
         with mode, NumbersKnown():
             try:

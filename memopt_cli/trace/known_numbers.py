@@ -61,7 +61,7 @@ class NumbersKnown(TorchDispatchMode):
 
     def note_values(self, tensor: Tensor, values: Tensor) -> None:
         """Note that ``tensor``, which has no data, has ``values``, which must not be written to."""
-        self._note([tensor], _Made.of(values))
+        self._remember([tensor], _Made.from_values(values))
 
     @contextmanager
     def readable_by_libraries(self) -> Iterator[None]:
@@ -88,7 +88,7 @@ class NumbersKnown(TorchDispatchMode):
             if result is None:
                 raise
         if (answer := _if_finite(func, args)) is not None and not self._follows(func, args, kwargs):
-            self._note([result], _Made(functools.partial(_filled, result.shape, result.stride(), answer)))
+            self._remember([result], _Made(functools.partial(_filled, result.shape, result.stride(), answer)))
             return result
         if func is _CONSTANT and not is_fake(args[0]):
             with unseen(), torch.no_grad():
@@ -103,7 +103,7 @@ class NumbersKnown(TorchDispatchMode):
                     self._made.pop(memory_of(tensor), None)
         elif self._follows(func, args, kwargs):
             arguments = map_leaves(self._make_note, (args, kwargs))
-            self._note(tensors_of(result), _Made(lambda: _run(func, arguments)))
+            self._remember(tensors_of(result), _Made(lambda: _run(func, arguments)))
         return result
 
     def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ class NumbersKnown(TorchDispatchMode):
         # A tensor with data does not count: a write to it may happen on a copy without data, unseen.
         return is_fake(tensor) and tensor.layout is torch.strided and memory_of(tensor) in self._made
 
-    def _note(self, tensors: list[Tensor], made: _Made) -> None:
+    def _remember(self, tensors: list[Tensor], made: _Made) -> None:
         """Note that ``tensors`` are the results of ``made``; views need no note, since their storage has one."""
         for index, tensor in enumerate(tensors):
             is_new = is_fake(tensor) and tensor.layout is torch.strided and memory_of(tensor) not in self._made
@@ -166,7 +166,7 @@ class _Made:
         self._results: list[Tensor] = []
 
     @classmethod
-    def of(cls, values: Tensor) -> _Made:
+    def from_values(cls, values: Tensor) -> _Made:
         """Return ``values`` as a result, which is no longer known once they are written to."""
         if values.is_inference():
             return cls(lambda: values)
@@ -237,7 +237,8 @@ def _run(func: Any, arguments: tuple[Any, dict[str, Any]]) -> Any:
 
 
 def _if_finite(func: Any, args: Any) -> bool | None:
-    """Return the elements of the result of ``func`` if all numbers are finite; ``None``: ``func`` asks something else.
+    """Return the elements of the result of ``func`` if all numbers are finite; ``None`` if ``func`` asks something
+    else.
 
     ``torch.isfinite(x)`` asks whether ``x == x`` and whether ``x.abs() != inf``.
     """

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from memopt_cli.records import Phase
 from memopt_cli.runtime import named_parts
-from memopt_cli.runtime.compressor import makes_internal_tensors, recorded_shares
+from memopt_cli.runtime.compressor import assuming_sparse_share, makes_internal_tensors
 from memopt_cli.runtime.in_backward import is_updating
 from memopt_cli.runtime.packing import recorded_answers
 from memopt_cli.runtime.private_torch import TorchDispatchMode, is_fake, is_made_of_others, tree_leaves, walk_parts
@@ -80,7 +80,7 @@ class StorageLog(TorchDispatchMode):
         storages.tick += is_counted
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
-                self.see(leaf, share=share)
+                self.count_tensor(leaf, share=share)
         self._label(func, args, kwargs or {}, output)
         workspace = self.workspaces.look_up(operator_name(func), shapes_of(args)) if self.workspaces and share else 0
         replaced_bytes = self._in_place.replaced_bytes(func, args, output) if differentiates else 0
@@ -91,7 +91,7 @@ class StorageLog(TorchDispatchMode):
 
     def _label(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Label tensors that serve an exchange among ranks as ``gathered`` or ``reduction``."""
-        self.collectives.note(func, args, kwargs, output)
+        self.collectives.record_call(func, args, kwargs, output)
         for tensor, kind in exchange_buffers(func, args, kwargs):
             storage = self.find(tensor)
             if storage is not None and storage.kind in _PRELIMINARY_KINDS:
@@ -113,7 +113,7 @@ class StorageLog(TorchDispatchMode):
     def note_resize(self, nbytes: int) -> None:
         """Do nothing; subclasses note a resize to ``nbytes`` as if an operator had made them."""
 
-    def see(
+    def count_tensor(
         self, tensor: Tensor, kind: str | None = None, path: str | None = None, *, share: float = 1.0
     ) -> Storage | None:
         """Return the record of the storage of ``tensor``, made now if it is new; ``None`` for tensors without one.
@@ -121,10 +121,10 @@ class StorageLog(TorchDispatchMode):
         A new record gets ``kind``, the module ``path`` (by default the running one), and ``share`` of the bytes, which
         a plain step would take.  Of a tensor made of others, all parts are counted, and the first is returned.
         """
-        records = [self._see(part, kind, path, share) for part in walk_parts(tensor)]
+        records = [self._count_part(part, kind, path, share) for part in walk_parts(tensor)]
         return next(iter(records), None)
 
-    def _see(self, tensor: Tensor, kind: str | None, path: str | None, share: float) -> Storage | None:
+    def _count_part(self, tensor: Tensor, kind: str | None, path: str | None, share: float) -> Storage | None:
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
@@ -220,7 +220,7 @@ def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
     def share_of_inputs() -> float:
         return codecs.inputs.get(log.module_running(), 1.0)
 
-    with recorded_answers(codec_of, note_concatenated), recorded_shares(share_of_inputs):
+    with recorded_answers(codec_of, note_concatenated), assuming_sparse_share(share_of_inputs):
         yield
 
 
@@ -230,17 +230,17 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
     seed_everything(step.settings.seed)
     log.is_own = isinstance(step, OwnStep)
     for name, parameter in step.unwrapped_model.named_parameters():
-        log.see(parameter, "parameters", name.rpartition(".")[0])
+        log.count_tensor(parameter, "parameters", name.rpartition(".")[0])
         if parameter.grad is not None:
-            log.see(parameter.grad, "gradients", name.rpartition(".")[0])
+            log.count_tensor(parameter.grad, "gradients", name.rpartition(".")[0])
     for name, buffer in step.unwrapped_model.named_buffers():
-        log.see(buffer, "buffers", name.rpartition(".")[0])
+        log.count_tensor(buffer, "buffers", name.rpartition(".")[0])
     for tensor in tensors_of((step.args, step.kwargs)):
-        log.see(tensor, "inputs", "")
+        log.count_tensor(tensor, "inputs", "")
     for tensor in optimizer_tensors(step):
-        log.see(tensor, "optimizer", "")
+        log.count_tensor(tensor, "optimizer", "")
     for tensor in step.buckets:
-        log.see(tensor, "reduction", "")
+        log.count_tensor(tensor, "reduction", "")
     with log, resizes_seen(log.resized), staging_unseen():
         yield
 
@@ -304,6 +304,6 @@ def _label_gradients(log: StorageLog, model: nn.Module) -> None:
     """Label the gradients of ``model``, which were temporaries until autograd stored them."""
     for parameter in model.parameters():
         if parameter.grad is not None:
-            storage = log.see(parameter.grad, "gradients")
+            storage = log.count_tensor(parameter.grad, "gradients")
             if storage is not None:
                 storage.kind = "gradients"

@@ -15,7 +15,7 @@ from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Codec, Ow
 from memopt_cli.runtime.module_state import find_matrices
 from memopt_cli.runtime.private_torch import version_counter
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.trace.contents import ContentsReader, aside
+from memopt_cli.trace.contents import ContentsReader, outside_of_step
 from memopt_cli.trace.log import StorageLog
 from memopt_cli.trace.storages import Storage, held_bytes
 from memopt_cli.training.module_calls import module_hooks
@@ -101,7 +101,7 @@ def taking_notes(
 ) -> Iterator[None]:
     """Fill ``notes``, by path, while forward runs in the block; recomputations do not count.
 
-    ``contents`` finds the codec that holds the inputs of a module exactly.  ``None``: the inputs have no data.
+    ``contents`` finds the codec that holds the inputs of a module exactly.  ``None`` if the inputs have no data.
     """
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
@@ -113,7 +113,7 @@ def taking_notes(
         if log.phase == "forward":
             storages = ((tensor, log.find(tensor)) for tensor in find_matrices(module))
             state = [tensor for tensor, storage in storages if storage is not None and storage.kind == "activations"]
-            notes[path].leave([log.see(t) for t in tensors_of(output)], held_bytes(state))
+            notes[path].leave([log.count_tensor(t) for t in tensors_of(output)], held_bytes(state))
 
     with module_hooks(model, enter, leave):
         yield
@@ -133,13 +133,13 @@ def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> s
     """Return a complaint if the user's own codec fails to restore ``tensors``; empty if it does not."""
     if name != OWN_COMPRESSOR:
         return ""
-    with aside():
+    with outside_of_step():
         return next(filter(None, map(_own_codec(module).misfit, tensors)), "")
 
 
 def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:
     codec = COMPRESSORS.get(name) or _own_codec(module)
-    with aside():
+    with outside_of_step():
         return sum(map(codec.packed_bytes, tensors))
 
 

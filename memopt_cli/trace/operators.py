@@ -15,7 +15,7 @@ from memopt_cli.text.units import dtype_name
 
 _aten = torch.ops.aten
 _STATISTICS = ("running_mean", "running_var")
-"""Arguments that batch norm writes in training mode, although its schema does not say so."""
+"""Arguments that batch norm writes in training mode, although its schema does not show it."""
 
 
 def operator_name(func: Any) -> str:

@@ -117,7 +117,7 @@ class _Records:
         """Return module -> bytes made in it, or below it, that were alive at the end of the model's forward."""
         total: dict[str, int] = defaultdict(int)
         for s in self._log.storages.made:
-            if s.kind == "activations" and (end := self._log.forward_end(s)) and not _dead(s, end):
+            if s.kind == "activations" and (end := self._log.forward_end(s)) and not _is_dead(s, end):
                 for path in ancestry(s.path):
                     total[path] += s.nbytes
         return total
@@ -159,7 +159,7 @@ class _Records:
     def _storage_record(self, s: Storage, freed: int | None) -> StorageTrace:
         # A storage that dies in forward is in no graph at its end, though autograd saved it: its graph was dropped.
         end = self._log.forward_end(s)
-        nodes = () if end and _dead(s, end - 1) else self._log.savers.get(s.index, ())
+        nodes = () if end and _is_dead(s, end - 1) else self._log.savers.get(s.index, ())
         savers = (self._log.op_of_node.get(node) for node in nodes)
         compressor, packed = self._log.packed.get(s.index, ("null", s.nbytes))
         return StorageTrace(
@@ -201,5 +201,5 @@ class _Records:
         )
 
 
-def _dead(storage: Storage, tick: int) -> bool:
+def _is_dead(storage: Storage, tick: int) -> bool:
     return storage.died is not None and storage.died <= tick

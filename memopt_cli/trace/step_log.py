@@ -26,7 +26,7 @@ from memopt_cli.runtime.compressor import makes_internal_tensors
 from memopt_cli.runtime.private_torch import is_fake, next_node, running_node, sequence_number, tree_leaves, walk_parts
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.trace.contents import ContentsReader, aside
+from memopt_cli.trace.contents import ContentsReader, outside_of_step
 from memopt_cli.trace.lines import line_of_the_model
 from memopt_cli.trace.log import StorageLog, shapes_of
 from memopt_cli.trace.operators import count_flops, draws, find_dtype, operator_name, written_tensors
@@ -66,7 +66,8 @@ class LoggedOp:
     record: OpTrace
     """Record of the operator, without the storages that it makes, which are added once the step has ended."""
     call: int | None
-    """In backward, index of the call whose forward it differentiates.  -1: of no module.  ``None``: not in backward."""
+    """In backward, index of the call that is differentiated (-1 for code outside of modules).  ``None`` outside of
+    backward."""
 
 
 class StepLog(StorageLog):
@@ -196,7 +197,7 @@ class StepLog(StorageLog):
             self.savers[storage.index][next_node() - 1] = None
             if self._contents is not None and storage.index not in self.packed:
                 part = next(walk_parts(alias))
-                with aside():
+                with outside_of_step():
                     whole = part if part.nbytes == storage.nbytes else part.new_empty(0).set_(part.untyped_storage())
                 self.packed[storage.index] = self._contents.codec_of_saved(whole)
         return alias

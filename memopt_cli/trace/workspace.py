@@ -116,9 +116,9 @@ class Workspaces:
         the nearest number of elements is taken.  Tensors that only one of two runs has, such as an optional gradient,
         are not compared.
         """
-        return self.kept_bytes + self._own(operator, shapes)
+        return self.kept_bytes + self._peak_beyond_kept(operator, shapes)
 
-    def _own(self, operator: str, shapes: Shapes) -> int:
+    def _peak_beyond_kept(self, operator: str, shapes: Shapes) -> int:
         """Return the workspace bytes of ``operator`` without :attr:`kept_bytes`."""
         if operator not in self._runs:
             return 0
@@ -129,7 +129,7 @@ class Workspaces:
 
     def fixed(self, operator: str, shapes: Shapes) -> int:
         """Return the part of the bytes that does not depend on the batch, as far as a smaller step has shown it."""
-        nbytes = self._own(operator, shapes)
+        nbytes = self._peak_beyond_kept(operator, shapes)
         runs = (run for run in self._runs[operator] if _differ_in_first(run.shapes, shapes)) if nbytes else ()
         return self.kept_bytes + min(nbytes, max((run.fixed_bytes for run in runs), default=0))
 

@@ -171,7 +171,7 @@ def plan_of(model: nn.Module) -> Plan:
     in_backward = has_in_backward(model)
     installed = {path: module for path, module in named_parts(model) if settings_of(module) is not None}
     root = settings_of(model)
-    # A part taken out of a model with a plan by length cannot tell the length, so its plan is the longest range's.
+    # A part taken out of a model with a plan by length does not know the length, so its plan is the longest range's.
     if not isinstance(root, ConfigsByLength) or root.length is None:
         configs = {path: config for path, module in installed.items() if (config := segment_of(module)) is not None}
         return replace(_make_plan(configs), in_backward=in_backward, compile=compiled_as(model))

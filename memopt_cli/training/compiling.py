@@ -17,7 +17,7 @@ _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", 
 
 
 def compile_model(model: nn.Module, how: CompilePlan) -> None:
-    """Set up ``model`` to be compiled with the settings ``how`` at its next call, as ``model.compile(...)`` does.
+    """Set up ``model`` to be compiled with the settings ``how`` at its next call, like ``model.compile(...)``.
 
     That method silently leaves a model of a PyTorch class, such as an ``nn.Sequential``, uncompiled: the compiler
     skips functions in PyTorch's files until it reaches one of another file, which here is in :func:`call_of_its_own`.

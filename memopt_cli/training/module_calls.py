@@ -1,6 +1,6 @@
-"""Hooks on the calls of a model's modules, and the message that tells which module rejected its input.
+"""Hooks on the calls of a model's modules, and the message that names the module which rejected its input.
 
-When forward fails, the innermost module still running is the one to name, with the shape that it takes.
+When forward fails, the error names the innermost module still running, with the shape that it takes.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def skipped_layers_notes(model: nn.Module) -> list[str]:
     """Return a note on each group of layers of ``model`` of which some have gradients and others have none.
 
     A step with layer drop or stochastic depth skips layers at random, and one with experts those without tokens, so
-    the peak of the step that was run is not that of every step.  Gradients show it without watching any call.
+    the peak of the step that was run is not the peak of every step.  Gradients show it without watching any call.
     """
     ran = {name: p.grad is not None for name, p in model.named_parameters() if p.requires_grad}
     like_ran = {_NUMBER.sub("*", name) for name, has_gradient in ran.items() if has_gradient}
@@ -172,7 +172,7 @@ def _dtype_hint(call: RunningCall, model_inputs: Any) -> str:
 
 
 def _own_path(call: RunningCall, model: nn.Module) -> str:
-    """Return the module's own path: that of ``call`` goes through a run of layers, if it is in one."""
+    """Return the module's own path: the path of ``call`` goes through a run of layers, if it is in one."""
     return next((path for path, module in model.named_modules() if module is call.module), call.path)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memopt_cli.errors import StepError, first_line
-from memopt_cli.text.optimizer_text import NamedOptimizer, OptimizerChoice
+from memopt_cli.text.optimizer_text import CLOSURE_REASON, NamedOptimizer, OptimizerChoice
 
 OptimizerMaker = Callable[[nn.Module], Optimizer | None]
 """Makes the optimizer of a model, or of a copy of it without data; returns ``None`` for a step without optimizer."""
@@ -94,10 +94,7 @@ def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
 
 def closure_refusal(optimizer: Optimizer) -> str:
     """Return the message by which memopt refuses ``optimizer``, whose step takes a closure."""
-    return (
-        f"{type(optimizer).__name__} runs forward and backward within its step, by a closure; memopt can only measure "
-        "a step that runs each of them once"
-    )
+    return CLOSURE_REASON.format(type(optimizer).__name__)
 
 
 def wants_closure(optimizer: Optimizer) -> bool:

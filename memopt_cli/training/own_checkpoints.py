@@ -88,7 +88,7 @@ def warn_if_on(model: nn.Module) -> None:
 
 
 def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:
-    """Set those of ``switches`` that are switches of ``model``: the list may come from an untrusted file."""
+    """Set the ``switches`` that ``model`` has: the list may come from an untrusted file."""
     modules = dict(model.named_modules())
     for switch in switches:
         path, _, name = str(switch).rpartition(".")

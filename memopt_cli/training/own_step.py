@@ -1,4 +1,4 @@
-"""A step that the user wrote as a function (``memopt_cli.Step``): runs it, and tells which phase it is in.
+"""A step that the user wrote as a function (``memopt_cli.Step``): runs it, and reports its phase.
 
 The function calls models, autograd and optimizers in any order, so phases are seen by hooks: on the autograd engine for
 backward, on the optimizers for the update.
@@ -91,7 +91,7 @@ class OwnStep(Step):
         models.zero_grad(set_to_none=True)
         if models.leaves is None:
             start = StartingState(models)
-            if any(map(is_fake, models.parameters())):  # without data: one step tells, since no scaler skips it
+            if any(map(is_fake, models.parameters())):  # without data: one step is enough, since no scaler skips it
                 with _NumbersGuessed() as guessing:
                     self.run(guessing.enter)
             else:

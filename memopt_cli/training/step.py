@@ -10,6 +10,7 @@ import contextlib
 import functools
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -53,9 +54,9 @@ class Step:
     kwargs: dict[str, Any]
     settings: StepSettings
     loss: Callable[[Any], Tensor] | None = None
-    """The user's loss, a function of the model's output.  ``None``: the rules of :func:`seeds_of_backward`."""
+    """The user's loss, a function of the model's output.  ``None`` for the rules of :func:`seeds_of_backward`."""
     optimizer: torch.optim.Optimizer | None = None
-    """Optimizer of the model's parameters.  ``None``: a step that ends with the gradients."""
+    """Optimizer of the model's parameters.  ``None`` for a step that ends with the gradients."""
     make_optimizer: OptimizerMaker = no_optimizer
     """Makes an optimizer like ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
@@ -181,7 +182,7 @@ class Step:
     def run_checked(self) -> Any:
         """Run one forward and backward, explain every failure of the model's own code, and return the output.
 
-        Raises :class:`StepError`, which names the module whose forward failed or says that only backward fails.  An
+        Raises :class:`StepError`, which names the module whose forward failed or states that only backward fails.  An
         out-of-memory error is raised unchanged.
         """
         with failure_named(self.model):
@@ -387,6 +388,11 @@ def _call_loss(loss: Callable[[Any], Any], output: Any) -> Any:
             "sample: def loss(output): return loss_fn(output, targets[: len(output)]). Without a loss, every output "
             "gets a random gradient, which takes the same memory.",
         ) from error
+
+
+def is_of_loss(error: BaseException) -> bool:
+    """Return whether ``error`` was raised in the user's loss."""
+    return any(frame.f_code is _call_loss.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

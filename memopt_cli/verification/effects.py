@@ -44,9 +44,9 @@ class EffectDifference:
     """The tensor that differs most between two steps."""
 
     name: str
-    """Name of the tensor.  Empty: all tensors are bit-identical."""
+    """Name of the tensor.  Empty if all tensors are bit-identical."""
     relative: float
-    """Largest absolute difference, divided by the largest magnitude in the reference tensor.  Infinite: the shapes
+    """Largest absolute difference, divided by the largest magnitude in the reference tensor.  Infinite if the shapes
     differ.  For a gradient far smaller than the others, :data:`_ROUNDING_SCALE` gives the divisor.  It does so for the
     running statistics of a norm as well: a mean is measured by the deviation, and a variance by the mean."""
     compared: int
@@ -247,7 +247,7 @@ class DoubleThroughout(TorchDispatchMode):
             has_doubles = any(t.dtype in _NARROWER for t in tensors_of((args, kwargs)))
             if not has_doubles or schema_of(func).is_mutable or is_out_of_memory(error):
                 raise
-            narrow_args, narrow_kwargs = map_leaves(_narrow, (args, kwargs))
+            narrow_args, narrow_kwargs = map_leaves(_to_narrower, (args, kwargs))
             with suppress(RuntimeError):
                 return in_double(func(*narrow_args, **narrow_kwargs))
             raise
@@ -295,7 +295,7 @@ def _widen(value: Any) -> Any:
     return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
 
 
-def _narrow(value: Any) -> Any:
+def _to_narrower(value: Any) -> Any:
     return value.to(_NARROWER.get(value.dtype, value.dtype)) if isinstance(value, Tensor) else value
 
 

@@ -1,7 +1,7 @@
 """Fingerprints of a step: a few numbers for each tensor, by which two processes can compare all that their steps left.
 
-A digest tells whether two tensors are bit-identical.  If not, since sums may have been formed in another order,
-projections tell how far apart they are.  A projection is the sum of a tensor's elements with weights from the normal
+A digest shows whether two tensors are bit-identical.  If not, since sums may have been formed in another order,
+projections show how far apart they are.  A projection is the sum of a tensor's elements with weights from the normal
 distribution; there are :data:`_DIRECTIONS`.  The squared difference of two tensors' projections is, on average, the
 squared distance of the tensors (Johnson and Lindenstrauss, "Extensions of Lipschitz mappings into a Hilbert space",
 1984).  With eight projections, a distance of ten times the tolerance passes for an allowed one once in ten million.
@@ -38,7 +38,7 @@ _SHIFT = 4099
 def tensors_after_step(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
     """Return the tensors that a step left, not copied: ``output``, gradients, buffers, state and generators, by name.
 
-    ``None``: a deferred output that nothing has read.  Reading it here would compute it.
+    ``None`` for a deferred output that nothing has read.  Reading it here would compute it.
     """
     return {f"output[{i}]": _values(t) for i, t in enumerate(tensors_of(output))} | tensors_on(model)
 

@@ -59,9 +59,9 @@ class RecordedStep:
     plain_s: float
     """Seconds of the step without the plan."""
     original_step_s: float
-    """Seconds of a step without the plan at the requested size.  0: this step has that size."""
+    """Seconds of a step without the plan at the requested size.  0 if this step has that size."""
     tolerance: float
-    """Largest relative difference that passes.  0: the effects must be bit-identical."""
+    """Largest relative difference that passes.  0 if the effects must be bit-identical."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ _MAX_ROUNDS = 32
 def least_sizes(requested: Sizes, observe: Observe, alike: str = "") -> Sizes:
     """Find the smallest sizes at which every segment runs in all of its chunks; ``requested`` if there are none.
 
-    If possible, chunks have two lengths, as 5 samples in 3 chunks do.  ``alike`` names the dimension whose entries are
-    alike; it is made smaller still if that changes no cut.
+    If possible, chunks have two lengths, such as 5 samples in 3 chunks.  ``alike`` names the dimension whose entries
+    are alike; it is made smaller still if that changes no cut.
     """
     observed: dict[tuple[int, ...], Mapping[int, Cut]] = {}
 

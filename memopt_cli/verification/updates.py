@@ -40,7 +40,7 @@ def compare_updates(
 def _state_after_updates(step: Step, install: Install) -> dict[str, Tensor]:
     """Return parameters, optimizer state, buffers and other module state after a few steps, by name.
 
-    The steps are those of a copy of the model, on which ``install`` puts a plan.
+    A copy of the model takes the steps, on which ``install`` puts a plan.
     """
     model = copy_model(step.model)
     optimizer = step.make_optimizer(model)

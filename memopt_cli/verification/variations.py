@@ -50,12 +50,12 @@ def variations(batch: int, size: int, resize: Resize) -> Iterator[Variation]:
     if size < batch:
         with contextlib.suppress(Exception):  # inputs of one size only: the variations have all samples
             resize(size)
-            batch, change_inputs = size, _at(resize, size)
+            batch, change_inputs = size, _resized_to(resize, size)
     for number, (name, vary) in enumerate(_KINDS.items()):
         yield Variation(name, batch, _combine(change_inputs, vary))
         if number == 0 and batch == recorded_batch:
             half = batch // 2 or 2
-            yield Variation(f"at batch {half}", half, _at(resize, half))
+            yield Variation(f"at batch {half}", half, _resized_to(resize, half))
 
 
 def _combine(first: Vary, second: Vary) -> Vary:
@@ -73,7 +73,7 @@ def _as_recorded(step: Step) -> AbstractContextManager[Step]:
     return contextlib.nullcontext(step)
 
 
-def _at(resize: Resize, size: int) -> Vary:
+def _resized_to(resize: Resize, size: int) -> Vary:
     """Return the variation to inputs of ``size`` samples."""
 
     def varied(step: Step) -> AbstractContextManager[Step]:

@@ -104,6 +104,29 @@ def test_the_note_names_the_optimizer_that_trained(
     assert ("--optimizer" in note) is bool(flag)
 
 
+@pytest.mark.parametrize(
+    ("network", "model"),
+    [
+        ("def __init__(self, width=8): super().__init__(); self.layer = nn.Linear(width, 8)", "train.py:Net"),
+        ("def __init__(self, *args, **kwargs): super().__init__(); self.layer = nn.Linear(8, 8)", "train.py:Net"),
+        ("def __init__(self, width): super().__init__(); self.layer = nn.Linear(width, 8)", "MODEL"),
+        ("def __init__(self): torch.empty(1 << 60)", "MODEL"),
+    ],
+)
+def test_the_note_names_the_class_of_the_model_that_ran(network: str, model: str, tmp_path: Path) -> None:
+    made = "Net(8)" if "width)" in network else "Net()"
+    (tmp_path / "train.py").write_text(
+        "import memopt_cli, torch\nfrom torch import nn\n"
+        "class Loss(nn.Module):\n    def forward(self, y): return torch.empty(1 << 60)\n"
+        f"class Net(nn.Module):\n    {network}\n    def forward(self, x): return self.layer(x)\n"
+        f"def train():\n    loss, net = Loss(), {made}\n    loss(net(torch.ones(2, 8)))\n"
+        'if __name__ == "__main__":\n    with memopt_cli.explain_oom(): train()\n'
+    )
+    ended = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    told = f"memopt explain {model} -i SHAPE --code-path train.py --log memopt-oom.log\n{model} is "
+    assert told in ended.stderr.replace(f"{tmp_path}/", "")
+
+
 def test_it_decorates_a_function_and_replaces_what_it_kept_before(tmp_path: Path) -> None:
     decorated = memopt_cli.explain_oom(tmp_path / "kept")(run_out)
     (tmp_path / "kept.log").write_text("old")

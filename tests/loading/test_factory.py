@@ -25,7 +25,7 @@ from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.nodes import Global
 from memopt_cli.loading.user_code import UserCode
 from memopt_cli.loading.user_function import user_function
-from memopt_cli.measure.model_file import write_model
+from memopt_cli.measure.answers.without_steps import write_model
 from memopt_cli.records import ModelSource, Plan
 from memopt_cli.runtime.private_torch import is_fake
 from memopt_cli.trace import built_without_data, fake_mode
@@ -411,7 +411,7 @@ def test_a_model_of_a_file_without_a_name_of_its_own_is_not_saved(held: str, fol
     )
     model = load_model(ModelSource(location="random.py:make")).module
     try:
-        with pytest.raises(StepError, match=r"another module has the name of random\.py"):
+        with pytest.raises(StepError, match=r"random\.py has the name of another module"):
             write_model(model, Plan(), io.BytesIO())
     finally:
         sys.modules.pop("memopt_user_random")

@@ -603,6 +603,40 @@ def test_a_class_in_a_text_is_no_definition(trained: Path, tmp_path: Path, monke
     assert error.value.hint.endswith("--code-path real.py")
 
 
+def test_the_script_that_defines_every_missing_class_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unrelated script that also defines one of them leaves no doubt; a script of some classes is no answer."""
+    monkeypatch.chdir(tmp_path)
+    saved = two_classes_of_main(tmp_path, monkeypatch)
+    Path("net.py").write_text("class Block: ...\nclass Net: ...\n")
+    Path("other.py").write_text("class Block: ...\n")
+    with pytest.raises(UnsafeFileError) as error:
+        load_model(source(saved))
+    assert error.value.hint.endswith("add: --code-path net.py")
+    Path("net.py").write_text("class Net: ...\n")
+    Path("another.py").write_text("class Block: ...\n")
+    with pytest.raises(UnsafeFileError) as error:
+        load_model(source(saved))
+    assert error.value.hint.endswith("add: --code-path YOUR_SCRIPT.py")
+    Path("another.py").unlink()
+    with pytest.raises(UnsafeFileError) as error:
+        load_model(source(saved))
+    assert error.value.hint.endswith("add: --code-path other.py --code-path net.py")
+
+
+def two_classes_of_main(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Save a ``Net`` of a ``Block``, both classes of a script that is gone."""
+    main = sys.modules["__main__"]
+    for name in ("Net", "Block"):
+        kind = type(name, (nn.Sequential,), {"__module__": "__main__"})
+        monkeypatch.setattr(main, name, kind, raising=False)
+    torch.save(main.Net(main.Block(nn.Linear(2, 2))), folder / "two.pt")
+    for name in ("Net", "Block"):
+        monkeypatch.delattr(main, name)
+    return folder / "two.pt"
+
+
 @pytest.mark.parametrize("trust", [{}, {"globals": ("__main__.Net",)}, {"packages": ("__main__",)}])
 def test_a_class_of_the_training_script_needs_the_script(trust: dict[str, Any], trained: Path) -> None:
     with pytest.raises(

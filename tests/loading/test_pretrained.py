@@ -79,7 +79,7 @@ def test_inspect_describes_the_weights_of_a_folder(
     gpt2().save_pretrained(tmp_path / "shards", max_shard_size="2KB")
     done = memopt("inspect", str(tmp_path / "shards"))
     assert done.code == 2
-    assert re.search(r"has its weights in \d+ files, and inspect reads one", done.err)
+    assert re.search(r"splits its weights over \d+ files; inspect reads one at a time", done.err)
     (folder / "model.safetensors").unlink()
     assert "has no weights: no model.safetensors" in memopt("inspect", str(folder)).err
 

@@ -17,7 +17,7 @@ from transformers import GPT2LMHeadModel, ViTConfig, ViTModel
 from memopt_cli.errors import ChangedFileError, UnsafeFileError
 from memopt_cli.loading import load, load_model
 from memopt_cli.loading.returned import check_returned
-from memopt_cli.measure.model_file import write_model
+from memopt_cli.measure.answers.without_steps import write_model
 from memopt_cli.records import ModelSource, Plan, SegmentPlan, Trust
 from tests.loading.archives import Call, saved, scripted, unzipped, zipped
 from tests.loading.test_pretrained import gpt2

@@ -124,7 +124,7 @@ def test_a_job_leaves_the_model_as_it_was(worker: Callable[..., Worker]) -> None
     one = worker(optimizer="adamw")
     before = everything(one)
     for job in JOBS:
-        one.do(job)
+        one.answer(job)
         after = everything(one)
         assert after["classes"] == before["classes"], job
         assert after["gradients"] == before["gradients"], job
@@ -138,7 +138,7 @@ def test_a_failed_job_leaves_the_model_as_it_was(worker: Callable[..., Worker]) 
     one = worker()
     classes = everything(one)["classes"]
     with pytest.raises(PlanError, match="names module 'nowhere'"):
-        one.do(MeasureJob(plan=plan("0", "nowhere"), steps=1))
+        one.answer(MeasureJob(plan=plan("0", "nowhere"), steps=1))
     assert everything(one)["classes"] == classes
 
 
@@ -146,7 +146,7 @@ def test_a_failed_job_leaves_the_model_as_it_was(worker: Callable[..., Worker]) 
 def test_what_is_answered_makes_sense(worker: Callable[..., Worker]) -> None:
     one = worker(optimizer="adamw")
     for job in (*JOBS, TraceJob(fake=False, plan=PACKED), DescribeJob(), SizesJob(plan=PACKED)):
-        answer = one.do(job)
+        answer = one.answer(job)
         line = _line({"kind": "answer", "answer": to_short_data(answer)}, job.max_bytes)
         assert replies.read(line.encode(), job) == answer, job
 
@@ -170,7 +170,7 @@ def test_two_hundred_thousand_operators_fit_into_an_answer(tmp_path: Path, monke
 @pytest.mark.parametrize("asked", [True, False])
 def test_facts_have_inputs_where_they_were_asked_for(asked: bool, worker: Callable[..., Worker]) -> None:
     one, spec = worker(), InputSpec(tensors=(TensorSpec(shape=("B", 4, 32, 32)),), dims={"B": 8}, source="here")
-    answers = {inputs: to_data(one.do(DescribeJob(inputs=inputs, spec=spec))) for inputs in (True, False)}
+    answers = {inputs: to_data(one.answer(DescribeJob(inputs=inputs, spec=spec))) for inputs in (True, False)}
     job = DescribeJob(inputs=asked, spec=spec)
     line = json.dumps({"kind": "answer", "answer": answers[asked]})
     assert replies.read(line.encode(), job) == from_data(ModelFacts, answers[asked])
@@ -219,7 +219,7 @@ def test_answers_do_not_depend_on_the_order(where: str) -> None:
     answers: list[dict[Any, Any]] = []
     for jobs in (TOLD_APART, TOLD_APART[::-1], [*TOLD_APART[5:], *TOLD_APART[:5]]):
         one = Worker(subject_of("B", 40), build=build)
-        answers.append({job: without_times(to_data(one.do(job))) for job in jobs})
+        answers.append({job: without_times(to_data(one.answer(job))) for job in jobs})
     for job in TOLD_APART:
         assert answers[0][job] == answers[1][job] == answers[2][job], job
 
@@ -230,7 +230,7 @@ IN_CHUNKS = plan("2", chunks=2, inexact=True)
 @pytest.mark.parametrize("data", ["full size", "small batch"])
 def test_a_dry_run_makes_no_inputs_of_a_batch_that_no_machine_holds(data: Data, worker: Callable[..., Worker]) -> None:
     one = Worker(replace(worker().bench.subject, data=data))
-    counted = one.do(CountJob(plan=plan("0"), fake=True, batch=1 << 40))
+    counted = one.answer(CountJob(plan=plan("0"), fake=True, batch=1 << 40))
     assert counted.tensor_peak_bytes > 1 << 54
 
 
@@ -238,16 +238,16 @@ def test_a_dry_run_makes_no_inputs_of_a_batch_that_no_machine_holds(data: Data, 
 @pytest.mark.parametrize("p", [ORIGINAL, plan("0", "1"), IN_CHUNKS], ids=["original", "plan", "chunks"])
 def test_the_dry_run_tells_the_tensor_peak_to_the_byte(p: Plan, worker: Callable[..., Worker]) -> None:
     one = worker()
-    measured = one.do(MeasureJob(plan=p, steps=1)).measurement
-    assert one.do(CountJob(plan=p, fake=True)).tensor_peak_bytes == measured.tensor_peak_bytes
-    real = one.do(CountJob(plan=p, fake=False))
+    measured = one.answer(MeasureJob(plan=p, steps=1)).measurement
+    assert one.answer(CountJob(plan=p, fake=True)).tensor_peak_bytes == measured.tensor_peak_bytes
+    real = one.answer(CountJob(plan=p, fake=False))
     assert real.tensor_peak_bytes == measured.tensor_peak_bytes
     assert real.allocated_peak_bytes == measured.allocated_peak_bytes
 
 
 def test_a_measurement_adds_up(worker: Callable[..., Worker]) -> None:
     one = worker(optimizer="adamw")
-    found = one.do(MeasureJob(plan=ORIGINAL, steps=3)).measurement
+    found = one.answer(MeasureJob(plan=ORIGINAL, steps=3)).measurement
     parameters = sum(p.nbytes for p in one.bench.model.parameters())
     assert found.breakdown.parameters_bytes == parameters
     assert found.breakdown.inputs_bytes == 8 * 4 * 32 * 32 * 4
@@ -268,20 +268,20 @@ def test_a_long_measured_step_is_not_taken_again_to_time_its_operators(
     monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_STEP_S", 0.0)
     monkeypatch.setattr("memopt_cli.trace.time_operators", lambda step: pytest.fail("it was"))
     one = worker(optimizer=optimizer)
-    one.do(MeasureJob(plan=ORIGINAL, steps=3))
-    assert_timed(one.do(TraceJob(fake=True)))
+    one.answer(MeasureJob(plan=ORIGINAL, steps=3))
+    assert_timed(one.answer(TraceJob(fake=True)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["none", "adamw"])
 @pytest.mark.parametrize("fake", [True, False])
 def test_a_step_that_was_not_measured_is_timed(optimizer: str, fake: bool, worker: Callable[..., Worker]) -> None:
-    assert_timed(worker(optimizer=optimizer).do(TraceJob(fake=fake)))
+    assert_timed(worker(optimizer=optimizer).answer(TraceJob(fake=fake)))
 
 
 @pytest.mark.parametrize("optimizer", ["none", "sgd"])
 def test_of_a_step_its_update_is_timed(optimizer: str, worker: Callable[..., Worker]) -> None:
-    found = worker(optimizer=optimizer).do(MeasureJob(plan=ORIGINAL)).measurement
+    found = worker(optimizer=optimizer).answer(MeasureJob(plan=ORIGINAL)).measurement
     assert 0 < found.update_s < found.step_s if optimizer == "sgd" else found.update_s == 0
 
 
@@ -332,9 +332,9 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
     for place in ("steps", "small_step"):
         monkeypatch.setattr(f"memopt_cli.measure.answers.{place}.measure_allocated", watched)
     one = worker()
-    one.do(TraceJob(fake=True))
-    one.do(CountJob(plan=plan("0", "1"), fake=True))
-    one.do(CountJob(plan=plan("2", chunks=2, inexact=True), fake=True))
+    one.answer(TraceJob(fake=True))
+    one.answer(CountJob(plan=plan("0", "1"), fake=True))
+    one.answer(CountJob(plan=plan("2", chunks=2, inexact=True), fake=True))
     assert batches == [8, 3]
     growing = workspaces_for(one.bench, plan("2", chunks=2))._runs["aten::convolution"]
     assert [run.smaller and run.smaller.shapes[0] for run in growing] == [(3, 4, 32, 32)] * 3
@@ -363,7 +363,7 @@ def test_a_slowdown_near_the_limit_is_timed_more_often(
 ) -> None:
     times = iter([step_s for slowdown in planned for step_s in (original_s, original_s * slowdown)])
     monkeypatch.setattr(timed, "_time_in_turn", lambda *_: next(times))
-    found = worker().do(TimeInTurnsJob(plans=(plan("2"),), turns=3, max_slowdown=max_slowdown))
+    found = worker().answer(TimeInTurnsJob(plans=(plan("2"),), turns=3, max_slowdown=max_slowdown))
     (planned_s,) = found.planned_times_s
     assert len(planned_s) == expected
 
@@ -373,7 +373,7 @@ def test_a_plan_far_beyond_the_limit_takes_a_single_turn_beside_others(
 ) -> None:
     times = iter([0.5, 0.6, 5.0, 0.5, 0.6, 0.5, 0.6])
     monkeypatch.setattr(timed, "_time_in_turn", lambda *_: next(times))
-    found = worker().do(TimeInTurnsJob(plans=(plan("2"), plan("0")), turns=3, max_slowdown=1.33))
+    found = worker().answer(TimeInTurnsJob(plans=(plan("2"), plan("0")), turns=3, max_slowdown=1.33))
     assert found.original_times_s == (0.5, 0.5, 0.5)
     assert found.planned_times_s == ((0.6, 0.6, 0.6), (5.0,))
 
@@ -385,8 +385,8 @@ def test_a_small_batch_tells_the_workspace_of_a_large_one(batch_first: bool, tmp
     torch.save(nn.LSTM(32, 64, batch_first=batch_first), path)
     shape = ("B", 12, 32) if batch_first else (12, "B", 32)
     subject = subject_of(*shape, batch=64, location=path)
-    measured = Worker(subject).do(MeasureJob(plan=ORIGINAL, steps=1)).measurement
-    estimated = Worker(replace(subject, data="small batch")).do(CountJob(plan=ORIGINAL, fake=True))
+    measured = Worker(subject).answer(MeasureJob(plan=ORIGINAL, steps=1)).measurement
+    estimated = Worker(replace(subject, data="small batch")).answer(CountJob(plan=ORIGINAL, fake=True))
     assert measured.allocated_peak_bytes > 1.1 * measured.tensor_peak_bytes
     assert estimated.allocated_peak_bytes == pytest.approx(measured.allocated_peak_bytes, rel=0.03)
 
@@ -399,9 +399,9 @@ def test_the_time_in_which_a_step_has_no_processor_is_noticed(
     one = worker()
     one.bench.model.register_forward_hook(lambda *_: time.sleep(0.05))
     answers = [
-        one.do(MeasureJob(plan=ORIGINAL, steps=1)).measurement,
-        one.do(TimeInTurnsJob(plans=(plan("2"),), turns=1)),
-        one.do(ProbeJob(plan=ORIGINAL, batch=4)),
+        one.answer(MeasureJob(plan=ORIGINAL, steps=1)).measurement,
+        one.answer(TimeInTurnsJob(plans=(plan("2"),), turns=1)),
+        one.answer(ProbeJob(plan=ORIGINAL, batch=4)),
     ]
     assert all(0.5 < answer.waited < 1 for answer in answers)
     spent = iter([(0.0, 0.0), (2.0, 2.5)])
@@ -411,7 +411,7 @@ def test_the_time_in_which_a_step_has_no_processor_is_noticed(
 
 def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
     one = worker()
-    small, large = (one.do(ProbeJob(plan=ORIGINAL, batch=batch)) for batch in (4, 16))
+    small, large = (one.answer(ProbeJob(plan=ORIGINAL, batch=batch)) for batch in (4, 16))
     assert (small.batch, large.batch) == (4, 16)
     assert large.allocated_peak_bytes > 3 * small.allocated_peak_bytes
     assert large.step_s > 0
@@ -424,7 +424,7 @@ def test_a_probe_takes_a_long_step_once(
     monkeypatch.setattr("memopt_cli.measure.answers.timed._LONG_STEP_S", long_s)
     one, taken = worker(), []
     one.bench.model.register_forward_hook(lambda *of: None if is_fake(of[-1]) else taken.append(1))
-    found = one.do(ProbeJob(plan=ORIGINAL, batch=16))
+    found = one.answer(ProbeJob(plan=ORIGINAL, batch=16))
     assert len(taken) in steps
     assert found.step_s > 0
 
@@ -446,7 +446,7 @@ def test_a_long_step_is_timed_once_warm(
     monkeypatch.setattr("memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0)
     one, taken = worker(), []
     one.bench.model.register_forward_hook(lambda *of: None if is_fake(of[-1]) else taken.append(1))
-    found = one.do(MeasureJob(plan=ORIGINAL, steps=3, warm_up=warm_up)).measurement
+    found = one.answer(MeasureJob(plan=ORIGINAL, steps=3, warm_up=warm_up)).measurement
     assert len(taken) == steps
     assert len(found.step_times_s) == timed
 
@@ -457,7 +457,7 @@ def test_a_plan_is_timed_in_turns_with_the_original(
     monkeypatch.setattr("memopt_cli.measure.answers.timed._MIN_TIMED_S", 0.0)
     one, runs = worker(), []
     one.bench.model.get_submodule("2.0").register_forward_hook(lambda *_: runs.append(1))
-    found = one.do(TimeInTurnsJob(plans=(plan("2"),), turns=3))
+    found = one.answer(TimeInTurnsJob(plans=(plan("2"),), turns=3))
     (planned_s,) = found.planned_times_s
     assert len(found.original_times_s) == len(planned_s) == 3
     assert len(runs) == 3 * (3 * 1 + 3 * 2), "a segment runs twice, and the first step of each three is not timed"
@@ -466,15 +466,15 @@ def test_a_plan_is_timed_in_turns_with_the_original(
 def test_a_probe_costs_the_same_after_a_verification_in_float64(worker: Callable[..., Worker]) -> None:
     one = worker()
     probe = ProbeJob(plan=plan("1"), batch=8)
-    before = one.do(probe)
-    assert one.do(VerifyJob(plan=plan("2.3", chunks=2), batch=4)).precision == "fp64"
-    assert one.do(probe).allocated_peak_bytes == before.allocated_peak_bytes
+    before = one.answer(probe)
+    assert one.answer(VerifyJob(plan=plan("2.3", chunks=2), batch=4)).precision == "fp64"
+    assert one.answer(probe).allocated_peak_bytes == before.allocated_peak_bytes
 
 
 def test_verification_names_its_size(worker: Callable[..., Worker]) -> None:
     one = worker()
-    assert one.do(VerifyJob(plan=plan("0"), batch=8)).full_size
-    reduced = one.do(VerifyJob(plan=plan("0"), batch=4))
+    assert one.answer(VerifyJob(plan=plan("0"), batch=8)).full_size
+    reduced = one.answer(VerifyJob(plan=plan("0"), batch=4))
     assert reduced.passed
     assert (reduced.batch, reduced.full_size) == (4, False)
 
@@ -484,7 +484,7 @@ def test_a_segment_that_never_runs_is_named(user_code: str) -> None:
     spec = InputSpec(tensors=(TensorSpec(shape=(2, 3)),), source="here")
     worker = Worker(Subject(source=source, spec=spec, settings=StepSettings()))
     with pytest.raises(StepError, match="segment of 'spare', but the step never calls that module"):
-        worker.do(MeasureJob(plan=plan("layer", "spare"), steps=1))
+        worker.answer(MeasureJob(plan=plan("layer", "spare"), steps=1))
 
 
 class ByBatch(Parts, weight=lambda: nn.Parameter(torch.ones(40))):
@@ -574,8 +574,8 @@ def three_norms() -> nn.Module:
 def test_a_rule_for_inexact_chunks_is_no_answer_where_they_are_not_allowed() -> None:
     worker = Worker(subject_of("B", 40), build=three_norms)
     for _ in range(2):
-        assert isinstance(worker.do(ChunkingJob(path="0")), Refused)
-        found = worker.do(ChunkingJob(path="0", allow_inexact=True))
+        assert isinstance(worker.answer(ChunkingJob(path="0")), Refused)
+        found = worker.answer(ChunkingJob(path="0", allow_inexact=True))
         assert isinstance(found, ChunkRule)
         assert found.inexact
 
@@ -588,8 +588,8 @@ def second_hooked() -> nn.Module:
 
 def test_modules_with_other_hooks_are_not_alike() -> None:
     worker = Worker(subject_of("B", 40), build=second_hooked)
-    assert isinstance(worker.do(ChunkingJob(path="0")), ChunkRule)
-    assert isinstance(worker.do(ChunkingJob(path="1")), Refused)
+    assert isinstance(worker.answer(ChunkingJob(path="0")), ChunkRule)
+    assert isinstance(worker.answer(ChunkingJob(path="1")), Refused)
 
 
 def wide_and_narrow() -> nn.Module:
@@ -609,9 +609,9 @@ def test_of_modules_alike_but_for_their_widths_the_quickest_is_tried(monkeypatch
         return capture_call(step, path)
 
     monkeypatch.setattr("memopt_cli.measure.answers.chunks.capture_call", capture)
-    worker.do(TraceJob(fake=True))
+    worker.answer(TraceJob(fake=True))
     for path in ("0", "2", "0", "3"):
-        assert worker.do(ChunkingJob(path=path)) == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
+        assert worker.answer(ChunkingJob(path=path)) == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
     assert tried == ["2", "3"]
 
 
@@ -622,7 +622,7 @@ def test_a_script_that_writes_as_it_is_imported_is_told_where_that_belongs(monke
         "importing train.py failed: Permission denied", hint='Put it under if __name__ == "__main__":.'
     )
     error.__cause__ = PermissionError(13, "Permission denied")
-    assert failure_of(error) == StepFailed.of(error, error.hint)
+    assert failure_of(error) == StepFailed.from_error(error, error.hint)
     other = StepError("forward failed", hint="Give other inputs.")
     other.__cause__ = PermissionError(13, "Permission denied")
     assert sandbox.HINT in failure_of(other).hint
@@ -653,9 +653,9 @@ def test_a_step_that_does_not_fit_here_is_not_run(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = worker()
-    needed = one.do(CountJob(plan=ORIGINAL, fake=True, batch=8)).allocated_peak_bytes
+    needed = one.answer(CountJob(plan=ORIGINAL, fake=True, batch=8)).allocated_peak_bytes
     segments = plan("0", "1", "2")
-    planned = one.do(CountJob(plan=segments, fake=True, batch=8)).allocated_peak_bytes
+    planned = one.answer(CountJob(plan=segments, fake=True, batch=8)).allocated_peak_bytes
     assert planned < needed
     one.bench.reset()
     free = (planned + needed) // 2
@@ -665,14 +665,14 @@ def test_a_step_that_does_not_fit_here_is_not_run(
     monkeypatch.setattr(Bench, "begin", lambda self, step, begin=Bench.begin: (ran.append(step), begin(self, step)))
     for job in (MeasureJob(plan=ORIGINAL), ProbeJob(plan=ORIGINAL, batch=8)):
         with pytest.raises(StepTooLargeError) as raised:
-            one.do(job)
+            one.answer(job)
         outcome = failure_of(raised.value)
         assert (outcome.needed_bytes, outcome.free_bytes, outcome.was_tried) == (needed, free, False)
     assert ran == []
     assert not may_run_in_full(one.bench)
-    assert one.do(MeasureJob(plan=segments)).measurement.allocated_peak_bytes > 0
+    assert one.answer(MeasureJob(plan=segments)).measurement.allocated_peak_bytes > 0
     assert ran
-    assert one.do(ProbeJob(plan=ORIGINAL, batch=2)).batch == 2
+    assert one.answer(ProbeJob(plan=ORIGINAL, batch=2)).batch == 2
 
 
 def test_room_that_others_took_for_a_moment_is_found_again(
@@ -688,11 +688,11 @@ def test_a_step_is_counted_once_before_it_is_run(
     worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, job: MeasureJob | ProbeJob
 ) -> None:
     one = worker()
-    one.do(job)
+    one.answer(job)
     counted = []
     count = FakeStep.count
     monkeypatch.setattr(FakeStep, "count", lambda self, **kwargs: counted.append(kwargs) or count(self, **kwargs))
-    one.do(job)
+    one.answer(job)
     assert len(counted) == 1
 
 
@@ -715,10 +715,10 @@ def test_a_step_is_tried_uncounted_only_if_it_may_need_data(
     one = worker()
     monkeypatch.setattr(FakeStep, "count", fail)
     if is_tried:
-        assert one.do(ProbeJob(plan=ORIGINAL, batch=4)).batch == 4
+        assert one.answer(ProbeJob(plan=ORIGINAL, batch=4)).batch == 4
     else:
         with pytest.raises(type(error)):
-            one.do(ProbeJob(plan=ORIGINAL, batch=4))
+            one.answer(ProbeJob(plan=ORIGINAL, batch=4))
 
 
 class _Scattering(nn.Module):
@@ -739,5 +739,5 @@ def test_a_step_with_sparse_tensors_is_measured_and_recorded() -> None:
     spec = InputSpec(tensors=(TensorSpec(shape=(4, 6), dtype="int64", values="0..100"),), source="here")
     subject = Subject(source=ModelSource(location="here"), spec=spec, settings=StepSettings(optimizer="sgd"))
     worker = Worker(subject, _Scattering)
-    assert worker.do(MeasureJob(plan=ORIGINAL, steps=1)).measurement.tensor_peak_bytes > 0
-    assert worker.do(TraceJob(fake=False)).trace.ops
+    assert worker.answer(MeasureJob(plan=ORIGINAL, steps=1)).measurement.tensor_peak_bytes > 0
+    assert worker.answer(TraceJob(fake=False)).trace.ops

@@ -223,7 +223,7 @@ def test_a_single_step_of_a_cell_runs_whole(path: str) -> None:
     inputs = sequence()[0].float()
     whole = OverTime(feedforward(leaky()).float())
     chunked = apply_plan(copy.deepcopy(whole), Plan(segments=(SegmentPlan(path=path, chunks=BATCH, axis=0),)))
-    with pytest.warns(UserWarning, match="moves its .* once a call"):
+    with pytest.warns(UserWarning, match="changes its .* once a call"):
         found = effects(step_of(chunked, inputs))
     assert difference(found, effects(step_of(whole, inputs))).relative < 1e-6
 

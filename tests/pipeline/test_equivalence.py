@@ -523,7 +523,7 @@ def test_wrong_gradients_of_a_compiled_model_are_not_taken_for_other_random_numb
             yield
 
     if is_kept_alike:
-        monkeypatch.setitem(following._COMPILING, "drawing alike", kept_alike)  # type: ignore[arg-type]
+        monkeypatch.setitem(following._COMPILING, "same random numbers", kept_alike)  # type: ignore[arg-type]
 
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 64), nn.Dropout(0.5), nn.Linear(64, 6))

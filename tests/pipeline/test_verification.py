@@ -256,6 +256,14 @@ def test_chunks_may_differ_by_as_much_as_a_rounding_of_the_parameters_changes(ve
     assert [(job.batch, job.dims) for job in verified_at] == [(5, {"T": 3})]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_verification_tells_parameters_in_bfloat16(dtype: str) -> None:
+    spec = InputSpec(tensors=(TensorSpec(shape=("B", 6), dtype=dtype),), dims={"B": 4}, source="here")
+    one = prepare_here(lambda: nn.Sequential(nn.Linear(6, 4)).to(getattr(torch, dtype)), spec, 4)
+    exact = Plan(segments=(SegmentPlan(path="0"),))
+    assert proven(one, exact, steps_of(one, exact)).in_bfloat16 is (dtype == "bfloat16")
+
+
 @pytest.mark.slow
 def test_where_no_step_of_rounded_parameters_is_taken_all_is_compared_at_full_size(
     monkeypatch: pytest.MonkeyPatch, verified_at: list[VerifyJob]
@@ -331,7 +339,7 @@ def state_that_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
 
     @contextlib.contextmanager
     def replay(self: Any, state_tensors: Any = ()) -> Iterator[Any]:
-        generators = self._generators.now()
+        generators = self._generators.current()
         self._generators.restore()
         yield {}
         generators.restore()

@@ -56,9 +56,18 @@ def optimizing(**asked: Any) -> OptimizeRequest:
         ({"layout": LAYOUT, "record_steps": True}, r"`--html` \(or `--snapshot`\) needs steps"),
         ({"layout": LAYOUT, "goal": BUDGET, "dim_range": RANGE}, "`--dim` with a range needs steps"),
         ({"search": IN_BACKWARD}, "lets an optimizer run in backward, but none is named"),
-        ({"search": IN_BACKWARD, "settings": replace(ADAMW, micro_batches=2)}, "in-backward` and `--accumulate` excl"),
-        ({"search": IN_BACKWARD, "settings": replace(ADAMW, clip_norm=1.0)}, "in-backward` and `--clip-norm` exclude"),
-        ({"search": IN_BACKWARD, "settings": replace(ADAMW, precision="fp16")}, "and `--precision fp16` exclude"),
+        (
+            {"search": IN_BACKWARD, "settings": replace(ADAMW, micro_batches=2)},
+            "in-backward` cannot be combined with `--accumulate`",
+        ),
+        (
+            {"search": IN_BACKWARD, "settings": replace(ADAMW, clip_norm=1.0)},
+            "in-backward` cannot be combined with `--clip-norm`",
+        ),
+        (
+            {"search": IN_BACKWARD, "settings": replace(ADAMW, precision="fp16")},
+            "cannot be combined with `--precision fp16`",
+        ),
         ({"search": IN_BACKWARD, "settings": ADAMW, "card": CARD}, "`--optimizer-in-backward` needs steps that run"),
         (
             {"search": IN_BACKWARD, "settings": ADAMW, "goal": BUDGET, "dim_range": RANGE},

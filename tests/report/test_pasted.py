@@ -94,7 +94,7 @@ def test_the_loop_calls_the_model_as_the_step_does(
     subject = Subject(
         source=ModelSource(location="net.pt"), spec=InputSpec(tensors=(*tensors,), dims={"B": 3}, source="--input")
     )
-    call = Worker(subject, lambda: model).do(CallJob())
+    call = Worker(subject, lambda: model).answer(CallJob())
     pasted = "\n".join(loop_of(call, 2, StepSettings(), "cpu"))
     assert f"    ({said} / 2).backward()" in pasted.splitlines()
     values = {"x": torch.randn(3, 4), "scale": torch.randn(3, 1), "labels": torch.randn(3, 2)}
@@ -114,10 +114,28 @@ def grad_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def test_a_loop_that_accumulates_says_for_which_labels_the_passes_do_not_count_alike() -> None:
-    lines = [*loop_of(ModelCall(), 4, StepSettings(), "cpu")]
-    assert lines[0].startswith("# 1/4 each: where labels of -100 do not count")
-    assert not any("-100" in line for line in loop_of(ModelCall(), 1, StepSettings(clip_norm=1.0), "cpu"))
+LABELLED = InputSpec(tensors=(X, SCALE, LABELS), dims={"B": 3}, source="--input")
+
+
+@pytest.mark.parametrize(
+    ("spec", "passes", "is_told"),
+    [
+        (LABELLED, 4, True),  # the model computes its loss from labels
+        (LABELLED, 1, False),
+        (replace(LABELLED, tensors=(X, SCALE)), 4, False),  # the loss is the user's own, of images for example
+        (replace(LABELLED, tensors=(X, replace(SCALE, dtype="int64", values="-100,0..5"))), 4, True),
+        (replace(LABELLED, tensors=(X, replace(SCALE, dtype="int64", values="-200..5"))), 4, True),
+        (replace(LABELLED, tensors=(X, replace(SCALE, dtype="int64", values="-1,0..5"))), 4, False),
+    ],
+)
+def test_a_loop_says_that_passes_do_not_count_alike_where_labels_of_minus_100_can_occur(
+    spec: InputSpec, passes: int, is_told: bool
+) -> None:
+    model = Returning(lambda output, loss: output if loss is None else loss)
+    call = Worker(Subject(source=ModelSource(location="net.pt"), spec=spec), lambda: model).do(CallJob())
+    lines = [*loop_of(call, passes, StepSettings(clip_norm=1.0), "cpu")]
+    assert lines[0].startswith("# 1/4 each: where labels of -100 do not count") is is_told
+    assert sum("-100" in line for line in lines) == is_told
 
 
 @pytest.mark.parametrize(

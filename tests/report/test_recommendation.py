@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from memopt_cli.files.contents import recommended_data
+from memopt_cli.pipeline.batches.recommendation import accumulation_notes
 from memopt_cli.records import (
     Accumulation,
     BatchAdvice,
@@ -15,10 +18,15 @@ from memopt_cli.records import (
     BatchProbe,
     BatchRecommendation,
     BatchRow,
+    Explanation,
     LengthBatching,
+    ModelCall,
+    ModelFacts,
     NoBatchFits,
     ReplicaAdvice,
+    Suggestion,
 )
+from memopt_cli.report import explanation
 from memopt_cli.report.text import TextReport
 from tests.zoo.records import a_header
 
@@ -89,6 +97,34 @@ def test_the_whole_report() -> None:
         "A note.",
         "wrote b.yaml",
     ]
+
+
+def test_explain_names_no_objective_which_it_has_no_flag_for() -> None:
+    said = Suggestion(
+        change="micro-batches",
+        text="2 micro-batches of 20",
+        command="",
+        recommendation=FOUND,
+        predicted_bytes=None,
+        peak_bytes=None,
+        seconds=None,
+    )
+    told = Explanation(header=None, limit_bytes=9, limit="here", needed_bytes=9, instant=None, suggestions=(said,))
+    lines = [*explanation.loops(told)]
+    assert lines[:2] == ["# 2 micro-batches of 20", "# Lightning"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "steps", "is_told"),
+    [("of targets", 2, True), ("of targets", 1, False), ("the output", 2, False), ("an entry", 2, False)],
+)
+def test_accumulation_with_a_loss_of_the_users_own_says_what_loss_it_suits(
+    loss: Any, steps: int, is_told: bool
+) -> None:
+    accumulation = Accumulation(global_batch=4 * steps, batch=4, steps=steps)
+    facts = cast(ModelFacts, SimpleNamespace(batch_norms=False))
+    notes = accumulation_notes(accumulation, facts, ModelCall(loss=loss))
+    assert ("Accumulation trains as one large batch does only if the loss is a mean over samples." in notes) is is_told
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,23 @@ def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(su
         assert shown(TextReport(), result(summary)).count(f"{said}--level 2 keeps the same bits\n") == count
 
 
+def test_a_difference_of_parameters_in_bfloat16_is_put_down_to_their_rounding(summary: MemOptSummary) -> None:
+    assert summary.verification is not None
+    said = "a tensor differs by 1.2% of its norm: parameters are bfloat16, whose rounding is about 1%, and rounding in "
+    for in_bfloat16 in (True, False):
+        rounded = replace(summary.verification, exact=False, rounding=0.012, in_bfloat16=in_bfloat16)
+        summary.verification = rounded
+        assert (said in shown(TextReport(), result(summary))) is in_bfloat16
+
+
+def test_a_peak_within_the_budget_does_not_look_like_the_budget(summary: MemOptSummary) -> None:
+    rows = [row(0, measured(1425, 1.09)), row(3, measured(1395, 1.09))]
+    close = replace(summary, levels=rows, budget_bytes=1414 << 20)
+    text = shown(TextReport(), result(close))
+    assert text.startswith("1.39 GiB → 1.36 GiB (0.98×)")
+    assert "within the budget of 1.38 GiB" in text
+
+
 @pytest.mark.parametrize(("chunks", "inexact", "says_so"), [(1, False, False), (2, False, True), (2, True, False)])
 def test_a_budget_says_that_the_first_step_checks_chunks(
     chunks: int, inexact: bool, says_so: bool, summary: MemOptSummary
@@ -332,7 +349,7 @@ def test_another_search_is_told_how_to_replace_the_files_that_were_written(
         (
             False,
             False,
-            "batch: as given; about 37 is predicted to fit, but its step would take about 2 min 0 s; "
+            "batch: as given; about 37 is predicted to fit into 8.0 GiB, but its step would take about 2 min 0 s; "
             "--recommend-batch finds the largest in time",
         ),
     ],

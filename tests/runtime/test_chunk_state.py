@@ -123,7 +123,9 @@ def test_it_runs_whole(kind: tuple[Callable[[], nn.Module], str], around: list[s
     segments = (*(SegmentPlan(path=path) for path in around), SegmentPlan(path="1", chunks=3))
     memopt_cli.apply_plan(optimized, Plan(segments=segments))
     expected = _trained(model, length)
-    with pytest.warns(UserWarning, match=rf"at '1' moves its {name} once a call, .* it runs whole from now on") as said:
+    with pytest.warns(
+        UserWarning, match=rf"at '1' changes its {name} once a call, .* it runs whole from now on"
+    ) as said:
         found = _trained(optimized, length)
     assert len(said) == 1
     assert _differing(expected, found) == []

@@ -341,11 +341,11 @@ def test_a_saved_model_of_spikingjelly_is_counted_and_verified(level: int, tmp_p
     spec = InputSpec(tensors=(TensorSpec(shape=(STEPS, "B", FEATURES), values="spikes:0.3"),), dims={"B": 8}, source="")
     source = ModelSource(location=str(tmp_path / "net.pt"), trust=Trust(packages=("spikingjelly",)))
     worker = Worker(Subject(source=source, spec=spec, settings=StepSettings()))
-    assert worker.do(ChunkingJob(path="1")) == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
+    assert worker.answer(ChunkingJob(path="1")) == ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
     chunks = 1 if level == 1 else 3
     plan = Plan(segments=tuple(SegmentPlan(path=path, compressor="bit", chunks=chunks) for path in "01"))
-    assert worker.do(CountJob(plan=plan, fake=True)).tensor_peak_bytes > 0
-    found = worker.do(VerifyJob(plan=plan, batch=8))
+    assert worker.answer(CountJob(plan=plan, fake=True)).tensor_peak_bytes > 0
+    found = worker.answer(VerifyJob(plan=plan, batch=8))
     assert found.passed
     assert found.exact is (level == 1)
     assert found.compared == 9  # four parameters, the output, the input, two membranes, the generators

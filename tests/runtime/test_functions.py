@@ -153,7 +153,7 @@ A, B = torch.zeros(7, 4, 3), torch.zeros(3, 4, 3)
         (lambda: checkpoint(torch.tanh, A, chunks=2, time_dim=3), "must be tensors of one length along time_dim=3"),
         (
             lambda: checkpoint(torch.add, A, A, chunks=2, chunked_args=(0, 0)),
-            "position of an argument to cut, and each once",
+            "must name at least one argument, and none twice",
         ),
         (lambda: checkpoint(torch.add, A, A, chunks=2, chunked_args=()), "at least one"),
         (lambda: checkpoint(torch.add, A, A, chunks=0), "chunks must be 1 or more, not 0"),

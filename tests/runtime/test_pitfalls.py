@@ -350,7 +350,7 @@ def test_pitfall_30_warm_up_is_not_timed(tmp_path: Path, monkeypatch: pytest.Mon
         return take_time(bench, step, **asked)
 
     monkeypatch.setattr(timed, "_time_step", timing)
-    worker.do(MeasureJob(plan=Plan(), steps=3))
+    worker.answer(MeasureJob(plan=Plan(), steps=3))
     assert calls.index("step") < calls.index("timed")
 
 
@@ -360,7 +360,7 @@ def test_pitfall_31_allocated_and_reserved_are_both_reported(tmp_path: Path) -> 
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 4)),), dims={"B": 8}, source="here")
     source = ModelSource(location=str(tmp_path / "net.pt"))
     worker = Worker(Subject(source=source, spec=spec, settings=StepSettings(device="cuda:0")))
-    found = worker.do(MeasureJob(plan=Plan(), steps=3)).measurement
+    found = worker.answer(MeasureJob(plan=Plan(), steps=3)).measurement
     assert found.reserved_peak_bytes >= found.allocated_peak_bytes >= found.tensor_peak_bytes > 0
 
 

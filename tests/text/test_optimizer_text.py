@@ -33,7 +33,7 @@ def test_what_it_names(text: str, choice: object) -> None:
         ("adamw:", "adamw has no implementation ''"),
         ("adamw:fast", "adamw has no implementation 'fast'"),
         ("adafactor:fused", "adafactor has no implementation 'fused'"),
-        ("lbfgs", "lbfgs runs forward and backward within its step"),
+        ("lbfgs", "lbfgs takes a closure, so it runs forward and backward inside step()"),
         ("train.py", "unknown optimizer"),
         ("train.py:1", "unknown optimizer"),
     ],

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, OptionError, StepError, UsageError
 from memopt_cli.pytest_plugin import TrainMemory
-from memopt_cli.text.spelling import in_python, on_command_line, said_in_python
+from memopt_cli.text.spelling import in_python, on_command_line, with_python_spelling
 
 SOURCES = Path(memopt_cli.__file__).parent
 FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*|(?<![\w-])-[io]\b")
@@ -144,7 +144,7 @@ def test_every_option_that_is_named_below_the_commands_is_an_argument_or_stays_a
             assert is_known == (said != flag), f"{where}: {flag} becomes {said}"
 
 
-@said_in_python()
+@with_python_spelling()
 def failing(error: Exception, cause: Exception | None = None) -> None:
     raise error from cause
 

@@ -128,6 +128,12 @@ def test_a_limit_and_what_is_over_it_do_not_look_the_same(limit: int, size: int,
     assert format_apart(limit, size) == expected
 
 
+def test_a_limit_is_told_from_each_of_several_sizes_but_not_from_its_equal() -> None:
+    gib = 1 << 30
+    assert format_apart(int(1.38 * gib), int(1.36 * gib), int(1.21 * gib)) == ("1.38 GiB", "1.36 GiB", "1.21 GiB")
+    assert format_apart(2 * gib, 2 * gib, gib) == ("2.0 GiB", "2.0 GiB", "1.0 GiB")
+
+
 def test_an_amount_needs_a_unit() -> None:
     assert (parse_amount("40B"), parse_amount("40MiB"), parse_amount("40%")) == (40, 40 << 20, 0.4)
     with pytest.raises(UsageError, match="'40' has no unit") as error:

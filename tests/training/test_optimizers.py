@@ -105,8 +105,14 @@ def ends(model: nn.Module) -> Any:
         (lambda model: None, "returned NoneType, not a torch.optim.Optimizer"),
         (lambda: None, "failed: TypeError"),
         (lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters()), "not parameters of its model"),
-        (lambda model: WithClosure(model.parameters()), "WithClosure runs forward and backward within its step"),
-        (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS runs forward and backward within its step"),
+        (
+            lambda model: WithClosure(model.parameters()),
+            "WithClosure takes a closure, so it runs forward and backward inside step()",
+        ),
+        (
+            lambda model: torch.optim.LBFGS(model.parameters()),
+            "LBFGS takes a closure, so it runs forward and backward inside step()",
+        ),
         pytest.param(
             lambda model: torch.optim.Muon(model.parameters()),
             "failed: ValueError: Muon only supports 2D parameters",

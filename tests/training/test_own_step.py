@@ -208,7 +208,7 @@ def test_optimizers_that_never_step_are_named() -> None:
     ("name", "message"),
     [
         ("nothing", "the step's function returned nothing, not a tensor"),
-        ("closure_of_another", "SGD runs forward and backward within its step, by a closure"),
+        ("closure_of_another", "SGD takes a closure, so it runs forward and backward inside step()"),
         ("nan_loss", "what the step returned is NaN or infinite"),
         ("nan_gradient", "the gradient of 'net.0.0.weight' holds NaN or infinity"),
         ("sparse", "the gradient of 'net.0.weight' is sparse"),
@@ -229,7 +229,7 @@ def test_what_is_wrong_with_a_step_is_one_sentence(name: str, message: str) -> N
     ("name", "message"),
     [
         ("something_else", "returned an int, neither an nn.Module nor a memopt_cli.Step"),
-        ("closure", "LBFGS runs forward and backward within its step"),
+        ("closure", "LBFGS takes a closure, so it runs forward and backward inside step()"),
         ("strange_parameters", "SGD updates a tensor that is a parameter of no model of the step"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The functions that answer jobs about the model's steps, in a file for each kind of step."""
+"""The functions that answer jobs, in a file for each kind of step, and one for jobs that run no step."""

@@ -40,7 +40,7 @@ from memopt_cli.training.wrappers import unwrap
 from memopt_cli.verification.further_steps import first_samples
 
 if TYPE_CHECKING:
-    from memopt_cli.training.sharded.spread import Spread
+    from memopt_cli.training.sharded.spread import ShardedRank
 
 Value = TypeVar("Value")
 Fact = TypeVar("Fact")
@@ -112,14 +112,14 @@ class Bench:
         """The step of a rank, which takes long to make."""
 
     @contextlib.contextmanager
-    def rank(self, layout: RankLayout, plan: Plan) -> Iterator[Spread]:
+    def rank(self, layout: RankLayout, plan: Plan) -> Iterator[ShardedRank]:
         """Act as one rank of ``layout`` inside the block; yield that rank's part of a new model with ``plan``.
 
         Raises :class:`StepError` for a model or plan whose ranks cannot be predicted, and :class:`UsageError` if the
         function that spreads the model cannot be found.
         """
         from memopt_cli.training.sharded.group import fake_group  # takes seconds to import
-        from memopt_cli.training.sharded.spread import spread
+        from memopt_cli.training.sharded.spread import shard_for_prediction
 
         check_spreadable(self.model, plan, "predicted")
         function = spread_function(layout, self._functions)
@@ -127,8 +127,8 @@ class Bench:
             model = apply_plan(self._maker.place(self._maker.build()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
             with fakes_exchanged():
-                spread_model = spread(model, mesh, layout, function)
-            yield spread_model
+                sharded = shard_for_prediction(model, mesh, layout, function)
+            yield sharded
 
     def fact(self, find_out: Callable[[Bench], Fact]) -> Fact:
         """Return ``find_out(bench)``, a fact about the original, which is computed once for all jobs."""
@@ -211,7 +211,7 @@ class Bench:
         )
 
     def note_skipped_layers(self) -> None:
-        """Tell the user of layers that the step whose gradients are in memory has skipped."""
+        """Note the layers that the step whose gradients are in memory has skipped."""
         for note in skipped_layers_notes(self.model):
             self.messages.setdefault(note)
 
@@ -265,7 +265,7 @@ def spread_function(
 
 
 def _check_steps_alone(bench: Bench) -> None:
-    """Raise :class:`PlanError` if the optimizer updates a single parameter otherwise than all of them together."""
+    """Raise :class:`PlanError` if the optimizer updates a single parameter differently from all of them together."""
     if bench.optimizer is not None:
         try:
             check_steps_alone(bench.optimizer)

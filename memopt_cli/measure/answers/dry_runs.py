@@ -11,19 +11,27 @@ from dataclasses import replace
 from typing import NoReturn
 
 from memopt_cli import trace
-from memopt_cli.errors import StepError, first_line
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
 from memopt_cli.measure.answers.steps import allocated_by
-from memopt_cli.measure.answers.without_data import may_need_data, may_run_in_full, run_at_full_size, step_under
+from memopt_cli.measure.answers.without_data import (
+    NeedsDataError,
+    failed_without_data,
+    may_need_data,
+    may_run_in_full,
+    run_at_full_size,
+    step_under,
+)
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
 from memopt_cli.records import Counted, DeviceProfile, Plan, StepTrace
+from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA
 from memopt_cli.search.estimation import Lifetime, add_seconds, estimate, library_blocks, needed_bytes, replay_lives
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.own_checkpoints import watched_checkpoints
 from memopt_cli.training.step import Step
 
+_USE_DATA = "Check the inputs. If they are right, use a batch that fits, without `--fake` if you gave it."
 _MAX_HOLDERS = 400
 """Maximum number of modules that a dry run names: where no plan fits, they must account for most of its peak."""
 
@@ -77,13 +85,16 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     workspaces = workspaces_for(bench, job.plan) if described and card is None else Workspaces()
     allocated = None if card is None else _allocator_of(bench, card, to_fit=job.batch is not None)
     codecs = bench.fact(_codecs) if job.plan != ORIGINAL else None
-    with step_under(bench, job.plan, job.batch, job.dims) as fake:
-        counted = fake.count(workspaces, codecs, allocated)
-        if bench.subject.layout is None:
-            return counted
-        from memopt_cli.training.sharded.spread import data_ranks  # takes seconds to import
+    try:
+        with step_under(bench, job.plan, job.batch, job.dims) as fake:
+            counted = fake.count(workspaces, codecs, allocated)
+            if bench.subject.layout is None:
+                return counted
+            from memopt_cli.training.sharded.spread import data_ranks  # takes seconds to import
 
-        return replace(counted, data_ranks=data_ranks(fake.step.model))
+            return replace(counted, data_ranks=data_ranks(fake.step.model))
+    except UNKNOWN_WITHOUT_DATA as error:
+        raise NeedsDataError(_cannot_run(error), hint=_USE_DATA) from error
 
 
 def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.AllocatedPeak:
@@ -123,14 +134,14 @@ def _original_trace_without_workspaces(bench: Bench) -> Traced:
 
 def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
     """Record a step under ``plan`` on tensors without data, or on data if the model does not run without."""
+    codecs = codecs_for(bench, plan)
     try:
-        codecs = codecs_for(bench, plan)
         with step_under(bench, plan) as fake, _checkpoints_of(fake.step, plan) as checkpoints:
             recorded = fake.record(bench.batch, workspaces, codecs)
     except Exception as error:
         if not may_need_data(error):
             raise
-        reason = f"the model cannot run on tensors without data ({first_line(error)})"
+        reason = _cannot_run(error)
         if bench.subject.data != "full size":
             _require_data(bench, reason)
         return replace(record_on_data(bench, plan), note=reason)
@@ -156,6 +167,10 @@ def record_on_data(bench: Bench, plan: Plan) -> Traced:
     return Traced(trace=recorded, fake=False, dry_run_bytes=None, checkpoints=called)
 
 
+def _cannot_run(error: Exception) -> str:
+    return f"the model cannot run on tensors without data: {failed_without_data(error)}"
+
+
 def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager[list[str]]:
     """Watch which modules call ``torch.utils.checkpoint``; not under a plan, whose segments call it as well."""
     return watched_checkpoints(step.unwrapped_model) if plan == ORIGINAL else contextlib.nullcontext([])
@@ -167,13 +182,11 @@ def _wants_data(bench: Bench, traced: Traced) -> bool:
 
 
 def _require_data(bench: Bench, reason: str) -> NoReturn:
-    """Raise :class:`StepError` for a step that needs data, or the error of a small step if its inputs are wrong."""
+    """Raise :class:`NeedsDataError` for a step that needs data, or the error of a small step on wrong inputs."""
     # Wrong inputs fail here, with a message that names the module.  The user's own tensors come in one size only.
     if bench.subject.data == "small batch" and bench.subject.spec.data_file is None:
         bench.step(min(SMALL_BATCH, bench.batch)).run_checked()
-    raise StepError(
-        reason, hint="Check the inputs. If they are right, use a batch that fits, and memopt profile without `--fake`."
-    )
+    raise NeedsDataError(reason, hint=_USE_DATA)
 
 
 def codecs_for(bench: Bench, plan: Plan) -> trace.Codecs | None:
@@ -218,5 +231,5 @@ def _with_seconds(bench: Bench, plan: Plan, traced: Traced) -> Traced:
 
 
 def operator_times(bench: Bench) -> Sequence[trace.OperatorTime] | None:
-    """Time the operators of a step under the plan on the model.  ``None``: the step must not run, or does not fit."""
+    """Time the operators of a step under the plan on the model.  ``None`` if the step must not run, or does not fit."""
     return run_at_full_size(bench, trace.time_operators)

@@ -25,7 +25,7 @@ from memopt_cli.verification.effects import step_cast_to_double, step_in_double
 
 def follow(bench: Bench, job: FollowJob) -> FollowedSteps:
     """Take consecutive steps under the plan of ``job``, and return their results."""
-    apply_plan(bench.model, (_without_budget(job.plan) if job.compiled == "keeping all" else job.plan).of_model)
+    apply_plan(bench.model, (_without_budget(job.plan) if job.compiled == "no recomputation" else job.plan).of_model)
     step = bench.step()
     if step.scaler is not None:  # a scaler skips updates until it has found a scale, so find it first
         try:
@@ -41,9 +41,9 @@ def follow(bench: Bench, job: FollowJob) -> FollowedSteps:
 
 
 _COMPILING: Final[Mapping[Compiling, Callable[[], AbstractContextManager[None]]]] = {
-    "as they are": contextlib.nullcontext,
-    "drawing alike": compiled_to_draw_alike,
-    "keeping all": compiled_to_keep_all,
+    "unchanged": contextlib.nullcontext,
+    "same random numbers": compiled_to_draw_alike,
+    "no recomputation": compiled_to_keep_all,
 }
 
 
@@ -55,7 +55,7 @@ def _without_budget(plan: Plan) -> Plan:
 def _enter_mode(bench: Bench, mode: Mode) -> None:
     if mode == "eval":
         bench.model.eval()
-    elif mode == "as it came":
+    elif mode == "as saved":
         modes = {m: m.training and path not in bench.evaluating for path, m in bench.model.named_modules()}
         for module, is_training in modes.items():  # outer modules first: ``train`` also sets the modules below
             module.train(is_training)

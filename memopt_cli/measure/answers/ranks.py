@@ -19,8 +19,8 @@ from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.answers.bench import check_spreadable, maker_of_optimizer, spread_function
+from memopt_cli.measure.answers.without_steps import facts_of
 from memopt_cli.measure.jobs import DescribeJob, GroupJob, Subject
-from memopt_cli.measure.model_file import facts_of
 from memopt_cli.records import (
     Counted,
     InputSpec,
@@ -36,7 +36,7 @@ from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.sharded.agreement import Ranks, parameter_signatures, ranks_of, reporting_lost_ranks
 from memopt_cli.training.sharded.group import real_group
 from memopt_cli.training.sharded.reduced import buckets_seen
-from memopt_cli.training.sharded.spread import data_ranks, spread_really
+from memopt_cli.training.sharded.spread import data_ranks, shard_for_measurement
 from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, place, synchronize
 
 _COUNT_REPEATS = 3
@@ -66,13 +66,13 @@ def _measure_ranks(
     subject: Subject, layout: RankLayout, job: GroupJob, mesh: DeviceMesh, ranks: Ranks
 ) -> RanksMeasured:
     digest = ranks.require_same("plan", job.plan)
-    model, spec, function = ranks.each(lambda: (*_build(subject, job), spread_function(layout)))
+    model, spec, function = ranks.on_each(lambda: (*_build(subject, job), spread_function(layout)))
     settings = replace(subject.settings, device=mesh.device_type)
     ranks.require_same("step", [to_data(part) for part in (settings, spec, layout)])
     ranks.require_same("model", parameter_signatures(model))
     with ranks.alone():
-        spread = spread_really(model, mesh, layout, function)
-    step = ranks.each(lambda: _step(subject.settings, spec, spread))
+        sharded = shard_for_measurement(model, mesh, layout, function)
+    step = ranks.on_each(lambda: _step(subject.settings, spec, sharded))
     with ranks.alone():
         start = StartingState(step.unwrapped_model)
         warm_up(step, start)
@@ -88,7 +88,7 @@ def _measure_ranks(
         breakdown=counted.breakdown,
         phases=counted.phases,
         collectives=counted.collectives,
-        data_ranks=data_ranks(spread),
+        data_ranks=data_ranks(sharded),
         step_times_s=times,
         backend=allocated.backend,
     )
@@ -161,7 +161,7 @@ def _measure_allocated(step: Step, start: StartingState) -> Allocated:
 
 def _time_step(step: Step, start: StartingState, ranks: Ranks) -> float:
     begin(step, start)
-    ranks.each(lambda: synchronize(step.settings.device))
+    ranks.on_each(lambda: synchronize(step.settings.device))
     started = time.perf_counter()
     step.take()
     synchronize(step.settings.device)

@@ -225,7 +225,7 @@ def _clocks() -> tuple[float, float]:
 def _waited_share(since: tuple[float, float], device: str) -> float:
     """Return the share of the time since the :func:`_clocks` ``since`` in which this thread waited for a processor.
 
-    On a GPU the share is 0: the thread then waits for the device, which tells nothing of other processes.
+    On a GPU the share is 0: the thread then waits for the device, which shows nothing of other processes.
     """
     wall_s, run_s = (now - then for now, then in zip(_clocks(), since, strict=True))
     return max(0.0, 1 - run_s / wall_s) if device == "cpu" and wall_s > 0 else 0.0
@@ -363,24 +363,24 @@ class _Timed:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Time the step that is taken inside the block."""
-        self._since = self._now()
+        self._since = self._synchronized_time()
         yield
-        self._note()
+        self._add_elapsed()
 
     def enter(self, phase: Phase) -> None:
         """Enter ``phase``, and wait for the device if an update begins or ends."""
         if (phase in UPDATE_PHASES) != (self._phase in UPDATE_PHASES):
-            self._note()
+            self._add_elapsed()
         self._phase = phase
 
-    def _note(self) -> None:
-        now = self._now()
+    def _add_elapsed(self) -> None:
+        now = self._synchronized_time()
         self.step_s += now - self._since
         if self._phase in UPDATE_PHASES:
             self.update_s += now - self._since
         self._since = now
 
-    def _now(self) -> float:
+    def _synchronized_time(self) -> float:
         synchronize(self.device)
         return time.perf_counter()
 

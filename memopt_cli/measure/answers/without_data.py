@@ -13,13 +13,18 @@ from memopt_cli.errors import LossError, MemoptError, StepError, first_line
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.records import Plan, RankLayout
-from memopt_cli.runtime.private_torch import is_compiled
+from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, is_compiled
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.search.batch_size.capacity import runnable_bytes
 from memopt_cli.trace.storages import unique_bytes
-from memopt_cli.training.step import Step, is_out_of_memory
+from memopt_cli.training.module_calls import raised_at
+from memopt_cli.training.step import Step, is_of_loss, is_out_of_memory
 
 Value = TypeVar("Value")
+
+
+class NeedsDataError(StepError):
+    """A step that cannot be run on tensors without data, where no step on data may be recorded in its place."""
 
 
 class StepTooLargeError(MemoryError):
@@ -101,10 +106,18 @@ def count_step_bytes(
 def may_need_data(error: Exception) -> bool:
     """Return whether ``error`` may come from tensors without data, on which a model or a loss may raise anything.
 
-    memopt's own errors do not, nor does a lack of memory.
+    memopt's own errors do not, except those of such a step; nor does a lack of memory.
     """
-    is_known = isinstance(error, MemoptError) and not isinstance(error, LossError)
+    is_known = isinstance(error, MemoptError) and not isinstance(error, LossError | NeedsDataError)
     return not is_known and not is_out_of_memory(error)
+
+
+def failed_without_data(error: Exception) -> str:
+    """Describe ``error``, which a step raised on tensors without data, with the user's line that raised it."""
+    if not isinstance(error, UNKNOWN_WITHOUT_DATA):
+        return f"{first_line(error)}{raised_at(error)}"
+    reader = "the loss" if is_of_loss(error) else "it"
+    return f"{reader} reads a tensor's values, which a dry run does not have{raised_at(error)}"
 
 
 def _needed_by_original(bench: Bench) -> int:
@@ -172,7 +185,7 @@ def _step_of_rank(
         if isinstance(error, MemoptError) or is_out_of_memory(error):
             raise
         raise StepError(
-            f"the step of a rank cannot be predicted: on tensors without data it fails ({first_line(error)})",
+            f"the step of a rank cannot be predicted: on tensors without data it fails: {failed_without_data(error)}",
             hint="Code that depends on values cannot run without data. `memopt profile --fake` without `--ranks` shows "
             "whether the model has such code.",
         ) from error

@@ -10,7 +10,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, fixed_batch_reason, loop_warning, one_batch_error
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import BatchProbe, BatchRow, Failure, OutOfMemory, Plan, ReplicaAdvice
+from memopt_cli.records import BatchProbe, BatchRow, Counted, Failure, OutOfMemory, Plan, ReplicaAdvice, describe
 from memopt_cli.search.batch_size.replicas import ReplicaSearch
 from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.batch_size.search import BatchSearch
@@ -176,9 +176,16 @@ class CaseSearch:
         if refusal := case.search.refusal():
             raise one_batch_error(case.search.batch, refusal, case.text)
         if case.search.model.predict is None:
-            reason = "The step cannot run on tensors without data"
-            reason = reason if case.plan.compile is None else "Dry runs do not know compiled steps"
-            self.notes.append(f"{reason}{case.text}, so peaks are extrapolated from runs alone.")
+            self.notes.append(self._runs_alone(case))
+
+    def _runs_alone(self, case: Case) -> str:
+        """Return a sentence on why ``case`` has no dry runs."""
+        reason, because = "Dry runs do not know compiled steps", ""
+        if case.plan.compile is None:
+            dry_run = case.probes.count(case.search.batch)
+            reason = "Dry runs fail"
+            because = f": {describe(dry_run)}" if not isinstance(dry_run, Counted) else ""
+        return f"{reason}{case.text}, so peaks are extrapolated from runs alone{because}."
 
     @property
     def left(self) -> int:

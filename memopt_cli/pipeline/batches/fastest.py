@@ -16,6 +16,7 @@ import contextlib
 import functools
 import math
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import NothingFitsError, Terminated, VerificationError
@@ -57,7 +58,7 @@ from memopt_cli.search.batch_size.peak_model import PeakModel, Predict
 from memopt_cli.search.batch_size.runs import Limits
 from memopt_cli.search.plan.dry_runs import TimeIsUp
 from memopt_cli.search.plan.scaled import ScaledStep
-from memopt_cli.text.units import format_bytes
+from memopt_cli.text.units import exact_bytes, format_bytes
 from memopt_cli.text.writing import check_targets, content, note_existing_plan, write_all
 
 _MAX_RUNS = 8
@@ -128,6 +129,8 @@ class _FastestSearch:
     trials: Trials = field(init=False)
     runs: PairRuns = field(init=False)
     pricing: Pricing | None = None
+    pairs: list[tuple[Plan, int]] = field(default_factory=list)
+    """Plans that were priced, each with the largest batch at which it was the fastest that fits."""
     dry_runs: list[BatchProbes] = field(default_factory=list)
     """Dry runs of each plan."""
     dropped: list[Dropped] = field(default_factory=list)
@@ -194,7 +197,7 @@ class _FastestSearch:
             runs_left=lambda: _MAX_RUNS - self.trials.count,
             is_over=self.probes.is_late,
         )
-        pairs = search.price(self.runs.largest_usable(case.search.runs.best))
+        pairs = self.pairs = search.price(self.runs.largest_usable(case.search.runs.best))
         self.prepared.progress.stage("running the plans that may be faster")
         search.try_pairs(pairs, max((pair.samples_per_s or 0.0 for pair in self.runs.usable()), default=0.0))
         if not self.runs.usable() and not self.probes.is_late():
@@ -262,13 +265,17 @@ class _FastestSearch:
         chosen, verification = self._choose_verified(pairs)
         accumulation = self.runs.accumulation(pairs[chosen].batch)
         if accumulation is not None:
-            self.notes += accumulation_notes(accumulation, self.prepared.facts)
+            self.notes += accumulation_notes(accumulation, self.prepared.facts, self.call)
         if pairs[chosen].late:
             longest_s = self.limits.longest_step_s
             self.notes.append(
                 f"No step took {longest_s:g} s or less (`--longest-step`): the recommended batch has the shortest step."
             )
         self.notes += heads_notes(pairs[chosen].plan)
+        if pairs[chosen].plan == ORIGINAL:
+            faults = [dropped.plan for dropped in self.dropped]
+            larger = [(plan, batch) for plan, batch in self.pairs if plan not in faults]
+            self.notes += larger_batch_notes(larger, pairs, self.limits.budget_bytes)
         if self.interrupted:
             self.notes.append("The search was interrupted: further runs might have given a better answer.")
         return FastestTraining(
@@ -337,6 +344,19 @@ class _FastestSearch:
             else f"took {format_bytes(run.allocated_peak_bytes)}"
         )
         return NothingFitsError(f"{text} with any plan that was found; the smallest {smallest}", hint=hint)
+
+
+def larger_batch_notes(priced: Sequence[tuple[Plan, int]], runs: Sequence[PairRun], budget_bytes: int) -> Iterator[str]:
+    """Yield a sentence on the largest batch in ``priced``, if it is larger than every batch of ``runs`` that fits.
+
+    The answer has no plan, as that is faster; a user may want the larger batch all the same.
+    """
+    batch = max((batch for _, batch in priced), default=0)
+    if batch > max((run.batch for run in runs if run.usable), default=0):
+        yield (
+            f"A larger batch is predicted to fit with a plan: about {batch}. `memopt optimize` at that batch, with "
+            f"`--budget {exact_bytes(budget_bytes)}`, finds its plan."
+        )
 
 
 def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> FastestTraining:

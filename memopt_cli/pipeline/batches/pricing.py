@@ -85,7 +85,7 @@ class Pricing:
                 chunking=functools.partial(self.probes.chunking, allow_inexact=self.options.allow_inexact),
                 report=ignore,  # too quick to need a display
                 trace=lambda plan: self._trace(plan, batch),
-                late=self.probes.is_late,
+                is_late=self.probes.is_late,
             )
             trace = self.models.known(ORIGINAL, batch).trace
             self._planners[batch] = Planner(trace, original, probes, self.options)

@@ -199,7 +199,8 @@ class _BatchSearch:
         if accumulation is not None:
             if main.search.runs.fitting and accumulation.batch not in main.search.runs:
                 self.search.notes.append(f"Batch {accumulation.batch} was not run, but a larger batch was.")
-            self.search.notes += accumulation_notes(accumulation, self.prepared.facts, was_run=self.request.runs)
+            facts, was_run = self.prepared.facts, self.request.runs
+            self.search.notes += accumulation_notes(accumulation, facts, self.call, was_run=was_run)
         return BatchRecommendation(
             header=file_header(self.prepared),
             objective=self.request.aim,
@@ -350,7 +351,9 @@ def call_of(session: Sessions) -> ModelCall:
     return answer if isinstance(answer, ModelCall) else ModelCall()
 
 
-def accumulation_notes(accumulation: Accumulation, facts: ModelFacts, *, was_run: bool = True) -> Iterator[str]:
+def accumulation_notes(
+    accumulation: Accumulation, facts: ModelFacts, call: ModelCall, *, was_run: bool = True
+) -> Iterator[str]:
     """Yield notes on the differences of accumulation from the steps that were run, and from one large batch."""
     start = "Every step was run with" if was_run else "The peaks are of a step with"
     yield f"{start} the gradients of earlier passes in memory, as in accumulation."
@@ -360,12 +363,16 @@ def accumulation_notes(accumulation: Accumulation, facts: ModelFacts, *, was_run
             f"{accumulation.global_batch} samples; {accumulation.steps} × {accumulation.batch} are "
             f"{accumulation.batch * accumulation.steps}."
         )
-    yield from norm_notes(accumulation, facts)
+    yield from one_batch_notes(accumulation, facts, call)
 
 
-def norm_notes(accumulation: Accumulation, facts: ModelFacts) -> Iterator[str]:
-    """Yield a warning where batch normalization makes accumulation differ from one large batch."""
-    if accumulation.steps > 1 and facts.batch_norms:
+def one_batch_notes(accumulation: Accumulation, facts: ModelFacts, call: ModelCall) -> Iterator[str]:
+    """Yield warnings where batch normalization, or a loss of ``call``, makes accumulation differ from one batch."""
+    if accumulation.steps == 1:
+        return
+    if call.loss == "of targets":  # the user's own, such as a Dice loss over the batch
+        yield "Accumulation trains as one large batch does only if the loss is a mean over samples."
+    if facts.batch_norms:
         yield (
             f"The model has batch normalization, whose statistics cover {accumulation.batch} samples, not "
             f"{accumulation.global_batch}, so accumulation is not the same training step as one large batch."

@@ -72,10 +72,12 @@ class ScaledModels:
         passes = sum(op.seconds for op in timed.ops if op.phase not in UPDATE_PHASES)
         updates = sum(op.seconds for op in timed.ops if op.phase in UPDATE_PHASES)
         if not runs or not passes:
-            return step.at(batch, pace=batch / timed.batch, update_pace=1.0)
+            return step.scale_to(batch, pace=batch / timed.batch, update_pace=1.0)
         step_s = seconds_at(batch, runs)
         update_s = min(self.update_s, _MAX_UPDATE_SHARE * step_s) if updates else 0.0
-        return step.at(batch, pace=(step_s - update_s) / passes, update_pace=update_s / updates if updates else 1.0)
+        return step.scale_to(
+            batch, pace=(step_s - update_s) / passes, update_pace=update_s / updates if updates else 1.0
+        )
 
     def _step(self, heads: Heads) -> ScaledStep | Failure | NotTried:
         """Return the step in which ``heads`` include their losses."""

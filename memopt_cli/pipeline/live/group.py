@@ -32,8 +32,8 @@ def on_every_rank(
     ranks_of, parameter_signatures = _import_agreement(group)
     with ranks_of(group, _LIMIT) as ranks, restoring_plan(model):
         ranks.require_same("model", parameter_signatures(model))
-        result: Result = ranks.first(optimize)
-        ranks.each(lambda: None if ranks.rank == 0 else _replace(model, plan_in(result) or Plan()))
+        result: Result = ranks.on_first(optimize)
+        ranks.on_each(lambda: None if ranks.rank == 0 else _replace(model, plan_in(result) or Plan()))
         ranks.require_same("plan", plan_of(model))
         return result
 

@@ -24,9 +24,9 @@ from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationE
 from memopt_cli.inputs.spec_text import format_tensor, parse_tensor
 from memopt_cli.loading.input_spec import batch_of, range_like
 from memopt_cli.loading.module_pickle import load_tensors
+from memopt_cli.measure.answers.without_steps import facts_of
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, isolate_state
-from memopt_cli.measure.model_file import facts_of
 from memopt_cli.measure.reach import UserFunction, main_script, unreachable
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.optimization import find

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
-from memopt_cli.pipeline.batches.recommendation import norm_notes, recommend_prepared
+from memopt_cli.pipeline.batches.recommendation import one_batch_notes, recommend_prepared
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.budget_errors import NotRunHereError
 from memopt_cli.pipeline.plans.findings import Findings
@@ -272,7 +272,7 @@ class ChangeTrials:
         run = next((run for run in runs if accumulation is not None and run.batch == accumulation.batch), None)
         if run is None or accumulation is None or run.batch >= self._prepared.batch:  # not split at all
             return
-        self.notes += norm_notes(accumulation, self._prepared.facts)
+        self.notes += one_batch_notes(accumulation, self._prepared.facts, recommendation.call)
         steps = -(-self._prepared.batch // run.batch)
         differs = ", other batch statistics" if self._prepared.facts.batch_norms else ""
         yield Suggestion(

@@ -166,8 +166,8 @@ def _read_error(path: str) -> OutOfMemoryText:
     if error is None:
         raise UsageError(
             f"{path} has no out-of-memory message",
-            hint='PyTorch\'s begins with "CUDA out of memory. Tried to allocate"; for a process that was killed, '
-            "give the kernel's log: dmesg | memopt explain `--log -`",
+            hint='PyTorch\'s has "CUDA out of memory. Tried to allocate" or, on the CPU, "DefaultCPUAllocator: can\'t '
+            "allocate memory\"; for a process that was killed, give the kernel's log: dmesg | memopt explain `--log -`",
         )
     return error
 

@@ -133,7 +133,7 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
         raise UsageError(f"a plan by length cannot depend on the batch, {BATCH}", hint="Give the batch one size.")
     dimension = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
-    search = _ByLength(request, prepared, varied, counts, find_plan, Work.of(counts))
+    search = _ByLength(request, prepared, varied, counts, find_plan, Work.from_counts(counts))
     search.check_sizes(dimension)
     findings = search.find_longest()
     if not _is_verified(findings) or findings.decisive is not None:

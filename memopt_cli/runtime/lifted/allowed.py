@@ -1,4 +1,4 @@
-"""The operators that a file's program may call: those of PyTorch that only compute, named one by one.
+"""The operators that a file's program may call: PyTorch's operators that only compute, named one by one.
 
 Every other operator is refused, a new one too.  Left out are operators that
 

@@ -63,7 +63,7 @@ _MAX_LOOP_DEPTH: Final = 16
 
 
 class BadProgramError(ValueError):
-    """Stored data is not a program, or the program names something that is not allowed; the message says what."""
+    """Stored data is not a program, or the program names something that is not allowed; the message describes it."""
 
 
 def is_name(text: Any) -> bool:
@@ -237,7 +237,7 @@ def _is_named(detail: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The numbers of operands, outputs (``None``: any) and blocks of a kind of node, and a check of its detail."""
+    """The numbers of operands, outputs (``None`` for any) and blocks of a kind of node, and a check of its detail."""
 
     operands: int | None
     outputs: int | None

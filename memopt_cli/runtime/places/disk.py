@@ -89,7 +89,8 @@ class _Job:
         self.address, self.nbytes, self.offset = address, nbytes, offset
         self.error: Exception | None = None
         self._claim = threading.Lock()
-        """A lock that is never released: the thread that does the job takes it, or before it the one that cancels."""
+        """A lock that is never released: the thread that does the job takes it, unless a thread that cancels was
+        first."""
         self._done = threading.Event()
         self._is_cancelled = False
 
@@ -135,7 +136,7 @@ class _Worker:
         self._jobs.put(job)
 
     def stop(self) -> None:
-        """Make all jobs fail from now on, and wait for the one that is being done.
+        """Make all jobs fail from now on, and wait for the job that is being done.
 
         Python kills the thread when the process ends, and a thread that waits for a job would then wait for ever.
         """
@@ -164,7 +165,7 @@ class Disk(Place):
         self.folder = folder
         self._ranges = Ranges()
         self._file: int | None = None
-        """The file's descriptor.  ``None``: it was not opened yet."""
+        """The file's descriptor.  ``None`` if it was not opened yet."""
         self._process = os.getpid()
         self._is_closed = False
         """Whether nothing more is written, because of an error."""

@@ -66,7 +66,7 @@ def free_capacity(device: str) -> Capacity:
 def runnable_bytes(device: str) -> int:
     """Return the bytes of ``device`` that a run may take now without endangering other processes.
 
-    If NVML does not tell the free memory of a CUDA device, a run may take all memory: on a GPU, running out of memory
+    If NVML does not report the free memory of a CUDA device, a run may take all memory: on a GPU, running out of memory
     kills no other process.
     """
     if device.startswith("cuda"):
@@ -100,7 +100,7 @@ def _ask_nvml(uuid: str) -> tuple[int, list[str]]:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as err:
         raise MeasurementError(
-            f"NVML does not say what the device has free: {err}", hint="Give bytes: `--memory 24GiB`."
+            f"NVML does not report the free memory of the device: {err}", hint="Give bytes: `--memory 24GiB`."
         ) from err
 
 

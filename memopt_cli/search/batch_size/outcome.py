@@ -15,7 +15,7 @@ SAME_BATCH_SHARE = 0.03
 
 
 def make_outcome(runs: Runs, model: PeakModel, *, interrupted: bool) -> BatchOutcome:
-    """Return the answer by ``runs`` and ``model``; ``interrupted`` tells whether the user ended the search."""
+    """Return the answer by ``runs`` and ``model``; ``interrupted``: whether the user ended the search."""
     limits = runs.limits
     if not runs.fitting:
         smallest = model.smallest_batch

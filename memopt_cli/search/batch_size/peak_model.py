@@ -20,7 +20,8 @@ MIN_REFUSING_ONE = 2
 """Smallest batch of a model that refuses a single sample, which a batch norm cannot normalize."""
 
 Predict = Callable[[int], float]
-"""Returns the bytes of tensors at the peak of a batch by a dry run, always the same.  Infinite: the dry run failed."""
+"""Returns the bytes of tensors at the peak of a batch by a dry run, always the same.  Infinite if the dry run
+failed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class PeakModel:
     """Batch of the inputs as the user described them."""
     runs: Runs
     predict: Predict | None
-    """Dry run of a batch.  ``None``: the step cannot run on tensors without data."""
+    """Dry run of a batch.  ``None`` if the step cannot run on tensors without data."""
     ratio: float = 1.0
     """Measured peak divided by the predicted peak, assumed before the first run."""
     ignored: set[int] = field(default_factory=set)

@@ -66,7 +66,7 @@ class ReplicaSearch:
         return [run for run in self.runs if run.allocated_peak_bytes <= self.limits.budget_bytes]
 
     def advice(self, limited_by: str) -> ReplicaAdvice:
-        """Return the fastest of the runs that fit (there must be one); ``limited_by`` tells why no more ran."""
+        """Return the fastest of the runs that fit (there must be one); ``limited_by``: why no more ran."""
         return ReplicaAdvice(
             fastest=max(self.fitting, key=lambda run: run.samples_per_s).replicas,
             probes=tuple(sorted(self.runs, key=lambda run: run.replicas)),

@@ -24,7 +24,7 @@ _SAFE_SHARE = 0.98
 """Share of the budget that the last run aims at if no run has fitted yet, since an answer that ran is worth more than a
 closer estimate.  A batch that fits this share by dry runs is assumed to fit."""
 _SIMILAR_SHARE = 0.25
-"""The speed of one batch stands for that of a batch whose size differs by less than this share."""
+"""The speed of one batch stands for the speed of a batch whose size differs by less than this share."""
 _FORESIGHT_RATIO = 1.5
 """Ratio of a batch to the answer after one run, for which a dry run is made in advance: more runs may raise it."""
 

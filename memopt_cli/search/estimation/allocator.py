@@ -34,9 +34,9 @@ class _Block:
     small: bool
     """Whether the block is in a segment for small requests."""
     previous: _Block | None = None
-    """Previous block of the segment.  ``None``: this is the first."""
+    """Previous block of the segment.  ``None`` if this is the first."""
     next: _Block | None = None
-    """Next block of the segment.  ``None``: this is the last."""
+    """Next block of the segment.  ``None`` if this is the last."""
     is_free: bool = True
 
 
@@ -86,7 +86,7 @@ class CachingAllocator:
 
     def rounded(self, nbytes: int) -> int:
         """Round ``nbytes`` up to a multiple of the smallest block size."""
-        return _up(max(nbytes, 1), self.rules.block_bytes)
+        return _round_up(max(nbytes, 1), self.rules.block_bytes)
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         """Take the smallest free block of ``size`` bytes or more; ``None`` if there is none."""
@@ -111,7 +111,7 @@ class CachingAllocator:
             return self.rules.small_segment_bytes
         if size < self.rules.large_bytes:
             return self.rules.middle_segment_bytes
-        return _up(size, self.rules.round_bytes)
+        return _round_up(size, self.rules.round_bytes)
 
     def _split(self, block: _Block, size: int) -> None:
         """Cut ``block`` to ``size`` bytes, if the rest is large enough for another block."""
@@ -145,9 +145,9 @@ class Lifetime:
 
     nbytes: int
     born: int
-    """Operator at which it is made.  -1: it exists before the step."""
+    """Operator at which it is made.  -1 if it exists before the step."""
     died: int | None
-    """Operator at which it is freed.  ``None``: it outlives the step."""
+    """Operator at which it is freed.  ``None`` if it outlives the step."""
 
 
 def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
@@ -190,5 +190,5 @@ def _join(previous: _Block | None, following: _Block | None) -> None:
         following.previous = previous
 
 
-def _up(nbytes: int, multiple: int) -> int:
+def _round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple

@@ -111,6 +111,6 @@ def _parse_size(text: str, where: str) -> int:
 
 
 _EXAMPLE: Final = (
-    "A device profile says, for example: "
+    "A device profile contains, for example: "
     "{memory_bytes: 23GiB, bandwidth_bytes_per_s: 1.0e+12, flops_per_s: {fp32: 8.0e+13, bf16: 1.6e+14}}."
 )

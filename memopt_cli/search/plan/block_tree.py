@@ -4,12 +4,12 @@ A block is a call of a module; its children are the calls in it, and the operato
 
 Several operators may keep one storage for backward, but it must be counted once.  The first operator that takes it as
 an input *pays* for it.  So a block pays for its input and not for its output, and the payments of consecutive blocks
-add up::
+add up.  Here ``x``, ``h`` and ``y`` have 12 bytes each::
 
     x ──► linear ──► h ──► relu ──► y ──► linear ──► z
 
     keeps    x              y            y            linear keeps its input, relu its output
-    pays     x              –            y            12 bytes each: 24 in all, not 36
+    pays     x              –            y            24 bytes in all, not 36
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memopt_cli.search.plan.operator_bytes import OperatorBytes
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One call of a module, or (without a module) operators that a module runs between the calls of its children."""
+    """One call of a module, or a gap: the operators that a module runs between the calls of its children."""
 
     path: str
     """Path of the module; empty for the root, and for operators without a module of their own."""
@@ -48,7 +48,7 @@ class Block:
     rerun: Rerun = field(default_factory=Rerun)
     """Cost of recomputing its forward."""
     costly: tuple[CostlyCall, ...] = ()
-    """CostlyCall calls in the block, in their order."""
+    """Costly calls in the block, in the order of execution."""
     input_bytes: int = 0
     """Bytes of inputs that would be alive only because a segment on the block holds them."""
     unsaved_input_bytes: int = 0
@@ -244,7 +244,7 @@ class _Builder:
         base = {i: sums.base[i] + passed[i] for i in ops}
         kept, packed = (paid[forward.stop] - paid[forward.start] for paid in (sums.paid, sums.paid_packed))
         outside = max(passed.values(), default=0), max((sums.whole[i] for i in ops), default=0)
-        # The first run finds the bytes that exist before forward; a rerun, the bytes that exist before backward.
+        # The first run starts from the bytes alive before forward; a recomputation, from those alive before backward.
         highest = max((base[i] for i in forward if i < stop), default=0)
         entries = [sums.entry[part.start] if part.start < len(sums.entry) else 0 for part in (backward, forward)]
         more_bytes = max(0, entries[0] - entries[1])

@@ -25,12 +25,12 @@ class Work:
     """For each length, the work of all steps of this length or a shorter one."""
 
     @classmethod
-    def of(cls, counts: Mapping[int, float]) -> Work:
+    def from_counts(cls, counts: Mapping[int, float]) -> Work:
         """Return the work of an epoch whose ``counts`` map each length to its number of steps."""
         lengths = tuple(sorted(counts))
         return cls(lengths, tuple(itertools.accumulate(counts[length] * length for length in lengths)))
 
-    def until(self, length: int) -> float:
+    def work_until(self, length: int) -> float:
         """Return the work of all steps up to ``length``."""
         index = bisect.bisect_right(self.lengths, length)
         return self.work_up_to[index - 1] if index else 0.0
@@ -39,16 +39,16 @@ class Work:
         """Return the work of an epoch whose ``slowdowns`` map the upper bound of each range to the slowdown there."""
         total, before = 0.0, 0.0
         for bound in sorted(slowdowns):
-            total += slowdowns[bound] * (self.until(bound) - before)
-            before = self.until(bound)
+            total += slowdowns[bound] * (self.work_until(bound) - before)
+            before = self.work_until(bound)
         return total
 
 
 def inner_bounds(work: Work, *, plain: int, longest: int, slowdown: float) -> tuple[int, ...]:
     """Choose bounds of ranges between ``plain`` and ``longest``.
 
-    Up to ``plain``, no plan is needed.  0: every length needs one.  The plan for ``longest`` has ``slowdown``; between
-    the two lengths, slowdowns are assumed to rise linearly.
+    Up to ``plain``, no plan is needed.  0 if every length needs one.  The plan for ``longest`` has ``slowdown``;
+    between the two lengths, slowdowns are assumed to rise linearly.
     """
 
     def expected_slowdown(bound: int) -> float:
@@ -71,7 +71,7 @@ def _spread(lengths: Sequence[int], work: Work) -> list[int]:
     """Choose at most :data:`_MAX_CANDIDATES` of ``lengths``, with about equal work between neighbours."""
     if len(lengths) <= _MAX_CANDIDATES:
         return list(lengths)
-    low, high = work.until(lengths[0]), work.until(lengths[-1])
+    low, high = work.work_until(lengths[0]), work.work_until(lengths[-1])
     amounts = (low + (high - low) * step / (_MAX_CANDIDATES - 1) for step in range(_MAX_CANDIDATES))
-    indices = (bisect.bisect_left(lengths, amount, key=work.until) for amount in amounts)
+    indices = (bisect.bisect_left(lengths, amount, key=work.work_until) for amount in amounts)
     return sorted({lengths[min(index, len(lengths) - 1)] for index in indices})

@@ -53,7 +53,7 @@ class ChunkTrials:
         return any(self.may_try_more and self._try_class(block.path) for block in at_peak)
 
     def confirm(self, plan: Plan) -> bool:
-        """Try the modules whose chunks in ``plan`` are only assumed; return whether all can run as the plan says.
+        """Try the modules whose chunks in ``plan`` are only assumed; return whether all can run as planned.
 
         If a module cannot, or only by another rule, the solver's next plan takes that into account.
         """

@@ -59,8 +59,8 @@ SEGMENT_OP_S = 3e-6
 PACKING_S = 90e-6
 """Seconds to pack a small tensor and unpack it again; measured by ``benchmarks/overhead.py``."""
 INSPECTION_S = 60e-6
-"""Seconds to find that a tensor is not to be packed: 40 µs among the products of a BERT, 110 µs among the convolutions
-of a U-Net, where tensor and code have left the caches; ``benchmarks/overhead.py`` finds 21 µs where they have not."""
+"""Seconds to find out that a tensor cannot be packed.  Measured: 21 µs with warm caches (``benchmarks/overhead.py``),
+40 µs in a BERT, 110 µs in a U-Net."""
 KEEP_OP_S = 10e-6
 """Seconds that a segment with kept outputs adds to each operator, in either run, by passing through Python; measured by
 ``benchmarks/overhead.py``."""
@@ -86,7 +86,7 @@ def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
 
 
 def least_op_s(op: OpTrace) -> float:
-    """Return the seconds that ``op`` takes however small its tensors are, where the constants were measured."""
+    """Return the fixed cost of ``op`` in seconds, on the machine on which the constants were measured."""
     if "convolution" in op.name:
         return OP_S + CONVOLUTION_S
     return OP_S + PRODUCT_S if op.flops else OP_S
@@ -170,7 +170,8 @@ def norm_operators(trace: StepTrace) -> list[NormOperator]:
 def trained_input_bytes(trace: StepTrace, call: ModuleCall) -> int:
     """Return the bytes of the inputs of ``call`` that need gradients.
 
-    If the input of a norm is no larger, the pass that ends at the norm is linked to the next (docs/architecture.md).
+    If the input of a norm is no larger, the pass that ends at the norm is linked to the next
+    (:mod:`memopt_cli.runtime.batch_statistics`).
     """
     return sum(trace.storages[index].nbytes for index in call.inputs if trace.storages[index].kind == "activations")
 
@@ -180,8 +181,8 @@ def statistics_passes(
 ) -> Passes:
     """Price the passes over the operators from ``start`` to ``stop``, which gather batch statistics.
 
-    ``elapsed`` has the seconds before every operator of the step, ``norms`` are the step's batch norms, and
-    ``trained_bytes`` comes from :func:`trained_input_bytes`.  A linked pass runs the operators up to its norm twice, in
+    ``elapsed``: seconds before each operator.  ``norms``: batch norms of the step.  ``trained_bytes``: see
+    :func:`trained_input_bytes`.  A linked pass runs the operators up to its norm twice, in
     forward and in backward: two norms, 1 s and 3 s after the start, add about 2 * (1 + 3) s.
     """
     inner_norms = norms[_first_from(norms, start) : _first_from(norms, stop)]
@@ -284,14 +285,16 @@ class CostModel:
         return self._predicted[plan]
 
     def _replay(self, plan: Plan) -> Prediction:
-        replay = Replay(self._original, self._blocks(plan), plan.packed, sends_outside=plan.place != "device")
+        replay = Replay(
+            self._original, self._replayed_segments(plan), plan.packed, sends_outside=plan.place != "device"
+        )
         peak_bytes, op = replay.peak()
         waits_s = self._waits_s(replay) if replay.sent else 0.0
         return Prediction(
             allocated_peak_bytes=peak_bytes,
             module=op.module,
             step_s=self.step_s
-            + sum(map(self._added_s, replay.blocks))
+            + sum(map(self._added_s, replay.replayed_segments))
             + packing_s(self.trace, sum(replay.packed_outside), len(replay.packed_outside))
             + self.trace.segment_overhead * INSPECTION_S * replay.left_unpacked
             + SEND_S * len(replay.sent)
@@ -307,12 +310,12 @@ class CostModel:
         out_rate, in_rate = (rate or LINK_BYTES_PER_S for rate in rates)
         return waits_s(replay.sent, [0.0, *accumulate(seconds)], out_rate, in_rate)
 
-    def _added_s(self, block: ReplayedSegment) -> float:
-        rerun = self.rerun(block.call)
-        saved_s = sum(self.seconds[op] for op in block.kept)
-        packed_bytes = sum(self.trace.storages[s].packing_cost_bytes for s in block.packed)
-        inputs_s = packing_s(self.trace, packed_bytes, len(block.packed))
-        return rerun.seconds - saved_s + rerun.overhead_s(block.segment) + inputs_s
+    def _added_s(self, replayed: ReplayedSegment) -> float:
+        rerun = self.rerun(replayed.call)
+        saved_s = sum(self.seconds[op] for op in replayed.kept)
+        packed_bytes = sum(self.trace.storages[s].packing_cost_bytes for s in replayed.packed)
+        inputs_s = packing_s(self.trace, packed_bytes, len(replayed.packed))
+        return rerun.seconds - saved_s + rerun.overhead_s(replayed.segment) + inputs_s
 
     def rerun(self, call: ModuleCall) -> Rerun:
         """Return the cost of recomputing the forward of ``call``, up to the last operator that autograd saves for."""
@@ -332,76 +335,78 @@ class CostModel:
             )
         return self._reruns[key]
 
-    def _blocks(self, plan: Plan) -> list[ReplayedSegment]:
+    def _replayed_segments(self, plan: Plan) -> list[ReplayedSegment]:
         """Return the segments of ``plan`` as calls to replay, outer ones first, in the order of their forward."""
-        # Heads through their losses are in the record already: SearchSpaces recorded a step that runs them so.
+        # Heads through their losses are in the record already: SearchSpaces recorded a step that runs them this way.
         segments = [segment for segment in plan.segments if not segment.through_loss]
         recomputed = [(call, segment) for segment in segments for call in self._segment_calls(segment)]
         recomputed.sort(key=lambda pair: (pair[0].start, -pair[0].end))
-        blocks: list[ReplayedSegment] = []
+        replayed_segments: list[ReplayedSegment] = []
         enclosing: list[ReplayedSegment] = []
         for call, segment in recomputed:
             while enclosing and enclosing[-1].call.end <= call.start:
                 enclosing.pop()
             if not call.backward:
                 continue  # nothing in it is differentiated: it runs as a plain module
-            blocks.append(self._block(call, segment, enclosing[-1] if enclosing else None))
-            enclosing.append(blocks[-1])
+            replayed_segments.append(self._replayed_segment(call, segment, enclosing[-1] if enclosing else None))
+            enclosing.append(replayed_segments[-1])
         inner_calls: dict[ReplayedSegment | None, list[ModuleCall]] = defaultdict(list)
-        for block in blocks:
-            inner_calls[block.parent].append(block.call)
+        for replayed in replayed_segments:
+            inner_calls[replayed.parent].append(replayed.call)
         stored: set[int] = set()
-        for block in blocks:
-            if block.parent is None:
-                alive = stored | self._saved_before(block, blocks) if plan.packed else stored
-                block.packed = self._packed_bytes(block, alive)
-                stored.update(block.call.inputs if block.segment.chunks == 1 else ())
-            if block.segment.keep:
-                block.kept = self._kept_operators(block, inner_calls[block])
-        return blocks
+        for replayed in replayed_segments:
+            if replayed.parent is None:
+                alive = stored | self._saved_before(replayed, replayed_segments) if plan.packed else stored
+                replayed.packed = self._packed_bytes(replayed, alive)
+                stored.update(replayed.call.inputs if replayed.segment.chunks == 1 else ())
+            if replayed.segment.keep:
+                replayed.kept = self._kept_operators(replayed, inner_calls[replayed])
+        return replayed_segments
 
-    def _block(self, call: ModuleCall, segment: SegmentPlan, parent: ReplayedSegment | None) -> ReplayedSegment:
+    def _replayed_segment(
+        self, call: ModuleCall, segment: SegmentPlan, parent: ReplayedSegment | None
+    ) -> ReplayedSegment:
         """Return ``call`` of ``segment`` to replay.
 
-        :meth:`_blocks` sets packed and kept tensors, which depend on other segments.
+        :meth:`_replayed_segments` sets packed and kept tensors, which depend on other segments.
         """
-        block = ReplayedSegment(call, segment, parent)
-        block.stop = self.rerun(call).stop
-        block.state_bytes = self.modules[call.path].state_bytes
+        replayed = ReplayedSegment(call, segment, parent)
+        replayed.stop = self.rerun(call).stop
+        replayed.state_bytes = self.modules[call.path].state_bytes
         if segment.gathers:
-            first, last = (_first_from(self.norms, op) for op in (call.start, block.stop))
+            first, last = (_first_from(self.norms, op) for op in (call.start, replayed.stop))
             trained_bytes = trained_input_bytes(self.trace, call)
-            block.norms = tuple(norm.op for norm in self.norms[first:last] if norm.input_bytes <= trained_bytes)
-        block.keeps_graph = self._bytes_at_end(call) > block.state_bytes > 0
-        block.first_saver = _first_saver(self._ends, call)
-        block.length = self._length(segment)
-        share = longest_share(segment.chunks, block.length)
+            replayed.norms = tuple(norm.op for norm in self.norms[first:last] if norm.input_bytes <= trained_bytes)
+        replayed.keeps_graph = self._bytes_at_end(call) > replayed.state_bytes > 0
+        replayed.first_saver = _first_saver(self._ends, call)
+        replayed.length = self._length(segment)
+        share = longest_share(segment.chunks, replayed.length)
         are_uneven = share * segment.chunks > 1 + 1e-9
         # The longest chunks come first, so last in backward.
-        block.longest_adds_in_place = segment.chunks > 2 and are_uneven
-        block.shares = (parent.shares if parent else 1.0) / share
-        return block
+        replayed.longest_adds_in_place = segment.chunks > 2 and are_uneven
+        replayed.shares = (parent.shares if parent else 1.0) / share
+        return replayed
 
-    def _saved_before(self, block: ReplayedSegment, blocks: Sequence[ReplayedSegment]) -> set[int]:
-        """Return the parts of the inputs of ``block`` that autograd has saved outside of segments before it."""
-        segments = [other.call.forward for other in blocks]
+    def _saved_before(self, replayed: ReplayedSegment, replayed_segments: Sequence[ReplayedSegment]) -> set[int]:
+        """Return the parts of the inputs of ``replayed`` that autograd has saved outside of segments before it."""
+        segments = [other.call.forward for other in replayed_segments]
 
         def is_saved(index: int) -> bool:
-            savers = [op for op in self._original.savers[index] if op < block.call.start]
+            savers = [op for op in self._original.savers[index] if op < replayed.call.start]
             return any(not any(op in segment for segment in segments) for op in savers)
 
-        return set(filter(is_saved, (part for index in block.call.inputs for part in self._sources(index))))
+        return set(filter(is_saved, (part for index in replayed.call.inputs for part in self._sources(index))))
 
     def _bytes_at_end(self, call: ModuleCall) -> int:
         """Return the bytes of activations made in ``call`` that are alive at the end of the step."""
         first, last = (bisect.bisect_left(self._outliving_born, edge) for edge in (call.start, call.end))
         return self._outliving_bytes[last] - self._outliving_bytes[first]
 
-    def _kept_operators(self, block: ReplayedSegment, inner_calls: Sequence[ModuleCall]) -> frozenset[int]:
-        """Return the operators whose outputs ``block`` keeps; operators of ``inner_calls`` run again anyway."""
+    def _kept_operators(self, replayed: ReplayedSegment, inner_calls: Sequence[ModuleCall]) -> frozenset[int]:
+        """Return the operators whose outputs ``replayed`` keeps; operators of ``inner_calls`` run again anyway."""
         inner_ops = {op for call in inner_calls for op in call.forward}
-        outer_ops = [op for op in range(block.call.start, block.stop) if op not in inner_ops]
-        return frozenset(kept_calls(self.trace, outer_ops, block.segment.keep))
+        outer_ops = [op for op in range(replayed.call.start, replayed.stop) if op not in inner_ops]
+        return frozenset(kept_calls(self.trace, outer_ops, replayed.segment.keep))
 
     def _length(self, segment: SegmentPlan) -> int:
         """Return the length of the axis along which ``segment`` is cut; 0 if its input lacks that axis."""
@@ -428,13 +433,13 @@ class CostModel:
                 end = call.end
                 yield call
 
-    def _packed_bytes(self, block: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
+    def _packed_bytes(self, replayed: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
         """Return input -> its packed bytes; parts of a concatenation that are in ``stored`` take no further bytes."""
-        codec = block.segment.compressor
-        module = self.modules[block.call.path]
-        if codec == "null" or is_raw_in_chunks(block.segment, module.input_shape):
+        codec = replayed.segment.compressor
+        module = self.modules[replayed.call.path]
+        if codec == "null" or is_raw_in_chunks(replayed.segment, module.input_shape):
             return {}
-        packed = packed_inputs(self.trace, module, block.call, codec)
+        packed = packed_inputs(self.trace, module, replayed.call, codec)
         if codec != "parts":
             return packed
         storages = self.trace.storages
@@ -471,10 +476,11 @@ def _timing_key(op: OpTrace, trace: StepTrace) -> tuple[object, ...]:
 
 
 def copy_times(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
-    """Return ``trace`` with operators timed as in ``first``, and the ratio of its step time to the one of ``first``.
+    """Return ``trace`` with operators timed as in ``first``, and the ratio of its step time to the step time of
+    ``first``.
 
     Two recordings of nearly the same step are seconds apart, and the machine may be half as fast in one: the sums of
-    their times would then say that the whole step became faster or slower.  So an operator in both steps gets the
+    their times would then suggest that the whole step became faster or slower.  So an operator in both steps gets the
     median time of its kind in ``first``.  Other operators are scaled by the ratio of the common ones.
     """
     first_times, times = _Times(first), _Times(trace)

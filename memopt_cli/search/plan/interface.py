@@ -27,8 +27,8 @@ class Probes:
     """Shows one line of progress."""
     trace: Callable[[Plan], StepTrace | Failure | NotTried] = lambda plan: NotTried(reason="no step is recorded")
     """Records a step under a plan."""
-    late: Callable[[], bool] = lambda: False
-    """Tells whether the time of the search is over.  Long computations call it as well: they run no probe."""
+    is_late: Callable[[], bool] = lambda: False
+    """Returns whether the time of the search is over.  Long computations call it as well: they run no probe."""
 
 
 def is_within(path: str, ancestor: str) -> bool:

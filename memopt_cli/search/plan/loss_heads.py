@@ -24,7 +24,7 @@ def add_heads(start: Plan, peak_bytes: int, trace: StepTrace, count_peak: Callab
     """Return ``start`` with the heads that lower its peak of ``peak_bytes``; ``start`` itself if none does.
 
     Where two heads have equal peaks, one of them lowers nothing.  So heads that leave the peak as it is stay as well.
-    ``count_peak`` counts the peak of a plan by a dry run.  Infinite: the dry run failed.
+    ``count_peak`` counts the peak of a plan by a dry run.  Infinite if the dry run failed.
     """
     best, lowest = start, float(peak_bytes)
     for head in loss_heads(trace):

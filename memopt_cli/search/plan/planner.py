@@ -96,7 +96,7 @@ class Planner:
         with contextlib.suppress(TimeIsUp):
             for lower in range(1, level + 1):
                 if (lower, max_slowdown) not in self._descended:
-                    self._at(lower).descend(0, max_slowdown)
+                    self._level_search(lower).descend(0, max_slowdown)
                     self._descended.add((lower, max_slowdown))
                     self._count_sending(lower, 0, max_slowdown)
         return self.dry_runs.smallest(level, max_slowdown)
@@ -158,7 +158,7 @@ class Planner:
         """
         priced = self.dry_runs.get(plan)
         with contextlib.suppress(TimeIsUp):
-            space = self._spaces.at(level)
+            space = self._spaces.space_at_level(level)
             predicted_bytes = self._spaces.space_for(plan).proposals.predict_peak(plan)
             peak_bytes = predicted_bytes if priced is None else max(priced.peak_bytes, predicted_bytes)
             solvers = space.proposals.solvers_assuming(space.optimistic_rules(), space.proposals.solvers.packings)
@@ -182,8 +182,8 @@ class Planner:
         self._spaces = self._new_spaces()
         self._descended.clear()
 
-    def _at(self, level: int) -> LevelSearch:
-        space = self._spaces.at(level)
+    def _level_search(self, level: int) -> LevelSearch:
+        space = self._spaces.space_at_level(level)
         runs = LevelRuns(level, space, self._spaces, self.dry_runs)
         return LevelSearch(space=space, runs=runs, options=self._options)
 
@@ -191,7 +191,7 @@ class Planner:
         """Dry-run plans of ``level`` within ``budget_bytes``, then the fastest of them relaxed."""
         if self.dry_runs.smallest(0).peak_bytes <= budget_bytes:
             return
-        self._at(level).approach(budget_bytes)
+        self._level_search(level).approach(budget_bytes)
         self._relax(level, budget_bytes)
 
     def _may_send(self, level: int) -> bool:

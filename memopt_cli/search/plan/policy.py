@@ -97,7 +97,7 @@ _PROFILE_ADVICE: dict[str, str] = {
 def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedSearch:
     """Resolve ``overrides``: single options override the profile; profile and checkpoint budget override ``prefer``.
 
-    ``has_inputs`` tells whether there are inputs to run the model on, which levels above 1 need to be measured.
+    ``has_inputs``: whether there are inputs to run the model on, which levels above 1 need to be measured.
     Raises :class:`OptionError` for a value out of its range, and for a level above 1 without inputs.  If that level
     comes from a profile, level 1 is used instead.
     """
@@ -181,7 +181,7 @@ class Selection:
     selected: tuple[ModuleTrace, ...]
     """Selected modules in the order of first call."""
     explanation: str
-    """Sentence that says what was selected, and why."""
+    """Sentence on what was selected, and why."""
     named: tuple[ModuleTrace, ...] = ()
     """Outermost modules that the user named, selected or not."""
     refusals: Mapping[str, str] = field(default_factory=dict)

@@ -34,7 +34,7 @@ class Solvers:
     ) -> None:
         """Take ``solvers``: without packing under ``False``, with packing under ``True``.
 
-        All plans contain ``heads``, which slow them by ``heads_slowdown``.  ``nested`` tells whether segments may lie
+        All plans contain ``heads``, which slow them by ``heads_slowdown``.  ``nested``: whether segments may lie
         in others.
         """
         self._model = model
@@ -56,7 +56,7 @@ class Solvers:
     def least(self, high_bytes: int, max_slowdown: float = math.inf) -> Plan | None:
         """Return the plan of the least peak whose slowdown is at most ``max_slowdown``.
 
-        ``None``: no plan is within ``high_bytes``.
+        ``None`` if no plan is within ``high_bytes``.
         """
         plans = (self._least_by(solver, packed, high_bytes, max_slowdown) for packed, solver in self._solvers.items())
         return min((plan for plan in plans if plan is not None), key=self._peak_and_time, default=None)

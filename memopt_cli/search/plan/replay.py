@@ -54,16 +54,16 @@ class ReplayedSegment:
     call: ModuleCall
     segment: SegmentPlan
     parent: ReplayedSegment | None
-    """Call of the innermost segment around this one.  ``None``: this segment is outermost."""
+    """Call of the innermost segment around this one.  ``None`` if this segment is outermost."""
     offset: int = 0
     """Instant at which the recomputation starts."""
     stop: int = 0
     """Operator before which the recomputation ends, since autograd saves nothing for later ones."""
     join: int = 0
-    """Instant at which the chunks' gradients of the input are concatenated.  0: the segment has no chunks."""
+    """Instant at which the chunks' gradients of the input are concatenated.  0 if the segment has no chunks."""
     first_saver: int | None = None
-    """First operator in the segment that autograd saves something for, and so the last one that backward reaches.
-    ``None``: autograd saves nothing."""
+    """First operator in the segment for which autograd saves a tensor; backward reaches it last.
+    ``None`` if autograd saves nothing."""
     length: int = 0
     """Length of the axis along which the chunks are cut; 0 if unknown."""
     shares: float = 1.0
@@ -116,7 +116,7 @@ class Original:
     def find_inputs(self, call: ModuleCall) -> frozenset[int]:
         """Return the storages made before ``call`` that its recomputation reads: its inputs, and earlier calls' state.
 
-        Parameters gathered from other ranks (FSDP) are not among them: backward gathers them again.
+        Excludes parameters gathered from other ranks (FSDP), which backward gathers again.
         """
         key = call.start, call.end
         if key not in self._inputs:
@@ -130,8 +130,8 @@ class Original:
 class _Order:
     """The instants of a step under a plan, as the module's docstring draws them."""
 
-    def __init__(self, trace: StepTrace, blocks: Sequence[ReplayedSegment]) -> None:
-        """Put the recomputation of each of ``blocks`` right before its backward.
+    def __init__(self, trace: StepTrace, replayed_segments: Sequence[ReplayedSegment]) -> None:
+        """Put the recomputation of each of ``replayed_segments`` right before its backward.
 
         Right after that backward, a segment in chunks has one more instant, at which the chunks' gradients of the input
         are concatenated.
@@ -140,38 +140,39 @@ class _Order:
         """Instant of every recorded operator; of its first run for an operator of forward."""
         starts: dict[int, list[ReplayedSegment]] = defaultdict(list)
         joins: dict[int, list[ReplayedSegment]] = defaultdict(list)
-        for block in blocks:
-            starts[block.call.backward_start].append(block)
-            if block.segment.chunks > 1:
-                joins[block.call.backward_end].insert(0, block)
+        for replayed in replayed_segments:
+            starts[replayed.call.backward_start].append(replayed)
+            if replayed.segment.chunks > 1:
+                joins[replayed.call.backward_end].insert(0, replayed)
         instant, ops = 0, len(trace.ops)
         for index in range(ops + 1):
-            for block in joins.get(index, ()):
-                block.join = instant
+            for replayed in joins.get(index, ()):
+                replayed.join = instant
                 instant += 1
             if index == ops:
                 break
-            for block in starts.get(index, ()):
-                block.offset = instant
-                instant += block.stop - block.call.start
+            for replayed in starts.get(index, ()):
+                replayed.offset = instant
+                instant += replayed.stop - replayed.call.start
             self.instants.append(instant)
             instant += 1
         self.length = instant
         """Number of instants."""
 
-    def at(self, block: ReplayedSegment | None, op: int) -> int:
-        """Return the instant of ``op`` in the recomputation of ``block``, or in the first forward for ``None``."""
-        return self.instants[op] if block is None else block.offset + min(op, block.stop) - block.call.start
+    def instant_of(self, replayed: ReplayedSegment | None, op: int) -> int:
+        """Return the instant of ``op`` in the recomputation of ``replayed``, or in the first forward for ``None``."""
+        return self.instants[op] if replayed is None else replayed.offset + min(op, replayed.stop) - replayed.call.start
 
-    def after(self, op: int | None) -> int:
-        """Return the instant after operator ``op`` - 1, at which storages that die at ``op`` end; ``None``: the end."""
+    def instant_after(self, op: int | None) -> int:
+        """Return the instant after operator ``op`` - 1, at which storages that die at ``op`` end; ``None`` for the
+        end."""
         if op is None:
             return self.length
         return self.instants[op - 1] + 1 if op > 0 else 0
 
-    def recomputation_end(self, block: ReplayedSegment) -> int:
-        """Return the instant at which the recomputation of ``block`` ends."""
-        return block.offset + block.stop - block.call.start
+    def recomputation_end(self, replayed: ReplayedSegment) -> int:
+        """Return the instant at which the recomputation of ``replayed`` ends."""
+        return replayed.offset + replayed.stop - replayed.call.start
 
 
 class _Ledger:
@@ -188,10 +189,10 @@ class _Ledger:
         self.made = [0] * (length + 1)
         """Bytes that the operator of an instant makes."""
 
-    def live(self, start: int, end: int, nbytes: int, *, is_made: bool = True) -> None:
+    def add_bytes(self, start: int, end: int, nbytes: int, *, is_made: bool = True) -> None:
         """Count ``nbytes`` as alive from ``start`` until just before ``end``.
 
-        ``is_made`` tells whether the operator of ``start`` makes them.
+        ``is_made``: whether the operator of ``start`` makes them.
         """
         if end > start:
             self.change[start] += nbytes
@@ -215,32 +216,36 @@ class _Lives:
     """Finds, in a step under a plan, until which instant each storage is held, and by what."""
 
     def __init__(
-        self, original: Original, blocks: Sequence[ReplayedSegment], inner: list[ReplayedSegment | None], order: _Order
+        self,
+        original: Original,
+        replayed_segments: Sequence[ReplayedSegment],
+        inner: list[ReplayedSegment | None],
+        order: _Order,
     ) -> None:
         self._original = original
         self._inner = inner
         self._order = order
         self._by_input: dict[int, list[ReplayedSegment]] = defaultdict(list)
-        for block in blocks:
-            for index in original.find_inputs(block.call):
-                self._by_input[index].append(block)
+        for replayed in replayed_segments:
+            for index in original.find_inputs(replayed.call):
+                self._by_input[index].append(replayed)
 
     def group_savers(self, index: int) -> dict[ReplayedSegment | None, list[int]]:
-        """Group the operators that autograd keeps storage ``index`` for, by the innermost block around them."""
+        """Group the operators that autograd keeps storage ``index`` for, by the innermost segment around them."""
         savers: dict[ReplayedSegment | None, list[int]] = {}
         for op in self._original.savers[index]:
             savers.setdefault(self._inner[op], []).append(op)
         return savers
 
-    def forward_end(self, storage: StorageTrace, block: ReplayedSegment | None) -> int:
-        """Return the instant until which the model's own code holds ``storage``, in the run of ``block``.
+    def forward_end(self, storage: StorageTrace, replayed: ReplayedSegment | None) -> int:
+        """Return the instant until which the model's own code holds ``storage``, in the run of ``replayed``.
 
         ``None`` means the first forward.
         """
-        if block is None:
-            return self._order.after(storage.died if storage.freed is None else storage.freed)
-        freed = block.stop if storage.freed is None else min(storage.freed, block.stop)
-        return self._order.at(block, freed)
+        if replayed is None:
+            return self._order.instant_after(storage.died if storage.freed is None else storage.freed)
+        freed = replayed.stop if storage.freed is None else min(storage.freed, replayed.stop)
+        return self._order.instant_of(replayed, freed)
 
     def release(self, storage: StorageTrace, savers: list[int]) -> int:
         """Return the instant at which autograd releases ``storage``: after the backward of the first of ``savers``.
@@ -250,13 +255,13 @@ class _Lives:
         """
         first = min(savers)
         if first == min(storage.saved_by, default=None) and storage.died != storage.freed:
-            return self._order.after(storage.died)
-        return self._order.after(self._original.backward_end[first])
+            return self._order.instant_after(storage.died)
+        return self._order.instant_after(self._original.backward_end[first])
 
-    def holders(self, index: int, storage: StorageTrace, block: ReplayedSegment | None) -> Iterator[ReplayedSegment]:
-        """Yield the segments directly inside ``block`` that hold storage ``index`` as their input, unpacked."""
+    def holders(self, index: int, storage: StorageTrace, replayed: ReplayedSegment | None) -> Iterator[ReplayedSegment]:
+        """Yield the segments directly inside ``replayed`` that hold storage ``index`` as their input, unpacked."""
         for holder in self._by_input.get(index, ()):
-            if holder.parent is block and index not in holder.packed and storage.born < holder.call.start:
+            if holder.parent is replayed and index not in holder.packed and storage.born < holder.call.start:
                 yield holder
 
     def held_by_first_runs(
@@ -264,9 +269,10 @@ class _Lives:
         index: int,
         storage: StorageTrace,
         savers: Mapping[ReplayedSegment | None, list[int]],
-        block: ReplayedSegment | None,
+        replayed: ReplayedSegment | None,
     ) -> int:
-        """Return the instant until which a first run of a segment inside ``block`` holds ``storage``.  0: no run does.
+        """Return the instant until which a first run of a segment inside ``replayed`` holds ``storage``.  0 if no run
+        does.
 
         During its first run, a segment holds each storage that autograd would save, or that an inner segment takes as
         input (:class:`memopt_cli.runtime.held.HeldSlots`).  In passes over chunks, it holds the storage until
@@ -275,28 +281,34 @@ class _Lives:
         parents = (inner.parent for inner in self._by_input.get(index, ()) if storage.born < inner.call.start)
         last_norms = {run: run.next_norm(max(ops)) for run, ops in savers.items() if run is not None}
         last_norms |= {run: None for run in parents if run is not None}
-        inside = ((run, norm) for run, norm in last_norms.items() if block in _self_and_enclosing(run.parent))
-        ends = (self._order.at(block, run.call.end - 1 if norm is None else norm) + 1 for run, norm in inside)
+        inside = ((run, norm) for run, norm in last_norms.items() if replayed in _self_and_enclosing(run.parent))
+        ends = (
+            self._order.instant_of(replayed, run.call.end - 1 if norm is None else norm) + 1 for run, norm in inside
+        )
         return max(ends, default=0)
 
-    def input_end(self, index: int, block: ReplayedSegment) -> int:
-        """Return the instant at which ``block`` releases its input ``index``.
+    def input_end(self, index: int, replayed: ReplayedSegment) -> int:
+        """Return the instant at which ``replayed`` releases its input ``index``.
 
         By then backward has used all that autograd saved inside.  A segment in another releases an input that autograd
         did not save as soon as its recomputation ends.
         """
-        if block.parent is None and block.first_saver is not None:
+        if replayed.parent is None and replayed.first_saver is not None:
             storage = self._original.trace.storages[index]
-            return max(self._order.recomputation_end(block), self.release(storage, [block.first_saver]))
-        is_saved = any(block in _self_and_enclosing(saver) for saver in self.group_savers(index))
-        return self._order.after(block.call.backward_end) if is_saved else self._order.recomputation_end(block)
+            return max(self._order.recomputation_end(replayed), self.release(storage, [replayed.first_saver]))
+        is_saved = any(replayed in _self_and_enclosing(saver) for saver in self.group_savers(index))
+        return (
+            self._order.instant_after(replayed.call.backward_end)
+            if is_saved
+            else self._order.recomputation_end(replayed)
+        )
 
     def escapes(
-        self, storage: StorageTrace, savers: dict[ReplayedSegment | None, list[int]], block: ReplayedSegment
+        self, storage: StorageTrace, savers: dict[ReplayedSegment | None, list[int]], replayed: ReplayedSegment
     ) -> bool:
-        """Return whether ``storage``, made in ``block``, is used after it, or saved by an operator outside."""
-        outlives = storage.freed is None or storage.freed > block.call.end
-        return outlives or any(block not in _self_and_enclosing(saver) for saver in savers)
+        """Return whether ``storage``, made in ``replayed``, is used after it, or saved by an operator outside."""
+        outlives = storage.freed is None or storage.freed > replayed.call.end
+        return outlives or any(replayed not in _self_and_enclosing(saver) for saver in savers)
 
 
 class _Passes:
@@ -310,53 +322,53 @@ class _Passes:
     def __init__(self, original: Original, order: _Order) -> None:
         self._original, self._trace, self._order = original, original.trace, order
 
-    def linked_bytes(self, block: ReplayedSegment) -> int:
+    def linked_bytes(self, replayed: ReplayedSegment) -> int:
         """Return the bytes of the largest gradient that a link passes on: of one norm's input, in all chunks."""
-        outputs = (index for norm in block.norms for index in self._trace.ops[norm].makes)
+        outputs = (index for norm in replayed.norms for index in self._trace.ops[norm].makes)
         return max((self._trace.storages[index].nbytes for index in outputs), default=0)
 
-    def add_links(self, block: ReplayedSegment, ledger: _Ledger) -> None:
+    def add_links(self, replayed: ReplayedSegment, ledger: _Ledger) -> None:
         """Enter a chunk of each norm's input, and of the gradient through its statistics, where backward enters a pass.
 
         At that moment the operator of the instant has not run, so the bytes that it makes are subtracted.
         """
         storages = self._trace.storages
-        for norm in block.norms:
-            instant = self._order.after(self._original.backward_end[norm])
-            if instant < block.join:
-                input_bytes = max(_chunk_bytes(storages[index], block) for index in self._trace.ops[norm].makes)
+        for norm in replayed.norms:
+            instant = self._order.instant_after(self._original.backward_end[norm])
+            if instant < replayed.join:
+                input_bytes = max(_chunk_bytes(storages[index], replayed) for index in self._trace.ops[norm].makes)
                 ledger.extra[instant] = max(ledger.extra[instant], 2 * input_bytes - ledger.made[instant])
 
-    def waiting_bytes(self, block: ReplayedSegment) -> int:
+    def waiting_bytes(self, replayed: ReplayedSegment) -> int:
         """Return the most bytes of gradients that wait for an earlier pass, such as a residual connection's."""
-        max_bytes, begin = 0, block.call.backward_start
-        for norm in block.norms:
+        max_bytes, begin = 0, replayed.call.backward_start
+        for norm in replayed.norms:
             end = self._original.backward_end[norm]
             gradients = (s for s in self._trace.storages if begin <= s.born < end and s.kind != "gradients")
             waiting = (s for s in gradients if self._trace.ops[s.born].name != _NORM_BACKWARD)
             max_bytes = max(max_bytes, sum(s.nbytes for s in waiting if s.died is None or s.died > end))
         return max_bytes
 
-    def statistics_bytes(self, block: ReplayedSegment) -> int:
+    def statistics_bytes(self, replayed: ReplayedSegment) -> int:
         """Return the bytes that the first pass holds in backward in addition to the gradients of all chunks.
 
         They are the gradient through the statistics, for the longest chunk of a norm's input.
         """
-        if not block.segment.batch_statistics:
+        if not replayed.segment.batch_statistics:
             return 0
-        ops = self._trace.ops[block.call.backward_start : block.call.backward_end]
+        ops = self._trace.ops[replayed.call.backward_start : replayed.call.backward_end]
         gradients = (index for op in ops if op.name == _NORM_BACKWARD for index in op.makes)
-        return max((_chunk_bytes(self._trace.storages[index], block) for index in gradients), default=0)
+        return max((_chunk_bytes(self._trace.storages[index], replayed) for index in gradients), default=0)
 
-    def product_bytes(self, block: ReplayedSegment, norm: OpTrace) -> int:
+    def product_bytes(self, replayed: ReplayedSegment, norm: OpTrace) -> int:
         """Return the further bytes that the derivative of ``norm`` needs where chunks share batch statistics.
 
         The gradient of the scale is then the sum of input times gradient, a product as large as the input.  The fused
         kernel of a whole batch makes no such tensor.
         """
-        if not any(around is not None and around.segment.batch_statistics for around in block.self_and_enclosing):
+        if not any(around is not None and around.segment.batch_statistics for around in replayed.self_and_enclosing):
             return 0
-        return max((_chunk_bytes(self._trace.storages[index], block) for index in norm.makes), default=0)
+        return max((_chunk_bytes(self._trace.storages[index], replayed) for index in norm.makes), default=0)
 
 
 class _StoredInParcel(NamedTuple):
@@ -377,14 +389,14 @@ class _Parcels:
     def __init__(
         self,
         original: Original,
-        blocks: Sequence[ReplayedSegment],
+        replayed_segments: Sequence[ReplayedSegment],
         inner: Sequence[ReplayedSegment | None],
         order: _Order,
         sends_outside: bool,
     ) -> None:
-        """Make a parcel for each of ``blocks`` that sends its inputs.
+        """Make a parcel for each of ``replayed_segments`` that sends its inputs.
 
-        With ``sends_outside``, make parcels for saves outside of blocks as well.
+        With ``sends_outside``, make parcels for saves outside of segments as well.
         """
         self._original, self._order = original, order
         self.by_segment: dict[ReplayedSegment, SentParcel] = {}
@@ -394,12 +406,12 @@ class _Parcels:
         self.copied: dict[int, int] = {}
         """Input of the step -> its bytes.  Copying it frees nothing on the device, since the caller holds it."""
         stored: list[_StoredInParcel] = []
-        for block in blocks:
-            if block.parent is None and block.segment.place != "device" and block.segment.chunks == 1:
-                parcel = SentParcel(complete_at=order.after(block.call.end), needed_at=block.offset)
-                self.by_segment[block] = parcel
-                raw_inputs = (index for index in block.call.inputs if index not in block.packed)
-                stored += [_StoredInParcel(block.call.start, block.offset, index, parcel) for index in raw_inputs]
+        for replayed in replayed_segments:
+            if replayed.parent is None and replayed.segment.place != "device" and replayed.segment.chunks == 1:
+                parcel = SentParcel(complete_at=order.instant_after(replayed.call.end), needed_at=replayed.offset)
+                self.by_segment[replayed] = parcel
+                raw_inputs = (index for index in replayed.call.inputs if index not in replayed.packed)
+                stored += [_StoredInParcel(replayed.call.start, replayed.offset, index, parcel) for index in raw_inputs]
         groups = list(self._groups(inner)) if sends_outside else []
         stored += [entry for group in groups for entry in group]
         for _, needed_at, index, parcel in sorted(stored, key=lambda entry: entry.stored_before):
@@ -426,7 +438,7 @@ class _Parcels:
     def _needed_at(self, index: int, saver: int) -> int:
         """Return the instant at which backward asks for storage ``index``, which ``saver`` has saved."""
         reader = self._original.first_backward_reader.get(index)
-        end = self._order.after(self._original.backward_end[saver]) - 1
+        end = self._order.instant_after(self._original.backward_end[saver]) - 1
         return end if reader is None else self._order.instants[reader]
 
 
@@ -434,9 +446,14 @@ class Replay:
     """The replay of one plan: enters when every storage is alive in a ledger, and finds the peak."""
 
     def __init__(
-        self, original: Original, blocks: Sequence[ReplayedSegment], packed: bool, *, sends_outside: bool = False
+        self,
+        original: Original,
+        replayed_segments: Sequence[ReplayedSegment],
+        packed: bool,
+        *,
+        sends_outside: bool = False,
     ) -> None:
-        self.blocks = blocks
+        self.replayed_segments = replayed_segments
         self.packed_outside: list[int] = []
         """For every storage packed outside of segments, the bytes that packing takes time for."""
         self.left_unpacked = 0
@@ -448,38 +465,40 @@ class Replay:
         self._original = original
         self._trace = trace = original.trace
         self._inner: list[ReplayedSegment | None] = [None] * len(trace.ops)
-        """Innermost block around every operator, of forward and of backward."""
-        for block in blocks:
-            for ops in (block.call.forward, block.call.backward):
-                self._inner[ops.start : ops.stop] = [block] * len(ops)
-        self._order = _Order(trace, blocks)
-        self._lives = _Lives(original, blocks, self._inner, self._order)
+        """Innermost segment around every operator, of forward and of backward."""
+        for replayed in replayed_segments:
+            for ops in (replayed.call.forward, replayed.call.backward):
+                self._inner[ops.start : ops.stop] = [replayed] * len(ops)
+        self._order = _Order(trace, replayed_segments)
+        self._lives = _Lives(original, replayed_segments, self._inner, self._order)
         self._ledger = _Ledger(self._order.length)
         self._passes = _Passes(original, self._order)
-        sends = sends_outside or any(block.segment.place != "device" for block in blocks)
-        self._parcels = _Parcels(original, blocks, self._inner, self._order, sends_outside) if sends else None
+        sends = sends_outside or any(replayed.segment.place != "device" for replayed in replayed_segments)
+        self._parcels = (
+            _Parcels(original, replayed_segments, self._inner, self._order, sends_outside) if sends else None
+        )
         self.sent_bytes = sum(self._parcels.copied.values()) if self._parcels else 0
         """Bytes sent to another place, tensors that also stay on the device included."""
         self.operators: list[int | None] = [None] * self._order.length
-        """Operator that runs at every instant, set by :meth:`peak`.  ``None``: chunks are concatenated."""
+        """Operator that runs at every instant, set by :meth:`peak`.  ``None`` if chunks are concatenated."""
 
     def peak(self) -> tuple[int, OpTrace]:
         """Return the most bytes at any instant, kernel workspace included, and the operator that runs then."""
         for index, storage in enumerate(self._trace.storages):
             if storage.born < 0:  # counted in bytes_before
                 if storage.died is not None:
-                    self._ledger.change[self._order.after(storage.died)] -= storage.nbytes
+                    self._ledger.change[self._order.instant_after(storage.died)] -= storage.nbytes
             elif self._original.is_forward[storage.born]:
                 self._forward_life(index, storage)
             else:
                 self._backward_life(storage)
-        for block in self.blocks:
-            self._add_stored_input(block)
-            if block.segment.chunks > 1:
-                self._add_chunks(block)
+        for replayed in self.replayed_segments:
+            self._add_stored_input(replayed)
+            if replayed.segment.chunks > 1:
+                self._add_chunks(replayed)
         operators = self._add_workspaces()
-        for block in self.blocks:
-            self._passes.add_links(block, self._ledger)
+        for replayed in self.replayed_segments:
+            self._passes.add_links(replayed, self._ledger)
         peak_bytes, instant = self._ledger.highest(self._original.bytes_before)
         return peak_bytes, operators[instant]
 
@@ -491,32 +510,32 @@ class Replay:
         is_kept = inner is not None and storage.born in inner.kept
         parcel = self._parcels.by_storage.get(index) if self._parcels else None
         kept_end, held_until = self._order.recomputation_end(inner) if inner else 0, 0
-        for depth, block in enumerate(enclosing):
-            if block is not None and storage.born >= block.stop:
+        for depth, replayed in enumerate(enclosing):
+            if replayed is not None and storage.born >= replayed.stop:
                 continue  # its recomputation ends before it would make the storage
-            end, sent_end = self._ends(index, storage, savers, block)
+            end, sent_end = self._ends(index, storage, savers, replayed)
             if is_kept:  # made once, for the longest life; the first forward is the last of the loop
                 kept_end, held_until = max(kept_end, end, sent_end), end
                 continue
             # A storage that never leaves an inner segment exists for one of that segment's chunks at a time.
             confining = [b for b in enclosing[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
-            begin = self._order.at(block, storage.born)
-            nbytes = _chunk_bytes(storage, confining[0] if confining else block)
-            pass_begin = self._pass_begin(block, savers.get(block, ()))
+            begin = self._order.instant_of(replayed, storage.born)
+            nbytes = _chunk_bytes(storage, confining[0] if confining else replayed)
+            pass_begin = self._pass_begin(replayed, savers.get(replayed, ()))
             if sent_end > end and parcel is not None:
                 self._add_sent(parcel, begin, end, sent_end, nbytes)
             elif begin < pass_begin < end:  # freed after forward, recomputed by the pass that saves it
-                self._ledger.live(begin, self._lives.forward_end(storage, block), nbytes)
-                self._ledger.live(pass_begin, end, nbytes, is_made=False)
+                self._ledger.add_bytes(begin, self._lives.forward_end(storage, replayed), nbytes)
+                self._ledger.add_bytes(pass_begin, end, nbytes, is_made=False)
             else:
-                self._ledger.live(begin, end, nbytes)
+                self._ledger.add_bytes(begin, end, nbytes)
         if is_kept:
-            start = self._order.at(None, storage.born)
+            start = self._order.instant_of(None, storage.born)
             own_parcel = self._parcels.by_segment.get(inner) if self._parcels and inner else None
             if own_parcel is not None and storage.nbytes >= MIN_SENT_BYTES:
                 self._add_sent(own_parcel, start, held_until, kept_end, storage.nbytes)
             else:
-                self._ledger.live(start, kept_end, storage.nbytes)
+                self._ledger.add_bytes(start, kept_end, storage.nbytes)
 
     def _add_sent(self, parcel: SentParcel, begin: int, held_until: int, end: int, nbytes: int) -> None:
         """Enter a tensor of ``parcel`` that is made at ``begin`` and last needed before ``end``.
@@ -526,10 +545,10 @@ class Replay:
         self.sent_bytes += nbytes
         freed_at = None if parcel.given_up_at is None else max(parcel.given_up_at, held_until)
         if freed_at is None or freed_at >= parcel.fetch_at:
-            self._ledger.live(begin, end, nbytes)
+            self._ledger.add_bytes(begin, end, nbytes)
             return
-        self._ledger.live(begin, freed_at, nbytes)
-        self._ledger.live(parcel.fetch_at, end, nbytes, is_made=False)
+        self._ledger.add_bytes(begin, freed_at, nbytes)
+        self._ledger.add_bytes(parcel.fetch_at, end, nbytes, is_made=False)
         self.sent.append(SentTensor(parcel, begin, nbytes))
 
     def _ends(
@@ -537,20 +556,20 @@ class Replay:
         index: int,
         storage: StorageTrace,
         savers: Mapping[ReplayedSegment | None, list[int]],
-        block: ReplayedSegment | None,
+        replayed: ReplayedSegment | None,
     ) -> tuple[int, int]:
-        """Return where ``storage``, made in ``block``, ends: on the device, and its copy elsewhere (0: no copy)."""
-        end, sent_end = self._lives.forward_end(storage, block), 0
-        parcels = self._parcels if block is None and self._parcels and index in self._parcels.by_storage else None
-        if savers.get(block) and block is None and self._packs(storage):
+        """Return where ``storage``, made in ``replayed``, ends: on the device, and its copy elsewhere (0: no copy)."""
+        end, sent_end = self._lives.forward_end(storage, replayed), 0
+        parcels = self._parcels if replayed is None and self._parcels and index in self._parcels.by_storage else None
+        if savers.get(replayed) and replayed is None and self._packs(storage):
             self._add_packed(storage, savers[None])
-        elif savers.get(block):
-            released = self._lives.release(storage, savers[block])
+        elif savers.get(replayed):
+            released = self._lives.release(storage, savers[replayed])
             end, sent_end = (end, released) if parcels and self._sends_outside else (max(end, released), 0)
-            if block is None and storage.nbytes >= MIN_PACKED_BYTES:
+            if replayed is None and storage.nbytes >= MIN_PACKED_BYTES:
                 self.left_unpacked += self._packed * len(savers[None])
-        end = max(end, self._lives.held_by_first_runs(index, storage, savers, block))
-        for holder in self._lives.holders(index, storage, block):
+        end = max(end, self._lives.held_by_first_runs(index, storage, savers, replayed))
+        for holder in self._lives.holders(index, storage, replayed):
             # The state of a recurrent segment refers to its graph after the step, and the graph to the segment's input.
             input_end = self._order.length if holder.keeps_graph else self._lives.input_end(index, holder)
             if parcels and holder in parcels.by_segment:
@@ -559,13 +578,13 @@ class Replay:
                 end = max(end, input_end)
         return end, sent_end
 
-    def _pass_begin(self, block: ReplayedSegment | None, savers: Sequence[int]) -> int:
-        """Return the instant at which the pass that saves for ``savers`` runs again.  0: ``block`` has no passes.
+    def _pass_begin(self, replayed: ReplayedSegment | None, savers: Sequence[int]) -> int:
+        """Return the instant at which the pass that saves for ``savers`` runs again.  0 if ``replayed`` has no passes.
 
         The pass ends at the norm after ``savers``, so it runs again once backward has gone through that norm.
         """
-        norm = block.next_norm(max(savers)) if block is not None and savers else None
-        return 0 if norm is None else self._order.after(self._original.backward_end[norm])
+        norm = replayed.next_norm(max(savers)) if replayed is not None and savers else None
+        return 0 if norm is None else self._order.instant_after(self._original.backward_end[norm])
 
     def _packs(self, storage: StorageTrace) -> bool:
         return self._packed and storage.compressor != "null" and storage.nbytes >= MIN_PACKED_BYTES
@@ -574,39 +593,39 @@ class Replay:
         """Enter ``storage`` packed from the first of ``savers`` until its release, and whole where backward uses it."""
         self.packed_outside.append(storage.packing_cost_bytes)
         start, end = self._order.instants[min(savers)], self._lives.release(storage, savers)
-        self._ledger.live(start, end, storage.packed_bytes)
+        self._ledger.add_bytes(start, end, storage.packed_bytes)
         if 0 < end <= self._order.length:
             self._ledger.extra[end - 1] += storage.nbytes
 
     def _backward_life(self, storage: StorageTrace) -> None:
         """Enter ``storage``, made in backward or later; within chunks, one chunk's share of it is alive at a time."""
-        block = self._inner[storage.born]
+        replayed = self._inner[storage.born]
         start, shares = self._order.instants[storage.born], 1.0
-        if block is not None and storage.kind == "gradients":
-            self._add_gradient_chunks(block, storage)
-        elif block is not None:
-            enclosing = [b for b in block.self_and_enclosing if b is not None]
+        if replayed is not None and storage.kind == "gradients":
+            self._add_gradient_chunks(replayed, storage)
+        elif replayed is not None:
+            enclosing = [b for b in replayed.self_and_enclosing if b is not None]
             outlived = [b for b in enclosing if storage.died is None or storage.died > b.call.backward_end]
-            outer = outlived[-1].parent if outlived else block
+            outer = outlived[-1].parent if outlived else replayed
             shares = outer.shares if outer else 1.0
             chunked = [b for b in outlived if b.segment.chunks > 1]
             if chunked:  # the whole exists from the concatenation on; before, there are chunks: see _add_chunks
                 join = chunked[-1].join
-                self._ledger.live(start, join, int(storage.nbytes / block.shares))
+                self._ledger.add_bytes(start, join, int(storage.nbytes / replayed.shares))
                 start = join
-        self._ledger.live(start, self._order.after(storage.died), int(storage.nbytes / shares))
+        self._ledger.add_bytes(start, self._order.instant_after(storage.died), int(storage.nbytes / shares))
 
-    def _add_gradient_chunks(self, block: ReplayedSegment, storage: StorageTrace) -> None:
+    def _add_gradient_chunks(self, replayed: ReplayedSegment, storage: StorageTrace) -> None:
         """Enter a parameter's gradient in chunks: the sum so far, alive from the first chunk on, and a chunk's own.
 
         ``aten::mm`` gives the gradient of a weight as a transposed view, to which autograd does not add in place: the
         sum of the first two chunks is a third tensor, made after the node's other tensors are gone.  Later chunks add
         in place.  If one of them is the longest, the third tensor does not count.
         """
-        chunked = [b for b in block.self_and_enclosing if b is not None and b.segment.chunks > 1]
+        chunked = [b for b in replayed.self_and_enclosing if b is not None and b.segment.chunks > 1]
         if chunked:
             end = self._end_of_node(storage)
-            self._ledger.live(
+            self._ledger.add_bytes(
                 self._order.instants[chunked[-1].call.backward_start],
                 self._order.instants[storage.born],
                 storage.nbytes,
@@ -624,54 +643,59 @@ class Replay:
             end += 1
         return end
 
-    def _add_stored_input(self, block: ReplayedSegment) -> None:
-        """Enter the packed inputs of ``block`` from its start on, and in backward an unpacked chunk with them."""
-        start = self._order.at(block.parent, block.call.start)
-        for index, packed_bytes in block.packed.items():
+    def _add_stored_input(self, replayed: ReplayedSegment) -> None:
+        """Enter the packed inputs of ``replayed`` from its start on, and in backward an unpacked chunk with them."""
+        start = self._order.instant_of(replayed.parent, replayed.call.start)
+        for index, packed_bytes in replayed.packed.items():
             nbytes = self._trace.storages[index].nbytes
-            end = self._lives.input_end(index, block)
-            parcel = self._parcels.by_segment.get(block) if self._parcels else None
-            if parcel is not None and packed_bytes >= MIN_SENT_BYTES and block.segment.compressor != "parts":
+            end = self._lives.input_end(index, replayed)
+            parcel = self._parcels.by_segment.get(replayed) if self._parcels else None
+            if parcel is not None and packed_bytes >= MIN_SENT_BYTES and replayed.segment.compressor != "parts":
                 self._add_sent(parcel, start, start, end, packed_bytes)
             else:
-                self._ledger.live(start, end, packed_bytes)
-            self._ledger.live(block.offset, end, nbytes // block.segment.chunks)
+                self._ledger.add_bytes(start, end, packed_bytes)
+            self._ledger.add_bytes(replayed.offset, end, nbytes // replayed.segment.chunks)
 
-    def _add_chunks(self, block: ReplayedSegment) -> None:
-        """Enter the bytes that chunks of ``block`` hold together: states, chunks of the output and of input gradients.
+    def _add_chunks(self, replayed: ReplayedSegment) -> None:
+        """Enter the bytes that chunks of ``replayed`` hold together: states, chunks of the output and of input
+        gradients.
 
         Chunks and the whole are alive together while they are concatenated.  Backward frees a state for each chunk of
         the gradient that it makes, so only the larger of both sums counts.
         """
         storages = self._trace.storages
-        share = int(block.parent.shares) if block.parent else 1
-        outputs = sum(storages[s].nbytes for s in {*block.call.outputs} if storages[s].born >= block.call.start)
-        for enclosing in _self_and_enclosing(block.parent):
-            if enclosing is None or block.call.end <= enclosing.stop:
-                self._ledger.extra[self._order.at(enclosing, block.call.end - 1)] += outputs // share
-        backward = block.call.backward
+        share = int(replayed.parent.shares) if replayed.parent else 1
+        outputs = sum(storages[s].nbytes for s in {*replayed.call.outputs} if storages[s].born >= replayed.call.start)
+        for enclosing in _self_and_enclosing(replayed.parent):
+            if enclosing is None or replayed.call.end <= enclosing.stop:
+                self._ledger.extra[self._order.instant_of(enclosing, replayed.call.end - 1)] += outputs // share
+        backward = replayed.call.backward
         gradients = sum(
             s.nbytes
             for s in storages
             if s.born in backward and s.kind != "gradients" and (s.died is None or s.died > backward.stop)
         )
-        self._ledger.extra[block.join] += max(gradients // share, self._passes.statistics_bytes(block))
-        segment = replace(block.segment, recompute_states=block.segment.recompute_states and block.parent is None)
-        between, in_backward = chunk_state_bytes(segment, block.state_bytes)
-        argument_bytes = self._state_argument_bytes(block)
+        self._ledger.extra[replayed.join] += max(gradients // share, self._passes.statistics_bytes(replayed))
+        segment = replace(
+            replayed.segment, recompute_states=replayed.segment.recompute_states and replayed.parent is None
+        )
+        between, in_backward = chunk_state_bytes(segment, replayed.state_bytes)
+        argument_bytes = self._state_argument_bytes(replayed)
         # The longest chunks come first: 10 in 4 chunks are 3, 3, 2, 2.  When backward reaches a longest chunk, the
         # states from which the longest chunks start are alive, and the gradient of one state.
-        longest = block.length % segment.chunks or segment.chunks
+        longest = replayed.length % segment.chunks or segment.chunks
         between, in_backward = between + (segment.chunks - 1) * argument_bytes, in_backward + longest * argument_bytes
-        in_chunks = max(gradients, self._passes.linked_bytes(block)) + self._passes.waiting_bytes(block)
+        in_chunks = max(gradients, self._passes.linked_bytes(replayed)) + self._passes.waiting_bytes(replayed)
         in_chunks -= in_chunks // segment.chunks
-        self._ledger.live(self._order.at(block.parent, block.call.start), block.offset, between // share)
-        self._ledger.live(block.offset, block.join, max(in_backward, in_chunks) // share)
+        self._ledger.add_bytes(
+            self._order.instant_of(replayed.parent, replayed.call.start), replayed.offset, between // share
+        )
+        self._ledger.add_bytes(replayed.offset, replayed.join, max(in_backward, in_chunks) // share)
 
-    def _state_argument_bytes(self, block: ReplayedSegment) -> int:
+    def _state_argument_bytes(self, replayed: ReplayedSegment) -> int:
         """Return the bytes that a chunk passes to the next as arguments: uncut outputs, such as LSTM states."""
-        storages, call = self._trace.storages, block.call
-        states = (storages[index] for index in call.outputs[block.segment.seq_outputs :])
+        storages, call = self._trace.storages, replayed.call
+        states = (storages[index] for index in call.outputs[replayed.segment.seq_outputs :])
         return sum(storage.nbytes for storage in states if storage.born >= call.start)
 
     def _add_workspaces(self) -> list[OpTrace]:
@@ -690,31 +714,31 @@ class Replay:
             run(self._order.instants[index], index, inner.shares if inner else 1)
             if inner is not None and op.name == _NORM_BACKWARD:
                 self._ledger.extra[self._order.instants[index]] += self._passes.product_bytes(inner, op)
-        for block in self.blocks:
-            if block.segment.chunks > 1:
-                running[block.join] = ops[block.call.backward_end - 1]
-        for block in self.blocks:
-            for index in range(block.call.start, block.stop):
-                if index in block.kept:
+        for replayed in self.replayed_segments:
+            if replayed.segment.chunks > 1:
+                running[replayed.join] = ops[replayed.call.backward_end - 1]
+        for replayed in self.replayed_segments:
+            for index in range(replayed.call.start, replayed.stop):
+                if index in replayed.kept:
                     continue
                 inner = self._inner[index]
-                run(self._order.at(block, index), index, inner.shares if inner else 1)
+                run(self._order.instant_of(replayed, index), index, inner.shares if inner else 1)
         return running
 
 
-def _chunk_bytes(storage: StorageTrace, block: ReplayedSegment | None) -> int:
-    """Return the bytes of ``storage`` in the longest chunk of ``block``; all of them for ``None``."""
-    if block is None:
+def _chunk_bytes(storage: StorageTrace, replayed: ReplayedSegment | None) -> int:
+    """Return the bytes of ``storage`` in the longest chunk of ``replayed``; all of them for ``None``."""
+    if replayed is None:
         return storage.nbytes
-    enclosing = (outer for outer in block.self_and_enclosing if outer is not None)
+    enclosing = (outer for outer in replayed.self_and_enclosing if outer is not None)
     lengths = {outer.length for outer in enclosing if outer.segment.chunks > 1}
     fixed = max((nbytes for length, nbytes in storage.fixed_bytes if length in lengths), default=0)
-    return fixed + int((storage.nbytes - fixed) / block.shares)
+    return fixed + int((storage.nbytes - fixed) / replayed.shares)
 
 
-def _self_and_enclosing(block: ReplayedSegment | None) -> tuple[ReplayedSegment | None, ...]:
-    """Return :attr:`ReplayedSegment.self_and_enclosing` of ``block``; ``None`` is the first forward."""
-    return (None,) if block is None else block.self_and_enclosing
+def _self_and_enclosing(replayed: ReplayedSegment | None) -> tuple[ReplayedSegment | None, ...]:
+    """Return :attr:`ReplayedSegment.self_and_enclosing` of ``replayed``; ``None`` is the first forward."""
+    return (None,) if replayed is None else replayed.self_and_enclosing
 
 
 def _innermost_backward_end(trace: StepTrace) -> list[int]:

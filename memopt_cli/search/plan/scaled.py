@@ -23,7 +23,7 @@ class ScaledStep:
         timed = (step for step in (self.large, self.small) if any(op.seconds for op in step.ops))
         return next(timed, self.large)
 
-    def at(self, batch: int, *, pace: float, update_pace: float) -> StepTrace:
+    def scale_to(self, batch: int, *, pace: float, update_pace: float) -> StepTrace:
         """Return the step at ``batch`` samples: its bytes, flops and shapes lie on the line through the two records.
 
         Operators take ``pace`` times as long as in :attr:`timed`.  Operators of the update, whose time does not depend

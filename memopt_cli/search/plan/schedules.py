@@ -124,14 +124,14 @@ class Schedule:
     parts: tuple[Schedule, ...] = ()
     """Schedules that make up this one, in the order of execution."""
     relocation: tuple[Block, Block] | None = None
-    """``(solved, block)`` if the schedule is of ``block``, and ``parts`` are of ``solved``, an equal block.  ``None``:
-    ``parts`` are of this block."""
+    """``(solved, block)`` if this schedule was found for the equal block ``solved`` and reused for ``block``.  ``None``
+    if ``parts`` belong to this block."""
     has_segments: bool = False
     """Whether the schedule is a segment, or contains one."""
     counts: Counts = NO_COUNTS
     """Numbers that :class:`SegmentLimits` bounds."""
 
-    def then(self, other: Schedule) -> Schedule:
+    def followed_by(self, other: Schedule) -> Schedule:
         """Return this schedule followed by ``other``, of the next block."""
         peak = self.kept_bytes + other.peak_bytes
         return Schedule(
@@ -148,7 +148,8 @@ class Schedule:
 
     def relocate(self, solved: Block, block: Block) -> Schedule:
         """Return this schedule of the block ``solved`` for ``block``, which is equal."""
-        # Equal blocks differ in the gradients that are there before their backward: the first layer finds the most.
+        # Equal blocks differ in the gradients that already exist when their backward starts: most for the first layer,
+        # which comes last in backward.
         more_bytes = block.resident_bytes - solved.resident_bytes
         return Schedule(
             self.kept_bytes,
@@ -228,14 +229,14 @@ def _best_pairs(pairs: list[_Pair]) -> list[Schedule]:
         lowest = min(range(len(best)), key=lambda n: (peaks[n], best[n][0]))
         indices = _sample([kept for kept, *_ in best], [0] * len(best), lowest, MAX_SCHEDULES)
         best = [best[n] for n in indices]
-    return [first.then(second) for _, _, first, second in best]
+    return [first.followed_by(second) for _, _, first, second in best]
 
 
 def thin_out(schedules: Sequence[Schedule], max_count: int, budget_bytes: int = 0) -> list[Schedule]:
     """Return the Pareto set of ``schedules``, at most ``max_count``; all peaks within ``budget_bytes`` count as equal.
 
     A schedule competes only with others of the same held bytes and counts.  If more than ``max_count`` remain, a grid
-    is laid over kept bytes and peaks.  The fastest schedule of every cell stays, and the one with the lowest peak.
+    is laid over kept bytes and peaks.  The fastest schedule of every cell stays, and the schedule with the lowest peak.
     """
     groups: dict[tuple[int, Counts], list[Schedule]] = defaultdict(list)
     for schedule in schedules:
@@ -294,9 +295,9 @@ def _pareto_set(schedules: Sequence[Schedule], budget_bytes: int) -> Iterator[Sc
 
 
 def _moved_paths(solved: Block, block: Block, moved: Mapping[str, str]) -> dict[str, str]:
-    """Return path in ``solved`` -> path in the equal ``block``, after ``moved``, which says where ``block`` stands.
+    """Map each path in ``solved`` to the path of its counterpart in ``block``, then apply ``moved`` to the result.
 
-    Parts correspond by their order, not by their names: the layers of ``0-2`` are ``0-2.0`` to ``0-2.2``, and those of
-    ``3-5`` are ``3-5.3`` to ``3-5.5``.
+    Parts correspond by their order, not by their names: the layers of ``0-2`` are ``0-2.0`` to ``0-2.2``, and the
+    layers of ``3-5`` are ``3-5.3`` to ``3-5.5``.
     """
     return {old.path: moved.get(new.path, new.path) for old, new in zip(solved, block, strict=True)}

@@ -156,11 +156,13 @@ class Solver:
     def least_peak_bytes(self, high: int, max_added_s: float = math.inf) -> int | None:
         """Return the least peak of the schedules that add at most ``max_added_s``, to a part in a thousand.
 
-        ``None``: no schedule stays within ``high`` bytes.
+        ``None`` if no schedule stays within ``high`` bytes.
         """
         least: int | None = None
         for choice in self._choices:
-            lower = self._least(choice, high if least is None else least - _allowed_error(least), max_added_s)
+            lower = self._find_least_budget(
+                choice, high if least is None else least - _allowed_error(least), max_added_s
+            )
             least = least if lower is None else lower
         return least
 
@@ -169,7 +171,7 @@ class Solver:
         schedules = (schedule for choice in self._choices for schedule, _ in choice.answers.values())
         return (schedule for schedule in schedules if schedule is not None and schedule.added_s <= max_added_s)
 
-    def _least(self, choice: _Choice, high: int, max_added_s: float) -> int | None:
+    def _find_least_budget(self, choice: _Choice, high: int, max_added_s: float) -> int | None:
         """Find the least budget for one ``choice``: down in growing steps, then by bisection."""
 
         def has_schedule(budget_bytes: int) -> bool:
@@ -218,7 +220,7 @@ class Solver:
             schedules = self._schedules(child, self._outside) if self._is_solved_alone(child) else []
             # Merge single-schedule blocks first, so that the many schedules are extended once per run of such blocks.
             if len(schedules) == 1:
-                run = [run[0].then(schedules[0])] if run else schedules
+                run = [run[0].followed_by(schedules[0])] if run else schedules
                 continue
             plain = concatenate(plain, run, bounds) if run else plain
             plain, run = self._continue(plain, child, bounds), []
@@ -265,7 +267,7 @@ class Solver:
         schedules = [Schedule()]
         for child in block.children:
             schedules = thin_out(
-                [schedule.then(own) for schedule in schedules for own in self._schedules(child, context)],
+                [schedule.followed_by(own) for schedule in schedules for own in self._schedules(child, context)],
                 MAX_INNER_SCHEDULES,
             )
         return schedules

@@ -58,7 +58,7 @@ class SearchSpace:
     def lower(self, peak_to_beat: int, max_slowdown: float) -> Plan | None:
         """Return the smallest plan with chunks whose slowdown is at most ``max_slowdown``.
 
-        ``None``: its peak is not clearly below ``peak_to_beat`` bytes.  A trial takes longer than solving, so modules
+        ``None`` if its peak is not clearly below ``peak_to_beat`` bytes.  A trial takes longer than solving, so modules
         without a trial are first guessed to run in chunks.  Modules that the resulting plan cuts are then tried.  If a
         trial fails, the search is solved again.
         """
@@ -94,7 +94,7 @@ class SearchSpace:
 
 
 class SearchSpaces:
-    """The search spaces of all levels: one or two, as the module's docstring says."""
+    """The search spaces of all levels: one or two, see the module's docstring."""
 
     def __init__(self, trace: StepTrace, probes: Probes, dry_runs: DryRuns, options: SearchOptions) -> None:
         self._trace = trace
@@ -115,7 +115,7 @@ class SearchSpaces:
         """Search space of the highest level so far."""
         return self._headed or self.plain
 
-    def at(self, level: int) -> SearchSpace:
+    def space_at_level(self, level: int) -> SearchSpace:
         """Return the search space of ``level``, with its permissions.  Raises :class:`TimeIsUp` if no time is left."""
         self._tick()
         if level >= CHUNKS and self._headed is None and self.limits.cuts != 0 and self._named is None:
@@ -138,7 +138,7 @@ class SearchSpaces:
         return self.limits.admit_plan(plan, self._options.temporal_split_factor)
 
     def _tick(self) -> None:
-        if self._probes.late():
+        if self._probes.is_late():
             raise TimeIsUp
 
     def _space(self, proposals: Proposals) -> SearchSpace:

@@ -25,7 +25,7 @@ SAVES_OF_A_PARCEL: Final = 4
 LINK_BYTES_PER_S: Final = 1e9
 """Assumed rate of copies to and from a place, in bytes per second, where it was not measured."""
 NEVER_NEEDED: Final = sys.maxsize
-"""Instant at which backward needs a parcel that is empty so far."""
+"""Value of :attr:`SentParcel.needed_at` for a parcel to which nothing has been added."""
 SEND_S: Final = 0.3e-3
 """Least seconds to send a tensor and to get it back, however small it is."""
 

@@ -35,7 +35,8 @@ def plain_segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
 
 
 def find_named_modules(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
-    """Return the outermost modules that ``options`` name.  ``None``: they name none, so that memopt may choose any."""
+    """Return the outermost modules that ``options`` name.  ``None`` if they name none, so that memopt may choose
+    any."""
     if options.targets:
         return match_targets(modules, options.targets)
     if options.modules is not None:

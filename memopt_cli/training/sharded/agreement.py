@@ -1,7 +1,7 @@
 """Exchange among the ranks of a real group, so that all have the same results, and all stop if one fails.
 
 A rank that raises while others wait in a collective would leave them waiting until the time limit.  So each job ends
-with an exchange of results or errors (:meth:`Ranks.each`).
+with an exchange of results or errors (:meth:`Ranks.on_each`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Ranks:
         self.rank: int = dist.get_rank(group)
         self.count: int = dist.get_world_size(group)
 
-    def each(self, do: Callable[[], Result]) -> Result:
+    def on_each(self, do: Callable[[], Result]) -> Result:
         """Call ``do`` on all ranks, and return this rank's result; ``do`` itself must not wait for other ranks.
 
         If it fails on any rank, all ranks raise.  The first rank that failed raises its own exception; the others raise
@@ -80,8 +80,8 @@ class Ranks:
             raise _with_rank(StepError(first_line(err)), self.rank, self.count) from err
 
     def all(self, do: Callable[[], Result]) -> list[Result]:
-        """Call ``do`` on all ranks, and return all results, which must be picklable.  Raises like :meth:`each`."""
-        return self._gather(self.each(do))
+        """Call ``do`` on all ranks, and return all results, which must be picklable.  Raises like :meth:`on_each`."""
+        return self._gather(self.on_each(do))
 
     def _gather(self, mine: Result) -> list[Result]:
         results: list[Any] = [None] * self.count
@@ -89,8 +89,8 @@ class Ranks:
             dist.all_gather_object(results, mine, group=self._group)
         return results
 
-    def first(self, do: Callable[[], Result]) -> Result:
-        """Call ``do`` only on rank 0, and return its result on all ranks.  Raises like :meth:`each`."""
+    def on_first(self, do: Callable[[], Result]) -> Result:
+        """Call ``do`` only on rank 0, and return its result on all ranks.  Raises like :meth:`on_each`."""
         return self.all(lambda: do() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def require_same(self, what: str, value: Any) -> str:

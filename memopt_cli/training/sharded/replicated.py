@@ -131,7 +131,7 @@ class Reducer:
         self._buckets: list[_Bucket] = []
         self._make_buckets(range(len(parameters)), self._limits if self._finds_unused else [sys.maxsize])
         self._used = parameters[0].detach().new_zeros(len(parameters), dtype=torch.int32)
-        """Tensor that tells of each parameter whether any rank used it; only its memory matters here."""
+        """Tensor with a flag for each parameter: whether any rank used it; only its memory matters here."""
         if self._finds_unused:
             all_buckets.append(self._used)
         for number, parameter in enumerate(parameters):

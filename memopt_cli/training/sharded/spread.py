@@ -1,7 +1,7 @@
 """A model on one rank of many: sharded or replicated by the user's function, or by FSDP2 or DDP.
 
-A rank is predicted in a fake group without data (:func:`spread`), or measured in a real one (:func:`spread_really`).
-Both refuse what memopt cannot count.
+A rank is predicted in a fake group without data (:func:`shard_for_prediction`), or measured in a real one
+(:func:`shard_for_measurement`).  Both refuse what memopt cannot count.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ from memopt_cli.training.sharded.replicated import without_reducer
 
 Shard = Callable[[nn.Module, DeviceMesh], Any]
 """The user's function, which spreads a model over a mesh and returns it."""
-_COMPILED = {"predicted": "it runs only on data", "measured": "its tensors are not seen"}
-_RETURN = "Let the function return the model that trains."
-_CALL = "The function is called with the model and a DeviceMesh of {} with the axes {}."
-_NO_GROUP = "The group and the mesh exist already: do not make new ones in the function."
-_NOT_WATCHED = "it handles memory in ways that are not counted here"
+_COMPILED_REASON = {
+    "predicted": "compiled code needs real data",
+    "measured": "memopt cannot see the tensors of compiled code",
+}
+_RETURN_HINT = "Let the function return the model that trains."
+_CALL_HINT = "The function is called with the model and a DeviceMesh of {} with the axes {}."
+_NO_GROUP_HINT = "The group and the mesh exist already: do not make new ones in the function."
+_UNCOUNTED_REASON = "it handles memory in ways that are not counted here"
 _UNPREDICTED = {
-    "deepspeed": _NOT_WATCHED,
+    "deepspeed": _UNCOUNTED_REASON,
     "torch.distributed._composable.replicate": "it becomes DistributedDataParallel only in the first step",
     "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
 }
 """Package -> why its modules are refused."""
-_OTHERS = "Use fully_shard, parallelize_module or DistributedDataParallel."
+_ALTERNATIVES_HINT = "Use fully_shard, parallelize_module or DistributedDataParallel."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class ShardedRank:
     """The model and the buckets of one rank."""
 
     model: nn.Module
@@ -48,23 +51,26 @@ class Spread:
     """Buckets of ``DistributedDataParallel``; the list changes after the first step."""
 
 
-def spread(model: nn.Module, mesh: DeviceMesh, layout: RankLayout, function: Shard | None) -> Spread:
-    """Spread ``model`` over ``mesh`` to predict a rank: by ``function``, or for ``None`` by FSDP2 or DDP (``layout``).
+def shard_for_prediction(model: nn.Module, mesh: DeviceMesh, layout: RankLayout, function: Shard | None) -> ShardedRank:
+    """Shard ``model`` over ``mesh`` to predict a rank: by ``function``, or for ``None`` by FSDP2 or DDP (``layout``).
 
     Most functions change ``model`` in place.  Raises :class:`UsageError` for a function that fails, returns no module
     or another model, spreads nothing or changes the default group, and :class:`StepError` for a model whose step cannot
     be predicted.
     """
     with without_reducer() as buckets, sharded_without_the_others():
-        return Spread(model=_spread(model, mesh, layout, function, "predicted"), buckets=buckets)
+        return ShardedRank(model=_shard(model, mesh, layout, function, "predicted"), buckets=buckets)
 
 
-def spread_really(model: nn.Module, mesh: DeviceMesh, layout: RankLayout, function: Shard | None) -> nn.Module:
-    """Spread ``model`` like :func:`spread`, on a real rank.  Raises :class:`StepError` if it cannot be measured."""
-    return _spread(model, mesh, layout, function, "measured")
+def shard_for_measurement(model: nn.Module, mesh: DeviceMesh, layout: RankLayout, function: Shard | None) -> nn.Module:
+    """Shard ``model`` like :func:`shard_for_prediction`, on a real rank.
+
+    Raises :class:`StepError` if it cannot be measured.
+    """
+    return _shard(model, mesh, layout, function, "measured")
 
 
-def _spread(
+def _shard(
     model: nn.Module,
     mesh: DeviceMesh,
     layout: RankLayout,
@@ -72,24 +78,28 @@ def _spread(
     what: Literal["predicted", "measured"],
 ) -> nn.Module:
     parts = set(model.modules())
-    with _without_older(what):
-        spread_model = _call(function or _BUILT_IN[layout.parallel], model, mesh, layout)
-    _refuse(spread_model, what)
-    if not isinstance(spread_model, nn.Module):
-        raise UsageError(f"{layout.parallel} returned {type_in_words(spread_model)}, not an nn.Module", hint=_RETURN)
-    if parts.isdisjoint(spread_model.modules()):
-        raise UsageError(f"{layout.parallel} returned a model other than the one it was called with", hint=_RETURN)
-    if any(map(is_compiled, spread_model.modules())):
+    with _refusing_fsdp1(what):
+        sharded_model = _call(function or _BUILT_IN[layout.parallel], model, mesh, layout)
+    _refuse(sharded_model, what)
+    if not isinstance(sharded_model, nn.Module):
+        raise UsageError(
+            f"{layout.parallel} returned {type_in_words(sharded_model)}, not an nn.Module", hint=_RETURN_HINT
+        )
+    if parts.isdisjoint(sharded_model.modules()):
+        raise UsageError(
+            f"{layout.parallel} must return the model that it was given, and returned another one", hint=_RETURN_HINT
+        )
+    if any(map(is_compiled, sharded_model.modules())):
         raise StepError(
-            f"{layout.parallel} compiles the model, and a compiled step cannot be {what}: {_COMPILED[what]}",
+            f"{layout.parallel} returns a compiled model, which cannot be {what}: {_COMPILED_REASON[what]}",
             hint="Let it return the model before torch.compile; the compiled step keeps other tensors.",
         )
-    if not _is_spread(spread_model):
+    if not _is_sharded(sharded_model):
         raise UsageError(
-            f"{layout.parallel} left every parameter of {type(spread_model).__name__} whole: it shards nothing",
+            f"{layout.parallel} left every parameter of {type(sharded_model).__name__} whole: it shards nothing",
             hint="Call fully_shard, parallelize_module or DistributedDataParallel in it.",
         )
-    return spread_model
+    return sharded_model
 
 
 def data_ranks(model: nn.Module) -> int:
@@ -106,39 +116,41 @@ def data_ranks(model: nn.Module) -> int:
 def _call(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: RankLayout) -> Any:
     group = dist.group.WORLD
     try:
-        spread_model = function(model, mesh)
+        sharded_model = function(model, mesh)
     except MemoptError:
         raise
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         raise UsageError(
             f"{layout.parallel} failed: {first_line(err)}",
-            hint=f"{_CALL.format(mesh.device_type, layout.mesh)} {_NO_GROUP}",
+            hint=f"{_CALL_HINT.format(mesh.device_type, layout.mesh)} {_NO_GROUP_HINT}",
         ) from err
     if not dist.is_initialized() or dist.group.WORLD is not group:
-        raise UsageError(f"{layout.parallel} made its own process group", hint=_NO_GROUP)
-    return spread_model
+        raise UsageError(f"{layout.parallel} made its own process group", hint=_NO_GROUP_HINT)
+    return sharded_model
 
 
-def _refuse(spread_model: Any, what: str) -> None:
-    """Raise :class:`StepError` if a part of ``spread_model`` is of a package whose memory is not counted."""
-    parts = spread_model.modules() if isinstance(spread_model, nn.Module) else [spread_model]
+def _refuse(sharded_model: Any, what: str) -> None:
+    """Raise :class:`StepError` if a part of ``sharded_model`` is of a package whose memory is not counted."""
+    parts = sharded_model.modules() if isinstance(sharded_model, nn.Module) else [sharded_model]
     kinds = [base for part in parts for base in type(part).__mro__]
     for base in kinds:
         for package, why in _UNPREDICTED.items():
             if f"{base.__module__}.".startswith(f"{package}."):
-                raise StepError(f"{base.__name__} cannot be {what}: {why}", hint=_OTHERS)
+                raise StepError(f"{base.__name__} cannot be {what}: {why}", hint=_ALTERNATIVES_HINT)
 
 
-def _without_older(what: str) -> contextlib.AbstractContextManager[None]:
-    """Raise :class:`StepError` if a module of FSDP1 is made in the block."""
+def _refusing_fsdp1(what: str) -> contextlib.AbstractContextManager[None]:
+    """Raise :class:`StepError` if a module of FSDP1 is made in the context."""
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
-        raise StepError(f"FullyShardedDataParallel (FSDP1) cannot be {what}: {_NOT_WATCHED}", hint=_OTHERS)
+        raise StepError(
+            f"FullyShardedDataParallel (FSDP1) cannot be {what}: {_UNCOUNTED_REASON}", hint=_ALTERNATIVES_HINT
+        )
 
     return replaced(FullyShardedDataParallel, "__init__", lambda _: refuse)
 
 
-def _is_spread(model: nn.Module) -> bool:
+def _is_sharded(model: nn.Module) -> bool:
     parts = any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules())
     return parts or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 

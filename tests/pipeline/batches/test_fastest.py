@@ -149,3 +149,21 @@ def test_what_may_only_seem_slower_than_the_best_is_run_again(
 )
 def test_all_passes_have_one_update(steps: int, update_s: float, rate: float) -> None:
     assert samples_per_s(8, 1.0, update_s, steps) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("priced", "larger"),
+    [
+        (
+            [(ONE, 16), (TWO, 40)],
+            "about 40. `memopt optimize` at that batch, with `--budget 1KiB`",
+        ),
+        ([(TWO, 8)], ""),  # a run without a plan reached as far
+        ([], ""),
+    ],
+)
+def test_a_larger_batch_that_fits_with_a_plan_is_told(priced: list[tuple[Plan, int]], larger: str) -> None:
+    runs = [pair(ORIGINAL, 8, 100), pair(ORIGINAL, 64, 90, usable=False), FAILED]
+    notes = list(fastest.larger_batch_notes(priced, runs, 1024))
+    assert len(notes) == bool(larger)
+    assert all(larger in note for note in notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -179,6 +180,17 @@ class TestInProcess:
         found = recommended(location, "4x64", memory=MIB)
         assert any("cannot run on tensors without data" in note for note in found.notes)
         assert_largest(found.batch, location, "4x64", MIB)
+
+    def test_a_model_that_wants_data_under_a_plan_that_packs(self, tmp_path: Path) -> None:
+        """Its codecs are found by a record of the original, which cannot be made; runs find the batch all the same."""
+        location = saved(tmp_path / "net.pt", Reading())
+        found = recommended(location, "4x64", memory=MIB, plan_path=plan_file(tmp_path, Plan(packed=True)))
+        assert [row.planned for row in found.rows] == [False, True]
+        planned = found.rows[1].outcome
+        assert isinstance(planned, BatchAdvice)
+        assert max(probe.allocated_peak_bytes for probe in planned.probes if probe.batch == found.batch) <= MIB
+        (told,) = [note for note in found.notes if "Dry runs fail under the plan, so peaks are extrapolated" in note]
+        assert re.search(r"without data: it reads a tensor's values, .*models\.py, line \d+\)\.$", told)
 
     def test_a_model_that_wants_data_at_more_sizes_than_runs(self, tmp_path: Path) -> None:
         location = saved(tmp_path / "net.pt", Reading())

@@ -303,6 +303,15 @@ def test_a_model_that_wants_data_is_run_for_its_record() -> None:
     assert not found.fake
     assert found.tensor_peak_bytes == found.measurement.tensor_peak_bytes
     assert any("cannot run on tensors without data" in note and "on real ones" in note for note in found.notes)
+    assert any("it reads a tensor's values" in note and "zoo/models.py, line " in note for note in found.notes)
+
+
+def test_a_loss_that_wants_data_is_named(model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def loss(output):\n    scale = output.sum().item()\n    return output.sum() * scale\n"
+    (tmp_path / "reading.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StepError, match=r"the loss reads a tensor's values, .* \(.*reading\.py, line 2\)"):
+        profiled(model_file, fake=True, settings=StepSettings(loss="reading.py:loss"))
 
 
 def test_a_dry_run_that_differs_is_told_by_tensor_peaks(model_file: str, monkeypatch: pytest.MonkeyPatch) -> None:

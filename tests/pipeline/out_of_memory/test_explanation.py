@@ -48,7 +48,7 @@ from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
 from tests.conftest import Done
 from tests.zoo.models import Parts
-from tests.zoo.records import measured
+from tests.zoo.records import a_header, measured
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -422,11 +422,21 @@ def test_where_memory_does_not_run_out_the_peak_is_shown(instant: Instant | None
     assert heading in [line.strip() for line in lines]
 
 
-def test_a_log_without_an_error_is_refused(tmp_path: Path) -> None:
+def test_what_a_step_needs_does_not_look_like_the_memory_there_is() -> None:
+    shown = Explanation(
+        header=a_header(), limit_bytes=1414 << 20, limit="here", needed_bytes=1425 << 20, instant=AT_ONCE
+    )
+    assert text_of(shown).startswith("the step needs about 1.39 GiB; available: 1.38 GiB (here)\n")
+
+
+def test_a_log_without_an_error_is_refused_and_the_errors_of_a_gpu_and_of_the_cpu_are_named(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("loss 0.3\n")
-    with pytest.raises(UsageError, match="no out-of-memory message"):
+    with pytest.raises(UsageError, match="no out-of-memory message") as refused:
         explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress())
+    for named in ("CUDA out of memory. Tried to allocate", "DefaultCPUAllocator: can't allocate memory"):
+        assert f'"{named}"' in refused.value.hint
+        assert read_oom(f"RuntimeError: {named}: you tried to allocate 4096 bytes") is not None
 
 
 def test_of_a_long_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -633,8 +643,10 @@ def test_micro_batches_have_statistics_of_their_own(tmp_path: Path) -> None:
     (run,) = (said for said in found.suggestions if said.change == "micro-batches")
     (note,) = (note for note in found.notes if "batch normalization" in note)
     assert f"statistics cover {run.batch} samples, not 256" in note
+    assert "Accumulation trains as one large batch does only if the loss is a mean over samples." in found.notes
     lines = text_of(found).splitlines()
     assert f"# {run.text}" in lines
+    assert not any("labels of -100" in line or "objective" in line for line in lines)
     assert "for number, (inputs, targets) in enumerate(loader, start=1):" in lines
 
 

@@ -248,7 +248,7 @@ def searching(varied: DimRange) -> by_length._ByLength:
     """A search that asks nothing of a model."""
     given: Any = None
     counts = {varied.high: 1.0}
-    return by_length._ByLength(given, given, varied, counts, given, Work.of(counts))
+    return by_length._ByLength(given, given, varied, counts, given, Work.from_counts(counts))
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch)
     varied = DimRange(symbol="S", low=10, high=100)
     request: Any = SimpleNamespace(interruptible=True, runs=False)
     given: Any = None
-    search = by_length._ByLength(request, given, varied, counts, given, Work.of(counts))
+    search = by_length._ByLength(request, given, varied, counts, given, Work.from_counts(counts))
     monkeypatch.setattr(by_length._ByLength, "find", found)
     monkeypatch.setattr(by_length._ByLength, "_range_without_plan", lambda *given: iter(()))
     monkeypatch.setattr(by_length._ByLength, "_lower_to_running", lambda self, bounds, above, **given: bounds)
@@ -389,7 +389,7 @@ def test_a_range_ends_where_the_plan_of_the_longest_exceeds_the_budget(monkeypat
     varied, given = DimRange(symbol="S", low=10, high=100), cast(Any, None)
     counts = dict.fromkeys(range(10, 101, 10), 1.0)
     request: Any = SimpleNamespace(lengths={}, interruptible=True, runs=True)
-    search = by_length._ByLength(request, given, varied, counts, given, Work.of(counts))
+    search = by_length._ByLength(request, given, varied, counts, given, Work.from_counts(counts))
     monkeypatch.setattr(by_length._ByLength, "find", found)
     monkeypatch.setattr(by_length._ByLength, "_measure", measure)
     monkeypatch.setattr(by_length._ByLength, "_sessions", lambda self: contextlib.nullcontext())

@@ -17,7 +17,7 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli.errors import MeasurementError, UnsafeFileError
-from memopt_cli.measure import model_file
+from memopt_cli.measure.answers import without_steps
 from memopt_cli.measure.jobs import VerifyJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
@@ -111,7 +111,7 @@ def test_a_model_of_a_file_is_saved_if_it_can_be_loaded_again(
     done = spawn_memopt(tmp_path, "apply", f"{name}.py:Net", "plan.yaml", "-o", "out.pt")
     if name == "profile":
         assert (done.code, done.changed) == (3, set())
-        assert "another module has the name of profile.py" in done.err
+        assert "profile.py has the name of another module" in done.err
     else:
         assert done.code == 0, done.err
         monkeypatch.setattr(sys, "path", [*sys.path])
@@ -251,7 +251,7 @@ def test_what_a_subprocess_returns_in_place_of_the_model(
     """It is not written; but for what is not confined, which could write it by itself."""
     monkeypatch.chdir(tmp_path)
     torch.save(layer(), "net.pt")
-    monkeypatch.setattr(model_file, "write_model", lambda model, plan, file: torch.save(Attack(), file))
+    monkeypatch.setattr(without_steps, "write_model", lambda model, plan, file: torch.save(Attack(), file))
     source = ModelSource(location="net.pt", trust=Trust(sandbox=sandbox))
     with contextlib.nullcontext() if not sandbox else pytest.raises(UnsafeFileError, match=RETURNED):
         write_all({Path("out.pt"): result_writer.model_writer(source, Plan(), 60.0)}, force=False)

@@ -725,7 +725,7 @@ def test_what_a_cuda_device_has_free_and_who_holds_the_rest(nvml: FakeNvml) -> N
 
 def test_without_nvml_a_share_is_refused(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.nvmlDeviceGetMemoryInfo = lambda handle: nvml.nvmlDeviceGetHandleByUUID("GPU-0")
-    with pytest.raises(MeasurementError, match=r"NVML does not say.*not found"):
+    with pytest.raises(MeasurementError, match=r"NVML does not report.*not found"):
         free_capacity("cuda:0")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(MeasurementError, match="without NVML") as caught:

@@ -25,7 +25,7 @@ def epoch(found: dict[int, float], slowdowns: dict[int, float]) -> float:
 @pytest.mark.slow
 @given(counts, st.dictionaries(st.integers(1, 60), st.floats(1, 3), min_size=1, max_size=4))
 def test_an_epoch_is_the_sum_of_its_steps(found: dict[int, float], slowdowns: dict[int, float]) -> None:
-    assert Work.of(found).epoch(slowdowns) == pytest.approx(epoch(found, slowdowns))
+    assert Work.from_counts(found).epoch(slowdowns) == pytest.approx(epoch(found, slowdowns))
 
 
 @given(counts, st.integers(0, 30), st.floats(1, 3))
@@ -37,7 +37,7 @@ def test_bounds_are_the_best_of_their_number(found: dict[int, float], plain: int
         line = {bound: 1 + (slowdown - 1) * max(0, bound - plain) / (longest - plain) for bound in bounds}
         return epoch(found, line)
 
-    best = inner_bounds(Work.of(found), plain=plain, longest=longest, slowdown=slowdown)
+    best = inner_bounds(Work.from_counts(found), plain=plain, longest=longest, slowdown=slowdown)
     assert len(best) + (plain > 0) + 1 <= MAX_RANGES
     assert list(best) == sorted(set(best))
     assert all(plain < bound < longest and bound in found for bound in best)
@@ -48,10 +48,10 @@ def test_bounds_are_the_best_of_their_number(found: dict[int, float], plain: int
 
 
 def test_where_a_plan_costs_nothing_one_range_does() -> None:
-    assert inner_bounds(Work.of(dict.fromkeys(range(1, 100), 1.0)), plain=0, longest=99, slowdown=1.0) == ()
+    assert inner_bounds(Work.from_counts(dict.fromkeys(range(1, 100), 1.0)), plain=0, longest=99, slowdown=1.0) == ()
 
 
 def test_many_lengths_are_thinned() -> None:
-    found = inner_bounds(Work.of(dict.fromkeys(range(1, 5000), 1.0)), plain=1000, longest=4999, slowdown=1.5)
+    found = inner_bounds(Work.from_counts(dict.fromkeys(range(1, 5000), 1.0)), plain=1000, longest=4999, slowdown=1.5)
     assert len(found) == MAX_RANGES - 2
     assert 1000 < found[0] < 2900 < found[1] < 4500

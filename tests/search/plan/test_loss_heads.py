@@ -167,7 +167,7 @@ def test_level_4_prices_on_the_step_with_the_head_through_its_loss() -> None:
 def test_the_smallest_plan_without_the_head_is_tried_with_it_wherever_a_search_begins() -> None:
     """Within a budget the step with the head is recorded first, and what sums of it miss was never tried."""
     plans = subject_of(alone).planner(level=3)
-    heads = plans._at(3).space.proposals.heads
+    heads = plans._level_search(3).space.proposals.heads
     assert heads
     found, plain = plans.least(3), plans.dry_runs.smallest(2).plan
     assert plain.segments

@@ -346,7 +346,7 @@ def test_what_a_dry_run_has_refuted_is_not_told_as_a_smaller_plan(
 def test_a_longer_search_is_worth_it_as_long_as_sums_promise_a_lower_peak(max_slowdown: float) -> None:
     is_over = False
     subject = small("chain")
-    plans = subject.planner_asking(replace(subject.probes(), late=lambda: is_over))
+    plans = subject.planner_asking(replace(subject.probes(), is_late=lambda: is_over))
     assert plans.may_go_lower(Plan(), 3, max_slowdown)
     assert not plans.may_go_lower(Plan(), 3, 1.0)  # no plan takes no time
     found = plans.least(3, max_slowdown)
@@ -381,7 +381,7 @@ def test_nothing_is_solved_when_the_time_is_up(search: str, dry_runs: int, monke
         return schedule
 
     monkeypatch.setattr(Solver, "fastest", solve)
-    plans = subject.planner_asking(replace(subject.probes(), count=count, late=lambda: bool(refused)))
+    plans = subject.planner_asking(replace(subject.probes(), count=count, is_late=lambda: bool(refused)))
     SEARCHES[search](plans, subject.original.allocated_peak_bytes)
     assert len(plans.dry_runs) == len(answered) == dry_runs
     assert len(refused) == 1
@@ -406,7 +406,7 @@ def test_sums_end_when_the_time_is_up(search: str, asked: int) -> None:
         peaks.append(subject.dry_run(plan))
         return subject.count(plan)
 
-    plans = subject.planner_asking(replace(subject.probes(), count=count, late=late))
+    plans = subject.planner_asking(replace(subject.probes(), count=count, is_late=late))
     SEARCHES[search](plans, peaks[0])
     assert 0 < len(over) <= 20
     assert len(plans.dry_runs) == len(peaks) - 1
@@ -501,7 +501,7 @@ def test_no_more_modules_are_asked_than_the_limits_allow() -> None:
 def test_only_those_are_asked_for_chunks_that_a_lower_plan_needs() -> None:
     asked: list[str] = []
     subject = known("chain")
-    space = subject.planner(lambda path: asked.append(path) or rule_along(0))._at(3).space
+    space = subject.planner(lambda path: asked.append(path) or rule_along(0))._level_search(3).space
     assert space.lower(1, 10.0) is None
     assert not asked
     plan = space.lower(subject.original.allocated_peak_bytes, 10.0)
@@ -515,7 +515,7 @@ def test_no_plan_is_dry_run_that_cannot_be_the_smallest() -> None:
     smallest = subject.planner(lambda path: rule_along(0)).least(4)
     plans = subject.planner(lambda path: Refused(reason="no"))
     for known_first in (True, False):
-        search = plans._at(4)
+        search = plans._level_search(4)
         if known_first:
             search.runs.count(smallest.plan)
         else:
@@ -528,7 +528,7 @@ def test_no_plan_is_dry_run_that_cannot_be_the_smallest() -> None:
 @pytest.mark.slow
 def test_what_is_refused_is_planned_without() -> None:
     subject = known("chain")
-    space = subject.planner(lambda path: Refused(reason="no"))._at(3).space
+    space = subject.planner(lambda path: Refused(reason="no"))._level_search(3).space
     assert space.lower(subject.original.allocated_peak_bytes // 4, 10.0) is None
     whole = space.lower(subject.original.allocated_peak_bytes, 10.0)
     assert whole is not None
@@ -593,7 +593,7 @@ def test_chunks_are_asked_for_where_they_could_save_enough(
         return rule_along(0)
 
     plans = subject.planner(chunking, allow_inexact=True)
-    slow = plans._at(4).runs.count(segments(*(f"blocks.{n}" for n in range(6)), chunks=4))
+    slow = plans._level_search(4).runs.count(segments(*(f"blocks.{n}" for n in range(6)), chunks=4))
     assert slow.peak_bytes < subject.planner().least(4).peak_bytes
     found = plans.within(4, slow.peak_bytes)
     assert bool(asked) is asks
@@ -611,7 +611,7 @@ def test_how_much_chunks_may_save_is_estimated_before_they_are_asked_for(
 
     def priced(*plans: Plan) -> tuple[LevelSearch, int]:
         """And the least budget, which the first of the plans is within."""
-        planned = subject.planner(lambda path: rule_along(axis))._at(4)
+        planned = subject.planner(lambda path: rule_along(axis))._level_search(4)
         first, *_ = (planned.runs.count(plan) for plan in plans)
         return planned, first.peak_bytes
 
@@ -641,10 +641,10 @@ def test_no_chunks_are_asked_for_that_would_be_too_slow(max_slowdown: float, ask
 def test_chunks_that_a_budget_does_not_need_are_taken_back() -> None:
     """The solver's sums may be too high, and chunks cost a multiple of the step."""
     plans = known("chain").planner(lambda path: rule_along(0))
-    needed = plans._at(4).runs.count(segments("blocks.1"))
+    needed = plans._level_search(4).runs.count(segments("blocks.1"))
     many = SegmentPlan(path="blocks.1", chunks=4, axis=0, inexact=True)
     plans.dry_runs._priced.pop(needed.plan)
-    needless = plans._at(4).runs.count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
+    needless = plans._level_search(4).runs.count(Plan(segments=(many, SegmentPlan(path="blocks.2"))))
     budget = max(needed.peak_bytes, needless.peak_bytes) + (1 << 10)
     relaxed = relaxed_to(plans, needless, budget)
     assert relaxed.slowdown < needless.slowdown
@@ -678,9 +678,9 @@ def test_where_a_dry_run_refutes_fewer_chunks_not_as_few_are_tried() -> None:
     subject = Subject(nn.Sequential(*blocks), torch.randn(2048, 512))
     in_chunks = [Plan(segments=(rule_along(0).applied(SegmentPlan(path=""), n),)) for n in (32, 64, 128)]
     plans = subject.planner(lambda path: rule_along(0))
-    enough, more = (plans._at(3).runs.count(plan) for plan in in_chunks[:2])
+    enough, more = (plans._level_search(3).runs.count(plan) for plan in in_chunks[:2])
     plans = subject.planner(lambda path: rule_along(0))
-    start = plans._at(3).runs.count(in_chunks[-1])
+    start = plans._level_search(3).runs.count(in_chunks[-1])
     assert start is not None
     assert enough.slowdown <= relaxed_to(plans, start, enough.peak_bytes).slowdown < more.slowdown
 
@@ -695,7 +695,7 @@ def test_no_more_chunks_than_a_budget_needs() -> None:
     enough = int(1.02 * three)  # the cost model need not be right to the byte
     assert four < three < enough < two
     plans = subject.planner(lambda path: rule_along(0))
-    found = plans._at(3).runs.count(in_chunks[2])
+    found = plans._level_search(3).runs.count(in_chunks[2])
     assert found is not None
     assert relaxed_to(plans, found, enough).plan == in_chunks[1]
 
@@ -713,7 +713,7 @@ def test_a_module_runs_in_chunks_by_its_own_rule_not_by_that_of_its_class(axis: 
 
 def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_it() -> None:
     plans = known("chain").planner(lambda path: rule_along(0))
-    space, rules = plans._at(4).space, {"blocks.1": (rule_along(0), 4)}
+    space, rules = plans._level_search(4).space, {"blocks.1": (rule_along(0), 4)}
     space.trials._set_rules(rules)
     around = segments("", "blocks.0", "blocks.1.0")
     found = [[(s.path, s.chunks) for s in plan.segments] for plan in space.improvements.rearrange(around, rules)]
@@ -726,7 +726,7 @@ def test_a_rearrangement_takes_the_place_of_what_it_lies_in_and_of_what_lies_in_
 def test_what_was_learned_of_chunks_is_not_tried_at_lower_levels(level: int, cut: bool) -> None:
     plans = small("chain").planner(lambda path: rule_along(0))
     plans.least(3)
-    search = plans._at(level)
+    search = plans._level_search(level)
     rearranged = search.space.improvements.rearrange(segments("blocks.1"), search.space.optimistic_rules())
     assert any(segment.chunks > 1 for plan in rearranged for segment in plan.segments) is cut
 
@@ -747,7 +747,7 @@ def test_a_search_ends_where_one_block_answers_otherwise(other: str, rule: Chunk
         assert next(ticks) < 50_000, "the search does not end"
         return False
 
-    plans = subject.planner_asking(replace(subject.probes(chunking), late=late))
+    plans = subject.planner_asking(replace(subject.probes(chunking), is_late=late))
     plans.least(4)
     assert other in asked
     assert len(asked) == len(set(asked))

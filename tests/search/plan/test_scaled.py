@@ -61,7 +61,7 @@ def of(small: StepTrace, large: StepTrace) -> ScaledStep:
 @pytest.mark.parametrize("record", [chain, steps])
 @pytest.mark.parametrize("batch", [2, 3, 17, 64])
 def test_between_and_beyond_its_sizes_are_those_of_a_record(record: Callable[[int], StepTrace], batch: int) -> None:
-    found, true = of(record(3), record(8)).at(batch, pace=1.0, update_pace=1.0), record(batch)
+    found, true = of(record(3), record(8)).scale_to(batch, pace=1.0, update_pace=1.0), record(batch)
     assert [s.nbytes for s in found.storages] == [s.nbytes for s in true.storages]
     assert [m.input_shape for m in found.modules] == [m.input_shape for m in true.modules]
     assert found.allocated_peak_bytes == true.allocated_peak_bytes
@@ -72,7 +72,7 @@ def test_a_plan_is_priced_as_on_a_record() -> None:
     plan = Plan(segments=(SegmentPlan(path="blocks.0", chunks=4), SegmentPlan(path="blocks.1")))
     found, true = (
         CostModel(trace).predict(plan)
-        for trace in (of(chain(3), chain(8)).at(20, pace=1.0, update_pace=1.0), chain(20))
+        for trace in (of(chain(3), chain(8)).scale_to(20, pace=1.0, update_pace=1.0), chain(20))
     )
     assert found.allocated_peak_bytes == true.allocated_peak_bytes
     assert found.module == true.module
@@ -84,7 +84,7 @@ def test_what_runs_once_in_a_step_takes_as_long_at_any_batch() -> None:
     once, total = sum(op.phase == "update" for op in timed.ops), len(timed.ops)
     assert step.timed is timed
     assert 0 < once < total
-    found = step.at(16, pace=2.0, update_pace=1.0)
+    found = step.scale_to(16, pace=2.0, update_pace=1.0)
     assert sum(op.seconds for op in found.ops) == 2 * (total - once) + once
 
 
@@ -100,5 +100,5 @@ def test_steps_of_other_operators_are_not_on_one_line() -> None:
 
 def test_a_codec_that_held_one_record_alone_holds_none() -> None:
     packed = tuple(replace(s, compressor="bit", packed_bytes=1) for s in chain(8).storages)
-    found = of(chain(3), replace(chain(8), storages=packed)).at(16, pace=1.0, update_pace=1.0)
+    found = of(chain(3), replace(chain(8), storages=packed)).scale_to(16, pace=1.0, update_pace=1.0)
     assert {(s.compressor, s.packed_bytes - s.nbytes) for s in found.storages} == {("null", 0)}

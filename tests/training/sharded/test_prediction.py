@@ -190,12 +190,12 @@ def test_a_rank_is_made_once_for_all_sizes_of_its_batch(case: Case) -> None:
     [
         (wrong.nothing, 2, "returned nothing, not an nn.Module"),
         (wrong.whole, 2, "left every parameter of Transformer whole"),
-        (wrong.another_model, 2, "returned a model other than the one it was called with"),
+        (wrong.another_model, 2, "must return the model that it was given, and returned another one"),
         (wrong.failing, 2, "LookupError: no such layer"),
         (wrong.another_group, 2, "failed: "),
         (wrong.exchanged_group, 2, "made its own process group"),
         (wrong.older, 3, "FSDP1"),
-        (wrong.compiled, 3, "a compiled step cannot be predicted"),
+        (wrong.compiled, 3, "returns a compiled model, which cannot be predicted"),
         (wrong.hooked, 3, "with register_comm_hook cannot be predicted"),
         pytest.param(
             *(wrong.batched, 3, "with bucket_cap_mb_list cannot be predicted"),

@@ -58,11 +58,11 @@ def agreements() -> dict[str, Any]:
     with ranks_of(None, WAIT) as ranks:
         return {
             "all": ranks.all(lambda: rank * 10),
-            "each": ranks.each(lambda: rank),
-            "first": ranks.first(lambda: f"of {rank}"),
-            "failing": said(lambda: ranks.each(on(1, PlanError("it has no layer")))),
-            "foreign": said(lambda: ranks.each(on(0, ZeroDivisionError("by nought")))),
-            "alike": said(lambda: ranks.each(on(rank, UsageError("nothing works")))),
+            "each": ranks.on_each(lambda: rank),
+            "first": ranks.on_first(lambda: f"of {rank}"),
+            "failing": said(lambda: ranks.on_each(on(1, PlanError("it has no layer")))),
+            "foreign": said(lambda: ranks.on_each(on(0, ZeroDivisionError("by nought")))),
+            "alike": said(lambda: ranks.on_each(on(rank, UsageError("nothing works")))),
             "same": ranks.require_same("plan", to_data(CARRIED)),
             "other": said(lambda: ranks.require_same("plan", rank)),
             "alone": said(lambda: alone(ranks)),

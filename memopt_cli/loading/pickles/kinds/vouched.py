@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -78,7 +78,7 @@ class Vouched:
         is_here = str(use.name) in self.trust.globals and _defined_here(use.name)
         own = self.code.defines(use.name.module) and not is_here
         if use.name.module == "__main__" and not own and not is_here:
-            return needs_script(use.name)
+            return needs_script(use.name, scripts_with([use.name])[use.name])
         target = self.code.find(use.name) if own else resolve(use.name)
         if isinstance(target, Denied | Missing):
             return target
@@ -108,15 +108,10 @@ class Vouched:
         )
 
 
-def needs_script(wanted: Global) -> Denied:
-    """Refuse ``wanted``, a name of ``__main__``, and suggest what defines it: this session, or a script of this folder.
-
-    The search reads sources; it runs no script.
-    """
+def needs_script(wanted: Global, source: Path) -> Denied:
+    """Refuse ``wanted``, a name of ``__main__``, and suggest what defines it: this session, or ``source``, a script."""
     if _defined_here(wanted):
         return Denied("was defined in a session; this session defines it too", Trust(globals=(str(wanted),)))
-    sources = _sources_with(wanted, "*.py") or _sources_with(wanted, "*.ipynb")
-    source = sources[0] if len(sources) == 1 else Path(UNKNOWN_SCRIPT)
     reason, script = "was defined in the script that saved the file", source.with_suffix(".py").name
     if script == UNKNOWN_SCRIPT:
         reason = "was defined in the script or session that saved the file"
@@ -136,6 +131,27 @@ def _defined_here(wanted: Global) -> bool:
         if not isinstance(target, type) or target.__module__ != "__main__":
             return False
     return True
+
+
+def scripts_with(wanted: Collection[Global]) -> dict[Global, Path]:
+    """Return name -> script or notebook of this folder to suggest, for each of ``wanted``, names of ``__main__``.
+
+    One script saved the file, so a source that defines all of them is preferred.  Where the sources leave a choice, or
+    miss a name, none is suggested, but :data:`UNKNOWN_SCRIPT`: a source of some names would not load the file.
+    The search reads sources; it runs no script.
+    """
+    names = [name for name in wanted if not _defined_here(name)]
+    scripts, notebooks = ([_sources_with(name, pattern) for name in names] for pattern in ("*.py", "*.ipynb"))
+    of_all = _in_each(scripts) or _in_each(notebooks)
+    found = [of_all or of_one or exported for of_one, exported in zip(scripts, notebooks, strict=True)]
+    is_clear = all(len(sources) == 1 for sources in found)
+    chosen = {name: sources[0] for name, sources in zip(names, found, strict=True)} if is_clear else {}
+    return {name: chosen.get(name, Path(UNKNOWN_SCRIPT)) for name in wanted}
+
+
+def _in_each(found: Sequence[Sequence[Path]]) -> list[Path]:
+    """Return the files that are in each of ``found``."""
+    return [path for path in found[0] if all(path in others for others in found)] if found else []
 
 
 def _sources_with(wanted: Global, pattern: str) -> list[Path]:

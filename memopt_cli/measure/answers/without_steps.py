@@ -63,7 +63,8 @@ def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
 
 
 def _is_on(path: list[str], package: str) -> bool:
-    """Return whether ``package`` comes from a folder of ``path``, not from one in front of it, as the user's."""
+    """Return whether ``package`` was imported from a folder in ``path``, not from a user's folder that precedes it
+    now."""
     found = PathFinder.find_spec(package, path)
     return found is not None and found.origin == getattr(sys.modules.get(package), "__file__", None)
 
@@ -84,7 +85,7 @@ def inspect(subject: Subject, job: InspectJob) -> Inspection:
     first, *others = files_of_weights(folder)
     if others:
         raise UsageError(
-            f"{job.path} has its weights in {1 + len(others)} files, and inspect reads one",
+            f"{job.path} splits its weights over {1 + len(others)} files; inspect reads one at a time",
             hint=f"Name one of them: `memopt inspect {quoted_path(str(folder / first))}`.",
         )
     inspection = description.describe(read_file(str(folder / first)))
@@ -190,8 +191,8 @@ class _Pickler(pickle.Pickler):
         if module is not None and module.startswith(TAKEN):
             file = f"{module.removeprefix(TAKEN)}.py"
             raise StepError(
-                f"the model is not saved: another module has the name of {file}, so {value.__qualname__} could not be "
-                "found again",
+                f"the model cannot be saved: {file} has the name of another module, so Python could not find "
+                f"{value.__qualname__} on loading",
                 hint=f"Rename {file}. {_WITHOUT_FILE}",
             )
         return NotImplemented
@@ -209,7 +210,7 @@ def _refuse_lazy(module: nn.Module) -> None:
     if name := uninitialized(module):
         raise StepError(
             f"{name} has no value yet: a lazy module takes its shape from the first input",
-            hint="Run the model on an input once, then save it; or let the callable that builds it do so.",
+            hint="Run the model on an input once, then save it; or let the callable that builds it run it.",
         )
 
 
