@@ -204,7 +204,9 @@ def read_measured(path: str | os.PathLike[str], step: str = "") -> Baseline:
 
 
 def _record_hint(path: str | os.PathLike[str], step: str) -> str:
-    return f"Record one with `memopt baseline {step or 'MODEL -i SHAPE'} -o {quoted_path(str(path))}`."
+    file = quoted_path(str(path))
+    recording = f"`memopt baseline {step} -o {file}`" if step else f"`memopt baseline MODEL -i SHAPE -o {file}`"
+    return f"Record one with {recording}."
 
 
 def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader, dict[str, Any]]:
