@@ -90,7 +90,7 @@ def test_verbosity_ends_with_the_command(pipeline: Any, capsys: pytest.CaptureFi
         ("optimize model.pt --clip-norm 0", "above 0"),
         ("profile model.pt --clip-norm nan", "above 0"),
         ("baseline model.pt --accumulate 0", "at least 1"),
-        ("optimize model.pt --optimizer adamax:fused", "Write adamax, adamax:for-loop, adamax:foreach"),
+        ("optimize model.pt --optimizer adamax:fused", "Use one of: adamax, adamax:for-loop, adamax:foreach"),
         ("optimize model.pt --optimizer lbfgs", "runs forward and backward inside step()"),
         ("optimize model.pt --optimizer missing.py:make", "there is no file 'missing.py'"),
         ("optimize model.pt --device gpu", "gpu"),

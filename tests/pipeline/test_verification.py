@@ -96,14 +96,14 @@ def proven(one: Prepared, plan: Plan, steps: MeasuredSteps) -> Verification:
 def verified_at(monkeypatch: pytest.MonkeyPatch) -> list[VerifyJob]:
     """What is compared in full."""
     jobs: list[VerifyJob] = []
-    do = Worker.do
+    do = Worker.answer
 
     def watched(worker: Worker, job: Any) -> Any:
         if isinstance(job, VerifyJob):
             jobs.append(job)
         return do(worker, job)
 
-    monkeypatch.setattr(Worker, "do", watched)
+    monkeypatch.setattr(Worker, "answer", watched)
     return jobs
 
 
@@ -268,14 +268,14 @@ def test_a_verification_tells_parameters_in_bfloat16(dtype: str) -> None:
 def test_where_no_step_of_rounded_parameters_is_taken_all_is_compared_at_full_size(
     monkeypatch: pytest.MonkeyPatch, verified_at: list[VerifyJob]
 ) -> None:
-    do = Worker.do
+    do = Worker.answer
 
     def refused(worker: Worker, job: Any) -> Any:
         if isinstance(job, RoundedJob):
             raise MemoryError
         return do(worker, job)
 
-    monkeypatch.setattr(Worker, "do", refused)
+    monkeypatch.setattr(Worker, "answer", refused)
     one = prepared(Steep)
     with pytest.MonkeyPatch.context() as patch:
         chunks_rounded_otherwise(patch)

@@ -179,7 +179,7 @@ REFUSED: list[tuple[str, nn.Module, str]] = [
     ("sums without a state", Mapped(lambda y: y.cumsum(0).cumsum(1)), "output[0] differs"),
     ("normalizes", Mapped(lambda y: y / y.norm()), "output[0] differs"),
     ("depends on the length", Mapped(lambda y: y * y.shape[0] * y.shape[1]), "output[0] differs"),
-    ("keeps a statistic", Remembering(), "once a call, and would once for each chunk"),
+    ("keeps a statistic", Remembering(), "once a call, and would change it once for each chunk"),
     ("rarely mixes", Rarely(0.5), "differs"),
     ("very rarely mixes", Rarely(1.5), "differs"),
     ("mixes in backward", GradientOnly(), "gradient of"),

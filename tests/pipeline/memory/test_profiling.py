@@ -35,6 +35,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.records.progress import Progress
+from memopt_cli.text.units import format_apart
 from tests.zoo.records import plan_file
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -319,7 +320,7 @@ def test_a_dry_run_that_differs_is_told_by_tensor_peaks(model_file: str, monkeyp
     monkeypatch.setattr(profiling, "_TRUSTED_ERROR", -1.0)  # an equal peak counts as different
     found = profiled(model_file)
     assert found.measurement is not None
-    peak = f"{found.measurement.tensor_peak_bytes} B"  # in bytes, as fewer digits would not tell the two apart
+    peak, _ = format_apart(found.measurement.tensor_peak_bytes, found.measurement.tensor_peak_bytes)
     told = (
         f"a tensor peak of {peak} instead of the measured {peak}; it was recorded on real ones. You need to do nothing."
     )
