@@ -654,8 +654,7 @@ def _precision(verification: Verification) -> str:
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
     bare = ", without an optimizer's state (`--optimizer adamw` counts it)" if advice.without_optimizer else ""
     if isinstance(advice, BatchEstimate):
-        budget, peak = format_apart(advice.budget_bytes, advice.predicted_peak_bytes)
-        room = budget + bare
+        peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes) + bare
         if not advice.is_limited_by_memory:
             fits = f"about {advice.batch} is predicted to fit into {room}, but {advice.because}"
             return f"batch: as given; {fits}; `--recommend-batch` finds the largest in time"

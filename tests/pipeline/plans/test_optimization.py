@@ -551,7 +551,7 @@ def test_the_batch_that_fits_is_counted_against_a_budget_in_bytes(optimize: Memo
     batch = yaml.safe_load(Path("net.memopt.batch.yaml").read_text())["recommended"]
     assert batch["budget_bytes"] == 2 << 20
     assert 64 < batch["estimated_batch_size"] < 64 * 100
-    assert "predicted to fit, 1.999 MiB of 2.000 MiB" in done.out
+    assert "predicted to fit, 2.0 MiB of 2.0 MiB" in done.out
 
 
 @pytest.mark.slow
