@@ -30,16 +30,19 @@ def find_renames(
     targets: set[str] = set()
     renames = []
     sides = _Paths(missing), _Paths(added)
-    for stems in _candidates(missing, added, moves):
-        moved = 0
-        for path, target in _pairs(*sides, *stems):
-            is_free = path not in moves and target not in targets and path in missing and target in added
-            if is_free and added[target].class_name == missing[path].class_name:
-                moves[path] = target
-                targets.add(target)
-                moved += 1
-        if moved:
-            renames.append(Rename(before=stems[0], after=stems[1], modules=moved))
+    for key, same_count in ((_signature, False), (_class_name, True)):
+        unmatched = [module for path, module in missing.items() if path not in moves]
+        free = [module for path, module in added.items() if path not in targets]
+        for stems in _most_votes(_pairs_of_equals(unmatched, free, key, same_count=same_count)):
+            moved = 0
+            for path, target in _pairs(*sides, *stems):
+                is_free = path not in moves and target not in targets and path in missing and target in added
+                if is_free and added[target].class_name == missing[path].class_name:
+                    moves[path] = target
+                    targets.add(target)
+                    moved += 1
+            if moved:
+                renames.append(Rename(before=stems[0], after=stems[1], modules=moved))
     return tuple(renames), moves
 
 
@@ -70,21 +73,8 @@ def _pairs(missing: _Paths, added: _Paths, before: str, after: str) -> Iterator[
                 yield source, path
 
 
-def _candidates(
-    missing: Mapping[str, ModuleBytes], added: Mapping[str, ModuleBytes], moves: Paths
-) -> Iterator[tuple[str, str]]:
-    """Yield candidate renames, as pairs of an old and a new beginning of paths, those with most votes first.
-
-    ``moves``: the renames that the caller has applied, read again when modules of the same bytes have voted.
-    """
-    yield from _most_votes(_pairs_of_equals(missing.values(), added.values(), _signature))
-    found = set(moves.values())
-    left = [module for path, module in missing.items() if path not in moves]
-    new = [module for path, module in added.items() if path not in found]
-    yield from _most_votes(_pairs_of_equals(left, new, lambda module: module.class_name, same_count=True))
-
-
 def _most_votes(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return candidate renames, as pairs of an old and a new beginning of paths, those with most votes first."""
     return [stems for stems, _ in Counter(stems_of(*pair) for pair in pairs).most_common()]
 
 
@@ -108,6 +98,10 @@ def _pairs_of_equals(
 def _signature(module: ModuleBytes) -> object:
     own = (module.held_bytes.get(kind, 0) for kind in ("parameters", "buffers"))
     return module.class_name, module.output_bytes, *own
+
+
+def _class_name(module: ModuleBytes) -> object:
+    return module.class_name
 
 
 def _replace_prefix(path: str, before: str, after: str) -> str:

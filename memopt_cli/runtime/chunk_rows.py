@@ -73,8 +73,6 @@ class Piece:
     """A function that runs the module on two halves of the piece, one after the other."""
     sequences: Callable[[], list[Tensor]]
     """A function that returns new copies of the piece's tensors, since forward may write its input in place."""
-    is_short: bool
-    """Whether the tensors are cut short along axes other than :attr:`axis`."""
     length: int
     """The length of the piece along :attr:`axis`."""
     axis: int
@@ -103,30 +101,30 @@ def is_due(module: nn.Module) -> bool:
     return count.bit_count() == 1 and count.bit_length() % 4 == 1
 
 
-def why_rows_mix(pieces: Iterable[Piece]) -> Complaint:
-    """Return why a module cannot run in chunks, by the first of ``pieces`` whose shape its forward takes.
+def why_rows_mix(short: Iterable[Piece], full: Piece) -> Complaint:
+    """Return why a module cannot run in chunks, by the first ``short`` piece that proves something, else by ``full``.
 
-    A piece whose output has only one value proves nothing, and the next one is tried: spikes may come late.  A short
-    piece may hide that rows mix, as where an expert has no room for all tokens of the batch.  So in the first forward,
-    when there is no state of an optimizer yet, a piece in full size is tried as well.
+    A piece proves nothing if the module's own code does not take its shape, or if an output has only one value: spikes
+    may come late.  A short piece may hide that rows mix, as where an expert has no room for all tokens of the batch.
+    So in the first forward, when there is no state of an optimizer yet, the piece in full size is tried as well.
     """
-    reason, has_passed = "", False
-    for piece in pieces:
-        if has_passed and piece.is_short:
-            continue
-        try:
-            with torch.no_grad(), unseen(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the module may warn of a piece that is not the user's
-                complaint = _try(piece)
-        except OtherNormsError as error:
-            reason = str(error)
-        except Exception:  # the module's own code may not take this shape, which proves nothing about chunks
-            reason = ""
-        else:
-            has_passed = has_passed or complaint == ""
-            if complaint or (has_passed and not (piece.is_short and _forwards[piece.module] == 1)):
-                return complaint or ""
-    return reason
+    proofs = (_why_mixed(piece, is_short=True) for piece in short)
+    found = next((reason for reason in proofs if reason is not None), None)
+    if found or (found is not None and _forwards[full.module] > 1):
+        return found
+    return _why_mixed(full, is_short=False) or ""
+
+
+def _why_mixed(piece: Piece, *, is_short: bool) -> Complaint | None:
+    """Return why the rows of ``piece`` mix, empty if they do not; ``None`` if it proves nothing."""
+    try:
+        with torch.no_grad(), unseen(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the module may warn of a piece that is not the user's
+            return _try(piece)
+    except OtherNormsError as error:  # cutting a piece short may cut the channels of its norms
+        return None if is_short else str(error)
+    except Exception:
+        return None
 
 
 def _try(piece: Piece) -> Complaint | None:

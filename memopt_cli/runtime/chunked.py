@@ -290,7 +290,7 @@ class _FirstChunk:
         if changed and not reason:
             reason = difference(self._module, changed, starting, self._run_whole, self._run_halves)
         if not reason and tries_rows and chunk_rows.is_due(self._module):
-            reason = chunk_rows.why_rows_mix(self._pieces(starting))
+            reason = chunk_rows.why_rows_mix(self._short_pieces(starting), self._piece(starting))
         if reason:
             raise _NotInChunksError(
                 reason, functools.partial(self._start.restore, self._state_tensors, self._others), is_certain=True
@@ -336,29 +336,32 @@ class _FirstChunk:
             if isinstance(value, Tensor) and -value.dim() <= axis < value.dim() and value.shape[axis] == self._length:
                 yield name
 
-    def _pieces(self, starting: chunk_rows.Starting) -> Iterator[chunk_rows.Piece]:
-        """Yield pieces for trials: cut short along the last two other axes, along one of them, and in full size.
+    def _short_pieces(self, starting: chunk_rows.Starting) -> Iterator[chunk_rows.Piece]:
+        """Yield pieces for trials that are cut short along the last two other axes, or along one of them.
 
         A trial needs two rows, and a chunk may have one.  Cut short, they need less memory than its backward does.
         """
-        config, shape = config_of(self._module), self._first[0].shape
-        cut = config.axis % len(shape)
+        shape = self._first[0].shape
+        cut = config_of(self._module).axis % len(shape)
         others = [axis for axis in reversed(range(len(shape))) if axis != cut and shape[axis] > 1]
-        for short in ([others[:2]] if len(others) > 1 else []) + [[axis] for axis in others] + [[]]:
-            sequences = functools.partial(self._sequences, short)
-            yield chunk_rows.Piece(
-                module=self._module,
-                starting=starting,
-                whole=self._run,
-                halves=functools.partial(self._run_halves, sequences),
-                sequences=sequences,
-                is_short=bool(short),
-                length=max(2, shape[cut]),
-                axis=config.axis,
-                outputs=config.seq_outputs,
-                resumes=_resumes(self._module),
-                norms=SameStatistics() if config.batch_statistics else contextlib.nullcontext(),
-            )
+        for short in ([others[:2]] if len(others) > 1 else []) + [[axis] for axis in others]:
+            yield self._piece(starting, short)
+
+    def _piece(self, starting: chunk_rows.Starting, short: Sequence[int] = ()) -> chunk_rows.Piece:
+        """Return a piece for a trial; ``short``: see :meth:`_sequences`."""
+        config = config_of(self._module)
+        return chunk_rows.Piece(
+            module=self._module,
+            starting=starting,
+            whole=self._run,
+            halves=functools.partial(self._run_halves, short),
+            sequences=functools.partial(self._sequences, short),
+            length=max(2, self._first[0].shape[config.axis]),
+            axis=config.axis,
+            outputs=config.seq_outputs,
+            resumes=_resumes(self._module),
+            norms=SameStatistics() if config.batch_statistics else contextlib.nullcontext(),
+        )
 
     def _run_whole(self) -> None:
         self._run(self._sequences())
@@ -367,13 +370,12 @@ class _FirstChunk:
         with recomputing(self._module), bypassing_hooks():
             return self._forward(*sequences, *self._states, **self._kwargs)
 
-    def _run_halves(self, sequences: Callable[[], list[Tensor]] | None = None) -> list[Any]:
+    def _run_halves(self, short: Sequence[int] = ()) -> list[Any]:
         config = config_of(self._module)
         start = StateBeforePasses(self._module)
         states = self._states
         outputs = list[Any]()
-        tensors = sequences() if sequences is not None else self._sequences()
-        for index, half in enumerate(zip(*(_halves(s, config.axis) for s in tensors), strict=True)):
+        for index, half in enumerate(zip(*(_halves(s, config.axis) for s in self._sequences(short)), strict=True)):
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == 1)
             start.restore_norms()
             with recomputing(self._module), bypassing_hooks():

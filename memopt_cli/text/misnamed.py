@@ -155,8 +155,10 @@ def missing_refusal(location: str) -> tuple[str, str]:
 
 
 def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
-    """Return what the file at ``path`` is, which begins with ``data``, and what to do; ``None`` if it may be a
-    model."""
+    """Return what the file at ``path`` is, which begins with ``data``, and what to do.
+
+    Return ``None`` if it may be a model.
+    """
     for pattern, what, hint in _OTHERS:
         if re.match(pattern, data, re.DOTALL):
             return what, hint
@@ -196,8 +198,7 @@ def folder_refusal(path: str) -> tuple[str, str]:
 
 
 def weights_files_in(folder: str) -> list[str]:
-    """Return the paths of the safetensors files in ``folder``, sorted; if there are none, the files
-    ``pytorch_model*.bin``."""
+    """Return the paths of the safetensors files in ``folder``, sorted; if none, of the ``pytorch_model*.bin``."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:  # it cannot be read

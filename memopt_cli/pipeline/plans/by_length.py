@@ -270,15 +270,18 @@ class _ByLength:
                 if not isinstance(answer, Counted | OutOfMemory):
                     raise_failure(answer, f"the model does not run at {symbol}={length}: ")
 
-    def find(self, length: int) -> Findings:
-        """Find the fastest plan within the budget at ``length``, measured and verified."""
+    def find(self, length: int, budget_bytes: int | None = None) -> Findings:
+        """Find the fastest plan within ``budget_bytes`` at ``length``, measured and verified.
+
+        ``budget_bytes``: by default the budget of the request.
+        """
         self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
-        findings = self.find_plan(self.request, self.prepared_at(length))
+        request = self.request if budget_bytes is None else _within(self.request, budget_bytes)
+        findings = self.find_plan(request, self.prepared_at(length))
         self.interrupted |= findings.interrupted
         # A budget such as 50% is a share of the original's peak at the first, longest length: fix it in bytes.
-        if findings.budget_bytes is not None:
-            goal = SearchGoal(budget=Budget(nbytes=findings.budget_bytes))
-            self.request = replace(self.request, goal=goal)
+        if budget_bytes is None and findings.budget_bytes is not None:
+            self.request = _within(self.request, findings.budget_bytes)
         return findings
 
     def find_longest(self) -> Findings:
@@ -373,22 +376,18 @@ class _ByLength:
         ranges.insert(index, shorter)
         return True
 
-    def _range_up_to(self, length: int, present_bytes: int = 0) -> _Range | None:
+    def _range_up_to(self, length: int, present_bytes: int = 0, budget_bytes: int | None = None) -> _Range | None:
         """Find a plan for the range that ends at ``length``, or return ``None`` and add a note with the reason.
 
         ``present_bytes``: the peak there under the plan for longer inputs, where that exceeds the budget.  If no plan
-        fits, the smallest is taken, provided that it takes less.
+        fits, the smallest is taken, provided that it takes less.  ``budget_bytes``: see :meth:`find`.
         """
-        request = self.request
         try:
-            findings = self.find(length)
+            findings = self.find(length, budget_bytes)
         except MemoptError as err:
             if isinstance(err, NothingFitsError) and 0 < err.least_bytes < present_bytes:
                 self.notes.append(f"At {self.varied.symbol}={length}, {err.message}: that is taken there.")
-                self.request = replace(request, goal=SearchGoal(budget=Budget(nbytes=err.least_bytes)))
-                smallest = self._range_up_to(length)
-                self.request = request
-                return smallest
+                return self._range_up_to(length, budget_bytes=err.least_bytes)
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
             return None
         if not _is_verified(findings):
@@ -554,6 +553,10 @@ def _lengths_to_try(varied: DimRange, length: int) -> Iterator[int]:
     distance = length - varied.low
     steps = [1 << number for number in range(max(1, distance.bit_length() - 1))]
     yield from dict.fromkeys(length - distance % step for step in (*steps, math.gcd(varied.low, varied.high)))
+
+
+def _within(request: OptimizeRequest, budget_bytes: int) -> OptimizeRequest:
+    return replace(request, goal=SearchGoal(budget=Budget(nbytes=budget_bytes)))
 
 
 def _largest_within(

@@ -332,7 +332,7 @@ def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch)
     def row(level: int, plan: Plan, step_s: float) -> LevelRow:
         return a_row(level, measured(100, step_s), plan, dry_runs=0)
 
-    def found(self: Any, length: int) -> Any:
+    def found(self: Any, length: int, budget_bytes: int | None = None) -> Any:
         segments = 2 if length == max(counts) else 1
         plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(segments)))
         rows = [row(0, Plan(), 1.0), row(1, plan, 1.0 + length / 100)]
@@ -377,7 +377,7 @@ def test_a_shorter_length_above_the_budget_is_named(optimize: Memopt) -> None:
 
 
 def test_a_range_ends_where_the_plan_of_the_longest_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(self: Any, length: int) -> Any:
+    def found(self: Any, length: int, budget_bytes: int | None = None) -> Any:
         plan = Plan(segments=(SegmentPlan(path=f"for {length}"),))
         rows = [a_row(0, measured(200, 1.0), Plan(), dry_runs=0), a_row(1, measured(90, 1.1), plan, dry_runs=0)]
         return SimpleNamespace(rows=rows, applied_level=1, verification=SimpleNamespace(passed=True))
