@@ -311,7 +311,7 @@ def test_a_codec_of_ones_own_that_loses_something_says_what_and_what_is_wanted()
     net = spiking()
     net[1].x_compressor = Bytes()
     said = (
-        "x_compressor is not used by '1': its decompress gives back dtype uint8 where compress got float32. "
+        "x_compressor is not used by '1': its decompress returned dtype uint8, and compress was given float32. "
         "decompress(packed), or decompress(packed, shape), must return the tensor that compress(x) was given, in its "
         "dtype and shape."
     )
@@ -381,7 +381,7 @@ def test_without_inputs_the_codecs_that_were_not_tried_on_them_are_named(codec: 
 
 @pytest.mark.parametrize(
     ("codec", "reason"),
-    [(Halves(), "its decompress gives back values that differ"), (SpikesOnly(), "it raises ValueError: only spikes")],
+    [(Halves(), "its decompress returned other values than"), (SpikesOnly(), "it raises ValueError: only spikes")],
 )
 def test_a_codec_that_does_not_fit_in_training_says_so_and_changes_nothing(codec: object, reason: str) -> None:
     x = torch.randn(4, 8)

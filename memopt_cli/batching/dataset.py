@@ -176,7 +176,7 @@ def _samples(dataset: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation mode inside the block, and every module back into its own mode after it."""
+    """Put ``model`` into evaluation mode in the ``with`` block, and every module back into its own mode after it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -119,7 +119,7 @@ class PerformanceMonitor:
         )
 
     def get_optimization_recommendations(self) -> list[str]:
-        """Return advice on what to change, each with the figure behind it."""
+        """Return advice on what to change, each with the figure that it is based on."""
         if not self._records:
             return []
         analysis = self.get_performance_analysis()

@@ -1,4 +1,4 @@
-"""Observations behind an adaptive batch size: memory used by each size, losses, and a temporary cap."""
+"""Observations that adapt a batch size: memory used by each size, losses, and a temporary cap."""
 
 from __future__ import annotations
 

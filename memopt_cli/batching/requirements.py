@@ -29,7 +29,7 @@ class ShapeRequirements:
     """Conditions on the shape of a batch; axes may be negative, counted from the last."""
 
     ndim: tuple[int, ...] = ()
-    """Allowed numbers of dimensions, batch included.  Empty for any number."""
+    """Allowed numbers of dimensions, batch included; empty if any number is allowed."""
     fixed: dict[int, int] = field(default_factory=dict)
     """Axis -> its only allowed size."""
     minimum: dict[int, int] = field(default_factory=dict)

@@ -64,9 +64,9 @@ class Candidate(TypedDict):
     shape: tuple[int, ...]
     batch_size: int
     seq_length: int | None
-    """Size of axis 1 in 3 dimensions, of axis 2 in 4.  ``None`` for a shape without an axis of sequences."""
+    """Size of axis 1 in 3 dimensions, of axis 2 in 4; ``None`` for a shape without an axis of sequences."""
     throughput: float
-    """Samples per second.  0 if the step ran out of memory."""
+    """Samples per second; 0 if the step ran out of memory."""
     memory_bytes: int | None
     """Peak of one step in bytes, or ``None`` if the step ran out of memory."""
     accuracy: float | None

@@ -22,7 +22,7 @@ OPERATIONS = ("attention", "convolution", "recurrent")
 class MemoryAwareShaper:
     """Reshapes tensors and changes their layout; a copy must fit below ``memory_threshold``, a share of capacity.
 
-    ``memory_threshold`` replaces the value in ``config``.  ``memory`` reads the bytes in use.  ``None`` for the
+    ``memory_threshold`` replaces the value in ``config``.  ``memory`` reads the bytes in use; ``None`` for the
     tensor's device.
     """
 
@@ -44,8 +44,8 @@ class MemoryAwareShaper:
     ) -> Tensor:
         """Return ``tensor`` in ``target_shape`` (one size may be -1): a view if possible, else a copy if a copy fits.
 
-        ``preserve_gradients``: ``True`` keeps the result in the autograd graph, ``False`` detaches it.  ``None`` for
-        the configured way.  Raises :class:`BatchShapeError` (a ``ValueError``) if the numbers of elements differ, and
+        ``preserve_gradients``: ``True`` keeps the result in the autograd graph, ``False`` detaches it, and ``None``
+        does as configured.  Raises :class:`BatchShapeError` (a ``ValueError``) if the numbers of elements differ, and
         :class:`MemoryBudgetError` if a copy would exceed the threshold.
         """
         shape = _resolved_shape(tensor, target_shape)

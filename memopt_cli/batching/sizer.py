@@ -118,7 +118,7 @@ class AdaptiveBatchSizer:
 
         ``input_shape`` starts with the batch, which is only the first guess.  A step is forward, and backward if the
         model is in training mode.  From the guess the size is doubled (or halved) until a step exceeds the target or
-        the memory, then bisected; the model is not changed.  ``make_input(batch)`` makes the inputs.  ``None`` for
+        the memory, then bisected; the model is not changed.  ``make_input(batch)`` makes the inputs; ``None`` for
         random inputs of the first layer's dtype.  Raises :class:`MemoryBudgetError` if the smallest batch does not fit.
         """
         shape = require_batch_shape(input_shape)

@@ -39,7 +39,7 @@ from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import GUESS, PADDED, InputSpec, ModelSource, TensorSpec, refuse_unknown
-from memopt_cli.runtime.private_torch import with_data
+from memopt_cli.runtime.private_torch import unset_fake_temporarily
 from memopt_cli.text.documents import printable, quoted_flag, quoted_path, read_bytes, read_yaml
 from memopt_cli.text.units import format_some
 from memopt_cli.training.step import dtype_in
@@ -216,7 +216,7 @@ def make_inputs(
         tensors = []
         for place, t in enumerate(spec.tensors):  # a generator for each: a dry run draws only some of them
             generator = torch.Generator().manual_seed(seed + place)
-            with with_data() if _may_be_read(t, spec.dims) else contextlib.nullcontext():
+            with unset_fake_temporarily() if _may_be_read(t, spec.dims) else contextlib.nullcontext():
                 tensors.append((t.name, _make_tensor(t, spec.dims, generator)))
         positional = tuple(tensor for name, tensor in tensors if name is None)
         return _place(positional, device, dtype), _place({n: t for n, t in tensors if n is not None}, device, dtype)

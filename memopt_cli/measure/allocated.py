@@ -118,7 +118,7 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
 
 @contextlib.contextmanager
 def _recorded_allocations(*, record_shapes: bool) -> Iterator[profile]:
-    """Record the allocations in the block with PyTorch's profiler, with its log silenced.
+    """Record the allocations in the ``with`` block with PyTorch's profiler, with its log silenced.
 
     The profiler reads the log level once per process, at its first use.  A level that the user set is kept.
     """

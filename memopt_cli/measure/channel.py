@@ -59,7 +59,7 @@ class Channel:
         self.more_time()
 
     def wait_for_start(self) -> int | None:
-        """Wait until the subprocess is started, and return its id.  ``None`` if it has ended, or cannot be started."""
+        """Wait until the subprocess is started, and return its id; ``None`` if it has ended, or cannot be started."""
         try:
             return self.process.pid if self.process is not None else None
         except processes.ServerLostError:

@@ -66,7 +66,7 @@ class Subject:
     settings: StepSettings = _DEFAULTS
     data: Data = "full size"
     card: DeviceProfile | None = None
-    """A device that this machine lacks; its peaks and times are estimated.  ``None`` if the step's device is
+    """A device that this machine lacks, so that its peaks and times are estimated; ``None`` if the step's device is
     measured."""
     layer_runs: bool = False
     """Whether flat Sequentials are divided into runs of layers, and each run can be a segment."""
@@ -75,15 +75,15 @@ class Subject:
     long as a few forwards, and is needless if all results of a plan are compared with the original's."""
     layout: RankLayout | None = None
     """The layout of the model over ranks, if the subprocess is one rank of many.  The group may be predicted, and its
-    steps run without data, or real.  ``None`` for a single device."""
+    steps run without data, or real; ``None`` for a single device."""
     rank: int = 0
     """Index of the subprocess's rank."""
     compiler_cache: str | None = None
-    """Folder for the cache of PyTorch's compiler.  ``None`` for the sandbox's cache, or the user's if not confined."""
+    """Folder for the cache of PyTorch's compiler; ``None`` for the sandbox's cache, or the user's if not confined."""
     place: PlaceName = "device"
     """Place where plans may send stored tensors; the speed of these copies is measured when a step is recorded."""
     offload_folder: str | None = None
-    """Folder for the file of stored tensors, if ``place`` is a file.  ``None`` for the folder of temporary files."""
+    """Folder for the file of stored tensors, if ``place`` is a file; ``None`` for the folder of temporary files."""
 
     @property
     def wants_compiler(self) -> bool:
@@ -125,7 +125,7 @@ class PeakJob(SizedJob[BatchProbe]):
     batch: int
     """Batch size, of each copy if there are several."""
     limit_bytes: int | None = None
-    """On CUDA, bytes that the allocator may hold, as on a smaller device.  ``None`` for all of the device."""
+    """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +174,9 @@ class DescribeJob(Job[ModelFacts]):
     inputs: bool = True
     """Whether to find the inputs of the model's step."""
     spec: InputSpec | None = None
-    """The user's description of the inputs.  ``None`` if not given."""
+    """The user's description of the inputs; ``None`` if not given."""
     remembered: InputSpec | None = None
-    """The description from an earlier command.  ``None`` if none is known."""
+    """The description from an earlier command; ``None`` if none is known."""
     plan: Plan = ORIGINAL
     """A plan; the answer is a failure if it does not suit the model."""
     replicas: bool = False
@@ -255,7 +255,7 @@ class Traced:
     fake: bool
     """Whether the step was recorded on fake tensors."""
     dry_run_bytes: int | None
-    """The tensor peak of the step on fake tensors.  ``None`` if the model does not run on fake tensors."""
+    """The tensor peak of the step on fake tensors; ``None`` if the model does not run on fake tensors."""
     note: str = ""
     """The reason why the model does not run on fake tensors; empty if it does."""
     unknown: tuple[str, ...] = ()
@@ -298,7 +298,7 @@ class CountJob(SizedJob[Counted]):
     fake: bool
     """Whether to take a dry run, on fake tensors."""
     batch: int | None = None
-    """Batch size.  ``None`` for the size in the description of the inputs.  At other sizes workspaces are not known, so
+    """Batch size; ``None`` for the size in the description of the inputs.  At other sizes workspaces are not known, so
     a dry run gives only the tensor peak."""
 
 
@@ -332,7 +332,7 @@ class Measured:
     not_as_planned: tuple[str, ...] = ()
     """A sentence on each segment that runs plainly or whole, because its forward does not allow the plan."""
     graph_break: str = ""
-    """PyTorch's reason for a graph break, which leaves parts of a compiled model uncompiled.  Empty if the compiled
+    """PyTorch's reason for a graph break, which leaves parts of a compiled model uncompiled; empty if the compiled
     model is one graph, or if nothing is compiled."""
 
 
@@ -352,7 +352,7 @@ class MeasureJob(StepJob[Measured]):
     warm_up: bool = True
     """Whether to take a step before the timed steps; otherwise the first timed step includes one-time costs."""
     limit_bytes: int | None = None
-    """On CUDA, bytes that the allocator may hold, as on a smaller device.  ``None`` for all of the device."""
+    """On CUDA, bytes that the allocator may hold, as on a smaller device; ``None`` for all of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,14 +376,14 @@ class TimedInTurns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeInTurnsJob(StepJob[TimedInTurns]):
-    """Times the original and plans in turns, so that other work of the machine slows all of them alike."""
+    """Times the original and plans in turns, so that other work of the machine slows all of them equally."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:time_in_turns"
     plans: tuple[Plan, ...]
     turns: int = 3
     """Minimum number of timed steps of the original, and of each plan."""
     max_slowdown: float | None = None
-    """Limit on the slowdown; a plan far beyond the limit is timed in one turn only.  ``None`` for no limit."""
+    """Limit on the slowdown (a plan far beyond the limit is timed in one turn only); ``None`` for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,7 +434,7 @@ class GroupJob(Job[RanksMeasured | RankLost]):
     max_bytes: ClassVar[int] = PER_TENSOR
     plan: Plan
     spec: InputSpec | None
-    """The user's description of the inputs of one rank's step.  ``None`` if not given."""
+    """The user's description of the inputs of one rank's step; ``None`` if not given."""
     timeout_s: float
     """Seconds that one rank waits for another."""
 
@@ -455,7 +455,7 @@ class Sizes:
 class SizesJob(StepJob[Sizes]):
     """Finds the smallest sizes of the inputs at which every segment of a plan still runs in all its chunks."""
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.answers.verified:find_least_sizes"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.verified:find_smallest_sizes"
     plan: Plan
 
 
@@ -477,12 +477,12 @@ class VerifyJob(SizedJob[Verification]):
 
 
 Mode = Literal["training", "eval", "as saved"]
-"""The mode of the model's modules.  ``eval`` puts all of them in eval mode, to draw fewer random numbers; ``as saved``
-keeps the mode of each module in the file."""
+"""The mode of the model's modules.  ``eval`` puts all of them in eval mode, so that most use no random numbers;
+``as saved`` keeps the mode of each module in the file."""
 
 
 Compiling = Literal["unchanged", "same random numbers", "no recomputation"]
-"""The way in which compiled parts are compiled.  With ``same random numbers``, they draw the random numbers of
+"""The way in which compiled parts are compiled.  With ``same random numbers``, they use the random numbers of
 uncompiled parts.  With ``no recomputation``, they keep all that backward needs, whatever PyTorch's memory budget is."""
 
 
@@ -496,7 +496,7 @@ class FollowJob(StepJob[FollowedSteps]):
     plan: Plan = ORIGINAL
     steps: int = 3
     watched_step: int | None = None
-    """Index of the step whose calls of modules are recorded as well.  ``None`` for no step."""
+    """Index of the step whose calls of modules are recorded as well; ``None`` for no step."""
     double: bool = False
     """Whether everything is computed in float64."""
     mode: Mode = "training"

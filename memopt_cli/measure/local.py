@@ -104,7 +104,7 @@ def _over_the_wire(record: Any, kind: type[Answer]) -> Answer:
 
 @contextlib.contextmanager
 def isolate_state() -> Iterator[None]:
-    """Use the gradient mode of a new process inside the block, and restore the caller's mode and random numbers."""
+    """Use the gradient mode of a new process in the ``with`` block; restore the caller's mode and random numbers."""
     with generators_kept(), torch.inference_mode(False), torch.enable_grad(), _dry_runs_unlogged():
         yield
 

@@ -170,7 +170,7 @@ class _Servers(threading.local):
         self.used: MutableMapping[Role, ForkServer] = weakref.WeakValueDictionary()
         """Role -> the running server, as long as a subprocess or :attr:`kept` refers to it."""
         self.kept: dict[Role, ForkServer] | None = None
-        """Servers that :func:`keep_server` keeps alive inside its block; ``None`` outside of one."""
+        """Servers that :func:`keep_server` keeps alive in its ``with`` block; ``None`` outside of one."""
 
 
 _servers = _Servers()
@@ -178,7 +178,7 @@ _servers = _Servers()
 
 @contextlib.contextmanager
 def keep_server(*, early: bool = False) -> Iterator[None]:
-    """Keep the server inside the block for the next subprocess; ``early``: start it now, so that it imports PyTorch."""
+    """Keep the server for later subprocesses in the ``with`` block; ``early``: start it now, to import PyTorch."""
     outer = _servers.kept
     _servers.kept = {} if outer is None else outer
     try:

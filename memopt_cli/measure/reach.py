@@ -25,7 +25,7 @@ class UserFunction:
     reference: str
     """``file.py:function``, or a name for a function in memory; empty if there is no function."""
     function: Callable[..., Any] | None = None
-    """The function in memory.  ``None`` if it is loaded by its reference."""
+    """The function in memory; ``None`` if it is loaded by its reference."""
     obstacle: str = ""
     """The reason why a subprocess cannot import the function; empty if it can."""
 

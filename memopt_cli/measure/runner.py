@@ -67,7 +67,7 @@ class Session:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the subprocess.  ``None`` if there is none, or it has ended."""
+        """The process id of the subprocess; ``None`` if there is none, or it has ended."""
         return self._channel.wait_for_start() if self._channel is not None else None
 
     @property
@@ -115,7 +115,7 @@ class Session:
                 piece_bytes -= written
 
     def _send(self, job: Job[Answer]) -> Channel | None:
-        """Send ``job``, and return the channel for its answer.  ``None`` if the subprocess has ended."""
+        """Send ``job``, and return the channel for its answer; ``None`` if the subprocess has ended."""
         if self.ended or self._channel is None:
             return None
         self._channel.wait_for_start()  # starting takes no time from the job; a failed start shows in the answer

@@ -1,4 +1,4 @@
-"""A sandbox around a process that loads and runs a stranger's model, the second wall behind the checks of the file.
+"""A sandbox around a process that loads and runs a stranger's model: the second wall, after the checks of the file.
 
 It is made of Linux's Landlock, a filter of system calls (:mod:`memopt_cli.measure.seccomp`) and the loss of root's
 privileges; it needs no privilege itself.  A confined process can read the files that it could read before, but no
@@ -154,7 +154,7 @@ def _give_up_privileges(libc: ctypes.CDLL) -> None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether the sandbox may have caused ``error``, or an exception behind it.
+    """Return whether the sandbox may have caused ``error``, or an exception that caused it.
 
     This is judged by types above all: a file can choose the texts of exceptions, and must not be able to show the user
     :data:`HINT`, which names the switch that turns the sandbox off.

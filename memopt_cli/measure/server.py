@@ -243,7 +243,7 @@ def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: floa
 
 @contextlib.contextmanager
 def _limit_time(left_s: float) -> Iterator[None]:
-    """Raise :class:`_OutOfTimeError` in the block after ``left_s`` seconds; before it if ``left_s`` is not positive."""
+    """Raise :class:`_OutOfTimeError` in the ``with`` block after ``left_s`` seconds, or before it if that is <= 0."""
 
     def end(*_: object) -> None:
         raise _OutOfTimeError

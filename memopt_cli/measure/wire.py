@@ -1,6 +1,6 @@
 """The wire format of replies and files from a profiling subprocess, which a hostile model may have made up.
 
-A reply is one line of JSON.  A file comes in pieces, each behind its size, and ends with a size of 0.
+A reply is one line of JSON.  A file comes in pieces, each after its size, and ends with a size of 0.
 """
 
 from __future__ import annotations

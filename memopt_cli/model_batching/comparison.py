@@ -117,7 +117,7 @@ class Reference:
     """Two steps of the loop, in float64 if the model can be run in it."""
 
     def __init__(self, full_inputs: TrialInputs) -> None:
-        self._draws_numbers = False
+        self._uses_random = False
         self.inputs = full_inputs.reduced()
         """A few models and samples; all of them, if the model fails on few samples."""
         self._run()
@@ -169,11 +169,11 @@ class Reference:
         return f"{worst.name} differs from the loop's by {worst.relative:.1e} of its magnitude", worst.relative
 
     def _compute_effects(self, name: RouteName) -> dict[str, Tensor]:
-        if not self._draws_numbers:
+        if not self._uses_random:
             step_effects = self._two_steps(name)
-            self._draws_numbers = any(_has_drawn(t) for key, t in step_effects.items() if _GENERATOR_KEY in key)
+            self._uses_random = any(_has_used_random(t) for key, t in step_effects.items() if _GENERATOR_KEY in key)
         # Dropout is left on otherwise, since a dispatch mode costs time, and makes PyTorch import its compiler.
-        if self._draws_numbers:
+        if self._uses_random:
             with _WithoutDropout():  # type: ignore[no-untyped-call]
                 step_effects = self._two_steps(name)
         return {key: tensor for key, tensor in step_effects.items() if _GENERATOR_KEY not in key}
@@ -199,8 +199,8 @@ class Reference:
         return tree
 
 
-def _has_drawn(generators: Tensor) -> bool:
-    """Return whether a step that left the random generators at ``generators`` drew numbers."""
+def _has_used_random(generators: Tensor) -> bool:
+    """Return whether a step that left the random generators at ``generators`` has moved them."""
     with generators_kept():
         seed_everything(StepSettings().seed)
         (untouched,) = generator_state().values()
@@ -241,7 +241,7 @@ def _make_different(tree: nn.Module) -> None:
 
 
 class _WithoutDropout(TorchDispatchMode):
-    """A mode in which dropout keeps all values, in recomputations as well; routes would draw different masks."""
+    """A mode in which dropout keeps all values, in recomputations as well; routes would make different masks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -45,7 +45,7 @@ def select(
     """Return the route that runs ``tree``, the stacked model, from now on, and a trial for each candidate.
 
     Everything is tried on copies of a few models, on a few samples of each: the model, its gradients and the random
-    generators do not change.  Dropout is off while routes are compared, since each draws its own numbers.  Without
+    generators do not change.  Dropout is off while routes are compared, since each makes its own masks.  Without
     ``check`` nothing is tried: the first call uses the first route that runs.  Raises :class:`UsageError` with the
     reasons if ``route`` cannot be used.
     """

@@ -84,7 +84,7 @@ def _structure(reach: Reach) -> Structure:
         doubled_uses=connected & read_by_attached,
         exposed_states=exposed,
         attached_outputs=attached,
-        states_behind={out: states for out, states in reach.probe.derived.items() if out in reach.followed},
+        source_states={out: states for out, states in reach.probe.derived.items() if out in reach.followed},
         untraced_reasons={path: reason for path in reach.probe.weights if path not in reach.traced},
         call_counts=reach.probe.calls,
         known_sources={out: reach.known_sources(out) for out in outs},
@@ -133,7 +133,7 @@ def _sources_by_weight(reach: Reach) -> dict[CellOutput | PastState, frozenset[S
 
 @contextmanager
 def _all_trainable(model: nn.Module) -> Iterator[set[int]]:
-    """Make all parameters of ``model`` trainable inside the block, and yield the ids of those that were trainable.
+    """Make all parameters of ``model`` trainable in the ``with`` block, and yield the ids of those that were trainable.
 
     A frozen weight is not in autograd's graph, so that a product with it would look like a product with a constant.
     """

@@ -68,7 +68,7 @@ def _edge_of(tensor: Tensor) -> _Edge:
 
 
 class AutogradGraph:
-    """Autograd's graph of a step, walked from a tensor to the leaves behind it."""
+    """Autograd's graph of a step, walked from a tensor to the leaves that it was computed from."""
 
     def __init__(self, model: nn.Module, trainable: set[int], weights: Mapping[str, nn.Module]) -> None:
         self._parameters = {id(p) for p in model.parameters()}
@@ -90,7 +90,7 @@ class AutogradGraph:
         return reads
 
     def _walk(self, tensor: Tensor) -> Iterator[tuple[Tensor, bool]]:
-        """Yield each leaf behind ``tensor``, and whether a path to it enters a weight."""
+        """Yield each leaf that ``tensor`` was computed from, and whether a path to it enters a weight."""
         if tensor.grad_fn is None:
             if tensor.requires_grad:
                 yield tensor, False
@@ -146,14 +146,14 @@ def find_sole_ends(tensor: Tensor, ends: Mapping[Node, int]) -> frozenset[int]:
 
     The set is empty if ``tensor`` depends on anything else, or if one of these ends depends on another.
     """
-    reached, has_leaf = ends_behind([tensor.grad_fn], ends)
+    reached, has_leaf = reachable_ends([tensor.grad_fn], ends)
     inputs = (node for end, number in ends.items() if number in reached for node, _ in end.next_functions)
-    inner, _ = ends_behind(inputs, ends)
+    inner, _ = reachable_ends(inputs, ends)
     return frozenset() if has_leaf or inner & reached else frozenset(reached)
 
 
-def ends_behind(starts: Iterable[Node | None], ends: Mapping[Node, int]) -> tuple[set[int], bool]:
-    """Return the numbers of the first ``ends`` behind ``starts``, and whether another path leads to a leaf."""
+def reachable_ends(starts: Iterable[Node | None], ends: Mapping[Node, int]) -> tuple[set[int], bool]:
+    """Return the numbers of the first ``ends`` on paths from ``starts``, and whether another path leads to a leaf."""
     reached: set[int] = set()
 
     def is_end(node: Node) -> bool:

@@ -35,7 +35,7 @@ class WholeBatch:
 
     @contextmanager
     def like(self, witness: Tensor) -> Iterator[None]:
-        """Take the batch size, and the lane of a ``vmap``, from ``witness``, an input of the model, in the block."""
+        """Take the batch size and the ``vmap`` lane from ``witness``, an input of the model, in the ``with`` block."""
         self._witness = witness
         try:
             yield

@@ -166,7 +166,7 @@ def with_batch_axis(act: Act, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 @contextmanager
 def _functions_of_whole_batches() -> Iterator[None]:
-    """Apply every ``autograd.Function`` that has no rule for ``vmap`` to the batch of all lanes, inside the block.
+    """Apply every ``autograd.Function`` that has no rule for ``vmap`` to the batch of all lanes, in the ``with`` block.
 
     The surrogate gradients of spiking neurons are functions of this kind, written for batches.  A function that mixes
     the samples of a batch raises :class:`MemoptError`.

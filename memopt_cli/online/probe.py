@@ -1,7 +1,7 @@
 """Taking one time step of a model apart, to record which parts each part reads, and whether neuron by neuron.
 
 Every part (a state from the last step, an output of a tagged weight or of a cell) is replaced by a detached copy that
-requires gradients, a *leaf*.  The leaves behind a tensor in autograd's graph are then the parts that it reads.
+requires gradients, a *leaf*.  The leaves of a tensor's graph are then the parts that it reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from memopt_cli.errors import MemoptError
-from memopt_cli.online.graph import AutogradGraph, Reads, ends_behind, find_sole_ends, jacobian_row
+from memopt_cli.online.graph import AutogradGraph, Reads, find_sole_ends, jacobian_row, reachable_ends
 from memopt_cli.online.interception import Interception
 from memopt_cli.online.operations import make_operation
 from memopt_cli.online.structure import Source
@@ -125,7 +125,7 @@ class Probe(Interception):
         return shown
 
     def _note_outside(self, cell: str, tensors: Sequence[Tensor]) -> None:
-        reached, _ = ends_behind((tensor.grad_fn for tensor in tensors), self._shown_nodes)
+        reached, _ = reachable_ends((tensor.grad_fn for tensor in tensors), self._shown_nodes)
         self.read_outside |= {
             past_state for number in reached if (past_state := self._states_shown[number]).cell == cell
         }

@@ -20,11 +20,11 @@ class Reach:
         self.probe, self.reads = probe, probe.reads
         self.outs = [part for part in self.reads if isinstance(part, CellOutput)]
         self.uses = [part for part in self.reads if isinstance(part, ModuleUse)]
-        self.behind: dict[CellOutput, set[Source]] = {}
+        self.sources: dict[CellOutput, set[Source]] = {}
         """Output of a cell -> the uses and states that it was computed from, through other cells as well."""
         for out in self.outs:
-            behind = (self.behind[s] if isinstance(s, CellOutput) else {s} for s in self.reads[out].direct)
-            self.behind[out] = set[Source]().union(*behind)
+            sources = (self.sources[s] if isinstance(s, CellOutput) else {s} for s in self.reads[out].direct)
+            self.sources[out] = set[Source]().union(*sources)
         self.new = {
             PastState(out.cell, names[out.number].name): out
             for out in self.outs
@@ -45,15 +45,15 @@ class Reach:
 
     def _states_reached(self, use: ModuleUse) -> set[PastState]:
         """Return the states that ``use`` reaches, in its own step and from there in later ones."""
-        reached = {past_state for past_state, out in self.new.items() if use in self.behind[out]}
-        while more := {h for h, out in self.new.items() if h not in reached and self.behind[out] & reached}:
+        reached = {past_state for past_state, out in self.new.items() if use in self.sources[out]}
+        while more := {h for h, out in self.new.items() if h not in reached and self.sources[out] & reached}:
             reached |= more
         return reached
 
     def carries(self, source: Source) -> bool:
         """Return whether ``source`` depends on traced weights neuron by neuron."""
         if isinstance(source, CellOutput):
-            return any(map(self.carries, self.behind[source]))
+            return any(map(self.carries, self.sources[source]))
         return source in self.followed_states or source in self.reached
 
     def _needed_outputs(self) -> set[CellOutput]:

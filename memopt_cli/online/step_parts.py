@@ -51,7 +51,7 @@ class StepParts:
 
         ``key``: the output of the cell that the tensor ``output`` is.
         """
-        if key in self.structure.states_behind:
+        if key in self.structure.source_states:
             indices = sorted(find_sole_ends(output, _index_by_node(new_states)))
             slopes = jacobian_row(self.gate, output, [new_states[index] for index in indices])
             through = {

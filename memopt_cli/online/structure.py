@@ -63,9 +63,9 @@ class Structure:
     exposed_states: frozenset[PastState]
     """States of the last step that are also read outside of the cell that declares them."""
     attached_outputs: frozenset[CellOutput]
-    """Outputs of cells that depend on more than their edges, such as on a trainable time constant.  Autograd's graph
-    behind them must stay."""
-    states_behind: dict[CellOutput, frozenset[int]]
+    """Outputs of cells that depend on more than their edges, such as on a trainable time constant.  They must keep
+    autograd's graph."""
+    source_states: dict[CellOutput, frozenset[int]]
     """Output of a cell that depends only on the cell's new states -> the numbers of those states."""
     untraced_reasons: dict[str, str]
     """Path of a tagged module without a trace -> the reason.  Such a module gets only the gradient of each step."""

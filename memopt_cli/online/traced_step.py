@@ -68,7 +68,7 @@ class TracedStep(Interception):
 
     @contextmanager
     def traces_loaded(self) -> Iterator[None]:
-        """Load the traces for the steps in the block; store them after it, and make the model's states constants."""
+        """Load the traces for the steps in the ``with`` block; then store them and make the states constants."""
         self.batch.lift(self.traces.load, *(state.value for state in self.traces.states))
         try:
             yield
@@ -125,7 +125,7 @@ class TracedStep(Interception):
         if use not in self.traces.by_use:
             operation = make_operation(self.weights[use.path])
             return (operation.apply(z[0] if z else None, self.batch.size, operation.weight, operation.bias),)
-        # No parameter is behind the input of a constant use, so it needs no gradient.
+        # The input of a constant use depends on no parameter, so it needs no gradient.
         if use in self.structure.constant_uses and not self._window:
             z = tuple(tensor.detach() for tensor in z)
         trace, weight_input = self.traces.by_use[use], z[0] if z else None
@@ -162,7 +162,7 @@ class TracedStep(Interception):
         for out, q in zip(outs, tensors, strict=True):
             is_state = out.number < len(names)  # new states come before returned tensors
             if out not in self.structure.edges or (self._window and not is_state and out not in self._read_outputs):
-                continue  # autograd computes its whole gradient by the graph behind it
+                continue  # autograd computes its whole gradient by its graph
             self._parts.check_weighted(out, q)
             row = self._parts.row(out, q, tensors[: len(names)])
             total = self._parts.rows[out] = row.total(self._parts.rows)

@@ -236,7 +236,7 @@ class Trace(nn.Module):
         raise NotImplementedError
 
     def onward(self, row: Row) -> Ties:
-        """Return the ties by which the gradient of a tensor with ``row`` reaches ``y`` and what is behind ``y``."""
+        """Return the ties by which the gradient of a tensor with ``row`` reaches ``y`` and what ``y`` depends on."""
         live = self.live
         if self.use not in row.inputs or not live.y.requires_grad:
             return []

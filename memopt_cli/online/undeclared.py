@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError
 from memopt_cli.online.states import states_of, tensors_in
-from memopt_cli.runtime.graph import nodes_behind
+from memopt_cli.runtime.graph import reachable_nodes
 from memopt_cli.runtime.private_torch import tree_leaves
 
 
@@ -23,12 +23,12 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
     states = states_of(model)
     undeclared = [(path, tensor) for path, tensor in tensors_in(model) if path not in states]
     paths = {tensor.grad_fn: path for path, tensor in undeclared if tensor.grad_fn is not None}
-    first_nodes = set(nodes_behind([*first_results, *(tensor for _, tensor in undeclared)]))
+    first_nodes = set(reachable_nodes([*first_results, *(tensor for _, tensor in undeclared)]))
     for state in states.values():
         state.value = state.value.detach()
     # A variable, since in PyTorch 2.8 the nodes of a user-defined Function die with its result.
     second_results = _take_step(model, inputs)
-    for node in nodes_behind(second_results):
+    for node in reachable_nodes(second_results):
         if node in first_nodes and not hasattr(node, "variable"):
             raise MemoptError(
                 f"{paths.get(node, 'a tensor that the model keeps')} is carried from one time step to the next, and is "

@@ -78,7 +78,7 @@ _UNSEEN_WRITES = frozenset(
     )
 )
 """Functions that give access to a tensor's memory, which may then be written without a new version."""
-_USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
+_ARGUMENTS_USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class ReachedNorm:
     since.
     """
     values: Tensor | None
-    """The norm's input, handed to the next pass once.  ``None`` if that pass must recompute it."""
+    """The norm's input, handed to the next pass once; ``None`` if that pass must recompute it."""
     running_statistics: tuple[Tensor, ...]
     """The running statistics that the norm updates."""
 
@@ -186,10 +186,8 @@ class BatchStatistics:
 
         Raises :class:`NotGatheredError`, or :class:`RuntimeError` if the state cannot be put back.
         """
-        if self._start.has_drawn():
-            raise NotGatheredError(
-                "draws random numbers before a batch norm, which differ between chunks and the whole"
-            )
+        if self._start.has_used_random():
+            raise NotGatheredError("uses random numbers before a batch norm, which differ between chunks and the whole")
         self._norms = (*self._norms, _Norm(merge_statistics([chunk.statistics for chunk in reached]), reached))
         self._start.add_norm(reached[0].running_statistics)
         self._start.restore()
@@ -231,7 +229,7 @@ class BatchStatistics:
 def merge_statistics(parts: Sequence[Statistics]) -> Statistics:
     """Return the statistics of all values together, given the statistics of ``parts`` of them (Chan et al. 1979).
 
-    The mean is the mean of the means, weighted by counts.  The variance is the mean of the variances, weighted alike,
+    The mean is the mean of the means, weighted by counts.  The variance is the mean of the variances, weighted too,
     plus the variance of the means.  Values 1, 3 and 5, 7: means 2 and 6, variances 1 and 1; together 4 and 1 + 4.
     """
     count = sum(part.count for part in parts)
@@ -270,7 +268,7 @@ class _Norms(TorchFunctionMode):
         self._costly = 0
         """Number of costly operators that have run."""
         self._last: _Output | None = None
-        """The output of the last costly operator.  ``None`` if the next pass must run that operator itself."""
+        """The output of the last costly operator; ``None`` if the next pass must run that operator itself."""
         self.broken_off = ""
         """Reason why this run must be discarded (empty if it is valid); set even if forward caught the exception."""
 
@@ -290,7 +288,7 @@ class _Norms(TorchFunctionMode):
         by_name = dict(zip(arguments, args, strict=False)) | (kwargs or {})
         if not by_name.get("training", False):
             return call()
-        return self._normalize(**{key: by_name[key] for key in by_name.keys() & _USED})
+        return self._normalize(**{key: by_name[key] for key in by_name.keys() & _ARGUMENTS_USED})
 
     def _run(self, call: Callable[[], Tensor]) -> Tensor:
         """Run a costly operator, or take its output from the pass before if that handed it on."""
@@ -322,7 +320,7 @@ class _Norms(TorchFunctionMode):
         norm = self._unused.pop(0)
         statistics, reached = norm.statistics, norm.chunks[self._index]
         if reached.source not in (None, self._source(input, reached.link)):
-            self._refuse("runs other operators before a batch norm when it runs again")
+            self._refuse("runs different operators before a batch norm when it is recomputed")
         if reached.link is not None:
             input = _link(input.detach(), reached.link)
         _update(running_mean, statistics.mean, momentum)
@@ -337,7 +335,7 @@ class _Norms(TorchFunctionMode):
         return ReachedNorm(statistics, link, source, values, tuple(t for t in running if t is not None))
 
     def _source(self, input: Tensor, link: Tensor | None) -> int | None:
-        """Return the index of the costly operator that made ``input``.  ``None`` if the next pass cannot skip it."""
+        """Return the index of the costly operator that made ``input``; ``None`` if the next pass cannot skip it."""
         can_skip = link is not None and self._last is not None and self._last.is_input(input, link)
         return self._costly - 1 if can_skip else None
 
@@ -493,7 +491,7 @@ def _scale_and_shift(
 
 
 def _output_format(x: Tensor) -> torch.memory_format:
-    """Return the memory format of batch norm's output for ``x``; a later dropout draws its noise in that order."""
+    """Return the memory format of batch norm's output for ``x``; a later dropout makes its mask in that order."""
     layout = CHANNELS_LAST.get(x.dim())
     is_last = layout is not None and (x.is_contiguous(memory_format=layout) or suggest_memory_format(x) is layout)
     return layout if layout is not None and is_last else torch.contiguous_format
@@ -519,8 +517,8 @@ class StateBeforePasses:
         self._inputs = [(t, version_of(t)) for t in inputs]
         self._generators = Generators()
 
-    def has_drawn(self) -> bool:
-        """Return whether random numbers were drawn since this start was made."""
+    def has_used_random(self) -> bool:
+        """Return whether random numbers were used since this start was made."""
         return self._generators.moved()
 
     def add_norm(self, running: Sequence[Tensor]) -> None:

@@ -33,7 +33,7 @@ class _Chunk:
     start: StartingState
     """The state from which the chunk starts, without the recomputed tensors."""
     needs_gradient: tuple[bool, ...]
-    """Whether each recomputed tensor needs a gradient.  Empty if the chunk starts where the first chunk does."""
+    """Whether each recomputed tensor needs a gradient; empty if the chunk starts where the first chunk does."""
     run: Callable[[Sequence[Any]], object]
     """A function that recomputes the chunk's forward."""
 
@@ -68,11 +68,11 @@ class ChunkStarts:
     def check_repeatable(self) -> None:
         """Check, once every chunk has run, that all can be recomputed.
 
-        Raises :class:`RuntimeError` if one drew random numbers.
+        Raises :class:`RuntimeError` if one used random numbers.
         """
         if self._generators.moved():
             raise RuntimeError(
-                f"{label_of(self._module)} draws random numbers, so its states cannot be made again. "
+                f"{label_of(self._module)} uses random numbers, so its states cannot be made again. "
                 "Set recompute_states to false in the plan."
             )
 

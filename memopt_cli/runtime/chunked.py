@@ -74,7 +74,7 @@ class _Call:
     kwargs: dict[str, Any]
     """Keyword arguments, which every chunk gets whole."""
     parcel: Parcel | None
-    """The parcel that sends away what the chunks store.  ``None`` if it stays on the device."""
+    """The parcel that sends away what the chunks store; ``None`` if it stays on the device."""
 
 
 def run_chunks(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,7 +267,7 @@ class _FirstChunk:
         self._whole = [(name, value, pickle_value(value)) for name, value in named]
         """Name, value and data before the chunk of each argument that every chunk gets whole, such as a cache."""
         self._start: StartingState | None = None
-        """The state from which the chunk starts.  ``None`` if it did not start yet."""
+        """The state from which the chunk starts; ``None`` if it did not start yet."""
         self._state_tensors: Sequence[Tensor] = ()
         """The tensors that :attr:`_start` has released to an enclosing segment."""
 
@@ -457,7 +457,7 @@ def _join_outputs(config: SegmentConfig, columns: list[tuple[Any, ...]], output:
 def _concatenate(column: tuple[Any, ...], axis: int) -> Tensor:
     """Return the chunks in ``column`` joined, with their order of dimensions in memory (such as channels last).
 
-    A later layer may draw its noise in that order.
+    A later dropout makes its mask in that order.
     """
     first = column[0]
     order = in_memory(first)

@@ -20,8 +20,8 @@ from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import name_at
 from memopt_cli.runtime.private_torch import (
     WRITES_TWICE,
-    asked_while_compiling,
-    differentiates_ahead,
+    backend_is_aot,
+    constant_while_compiling,
     not_compiled,
     wants_one_graph,
 )
@@ -37,7 +37,7 @@ def run_compiled(
     if _is_exported():
         return forward(*args, **kwargs)
     config = config_of(module)
-    if differentiates_ahead() and not WRITES_TWICE and config.chunks < 2:
+    if backend_is_aot() and not WRITES_TWICE and config.chunks < 2:
         return run(module, forward, args, kwargs)
     return run_plainly_or(functools.partial(uncompiled, run), config.path, module, forward, args, kwargs)
 
@@ -68,7 +68,7 @@ def uncompiled(
         return run(module, forward, args, kwargs)
 
 
-@asked_while_compiling
+@constant_while_compiling
 def _tell_that_it_runs_plainly(name: str) -> None:
     warnings.warn(
         f"{name} runs without recomputation: it cannot be part of the one graph that fullgraph=True asks for",

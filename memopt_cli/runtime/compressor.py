@@ -12,7 +12,6 @@ import inspect
 import math
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +32,7 @@ from memopt_cli.runtime.private_torch import (
 )
 from memopt_cli.runtime.this_thread import this_thread
 from memopt_cli.runtime.tree import join_tensors, split_tensors
+from memopt_cli.runtime.warned import warn_caller
 
 _BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Bytes of an element -> integers that hold its bits; larger elements are compared as several of eight bytes."""
@@ -46,11 +46,11 @@ _TOP_BYTE = 7 if sys.byteorder == "little" else 0
 """Index in memory of the top byte of an integer of eight bytes."""
 _FIRST_SEARCHED = 2**10
 """Number of elements in the first piece that is searched for a value other than zero."""
-_MAX_NUMBERED_SPAN = 2**20
-"""The widest span whose distinct values are counted, to number them."""
+_MAX_INDEXED_SPAN = 2**20
+"""Largest span for which the distinct values are looked for, to store one-byte indices into a table of them."""
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen, for speed: that takes three times as long to make
+@dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen: that takes three times as long to construct
 class Packed:
     """A stored tensor: the codec's data, and the shape, strides and dtype to restore."""
 
@@ -63,13 +63,13 @@ class Packed:
     """Version counter of the tensor when it was stored raw; a different value when it is read is an error.  ``None``
     for an encoded tensor."""
     skeleton: Any = None
-    """The return value of the user's codec, with slots in place of the tensors.  ``None`` for a codec of memopt's."""
+    """The return value of the user's codec, with slots in place of the tensors; ``None`` for a codec of memopt's."""
     parts: tuple[Packed, ...] = ()
-    """The stored parts of a concatenation; ``data`` holds the copied ones.  Empty for other tensors."""
+    """The stored parts of a concatenation (``data`` holds those that were copied); empty for other tensors."""
     dim: int = 0
     """The dimension along which the parts are concatenated."""
     whole: Packed | None = None
-    """The base of a view that is stored raw.  ``None`` for an encoded tensor, or one that is not a view."""
+    """The base of a view that is stored raw; ``None`` for an encoded tensor, or one that is not a view."""
 
     @property
     def raw(self) -> bool:
@@ -174,7 +174,7 @@ class SparseSpikeCompressor(SpikeCompressor):
 
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
         if is_fake(flat):
-            return _as_recorded(flat)
+            return _fake_positions(flat)
         # On the bits as integers: not every dtype has a kernel for indexing.
         positions = (_bits(flat) != 0).nonzero().flatten()
         values = _bits(flat).index_select(0, positions)
@@ -242,8 +242,8 @@ class IndexCompressor(SpikeCompressor):
         # A difference that does not fit the dtype has wrapped around.
         if narrowest < 0:
             return None
-        if 255 < widest <= _MAX_NUMBERED_SPAN and (numbered := _number_values(span, widest)):
-            return (*numbered, least)
+        if 255 < widest <= _MAX_INDEXED_SPAN and (indexed := _index_distinct_values(span, widest)):
+            return (*indexed, least)
         for limits in map(torch.iinfo, (torch.uint8, torch.int16, torch.int32)):
             if widest <= limits.max - limits.min and limits.bits < 8 * flat.element_size():
                 return (span + limits.min).to(getattr(torch, limits.dtype)).flatten(), least - limits.min
@@ -255,8 +255,8 @@ class IndexCompressor(SpikeCompressor):
         return (span.to(dtype).view(-1, least.numel()) + least).flatten()
 
 
-def _number_values(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:
-    """Return ``span`` as numbers of its distinct values, one byte each, and the values; ``None`` for over 256 values.
+def _index_distinct_values(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:
+    """Return ``span`` as one-byte indices into its distinct values, and these values; ``None`` if they are over 256.
 
     In a wide image, a window has few different indices, which are far apart: in a 3x3 window of an image that is 1000
     wide they are 0, 1, 2, 1000, 1001, 1002, 2000, 2001 and 2002.
@@ -266,8 +266,8 @@ def _number_values(span: Tensor, widest: int) -> tuple[Tensor, Tensor] | None:
     values = occurs.nonzero().flatten()
     if values.numel() > 256:
         return None
-    number_of_value = (occurs.cumsum(0) - 1).to(torch.uint8)
-    return number_of_value.index_select(0, flat), values.to(span.dtype)
+    index_of_value = (occurs.cumsum(0) - 1).to(torch.uint8)
+    return index_of_value.index_select(0, flat), values.to(span.dtype)
 
 
 class Codec(Protocol):
@@ -292,16 +292,14 @@ class OwnCompressor(SpikeCompressor):
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._takes_shape: bool | None = None
-        """Whether ``decompress`` takes the shape.  ``None`` until the first call, since a compiler cannot inspect its
+        """Whether ``decompress`` takes the shape; ``None`` until the first call, since a compiler cannot inspect its
         signature."""
 
     def compress(self, x: Tensor) -> Packed:
         """Store ``x`` by the codec, restore it and compare; warn if the codec does not give it back exactly."""
         packed, reason = self._try(x)
         if reason:
-            warnings.warn(
-                f"x_compressor {type(self._codec).__name__}: {reason}; this input is stored uncompressed", stacklevel=1
-            )
+            warn_caller(f"x_compressor {type(self._codec).__name__}: {reason}; this input is stored uncompressed")
         return packed
 
     def packed_bytes(self, x: Tensor) -> int:
@@ -309,7 +307,7 @@ class OwnCompressor(SpikeCompressor):
         return self._try(x)[0].nbytes
 
     def misfit(self, x: Tensor) -> str:
-        """Return a complaint if the codec fails to give back ``x``; empty if it does not."""
+        """Return why the codec does not restore ``x`` bit for bit; empty if it does."""
         return self._try(x)[1]
 
     def _try(self, x: Tensor) -> tuple[Packed, str]:
@@ -348,14 +346,14 @@ class OwnCompressor(SpikeCompressor):
 
 
 def _difference(restored: Any, x: Tensor) -> str:
-    """Return a complaint if ``restored``, which a codec gave back, differs from ``x``; else an empty string."""
+    """Return how ``restored``, the result of a codec, differs from ``x``; empty if it does not."""
     if not isinstance(restored, Tensor):
-        return f"its decompress gives back {type(restored).__name__}, which is not a tensor"
+        return f"its decompress returned {type(restored).__name__}, not a tensor"
     for property in ("dtype", "shape"):
         after, before = (str(getattr(t, property)).removeprefix("torch.") for t in (restored, x))
         if after != before:
-            return f"its decompress gives back {property} {after} where compress got {before}"
-    return "" if same_bits(restored, x) else "its decompress gives back values that differ from those that compress got"
+            return f"its decompress returned {property} {after}, and compress was given {before}"
+    return "" if same_bits(restored, x) else "its decompress returned other values than compress was given"
 
 
 def _takes_shape(codec: Codec) -> bool:
@@ -435,7 +433,7 @@ def _load_part(packed: Packed) -> Tensor:
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} was modified in place (version {packed.version} -> "
             f"{version_counter(x)}) although a stored concatenation refers to it. Make the modification out of "
-            "place, or set compressor to null and packed to false in the plan."
+            "place, or set `compressor: null` and `packed: false` in the plan."
         )
     return x
 
@@ -545,7 +543,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def assuming_sparse_share(share: Callable[[], float]) -> Iterator[None]:
-    """Inside the context, count a fake tensor stored by ``sparse`` as ``share()`` (below 1) of its bytes."""
+    """Count a fake tensor that ``sparse`` stores in the ``with`` block as ``share()`` (below 1) of its bytes."""
     _thread.share = share
     try:
         yield
@@ -553,8 +551,8 @@ def assuming_sparse_share(share: Callable[[], float]) -> Iterator[None]:
         del _thread.share
 
 
-def _as_recorded(flat: Tensor) -> tuple[Tensor, ...] | None:
-    """Return as many positions in the fake ``flat`` as a recorded step had, or ``None`` without such a record."""
+def _fake_positions(flat: Tensor) -> tuple[Tensor, ...] | None:
+    """Return empty positions of the size set by :func:`assuming_sparse_share`; ``None`` if they would save nothing."""
     share: Callable[[], float] | None = getattr(_thread, "share", None)
     nbytes = int(flat.numel() * flat.element_size() * share()) if share else flat.nbytes
     return (flat.new_empty(nbytes // 4, dtype=torch.int32),) if nbytes < flat.nbytes else None
@@ -573,7 +571,7 @@ def load(codec: SpikeCompressor, packed: Packed) -> Tensor:
 
 
 class internal_tensors:
-    """A block in which new tensors are memopt's own, such as copies and packed tensors, and not the model's."""
+    """Context manager; tensors made inside it, such as copies and packed tensors, are memopt's and not the model's."""
 
     __slots__ = ("_outer",)
 
@@ -594,7 +592,7 @@ def _bits(flat: Tensor) -> Tensor:
 
 
 def _equals_bits(claimed: Tensor, flat: Tensor) -> bool:
-    """Return whether ``claimed``, cast to the dtype of ``flat``, has its very bits (so -0.0 and NaN do not slip by)."""
+    """Return whether ``claimed``, cast to the dtype of ``flat``, has the same bits (-0.0 is not 0.0)."""
     expected = _bits(claimed.to(flat.dtype))  # in a dry run too, since it takes memory
     return is_fake(flat) or torch.equal(expected, _bits(flat))
 

@@ -333,7 +333,7 @@ def _run_between_graphs(
 
 
 def _run_at_length(module: nn.Module) -> Run | None:
-    """Return the function that runs the forward of ``module`` at the current length.  ``None`` if it runs plainly.
+    """Return the function that runs the forward of ``module`` at the current length; ``None`` if it runs plainly.
 
     Segments run uncompiled: a graph made for one length would also be used for other lengths.
     """

@@ -24,9 +24,9 @@ class Copy:
     values: Tensor
     """A tensor of its own, or a view of ``shared``."""
     stride: tuple[int, ...] = ()
-    """The strides of the tensor.  Empty if ``values`` has the same."""
+    """The strides of the tensor; empty if ``values`` has the same strides."""
     shared: Tensor | None = None
-    """A vector of which several copies are views.  ``None`` if ``values`` is a tensor of its own."""
+    """A vector of which several copies are views; ``None`` if ``values`` is a tensor of its own."""
     needs_gradient: bool = False
     """Whether the tensor that is restored from the copy needs a gradient."""
 

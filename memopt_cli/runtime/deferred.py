@@ -32,12 +32,12 @@ from memopt_cli.runtime.cuts import chunk_lengths, record_cut
 from memopt_cli.runtime.private_torch import (
     graph_is_kept,
     is_fake,
+    make_without_memory,
     schema_of,
     tree_map,
     unseen,
     version_counter,
     with_plain_functions,
-    without_memory,
 )
 from memopt_cli.runtime.warned import warn_caller
 
@@ -209,11 +209,11 @@ class DeferredLinear(Tensor):
     A view or slice of this index shows the rows that the same view or slice of the output has.
     """
     _computed: Tensor | None
-    """The values.  ``None`` if they were not computed yet."""
+    """The values; ``None`` if they were not computed yet."""
 
     @staticmethod
     def __new__(cls, head: _Head, index: Tensor, dtype: torch.dtype) -> DeferredLinear:
-        self: DeferredLinear = without_memory(cls, index.shape, dtype, head.x.device)
+        self: DeferredLinear = make_without_memory(cls, index.shape, dtype, head.x.device)
         self._head, self._index, self._computed = head, index, None
         return self
 
@@ -318,7 +318,7 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
 
 
 def _moved_index(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the index of ``func(deferred, ...)``.  ``None`` if some row of the result lacks a class."""
+    """Return the index of ``func(deferred, ...)``; ``None`` if some row of the result lacks a class."""
     index = deferred._index
     if func in _RESHAPES:
         with unseen():  # a recorded step must not count the bytes of this tensor
@@ -358,7 +358,7 @@ class _Loss:
     target: Tensor
     """Classes, shape (rows,), int64."""
     weight: Tensor | None
-    """Weight of each class, shape (classes,).  ``None`` if all classes count alike."""
+    """Weight of each class, shape (classes,); ``None`` if all classes count equally."""
     ignore_index: int
     """The target of rows that have neither loss nor gradient."""
     label_smoothing: float
@@ -369,7 +369,7 @@ class _Loss:
     """The dtype in which the loss is computed: the dtype of the logits, but float32 at least."""
 
     def share(self) -> Tensor:
-        """Return the factor between the sum over rows and the loss.  Infinite if no row counts."""
+        """Return the factor from the sum over rows to the loss; infinity if every row is ignored."""
         if not self.is_mean:
             return torch.ones((), dtype=self.dtype, device=self.target.device)
         valid = self.target != self.ignore_index

@@ -1,4 +1,4 @@
-"""Read and restore positions of random generators, so that a recomputation draws the numbers that forward drew."""
+"""Read and restore positions of random generators, so that a recomputation uses the random numbers of forward."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Generators:
     def end_forward(self) -> None:
         """Forget, when forward has ended, the generators that it did not move, if there are other threads.
 
-        Other threads may draw from them before backward, and would draw the same numbers again if the generators were
-        put back.  Without other threads all generators are kept: forward may have drawn from one, and put it back
+        Other threads may use them before backward, and would get the same numbers again if the generators were put
+        back.  Without other threads all generators are kept: forward may have used one, and put it back
         (``torch.random.fork_rng``).
         """
         is_alone = threading.active_count() == 1
@@ -165,7 +165,7 @@ def _every_device() -> list[torch.device]:
 
 
 def _is_started(device: torch.device) -> bool:
-    """Return whether ``device`` is in use, so that numbers may have been drawn there (as PyTorch's checkpoint asks)."""
+    """Return whether ``device`` is in use, so that its generator may have moved (as PyTorch's checkpoint asks)."""
     return device.type not in ("cpu", "meta") and is_started(device)
 
 

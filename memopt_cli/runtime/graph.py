@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 
-def nodes_behind(tensors: Iterable[Tensor], is_end: Callable[[Node], bool] | None = None) -> Iterator[Node]:
+def reachable_nodes(tensors: Iterable[Tensor], is_end: Callable[[Node], bool] | None = None) -> Iterator[Node]:
     """Yield the nodes by which ``tensors`` were computed, like :func:`nodes_from`."""
     return nodes_from((tensor.grad_fn for tensor in tensors), is_end)
 
 
 def nodes_from(starts: Iterable[Node | None], is_end: Callable[[Node], bool] | None = None) -> Iterator[Node]:
-    """Yield ``starts``, without ``None``, and the nodes behind them, each once, the nearest first.
+    """Yield ``starts``, without ``None``, and the nodes reachable from them, each once, the nearest first.
 
-    ``is_end``: returns whether the walk stops before a node.  ``None`` if the walk goes on to the leaves.
+    ``is_end``: returns whether the walk stops before a node; without it, the walk goes on to the leaves.
     """
     pending, seen = deque(starts), set[Node]()
     while pending:
@@ -32,6 +32,6 @@ def nodes_from(starts: Iterable[Node | None], is_end: Callable[[Node], bool] | N
 def leaves_before(tensors: Sequence[Tensor], ends: Collection[Node] = ()) -> Iterator[Tensor]:
     """Yield the leaves from which ``tensors`` were computed, by paths that pass none of the ``ends``."""
     yield from (tensor for tensor in tensors if tensor.grad_fn is None)
-    for node in nodes_behind(tensors, set(ends).__contains__):
+    for node in reachable_nodes(tensors, set(ends).__contains__):
         if hasattr(node, "variable"):
             yield node.variable

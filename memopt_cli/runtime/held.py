@@ -39,9 +39,9 @@ class HeldTensor:
     needs_gradient: bool
     """Whether it required a gradient when forward started."""
     copy: Copy | None = None
-    """A copy of its values.  ``None`` if forward does not write to it."""
+    """A copy of its values; ``None`` if forward does not write to it."""
     released_index: int | None = None
-    """Its index among the released tensors.  ``None`` if it is still held."""
+    """Its index among the released tensors; ``None`` if it is still held."""
 
     def is_written(self, tensor: Tensor) -> bool:
         """Return whether forward has, or may have, written to ``tensor``, which is held here.
@@ -86,7 +86,7 @@ class HeldSlots:
         self.object_slots: set[Slot] = set()
         """The slots that change and hold objects."""
         self._objects: Frozen | None = None
-        """One pickle of the objects in :attr:`object_slots` and of the arguments.  ``None`` if there are neither."""
+        """One pickle of the objects in :attr:`object_slots` and of the arguments; ``None`` if there are neither."""
         self._contents: dict[Slot, Frozen] = {}
         """Slot -> a separate pickle of its object, to find out whether forward changes that object."""
         self.names: dict[int, list[Any]] = {}

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.private_torch import step_without_hooks
-from memopt_cli.runtime.waiting import remake_with
+from memopt_cli.runtime.waiting import recompute_before_update
 
 _installed: MutableMapping[Optimizer, InBackward] = weakref.WeakKeyDictionary()
 """Optimizer that runs in backward -> its hooks."""
@@ -122,7 +122,7 @@ class InBackward:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        remake_with(parameter)
+        recompute_before_update(parameter)
         with self._lock, _updating():
             self._check(parameter, optimizer)
             step_alone(optimizer, self._used_group(optimizer, parameter), parameter)

@@ -34,7 +34,7 @@ from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
 from memopt_cli.runtime.samples import Turns
 from memopt_cli.runtime.segment_config import Installed
-from memopt_cli.runtime.variables import Code, find_variables, may_draw
+from memopt_cli.runtime.variables import Code, find_variables, may_use_random
 
 _WATCHED_EXCHANGES: Final = 2
 """Number of times that code between calls may replace a slot's value; each makes the next call watched.  Later ones are
@@ -89,8 +89,8 @@ class Known:
         # State that only a hook's code changes is not searched for: a recomputation runs the hook again, and the hook
         # can call ``is_recomputing()`` if it must not change that state twice.
         hooked: list[Owner] = [Table(table) for table in tables if table]
-        of_code, self.may_draw = _owners_of_code(own, modules, others)
-        """Whether forward may draw from the global generator of Python or NumPy, since its code names that."""
+        of_code, self.may_use_random = _owners_of_code(own, modules, others)
+        """Whether forward may use the global generator of Python or NumPy, since its code names that."""
         self.owners = [*own, *hooked, *of_code]
         self._kinds_of_others = {type(other) for other in others}
         self.own = len(own) + len(hooked)
@@ -208,7 +208,7 @@ class Known:
         """Note the values that were exchanged since the last call in the owners whose current slots are ``readings``.
 
         Return whether forward may be expected to change the same slots as before.  The first two times that a value is
-        exchanged it may not: forward could branch on ``self.mode``, and count or draw only in one branch.
+        exchanged it may not: forward could branch on ``self.mode``, and count or use dropout only in one branch.
         """
         is_new = False
         for index, slots in readings.items():
@@ -256,25 +256,25 @@ class Learned:
     """The knowledge of one segment that its calls have shown."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        """Start without knowledge.  ``module``: the segment.  ``None`` if the knowledge serves one call only."""
+        """Start without knowledge.  ``module``: the segment; ``None`` if the knowledge serves one call only."""
         self._module = None if module is None else weakref.ref(module)
         self.known: Known | None = None
-        """Everything that its calls might change.  ``None`` if the first call has not ended yet."""
+        """Everything that its calls might change; ``None`` if the first call has not ended yet."""
         self.runs = Turns()
         """The schedule by which calls are watched."""
         self.stages: dict[int, Learned] = {}
         """Index of a module that the segment is split into (``__spatial_split__``) -> the knowledge of it."""
         self.parameters: Parameters | None = None
-        """The parameters in the latest call.  ``None`` if that call was watched."""
+        """The parameters in the latest call; ``None`` if that call was watched."""
         self.exchanged = Counter[Slot]()
         """Slot -> number of exchanges of its value between two calls, for example by a training loop."""
-        self.draws_outside = False
-        """Whether forward draws from the global random generators of Python or NumPy."""
+        self.uses_random_outside = False
+        """Whether forward uses the global random generators of Python or NumPy."""
         self.runs_to_end: dict[int, bool] = {}
         """Number of tensors that a forward saves -> whether one of its last operators fills a tensor after saving it
         (:mod:`memopt_cli.runtime.noise`)."""
         self.compared: int | None = None
-        """The index of the saved tensor that is compared in every call, counted from the end (-1 is the last tensor).
+        """The index of the saved tensor that is compared in every call, counted from the end (-1 is the last tensor);
         ``None`` if no tensor is compared."""
         self.overwrites_input = False
         """Whether forward writes over its input, so that a recomputation needs a copy."""
@@ -339,13 +339,13 @@ def _own_parameters(module: nn.Module) -> dict[str, Any]:
 def _owners_of_code(
     owners: Sequence[Owner], modules: Sequence[nn.Module], others: Sequence[Any]
 ) -> tuple[list[Owner], bool]:
-    """Return the variables that a call of ``modules`` may use, and whether its code may draw global random numbers.
+    """Return the variables that a call of ``modules`` may use, and whether its code may use global random numbers.
 
     The search starts with the code of the modules' classes and of the objects in ``owners`` and ``others``.  It goes on
     with the code of the objects in the variables that it finds, until it finds no new ones.
     """
     found: dict[int, Owner] = {}
-    draws = False
+    may_be_random = False
     kinds = dict.fromkeys(type(module) for module in modules)
     code: list[Any] = [vars(kind).get("_original", kind) for kind in kinds]  # of a segment, the module's own class
     values: list[Any] = [*others]
@@ -356,12 +356,12 @@ def _owners_of_code(
         new = [c for c in (*code, *_code_in(values)) if id(c) not in seen]
         seen.update(map(id, new))
         code, values = [], []
-        draws |= any(map(may_draw, new))
+        may_be_random |= any(map(may_use_random, new))
         for owner in (owner for c in new for owner in find_variables(c)):
             if id(owner) not in found:
                 found[id(owner)] = owner
                 values += owner.read().values()
-    return [*found.values()], draws
+    return [*found.values()], may_be_random
 
 
 def _code_in(values: Sequence[Any]) -> list[Any]:

@@ -71,9 +71,9 @@ class ConfigsByLength:
     up_to: tuple[int, ...]
     """The largest length of each range; the last range also has all longer ones."""
     configs: tuple[SegmentConfig | None, ...]
-    """The settings in each range.  ``None`` if the module runs plainly."""
+    """The settings in each range; ``None`` if the module runs plainly."""
     length: LengthOf | None = None
-    """The dimension that is the length, in the root, which sees the model's input.  ``None`` if it is another
+    """The dimension that is the length, in the root, which sees the model's input; ``None`` if it is another
     module."""
     path: str = ""
     """The path in the plan, for messages."""
@@ -92,12 +92,12 @@ class ConfigsByLength:
 
 
 def current_length() -> float:
-    """Return the length of the current input.  Infinite if unknown: a module is called by itself."""
+    """Return the length of the current input; infinity if unknown, since a module was called outside of its model."""
     return this_thread.length
 
 
 class at_length:
-    """A block in which the current input has this ``length``."""
+    """Context manager; inside it, the current input has this ``length``."""
 
     __slots__ = ("_length", "_outer")
 
@@ -112,7 +112,7 @@ class at_length:
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:
-    """Return the settings by which ``module`` runs as a segment now.  ``None`` if it runs plainly.
+    """Return the settings by which ``module`` runs as a segment now; ``None`` if it runs plainly.
 
     For a module by length these are the settings for the current length; outside of a step, for the longest range.
     """
@@ -128,7 +128,7 @@ def config_of(module: nn.Module) -> SegmentConfig:
 
 
 def with_length_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """Return a block in which the length of these arguments is the current length, if ``module`` is a root."""
+    """Return a context in which the length of these arguments is the current length, if ``module`` is a root."""
     ranges: ConfigsByLength = vars(module)[SEGMENT_KEY]
     return _NOTHING if ranges.length is None else at_length(_length_in(module, ranges, ranges.length, args, kwargs))
 
@@ -136,7 +136,7 @@ def with_length_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
 def _length_in(
     module: nn.Module, ranges: ConfigsByLength, length: LengthOf, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> float:
-    """Return the length of the arguments.  Infinite, with one warning: they do not have that dimension."""
+    """Return the length of the arguments; if they lack that dimension, warn once and return infinity."""
     x = _argument(type(module).forward, length.argument, args, kwargs)
     if not isinstance(x, Tensor) or x.is_nested or not all(-x.dim() <= axis < x.dim() for axis in length.axes):
         kind = f"of class {type(x).__name__}"
@@ -191,7 +191,7 @@ def takes_argument(module: nn.Module, argument: int | str) -> bool:
 
 @functools.cache
 def _position_and_name(forward: Callable[..., Any], argument: int | str) -> tuple[int | None, str | None]:
-    """Return position, after ``self``, and name of ``argument``.  ``None`` if the signature does not show it."""
+    """Return position, after ``self``, and name of ``argument``; ``None`` if the signature does not show it."""
     names = _positional(_parameters(forward))
     if isinstance(argument, int):
         return argument, names[argument] if argument < len(names) else None

@@ -52,7 +52,7 @@ STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {
 _NUMBERS = frozenset({bool, int, float, complex})
 
 Complaint = str
-"""A description of what is wrong with a module, as a predicate: "draws random numbers".  Empty if nothing is wrong.
+"""A description of what is wrong with a module, as a predicate ("uses random numbers"); empty if nothing is wrong.
 
 Whoever shows it puts the module's name (:func:`label_of`) before it.
 """

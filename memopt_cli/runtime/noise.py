@@ -11,7 +11,7 @@ from typing import Final
 
 from torch import Tensor
 
-from memopt_cli.runtime.graph import nodes_behind
+from memopt_cli.runtime.graph import reachable_nodes
 from memopt_cli.runtime.private_torch import name_of_node, sequence_number
 
 _FILLED_LATER: Final = ("RreluWithNoiseBackward", "RreluWithNoiseFunctionalBackward")
@@ -19,9 +19,9 @@ _FILLED_LATER: Final = ("RreluWithNoiseBackward", "RreluWithNoiseFunctionalBackw
 
 
 def noise_since(first: int, outputs: Iterable[Tensor]) -> frozenset[int]:
-    """Return the numbers, from ``first`` on, of the nodes behind ``outputs`` that fill a tensor after saving it.
+    """Return the numbers, from ``first`` on, of the nodes of ``outputs`` that fill a tensor after saving it.
 
     Backward never asks a node for its tensors if no output depends on the node.
     """
-    nodes = nodes_behind(outputs, lambda node: sequence_number(node) < first)
+    nodes = reachable_nodes(outputs, lambda node: sequence_number(node) < first)
     return frozenset(sequence_number(node) for node in nodes if name_of_node(node).startswith(_FILLED_LATER))

@@ -28,7 +28,7 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
 
 
 class OtherNormsError(Exception):
-    """Batch norms get different channels for a part of an input and for the whole; the message is a ``Complaint``."""
+    """Batch norms see other channels in a chunk than in the whole input; the message is a ``Complaint``."""
 
 
 class SameStatistics(TorchFunctionMode):

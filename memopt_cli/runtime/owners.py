@@ -1,7 +1,7 @@
 """Owners: objects in which Python keeps state that a forward may change, as values under names.
 
-All owners are read and written back alike: a module's attributes, buffers, children and hooks, the variables that its
-code names (:mod:`memopt_cli.runtime.variables`), and the lists, dictionaries and objects that these hold.
+All owners are read and written back in one way: a module's attributes, buffers, children and hooks, the variables that
+its code names (:mod:`memopt_cli.runtime.variables`), and the lists, dictionaries and objects that these hold.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ _BYTES = frozenset(map(float, range(256)))
 def recorded_answers(
     codec_of: Callable[[Tensor], str], joined: Callable[[Sequence[Tensor]], None] | None = None
 ) -> Iterator[None]:
-    """Pack fake tensors in the block by the codecs that a step with data used.
+    """Pack fake tensors in the ``with`` block by the codecs that a step with data used.
 
     ``codec_of`` returns the name of the codec for a fake tensor, ``null`` if it stays raw.  ``joined`` is called with
     the outputs that the running module has joined from its chunks, in their order.
@@ -191,7 +191,7 @@ class _Late:
         self.node = next_node()
 
     def take(self) -> Tensor | None:
-        """Return the tensor to pack.  ``None`` if it was modified in place, so reading it in backward must fail."""
+        """Return the tensor to pack; ``None`` if it was modified in place, so reading it in backward must fail."""
         tensor, self._tensor = self._tensor, None
         return tensor if tensor is not None and version_of(tensor) == self.stored.version else None
 
@@ -202,7 +202,7 @@ class PackedSaves:
     def __init__(self, untouched: Iterable[Tensor], parcels: ParcelSeries | None = None, *, packs: bool = True) -> None:
         """Leave the tensors ``untouched``, parameters and buffers, as they are: they exist anyway.
 
-        ``parcels``: sends all other tensors to a place.  ``None`` if they stay on the device.  ``packs``: pack them.
+        ``parcels``: sends all other tensors to a place; ``None`` if they stay on the device.  ``packs``: pack them.
         """
         self._parcels, self._packs = parcels, packs
         # Forward may replace a buffer, such as a neuron's membrane potential, and another tensor may get its memory.
@@ -214,7 +214,7 @@ class PackedSaves:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Pack what autograd saves in the block."""
+        """Pack what autograd saves in the ``with`` block."""
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 yield
@@ -317,7 +317,7 @@ class PackedSaves:
         return reference() if reference and is_dense(tensor) else None
 
     def _pack_new(self, tensor: Tensor) -> _PackedRegion | None:
-        """Pack ``tensor``.  ``None`` if no codec makes it smaller."""
+        """Pack ``tensor``; ``None`` if no codec makes it smaller."""
         with internal_tensors(), torch.no_grad():  # taking samples is not an operator of the model, either
             codec = codec_for(tensor)
             whole = tensor if codec else _dense_base(tensor)

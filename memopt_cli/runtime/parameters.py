@@ -34,7 +34,7 @@ class _Entries:
         return self._snapshot.is_current()
 
     def versions(self) -> list[int | None]:
-        """Return the current version of each parameter.  ``None`` if it is sharded or lazy."""
+        """Return the current version of each parameter; ``None`` if it is sharded or lazy."""
         if self._have_versions:
             try:
                 return [*map(version_counter, self.tensors)]
@@ -112,7 +112,7 @@ class Parameters:
     def in_place(self) -> AbstractContextManager[None]:
         """Return a context manager that gives the modules these parameters, with ``requires_grad`` as in that call.
 
-        Afterwards the modules hold their current parameters again, even if the forward in the block exchanged
+        Afterwards the modules hold their current parameters again, even if the forward in the ``with`` block exchanged
         parameters for itself, and ended before it put them back.
         """
         is_in_place = self._entries.are_in_place() and self.trainable == [*map(_is_trainable, self.tensors)]

@@ -39,8 +39,8 @@ from torch._subclasses.fake_tensor import (
     FakeCopyMode,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
-from torch._subclasses.fake_tensor import unset_fake_temporarily as with_data
 from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -49,9 +49,8 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.torch_version import TorchVersion
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils._python_dispatch import _disable_current_modes as unseen
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_watched
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import _CheckpointFrame as CheckpointCall
 
@@ -69,9 +68,9 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "TreeSpec",
+    "is_in_torch_dispatch_mode",
     "is_of_transform",
     "is_of_vmap",
-    "is_watched",
     "suggest_memory_format",
     "tree_flatten",
     "tree_leaves",
@@ -79,16 +78,16 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "unseen",
-    "with_data",
+    "unset_fake_temporarily",
     "without_transform",
 ]
 """Names that are passed on unchanged, some under a clearer name.
 
 - ``BatchNorm``, ``InstanceNorm``: the bases of PyTorch's layers of that kind; there is no public one.
 - ``CheckpointCall``: one call of ``torch.utils.checkpoint``.
-- ``TorchDispatchMode``: sees every operator.  In the block of ``unseen()`` no mode does, nor does a dry run;
-  ``is_watched()`` returns whether one does.
-- ``with_data()``: a block in which no dry run is active, so that tensors have data.
+- ``TorchDispatchMode``: sees every operator.  In a ``with unseen()`` block no mode does, nor does a dry run;
+  ``is_in_torch_dispatch_mode()`` returns whether one does.
+- ``unset_fake_temporarily()``: suspends a dry run in a ``with`` block, so that tensors have data.
 - ``FakeTensorMode``, ``FakeCopyMode``: a dry run, and the copy of a module into it; ``FakeTensor``: its tensors.
 - ``is_of_transform``, ``is_of_vmap``, ``without_transform``: whether ``torch.func`` or ``vmap`` wraps a tensor, and the
   tensor inside one wrapping.
@@ -143,7 +142,7 @@ is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
 
 
 base_of: Final[Callable[[Tensor], Tensor | None]] = attrgetter("_base")
-"""The base of a tensor that autograd takes for a view.  ``None`` if it is not a view."""
+"""The base of a tensor that autograd takes for a view; ``None`` if it is not a view."""
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -155,7 +154,7 @@ def has_memory(tensor: Tensor) -> bool:
     return is_strided and not (stands_for_zeros(tensor) or is_of_transform(tensor))
 
 
-def without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+def make_without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """Return a tensor of the subclass ``kind`` that has no memory."""
     return Tensor._make_wrapper_subclass(kind, torch.Size(shape), dtype=dtype, device=device)
 
@@ -219,14 +218,14 @@ default_device: Final[Callable[[], str]] = torch._C._get_default_device
 """The device of tensors that are made without naming one; ``torch.get_default_device`` asks every mode first."""
 
 
-def calls_without_notes() -> int:
-    """Return the number of operators of dry runs that PyTorch has computed without its cache of earlier results."""
+def count_cache_bypasses() -> int:
+    """Return how many operators of dry runs PyTorch has computed without its cache of fake results."""
     return sum(FakeTensorMode.cache_bypasses.values())
 
 
 @contextlib.contextmanager
 def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace ``name`` of ``owner``, a PyTorch class or module, for the time of the block.
+    """Replace ``name`` of ``owner``, a PyTorch class or module, in the ``with`` block.
 
     ``changed`` makes the replacement of the original.
     """
@@ -252,10 +251,10 @@ def patch_deepcopy() -> None:
 
 
 @contextlib.contextmanager
-def fakes_exchanged() -> Iterator[None]:
-    """Let ``Module.to``, ``half`` and the like work on models without data, for the time of the block.
+def fake_parameters_swappable() -> Iterator[None]:
+    """Let ``Module.to``, ``half`` and the like work on models without data, in the ``with`` block.
 
-    They swap tensors, which fails for one that has weak references, and the dry run holds some.
+    They swap tensors, which fails for a tensor with weak references, such as those that the dry run keeps.
     """
 
     def exchanging(plain: Any) -> Any:
@@ -276,7 +275,7 @@ def fakes_exchanged() -> Iterator[None]:
 def _copy_of_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     if id(tensor) not in memo:
         if not tensor.is_leaf:
-            raise RuntimeError("deepcopy of a tensor that has a history: detach it before")
+            raise RuntimeError("cannot deepcopy a tensor that has a grad_fn: detach it first")
         copied = tensor.detach().clone(memory_format=torch.preserve_format)
         if isinstance(tensor, nn.Parameter):
             memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad)
@@ -315,7 +314,7 @@ def is_known_to_script(operator: str) -> bool:
 
 
 def with_plain_functions() -> AbstractContextManager[None]:
-    """Ignore ``__torch_function__`` of arguments' classes inside the block."""
+    """Ignore ``__torch_function__`` of arguments' classes in the ``with`` block."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -388,7 +387,7 @@ def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
 
 
 def hooks_on_gradient(parameter: Tensor) -> list[Any]:
-    """Return the hooks on the gradient of ``parameter``; neither a copy nor a file of it has these."""
+    """Return the hooks on the gradient of ``parameter``, which ``deepcopy`` and ``torch.save`` drop."""
     return [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
 
 
@@ -514,7 +513,7 @@ _ENGINE: Final = _engine_run_backward.__code__
 
 @contextlib.contextmanager
 def engine_watched(enter: Callable[[], object], leave: Callable[[], object]) -> Iterator[None]:
-    """Call ``enter`` and ``leave`` around every run of autograd that a script starts in the block.
+    """Call ``enter`` and ``leave`` around every run of autograd that a script starts in the ``with`` block.
 
     ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all look this function up to start it.
     """
@@ -540,10 +539,10 @@ _NOT_COMPILED: Final = frozenset({"torch._compile", "torch._dynamo.eval_frame"})
 
 
 def is_engine(caller: FrameType | None) -> bool:
-    """Return whether autograd's engine made a call, ``caller`` being the frame behind the called one.
+    """Return whether autograd's engine made a call, where ``caller`` is the Python frame below the called one.
 
-    The engine is written in C++.  So the Python frame behind a function that it calls is the frame that started the
-    engine, or there is none, if the engine runs in a thread of its own.  PyTorch has no other way to tell that autograd
+    The engine is written in C++.  So the Python frame below a function that it calls is the frame that started the
+    engine, or there is none, if the engine runs in its own thread.  PyTorch has no other way to tell that autograd
     adds up two gradients.
     """
     caller = _first_frame_outside(caller, _NOT_COMPILED)
@@ -565,7 +564,7 @@ def _first_frame_outside(frame: FrameType | None, names: frozenset[str]) -> Fram
 
 
 class without_script_optimizations:  # used like a function, so in lower case
-    """A block in which TorchScript runs unoptimized, like in ``torch.jit.optimized_execution(False)``."""
+    """Context manager; TorchScript runs unoptimized inside it, as in ``torch.jit.optimized_execution(False)``."""
 
     __slots__ = ("_optimizes",)
 
@@ -626,7 +625,7 @@ def in_lanes(batch: Tensor, level: int) -> Tensor:
 
 
 level_of: Final[Callable[[Tensor], int]] = torch._C._functorch.maybe_get_level
-"""The level of the ``vmap`` that a tensor belongs to.  -1 or less: it belongs to none."""
+"""The level of the ``vmap`` that a tensor belongs to; negative if it belongs to none."""
 
 lane_axis: Final[Callable[[Tensor], int]] = torch._C._functorch.maybe_get_bdim
 """The axis along which the lanes lie in ``without_transform`` of a tensor."""
@@ -658,7 +657,7 @@ between_graphs: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torc
 """A decorator: ``torch.compile`` does not look into the function, but compiles what it calls."""
 
 
-def asked_while_compiling(function: _C) -> _C:
+def constant_while_compiling(function: _C) -> _C:
     """Let ``torch.compile`` call ``function``, whose arguments are strings, and treat its result as a constant.
 
     ``torch.compiler.assume_constant_result`` would do so too, but imports the compiler.
@@ -667,7 +666,9 @@ def asked_while_compiling(function: _C) -> _C:
     return function
 
 
-_AHEAD: Final = ("inductor", "cudagraphs", "aot_eager", "aot_eager_decomp_partition", "aot_eager_default_partitioner")
+_AOT_BACKENDS: Final = (
+    *("inductor", "cudagraphs", "aot_eager", "aot_eager_decomp_partition", "aot_eager_default_partitioner"),
+)
 """Names of the backends that derive backward ahead of time."""
 
 WRITES_TWICE: Final = TorchVersion(torch.__version__) < "2.13"
@@ -677,18 +678,18 @@ PyTorch 2.8 does, with ``inductor`` and ``aot_eager``, and 2.13 does not; the ve
 """
 
 
-@asked_while_compiling
-def differentiates_ahead() -> bool:
+@constant_while_compiling
+def backend_is_aot() -> bool:
     """Return whether the backend that compiles now is a PyTorch backend that derives backward ahead of time.
 
-    Such a backend takes a checkpoint apart, so that its operators draw and count once.  Other backends run the graph as
-    it is, in which a checkpoint runs its part twice, with other random numbers and on the same buffers.
+    Such a backend takes a checkpoint apart, so that its operators use random numbers and update buffers once.  Other
+    backends run the graph as it is, in which a checkpoint runs its part twice, with other random numbers.
     """
     from torch._dynamo.backends.common import AotAutograd
     from torch._dynamo.backends.registry import list_backends, lookup_backend
 
     known = (AotAutograd, torch._TorchCompileInductorWrapper)
-    ahead: list[Any] = [lookup_backend(name) for name in list_backends(()) if name in _AHEAD]
+    ahead: list[Any] = [lookup_backend(name) for name in list_backends(()) if name in _AOT_BACKENDS]
     backend: Any = _compiling().output.compiler_fn
     while backend is not None:
         if isinstance(backend, known) or any(backend is one for one in ahead):
@@ -705,7 +706,7 @@ def _wrapped_backend(backend: Any) -> Any:
     return next((inner for name in names if (inner := getattr(backend, name, None))), None)
 
 
-@asked_while_compiling
+@constant_while_compiling
 def wants_one_graph() -> bool:
     """Return whether the compiler is to fail rather than to leave something uncompiled (``fullgraph=True``)."""
     compiling = _compiling()
@@ -720,7 +721,7 @@ def _compiling() -> Any:
 
 @contextlib.contextmanager
 def memory_history() -> Iterator[None]:
-    """Record where CUDA's allocator is asked for memory in the block, as stacks of the blocks that are still held."""
+    """Record the stacks in which memory of CUDA's allocator, if still held, was allocated in the ``with`` block."""
     torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
     try:
         yield
@@ -746,7 +747,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def graph_breaks() -> Iterator[list[str]]:
-    """Yield a list that has the reasons why PyTorch left something in the block uncompiled, once that has ended."""
+    """Yield a list; the reasons why PyTorch left code in the ``with`` block uncompiled are added when that ends."""
     from torch._dynamo.utils import counters
 
     kinds = ("unimplemented", "graph_break")  # the first also has reasons why a whole function is not compiled
@@ -757,11 +758,11 @@ def graph_breaks() -> Iterator[list[str]]:
     reasons += [reason.partition("\n")[0] for kind in kinds for reason in counters[kind]]
 
 
-def call_of_its_own(model: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls ``model`` uncompiled, with code of its own; its first argument is not passed on.
+def make_uncached_call(model: nn.Module) -> Callable[..., Any]:
+    """Return a function that calls ``model`` uncompiled, with its own code; its first argument is not passed on.
 
     PyTorch compiles one piece of code eight times at most, for whatever models, and then runs it as it is.  It compiles
-    anew where the first argument, a text, is another one.
+    it again if the first argument, a string, differs.
     """
 
     def call(hooks: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -781,7 +782,7 @@ class _WithinBudget:
     """
 
     compiler_fn: Any
-    """Backend within, under the name that :func:`differentiates_ahead` looks for."""
+    """Backend within, under the name that :func:`backend_is_aot` looks for."""
     budget: float
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
@@ -803,8 +804,8 @@ def within_budget(backend: str, mode: str | None, budget: float) -> Any:
 
 
 @contextlib.contextmanager
-def compiled_anew() -> Iterator[None]:
-    """Compile modules in the block however often others with their code were: past a limit, they would run as they are.
+def compiled_again() -> Iterator[None]:
+    """Lift PyTorch's limits on recompilation in the ``with`` block, beyond which modules would run uncompiled.
 
     PyTorch forgets what it has compiled before, and compiles it again where it is called next.
     """
@@ -817,7 +818,7 @@ def compiled_anew() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_to_draw_alike() -> Iterator[None]:
-    """Make models compiled in the block draw the same random numbers as eager mode; Inductor's kernels draw others."""
+    """Let models compiled in the ``with`` block use the random numbers of eager mode; Inductor's kernels use others."""
     import torch._inductor.config
 
     with torch._inductor.config.patch(fallback_random=True):
@@ -826,7 +827,7 @@ def compiled_to_draw_alike() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_to_keep_all() -> Iterator[None]:
-    """Make models compiled in the block keep for backward as much as they do without a memory budget."""
+    """Let models compiled in the ``with`` block keep for backward as much as they do without a memory budget."""
     import torch._functorch.config
 
     with torch._functorch.config.patch(activation_memory_budget=1.0):
@@ -845,7 +846,7 @@ def start_fake_group(rank: int, ranks: int) -> None:
     torch.distributed.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 
-def is_of_lost_rank(error: BaseException) -> bool:
+def means_lost_rank(error: BaseException) -> bool:
     """Return whether ``error`` means that another rank is gone or late; gloo has no class for it, but names its
     file."""
     is_of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
@@ -874,7 +875,7 @@ def reducing_ranks(module: Any) -> int:
     """Return the number of ranks over which ``fully_shard`` reduces gradients of the own parameters of ``module``."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # as in earlier versions, which had one group at most
+    if groups is None:  # earlier versions have no list of groups: there is one at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return max((_count_ranks(group.mesh_info) for group in groups), default=1)
 
@@ -904,7 +905,7 @@ class _Chunks(Sequence[Tensor]):
 
 @contextlib.contextmanager
 def sharded_without_the_others() -> Iterator[None]:
-    """Inside the block, make ``fully_shard`` create only the shards that it keeps.
+    """Let ``fully_shard`` create only the shards that it keeps, in the ``with`` block.
 
     Otherwise it creates a shard for every rank, and keeps its own.  In dry runs for 1024 ranks, the other shards would
     take two thirds of the time.
@@ -924,7 +925,7 @@ function_modes: Final[Callable[[], list[Any]]] = _get_current_function_mode_stac
 
 @contextlib.contextmanager
 def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Activate ``modes``, and no other function modes, inside the block."""
+    """Activate ``modes``, and no other function modes, in the ``with`` block."""
     active = [_pop_mode() for _ in function_modes()][::-1]
     for mode in modes:
         _push_mode(mode)
@@ -969,7 +970,7 @@ def is_started(device: torch.device) -> bool:
 def put_cuda_generator(device: torch.device, position: Tensor) -> None:
     """Put a GPU's default generator at ``position``, as ``torch.cuda.set_rng_state`` does, and nothing else.
 
-    That function also has recurrent layers with dropout draw a new seed for cuDNN, which does not happen in training
+    That function also has recurrent layers with dropout make a new seed for cuDNN, which does not happen in training
     without a plan.  A generator that shares the position of the default generator moves it without a new seed.
     """
     index = torch.cuda.current_device() if device.index is None else device.index

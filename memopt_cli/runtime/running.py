@@ -32,7 +32,7 @@ def is_recomputing() -> bool:
 
 
 class recomputing:
-    """A block in which the segment ``module`` is recomputed."""
+    """Context manager; inside it, the segment ``module`` is recomputed."""
 
     __slots__ = ("_module", "_outer")
 
@@ -57,7 +57,7 @@ _making_locks = threading.Lock()
 
 
 class taking_turns:
-    """A block in which one thread runs a segment, and others wait: two runs at once would mix up the module's state.
+    """Context manager; while one thread runs a segment in it, others wait, since two runs would mix up its state.
 
     Threads of autograd's engine do not wait, since the thread in the segment may itself be waiting for one of them.
     """

@@ -33,7 +33,7 @@ _GLANCE_BYTES: Final = 32
 
 @contextlib.contextmanager
 def sampling_off() -> Iterator[None]:
-    """Sample nothing in the block: its caller compares everything itself, or measures time."""
+    """Sample nothing in the ``with`` block: its caller compares everything itself, or measures time."""
     global _is_off
     before, _is_off = _is_off, True
     try:
@@ -63,7 +63,7 @@ class Turns:
 
 
 def sample(tensor: Tensor) -> list[Any] | None:
-    """Return a few elements of ``tensor``.  ``None`` if it is not a plain tensor with data, or sampling is off."""
+    """Return a few elements of ``tensor``; ``None`` if it is not a plain tensor with data, or sampling is off."""
     if _is_off:
         return None
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta

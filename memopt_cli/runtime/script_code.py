@@ -5,7 +5,7 @@ TorchScript is a part of Python, so Python's own parser reads it.  Three things 
 1. Every name is a variable, a word of the language, or an allowed operator, whether that is called as ``torch.relu(x)``
    or as ``x.relu()``.  ``ops.aten.from_file(...)`` is refused, which would read a file.
 2. Every ``unchecked_cast`` is one that the compiler itself would write, since the interpreter trusts it: after
-   ``unchecked_cast(Tuple[int, int, int], pair)``, it would read memory behind the pair.
+   ``unchecked_cast(Tuple[int, int, int], pair)``, it would read memory after the pair.
 3. Code that runs while the archive is loaded (``__setstate__``) only restores quantized layers, and does nothing that
    may take long or much memory.
 
@@ -316,7 +316,7 @@ class _Variables:
         )
 
     def _declared_types(self, value: ast.expr) -> Iterator[ast.expr | None]:
-        """Yield the declared type of each value that ``value`` may evaluate to.  ``None`` if no type is declared.
+        """Yield the declared type of each value that ``value`` may evaluate to; ``None`` if no type is declared.
 
         After ``y = x``, ``y`` has the types of ``x``.
         """

@@ -45,7 +45,7 @@ from memopt_cli.runtime.running import (
     within_chunk,
 )
 from memopt_cli.runtime.segment_config import SegmentConfig
-from memopt_cli.runtime.segment_run import SegmentRun, UnrepeatableError, Unused, unpack_saved
+from memopt_cli.runtime.segment_run import SegmentRun, UnrepeatableError, UnusedSaves, unpack_saved
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept, uncounted
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import Arguments, join_tensors, joined, split_tensors, tensors_of
@@ -159,7 +159,7 @@ def _within_recomputation(
         outer.hold_input(tensor)
     for tensor in find_matrices(module):
         outer.hold_input(tensor)
-    with uncounted(), Unused(drops=not learned.is_differentiated_in_forward).hooks():
+    with uncounted(), UnusedSaves(drops=not learned.is_differentiated_in_forward).hooks():
         return first()
 
 
@@ -264,7 +264,7 @@ class PackedInputs:
     def __init__(self, codec: SpikeCompressor, raw: Any = (), parcel: Parcel | None = None) -> None:
         self._codec = codec
         self.parcel = parcel
-        """The parcel that sends stored tensors and kept outputs to a place.  ``None`` if they stay on the device."""
+        """The parcel that sends stored tensors and kept outputs to a place; ``None`` if they stay on the device."""
         self._raw = frozenset(map(id, tensors_of(raw))) if raw else frozenset()
         self._stored: list[Any] = []
         self.of_chunk = False

@@ -79,7 +79,7 @@ class _Saved:
     """
 
     run: SegmentRun | None
-    """The call that recomputes the tensor.  ``None`` if the call cannot be recomputed."""
+    """The call that recomputes the tensor; ``None`` if the call cannot be recomputed."""
     tensor: Tensor | None
     """The tensor; ``None`` if it is dropped."""
     version: int
@@ -130,9 +130,9 @@ class SegmentRun:
         self._refs: list[ref[_Saved]] = []
         """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
         self._shapes: list[torch.Size | None] = []
-        """The shapes of these tensors, once they are dropped.  ``None`` if autograd had freed the node before."""
+        """The shapes of these tensors, once they are dropped; ``None`` if autograd had freed the node before."""
         self._compared_index: int | None = None
-        """Index of the saved tensor that is compared in every call.  ``None`` if no tensor is compared."""
+        """Index of the saved tensor that is compared in every call; ``None`` if no tensor is compared."""
         self._compared_bytes = b""
         """Some bytes of that tensor."""
         self._samples: dict[int, list[Any]] = {}
@@ -140,7 +140,7 @@ class SegmentRun:
         self._first_node = next_node()
         """The number of the first node of autograd that forward makes."""
         self._watch = _Watch(self._first_node) if start.is_watched else None
-        """Notes on the saved tensors.  ``None`` if the call is not watched."""
+        """Notes on the saved tensors; ``None`` if the call is not watched."""
         self.is_running = False
         """Whether forward is running for the first time."""
         self._was_repeated = False
@@ -255,7 +255,7 @@ class SegmentRun:
             wait_for(self._module.parameters(), self)
 
     def _last_activation(self) -> int | None:
-        """Return the index of the tensor to compare in every call.  ``None`` if none can be compared.
+        """Return the index of the tensor to compare in every call; ``None`` if none can be compared.
 
         The index is negative, counted from the end: if a later call saves more tensors, its last ones differ.
         """
@@ -300,13 +300,13 @@ class SegmentRun:
 
     # ------------------------------------------------------------------------------------------------ backward
 
-    def remake(self) -> None:
+    def ensure_recomputed(self) -> None:
         """Recompute forward now, unless it was recomputed: the values of parameters are about to change."""
         if not self._was_repeated:
             self.repeat()
 
     def repeat(self) -> None:
-        """Recompute forward from its starting state, and put what autograd saves now into the :class:`_Saved`.
+        """Recompute forward from its starting state, and put the recomputed tensors into the :class:`_Saved`.
 
         Its inputs are detached from the graph that made them: hooks that forward sets on an input, or that others have
         set there, act in the first run only.
@@ -331,7 +331,7 @@ class SegmentRun:
 
 
 class _Repetition:
-    """Hooks for a recomputed forward, which put what autograd saves into the :class:`_Saved` of the first run."""
+    """Hooks for a recomputed forward, which put its saved tensors into the :class:`_Saved` of the first run."""
 
     is_of_segment, is_recomputation = True, True  # see SegmentRun
 
@@ -422,8 +422,8 @@ class _Repetition:
         if shape is None:
             return ""
         return (
-            f"draws or reads something that memopt does not see (a tensor of shape {shape} had other values when it "
-            "was recomputed, so the gradients of this step are wrong)"
+            f"uses random numbers or state that memopt cannot restore (a tensor of shape {shape} had other values when "
+            "it was recomputed, so the gradients of this step are wrong)"
         )
 
 
@@ -460,8 +460,8 @@ class _Watch:
         return samples
 
 
-class Unused:
-    """Tensors that autograd saves in a segment inside the recomputation of another, for which backward never asks."""
+class UnusedSaves:
+    """Hooks for a segment called while another is recomputed: backward never asks for the tensors that it saves."""
 
     is_of_segment, is_recomputation = True, True  # see SegmentRun
 
@@ -472,7 +472,7 @@ class Unused:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Hold the tensors for the time of the block, in which forward itself may ask for them."""
+        """Hold the tensors in the ``with`` block, in which forward itself may ask for them."""
         try:
             with saved_tensors_hooks(self.hold, unpack_saved):
                 yield
@@ -514,7 +514,7 @@ def unpack_saved(saved: _Saved) -> Tensor:
         run.repeat()
     tensor = saved.tensor
     if tensor is None:
-        raise RuntimeError("backward asks for a tensor that a recomputation has dropped; please report this")
+        raise RuntimeError("memopt has lost a tensor that backward needs, which is a bug of memopt; please report it")
     if version_of(tensor) != saved.version:
         raise RuntimeError(_overwritten(tensor, saved.version))
     if run is not None and not run.is_running:

@@ -8,7 +8,7 @@ The idea comes from PyTorch's ``create_selective_checkpoint_contexts``, with the
 - Only the innermost segment that runs an operator may keep the operator's output: if an outer segment kept it, the
   recomputation of the inner one would run the operator all the same.
 - A second backward through the same graph recomputes the outputs that the first backward has used up.
-- If an operator that draws random numbers is skipped, the generator is put where the operator left it.
+- If an operator that uses random numbers is skipped, the generator is put where the operator left it.
 
 The segment itself looks after the running statistics and the counter of a norm, whether the norm's output is kept or
 recomputed (:class:`~memopt_cli.runtime.state.StartingState`).
@@ -100,11 +100,11 @@ class _Output:
 
     leaves: list[Any]
     spec: TreeSpec | None
-    """The containers around the leaves.  ``None`` if it is a single leaf."""
+    """The containers around the leaves; ``None`` if it is a single leaf."""
     signature: tuple[Any, ...]
     """Shapes and dtypes of the call's tensors: a recomputed call with other ones must not get this output."""
     position_after: Tensor | None
-    """Position of the generator after the call; ``None`` if it drew nothing."""
+    """Position of the generator after the call; ``None`` if it used no random numbers."""
     watched: list[tuple[Tensor, int]]
     """Tensors that share memory with the output, and their versions when forward ended, to notice later writes."""
 
@@ -123,7 +123,7 @@ class KeptOutputs:
     """The outputs that one run of a segment keeps."""
 
     def __init__(self, names: Sequence[str], parcel: Parcel | None = None) -> None:
-        """Keep outputs of the operators ``names``.  ``parcel``: sends them to a place.  ``None`` if they stay."""
+        """Keep outputs of the operators ``names``.  ``parcel``: sends them to a place; ``None`` if they stay."""
         self._parcel = parcel
         self._calls: dict[str, set[int]] = defaultdict(set)
         """Operator -> the numbers of its calls whose outputs are kept, from 1; 0 means all calls."""
@@ -140,7 +140,7 @@ class KeptOutputs:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep outputs of the forward that runs in the block."""
+        """Keep outputs of the forward that runs in the ``with`` block."""
         with _innermost(self), _Recording(self):
             yield
         self._in_storage.clear()
@@ -153,7 +153,7 @@ class KeptOutputs:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Return kept outputs to the recomputation that runs in the block, in place of running the operators."""
+        """Return kept outputs to the recomputation in the ``with`` block, in place of running the operators."""
         with _innermost(self), _Replaying(self):
             yield
 
@@ -164,8 +164,8 @@ class KeptOutputs:
     def add(self, call: Call, signature: tuple[Any, ...], result: Any, position_after: Tensor | None) -> None:
         """Keep ``result``, which ``call`` has returned.
 
-        ``signature``: shapes and dtypes of its tensors; ``position_after``: the generator's position after it.
-        ``None`` if it drew nothing.
+        ``signature``: shapes and dtypes of its tensors; ``position_after``: the generator's position after it, or
+        ``None`` if it used no random numbers.
         """
         leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -190,7 +190,7 @@ class KeptOutputs:
                 output.watched.append((alias(tensor), 0))
 
     def take(self, call: Call, signature: tuple[Any, ...]) -> _Output | None:
-        """Return the output that ``call`` had in forward, and drop it here.  ``None`` if it is not kept.
+        """Return the output that ``call`` had in forward, and drop it here; ``None`` if it is not kept.
 
         Raises :class:`RuntimeError` if the call has other arguments now, or the output was modified after forward.
         """
@@ -235,7 +235,7 @@ class NothingKept:
         """Ignore that autograd saves a tensor now."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """Hide the operators in the block from an enclosing segment that counts them to keep outputs."""
+        """Hide the operators in the ``with`` block from an enclosing segment that counts them to keep outputs."""
         return uncounted()
 
     replaying = recording
@@ -303,7 +303,7 @@ def _may_be_max_pool1d(func: Any, args: Any) -> bool:
     """Return whether ``func`` may be ``max_pool1d`` on the CPU, of a tensor that needs no gradient.
 
     Without a mode, PyTorch would use a kernel that computes no indices.  Its output has another layout in memory, and
-    a later dropout would draw its noise in that order.
+    a later dropout would make its mask in that order.
     """
     if func is not torch.ops.aten.max_pool2d_with_indices.default:
         return False
@@ -361,14 +361,14 @@ def _written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tenso
 
 
 def _generator(func: Any, kwargs: dict[str, Any], result: Any) -> torch.Generator | None:
-    """Return the generator from which a call of ``func`` with this ``result`` draws.  ``None`` if it does not draw."""
-    if not _draws(func):
+    """Return the generator that a call of ``func`` with this ``result`` has used; ``None`` if it used none."""
+    if not _is_random(func):
         return None
     generator: torch.Generator | None = kwargs.get("generator")
     if generator is not None:
         return generator
     first = next(iter(_tensors_in(result)), None)
-    # Nothing is drawn without data.
+    # Without data, no generator moves.
     if first is None or is_fake(first):
         return None
     if first.device.type == "cpu":
@@ -378,7 +378,7 @@ def _generator(func: Any, kwargs: dict[str, Any], result: Any) -> torch.Generato
 
 
 @functools.cache
-def _draws(func: Any) -> bool:
+def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 

@@ -18,7 +18,7 @@ from memopt_cli.runtime.private_torch import (
     cache_parametrizations,
     cached_parametrizations,
     function_modes,
-    is_watched,
+    is_in_torch_dispatch_mode,
     with_function_modes,
 )
 
@@ -48,7 +48,7 @@ class Settings:
     def __init__(self) -> None:
         self._current = [read() for read in _READ]
         self._autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _autocast_kinds()]
-        self._is_watched = is_watched()
+        self._is_watched = is_in_torch_dispatch_mode()
         # Only the user's modes: memopt enters its own ones itself where it needs them.
         self._modes = [mode for mode in function_modes() if type(mode).__module__.partition(".")[0] != _PACKAGE]
         # A forward inside ``parametrize.cached()`` takes parameters from the cache instead of computing them.

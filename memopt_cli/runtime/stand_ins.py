@@ -12,7 +12,7 @@ gradients of their inputs::
 
 Where chunks have two lengths, which differ by one, each length has a stand-in of its own.  The two chunks before a
 stand-in show what it leaves.  The chunk after it shows its gradients, since backward comes to that chunk first.  If
-these show that chunks are not alike, or that their tensors cannot be made in one piece, the step ends there with
+these show that chunks differ, or that their tensors cannot be made in one piece, the step ends there with
 :class:`ChunksDifferError`.  Then the step must be run again, with all chunks of that module.
 """
 
@@ -42,24 +42,24 @@ _MIN_REPLACED_CHUNKS: Final = 2
 
 
 class ChunksDifferError(BaseException):
-    """Chunks are not alike, so the dry run must start again.  No ``Exception``, since a model might catch that."""
+    """Chunks differ, so the dry run must start again.  No ``Exception``, since a model might catch that."""
 
 
 class StandIns:
-    """The modules of one model that is run dry, and which of them have chunks that are not alike."""
+    """The modules of one model in a dry run, and which of them have chunks that differ."""
 
     def __init__(self, model: nn.Module) -> None:
         self._live_bytes: Callable[[], int] | None = None
         self._unlike: WeakSet[nn.Module] = WeakSet()
-        """Modules whose chunks are not alike."""
+        """Modules whose chunks differ."""
         for module in model.modules():
             _known[module] = self
 
     @contextlib.contextmanager
     def counting(self, live_bytes: Callable[[], int]) -> Iterator[None]:
-        """Let stand-ins replace chunks in the block; ``live_bytes`` returns the bytes of all tensors that are alive.
+        """Let stand-ins replace chunks in the ``with`` block; ``live_bytes`` returns the bytes of all live tensors.
 
-        Raises :class:`ChunksDifferError` for a module whose chunks are not alike.  The next try runs all of them.
+        Raises :class:`ChunksDifferError` for a module whose chunks differ.  The next try runs all of them.
         """
         self._live_bytes = live_bytes
         try:
@@ -82,7 +82,7 @@ _known: MutableMapping[nn.Module, StandIns] = WeakKeyDictionary()
 
 
 def abridge_call(module: nn.Module, lengths: Sequence[int], axis: int, pieces: Sequence[Tensor]) -> AbridgedCall | None:
-    """Return a call of ``module`` in chunks of ``lengths`` with stand-ins.  ``None`` if all chunks must run.
+    """Return a call of ``module`` in chunks of ``lengths`` with stand-ins; ``None`` if all chunks must run.
 
     ``pieces``: the tensors that are cut along ``axis``.
     """
@@ -137,7 +137,7 @@ def in_memory(tensor: Tensor) -> list[int]:
 
 
 def _read_form(tensor: Any, axis: int) -> _Form | None:
-    """Return the form of ``tensor``.  ``None`` if the tensors of several chunks cannot be made as one."""
+    """Return the form of ``tensor``; ``None`` if the tensors of several chunks cannot be made as one."""
     if not isinstance(tensor, Tensor) or not -tensor.dim() <= axis < tensor.dim() or not is_dense(tensor):
         return None
     if tensor.untyped_storage().nbytes() != tensor.nbytes:

@@ -51,7 +51,7 @@ from memopt_cli.runtime.settings import Settings
 
 # Complaints about a forward that cannot be recomputed.
 _HOOKS: Final = "adds or removes hooks of modules within it"
-_DROPOUT: Final = "has a recurrent layer with dropout, which cuDNN draws from a generator of its own"
+_DROPOUT: Final = "has a recurrent layer with dropout, for which cuDNN has its own random generator"
 _SCRIPTED_RECURRENT: Final = frozenset({"RNN", "LSTM", "GRU"})
 """Original class names of the TorchScript modules that are made of recurrent layers."""
 
@@ -76,7 +76,7 @@ class StartingState:
         """Take the state of ``module`` before its forward.
 
         ``inputs``, ``others``: the tensors among the arguments of forward, and the other objects.  ``learned``: the
-        knowledge from earlier calls.  ``watches``: look at everything that forward might change, whatever is known.
+        knowledge from earlier calls.  ``watches``: compare all state that forward might change, despite that knowledge.
         """
         self._module = module
         self._learned = learned = Learned() if learned is None else learned
@@ -90,7 +90,7 @@ class StartingState:
         self._stable = reading.stable
         """For each owner, the slots that forward does not change, and their values."""
         self._held: HeldSlots | None = None
-        """The values of the slots that change.  ``None`` if no slot changes."""
+        """The values of the slots that change; ``None`` if no slot changes."""
         if reading.changing or others:
             with internal_tensors():
                 self._held = HeldSlots(known, reading, others, is_watched=self.is_watched)
@@ -102,7 +102,7 @@ class StartingState:
         tensors = (*inputs, *self._parameters.tensors, *(() if self._held is None else self._held.originals.values()))
         # The usual case first, for speed: a set of devices takes several times as long.
         devices = () if all(map(_is_on_cpu, tensors)) else {t.device for t in tensors}
-        self._generators = Generators(devices, outside=self.is_watched or learned.draws_outside)
+        self._generators = Generators(devices, outside=self.is_watched or learned.uses_random_outside)
         self._received: dict[int, Copy] | None = None
         """``id`` of a tensor -> its values before a later call wrote to it; ``None`` if no call did."""
         self._irreversible: Complaint = ""
@@ -151,7 +151,7 @@ class StartingState:
             self._irreversible = _DROPOUT if on_cuda and has_recurrent_dropout(self._module) else self._irreversible
             if not has_failed:
                 self._learned.known = known
-            self._learned.draws_outside |= self._generators.moved_outside or known.may_draw
+            self._learned.uses_random_outside |= self._generators.moved_outside or known.may_use_random
 
     def _learn(self, indices: Sequence[int], written: set[int]) -> None:
         """Find out what forward has changed in the owners at ``indices``, and note which slots change for the first
@@ -218,7 +218,7 @@ class StartingState:
 
     @contextmanager
     def replay(self, state_tensors: Sequence[Tensor] = ()) -> Iterator[list[Any]]:
-        """Put the module into the starting state for the time of the block, and yield copies of ``others``.
+        """Put the module into the starting state in the ``with`` block, and yield copies of ``others``.
 
         ``state_tensors``: the tensors that :meth:`release_tensors` returned, or equal ones.  Raises
         :class:`RuntimeError` if a parameter or a tensor of the state has changed in a way that cannot be undone.
@@ -290,8 +290,8 @@ class StartingState:
     ) -> list[Any]:
         """Write the starting state to the slots, whose values are ``current_slots``, and return copies of ``others``.
 
-        ``value_for``: returns the new value of a slot, given its current value and a copy of the value to restore.
-        ``None`` if it is the copy.
+        ``value_for``: returns the new value of a slot, given its current value and a copy of the value to restore;
+        without it, the new value is the copy.
         """
         held, received = self._held, self._received or {}
         if held is None:
@@ -340,14 +340,14 @@ _ever_written: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
 
 
 def has_recurrent_dropout(module: nn.Module) -> bool:
-    """Return whether cuDNN, on a GPU, would draw the dropout between the layers of a recurrent module in ``module``."""
+    """Return whether cuDNN, on a GPU, would apply dropout between the layers of a recurrent module in ``module``."""
 
-    def draws(part: Any) -> bool:
+    def has_dropout(part: Any) -> bool:
         if not isinstance(part, nn.RNNBase) and getattr(part, "original_name", "") not in _SCRIPTED_RECURRENT:
             return False
         return part.training and part.num_layers > 1 and bool(part.dropout)
 
-    return torch.backends.cudnn.enabled and any(map(draws, module.modules()))
+    return torch.backends.cudnn.enabled and any(map(has_dropout, module.modules()))
 
 
 def _hand_over(tensor: Tensor, written: HeldTensor) -> None:

@@ -21,20 +21,19 @@ class _ThisThread(threading.local):
     """The state of the current thread; the values here are the values outside of any block."""
 
     length: float = math.inf
-    """The length of the current input.  Infinite if it is unknown."""
+    """The length of the current input; infinity if it is unknown."""
     moment: int = 0
-    """The moment (:mod:`memopt_cli.runtime.unsafe`) at which the first run of what is recomputed began.  0 if nothing
-    is recomputed."""
+    """The moment (:mod:`memopt_cli.runtime.unsafe`) at which the forward that is now recomputed began; 0 if none is."""
     recomputing: tuple[nn.Module, ...] = ()
     """The segments that are recomputed, the outermost first."""
     outermost_segment: nn.Module | None = None
     """The outermost segment that runs; ``None`` outside of segments."""
     was_started_by_python: bool | None = None
-    """Whether Python started the thread, and not autograd's engine.  ``None`` until it was asked for."""
+    """Whether Python started the thread, and not autograd's engine; ``None`` until it was asked for."""
     chunk: SequenceChunk | None = None
-    """The chunk that runs, of the innermost segment in chunks.  ``None`` if no chunk runs."""
+    """The chunk that runs, of the innermost segment in chunks; ``None`` if no chunk runs."""
     keeping: KeptOutputs | None = None
-    """The kept outputs for which calls of operators count.  ``None`` if they count for no segment."""
+    """The kept outputs for which calls of operators count; ``None`` if they count for no segment."""
     makes_internal_tensors: bool = False
     """Whether new tensors are memopt's own, and not the model's."""
 
@@ -43,7 +42,7 @@ this_thread = _ThisThread()
 
 
 class as_of:
-    """A block that runs at an earlier ``moment``, with the ``length`` of the input then."""
+    """Context manager; inside it, the moment is an earlier ``moment``, and the length the ``length`` of then."""
 
     __slots__ = ("_length", "_moment", "_outer")
 

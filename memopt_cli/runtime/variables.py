@@ -10,8 +10,8 @@ The search follows the names in the code, and in the code of the functions and c
             calls += 1
             return scale(x)     # ``scale`` is a function: the names in its code are searched, too
 
-Code of libraries (Python's, PyTorch's, any installed package) is not followed.  A name too many does no harm: a
-variable that does not change is not touched.
+Code of libraries (Python's, PyTorch's, any installed package) is not followed.  Extra names do no harm: a
+variable that forward does not change is left alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from memopt_cli.runtime.owners import Cell, Function, InContext, ModuleVariables
 Code = types.FunctionType | type | types.ModuleType
 
 _searches: MutableMapping[Code, tuple[tuple[Owner, ...], bool]] = WeakKeyDictionary()
-"""Code that was searched -> its variables, and whether it may draw."""
+"""Code that was searched -> its variables, and whether it may use random numbers."""
 _RANDOM: Final = ("random", "numpy.random")
 """Python modules of the global generators.  Code may name them otherwise: ``import numpy.random as npr``."""
 _WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
@@ -58,7 +58,7 @@ def find_variables(code: Code) -> tuple[Owner, ...]:
     return _search(code)[0]
 
 
-def may_draw(code: Code) -> bool:
+def may_use_random(code: Code) -> bool:
     """Return whether ``code``, or code that it names, names a global random generator of Python or NumPy."""
     return _search(code)[1]
 
@@ -66,7 +66,7 @@ def may_draw(code: Code) -> bool:
 def _search(code: Code) -> tuple[tuple[Owner, ...], bool]:
     if code not in _searches:
         search = _Search(code)
-        _searches[code] = search.owners(), search.may_draw
+        _searches[code] = search.owners(), search.may_use_random
     return _searches[code]
 
 
@@ -77,7 +77,7 @@ class _Search:
         self._variables: dict[int, ModuleVariables] = {}
         self._others: dict[int, Owner] = {}
         self._pending: list[Code] = [code]
-        self.may_draw = False
+        self.may_use_random = False
         """Whether some code names ``random``, or holds a function of that module or of NumPy's."""
         seen = set[int]()
         while self._pending:
@@ -87,7 +87,7 @@ class _Search:
                 if isinstance(code, types.FunctionType):
                     self._read_function(code)
                 elif isinstance(code, types.ModuleType):
-                    self.may_draw |= code.__name__ in _RANDOM
+                    self.may_use_random |= code.__name__ in _RANDOM
                 else:
                     self._read_class(code)
 
@@ -104,7 +104,7 @@ class _Search:
         if is_library(function.__globals__.get("__name__", "")):
             return
         names = names_in(function.__code__)
-        self.may_draw |= "random" in names
+        self.may_use_random |= "random" in names
         may_name_itself = function.__name__ in names and not function.__name__.startswith("__")
         if may_name_itself or vars(function) or not _is_constant(function):
             self._others[id(function)] = Function(function)
@@ -143,7 +143,7 @@ class _Search:
 
     def _follow(self, value: Any) -> bool:
         """Return whether ``value`` is code; have it searched, and the functions that it wraps."""
-        self.may_draw |= type(getattr(value, "__self__", None)).__name__ in ("Random", "RandomState")
+        self.may_use_random |= type(getattr(value, "__self__", None)).__name__ in ("Random", "RandomState")
         for name in _WRAPPED:
             inner = getattr(value, name, None) if not isinstance(value, type) else None
             if isinstance(inner, types.FunctionType | type):
@@ -154,7 +154,7 @@ class _Search:
 
 
 def _owners_inside(value: Any) -> Iterable[Owner]:
-    """Yield the owner of the state behind ``value``, if that is a ``ContextVar`` or a ``threading.local``."""
+    """Yield the owner of the state in ``value``, if that is a ``ContextVar`` or a ``threading.local``."""
     if isinstance(value, contextvars.ContextVar):
         yield InContext(value)
     elif isinstance(value, threading.local):

@@ -19,23 +19,23 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-class Remade(Protocol):
+class Recomputable(Protocol):
     """The saved tensors of a forward, which are recomputed later."""
 
-    def remake(self) -> None:
+    def ensure_recomputed(self) -> None:
         """Make the tensors now, unless they were made before."""
 
 
-_waiting: MutableMapping[Tensor, WeakSet[Remade]] = WeakTensorKeyDictionary()
+_waiting: MutableMapping[Tensor, WeakSet[Recomputable]] = WeakTensorKeyDictionary()
 
 
-def wait_for(parameters: Iterable[Tensor], saved: Remade) -> None:
+def wait_for(parameters: Iterable[Tensor], saved: Recomputable) -> None:
     """Recompute ``saved`` before any of ``parameters`` changes its value."""
     for parameter in parameters:
         _waiting.setdefault(parameter, WeakSet()).add(saved)
 
 
-def remake_with(parameter: Tensor) -> None:
+def recompute_before_update(parameter: Tensor) -> None:
     """Recompute everything that waits for ``parameter``, whose value is about to change."""
     for saved in list(_waiting.pop(parameter, ())):
-        saved.remake()
+        saved.ensure_recomputed()

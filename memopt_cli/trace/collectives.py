@@ -98,7 +98,7 @@ def _label_of(func: Any) -> tuple[str, tuple[int | str, ...]]:
 
 @contextlib.contextmanager
 def resizes_seen(report: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """Call ``report`` with every storage that Python code in the block resizes."""
+    """Call ``report`` with every storage that Python code in the ``with`` block resizes."""
 
     def resizing(plain: Any) -> Any:
         def resize_(storage: Any, size: int) -> Any:

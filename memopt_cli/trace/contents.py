@@ -75,7 +75,7 @@ def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
 
 @contextmanager
 def outside_of_step() -> Iterator[None]:
-    """Keep the code inside the context out of the step: hide it from dispatch modes, and mark it with a label in
+    """Keep the code in the ``with`` block out of the step: hide it from dispatch modes, and mark it with a label in
     profiles."""
     with torch.no_grad(), unseen(), record_function(ASIDE_LABEL):
         yield

@@ -23,7 +23,7 @@ from memopt_cli.runtime.private_torch import (
     FakeCopyMode,
     FakeTensorMode,
     buffers_of,
-    fakes_exchanged,
+    fake_parameters_swappable,
     is_fake,
     memory_of,
     parameters_of,
@@ -50,8 +50,8 @@ def fake_mode() -> FakeTensorMode:
 
 @contextlib.contextmanager
 def built_without_data(mode: FakeTensorMode) -> Iterator[None]:
-    """Build models without data in the block, including models that change the dtype of their tensors."""
-    with mode, fakes_exchanged(), NumbersKnown():
+    """Build models without data in the ``with`` block, including models that change the dtype of their tensors."""
+    with mode, fake_parameters_swappable(), NumbersKnown():
         yield
 
 
@@ -116,7 +116,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def using_inputs(self, step: Step) -> Iterator[FakeStep]:
-        """Use the inputs of another ``step`` in the block."""
+        """Use the inputs of another ``step`` in the ``with`` block."""
         own = self.step, self._valued_inputs
         self._take_inputs(step)
         try:
@@ -163,7 +163,7 @@ class FakeStep:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Run the step in the block, with the known values of its inputs, which an earlier run may have overwritten."""
+        """Run the step in the ``with`` block with the known values of its inputs, which earlier runs may overwrite."""
         numbers = NumbersKnown()
         for tensor, values in self._valued_inputs:
             numbers.note_values(tensor, values)

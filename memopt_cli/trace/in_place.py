@@ -33,9 +33,9 @@ class InPlace:
         self._storages = storages
         self._peaks = peaks
         self._formula: Formula | None = None
-        """Derivative formula of the last operator.  ``None`` if it is part of no formula."""
+        """Derivative formula of the last operator; ``None`` if it is part of no formula."""
         self._target: Storage | None = None
-        """Storage that the last operator writes to in a plain step, if nothing else holds it.  ``None`` if it makes a
+        """Storage that the last operator writes to in a plain step, if nothing else holds it; ``None`` if it makes a
         new one."""
         self._uncorrected_bytes = 0
         """Bytes alive with both the target and the result."""

@@ -65,7 +65,7 @@ class NumbersKnown(TorchDispatchMode):
 
     @contextmanager
     def readable_by_libraries(self) -> Iterator[None]:
-        """Let the transformers library read known numbers in the block, as it does in a real step.
+        """Let the transformers library read known numbers in the ``with`` block, as it does in a real step.
 
         To find out whether a mask is needed, the library reads the mask.  If the mask is fake, it makes one in any
         case, and copies of keys and values, which a real step does not make.

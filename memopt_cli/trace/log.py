@@ -1,6 +1,6 @@
 """The counter of storages: a dispatch mode that adds up the bytes alive at every instant of a training step.
 
-It sees every storage that an operator returns, of real tensors and of fake ones alike, and counts the same bytes in
+It sees every storage that an operator returns, real tensors as well as fake ones, and counts the same bytes in
 every run: the *tensor peak*.  Memory that kernels allocate for themselves, which the allocated peak includes, is not
 seen here, but added from :mod:`memopt_cli.trace.workspace`.
 
@@ -200,7 +200,7 @@ class Codecs:
 
 @contextmanager
 def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
-    """Pack tensors without data in the block, which ``log`` watches, by the codecs that ``codecs`` names."""
+    """Pack tensors without data in the ``with`` block, which ``log`` watches, by the codecs that ``codecs`` names."""
     codecs = codecs or Codecs()
     codec_of_whole: dict[int, str] = {}
     """Index of the storage of an output that was concatenated from chunks -> its codec."""
@@ -226,7 +226,7 @@ def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
 
 @contextmanager
 def active(log: StorageLog, step: Step) -> Iterator[None]:
-    """Let ``log`` count the block, beginning with the tensors that exist before ``step``; seed all generators."""
+    """Let ``log`` count the ``with`` block, from the tensors that exist before ``step`` on; seed all generators."""
     seed_everything(step.settings.seed)
     log.is_own = isinstance(step, OwnStep)
     for name, parameter in step.unwrapped_model.named_parameters():

@@ -99,9 +99,9 @@ class ModuleNotes:
 def taking_notes(
     model: nn.Module, log: StorageLog, notes: dict[str, ModuleNotes], contents: ContentsReader | None
 ) -> Iterator[None]:
-    """Fill ``notes``, by path, while forward runs in the block; recomputations do not count.
+    """Fill ``notes``, by path, while forward runs in the ``with`` block; recomputations do not count.
 
-    ``contents`` finds the codec that holds the inputs of a module exactly.  ``None`` if the inputs have no data.
+    ``contents`` finds the codec that holds the inputs of a module exactly; ``None`` if the inputs have no data.
     """
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:

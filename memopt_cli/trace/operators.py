@@ -1,4 +1,4 @@
-"""Facts about a call of an operator: the tensors it modifies, whether it draws random numbers, how much it computes."""
+"""Facts about a call of an operator: the tensors it modifies, whether it uses random numbers, how much it computes."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return [leaf for name in names for leaf in tree_leaves(arguments.get(name)) if isinstance(leaf, Tensor)]
 
 
-def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of ``func`` draws from a random generator."""
+def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of ``func`` uses a random generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    # Fused attention has the tag as well, but draws only with dropout.
+    # Fused attention has the tag as well, but is random only with dropout.
     arguments = {**dict(zip(_parameters(func), args, strict=False)), **kwargs}
     rates = [arguments.get(name, 0) for name in ("dropout_p", "dropout") if name in _parameters(func)]
     return not rates or any(rates)

@@ -17,7 +17,7 @@ from memopt_cli.runtime.private_torch import (
     DryRun,
     FakeTensor,
     OpOverload,
-    calls_without_notes,
+    count_cache_bypasses,
     default_device,
     memory_of,
 )
@@ -77,10 +77,10 @@ class RememberingDryRun(DryRun):
             return super().dispatch(func, types, args, kwargs)
         if key in self._cache:
             return self._restore(self._cache[key], args)
-        before = calls_without_notes()
+        before = count_cache_bypasses()
         result = super().dispatch(func, types, args, kwargs)
         # Either PyTorch cached this result, or the operator is one whose results it never caches, but memopt does.
-        if calls_without_notes() == before or func in _ALIASES:
+        if count_cache_bypasses() == before or func in _ALIASES:
             entry = _entry_for(args, result)
             if entry is not _UNCACHEABLE:
                 if len(self._cache) >= _MAX_ENTRIES:

@@ -29,7 +29,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace.contents import ContentsReader, outside_of_step
 from memopt_cli.trace.lines import line_of_the_model
 from memopt_cli.trace.log import StorageLog, shapes_of
-from memopt_cli.trace.operators import count_flops, draws, find_dtype, operator_name, written_tensors
+from memopt_cli.trace.operators import count_flops, find_dtype, is_random, operator_name, written_tensors
 from memopt_cli.trace.recurrent import fixed_bytes
 from memopt_cli.trace.storages import Storage
 from memopt_cli.trace.workspace import Workspaces
@@ -114,7 +114,7 @@ class StepLog(StorageLog):
             module=module,
             reads=self._indices(arguments),
             mutates=self._indices(written_tensors(func, args, kwargs)),
-            random=draws(func, args, kwargs),
+            random=is_random(func, args, kwargs),
             flops=count_flops(func, args, kwargs, output),
             dtype=find_dtype(arguments),
             moved_bytes=self._count_bytes([*arguments, *tree_leaves(output)]),
@@ -148,7 +148,7 @@ class StepLog(StorageLog):
 
     @contextmanager
     def watching(self, model: nn.Module, contents: ContentsReader | None) -> Iterator[None]:
-        """Note calls of modules and saved tensors in the block; ``contents`` finds the codecs of saved tensors."""
+        """Note module calls and saved tensors in the ``with`` block; ``contents`` finds the codecs of saved tensors."""
         self._contents = contents
         self._path_of = {id(module): path for path, module in named_parts(model)}
 

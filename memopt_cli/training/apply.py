@@ -221,7 +221,7 @@ def remove_plan(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def replacing_plan(model: nn.Module) -> Iterator[Plan]:
-    """Remove the plan of ``model``, and yield that plan; the model gets it back unless the block installs another."""
+    """Remove the plan of ``model``, yield it, and restore it unless the ``with`` block installs another."""
     with restoring_plan(model) as plan:
         optimizers = list(optimizers_in_backward(model))
         remove_plan(model)
@@ -232,7 +232,7 @@ def replacing_plan(model: nn.Module) -> Iterator[Plan]:
 
 @contextlib.contextmanager
 def restoring_plan(model: nn.Module) -> Iterator[Plan]:
-    """Yield the plan of ``model``; if the block fails, install that plan again, in place of any new plan."""
+    """Yield the plan of ``model``; if the ``with`` block fails, install that plan again, in place of any new plan."""
     plan, optimizers = plan_of(model), list(optimizers_in_backward(model))
     try:
         yield plan

@@ -10,7 +10,7 @@ from torch import nn
 from memopt_cli.errors import PlanError, UsageError
 from memopt_cli.records import CompilePlan, from_data, to_data
 from memopt_cli.runtime.module_state import COMPILED_CALL, COMPILED_KEY
-from memopt_cli.runtime.private_torch import call_of_its_own, is_compiled, within_budget
+from memopt_cli.runtime.private_torch import is_compiled, make_uncached_call, within_budget
 from memopt_cli.training.wrappers import split_wrappers
 
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -20,7 +20,7 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
     """Set up ``model`` to be compiled with the settings ``how`` at its next call, like ``model.compile(...)``.
 
     That method silently leaves a model of a PyTorch class, such as an ``nn.Sequential``, uncompiled: the compiler
-    skips functions in PyTorch's files until it reaches one of another file, which here is in :func:`call_of_its_own`.
+    skips functions in PyTorch's files until it reaches one of another file: here in :func:`make_uncached_call`.
 
     A memory budget holds only for this model.  Raises :class:`UsageError` for a backend that PyTorch does not have,
     and :class:`PlanError` for a mode that inductor does not have.
@@ -31,7 +31,7 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
         if how.activation_memory_budget is not None:
             backend = within_budget(how.backend, how.mode, how.activation_memory_budget)
         mode = how.mode if backend is how.backend else None
-        compiled = torch.compile(call_of_its_own(model), backend=backend, mode=mode)
+        compiled = torch.compile(make_uncached_call(model), backend=backend, mode=mode)
     except (ValueError, RuntimeError) as reason:  # RuntimeError for an unknown mode
         raise PlanError(f"the model cannot be compiled: {reason}", hint="Change compile in the plan.") from reason
 

@@ -184,7 +184,7 @@ def _describe_forward(stack: list[RunningCall], model: nn.Module) -> str:
 def raised_at(error: BaseException) -> str:
     """Return the innermost line of ``error`` in the user's own code: `` (net.py, line 8)``.
 
-    If there is none, return the innermost line outside of torch and memopt.  Empty for a SyntaxError, whose text names
+    If there is none, return the innermost line outside of torch and memopt; empty for a SyntaxError, whose text names
     its line.
     """
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_ours(frame)]

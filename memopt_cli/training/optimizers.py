@@ -1,6 +1,6 @@
 """The optimizer of a training step (``--optimizer``): one of PyTorch's, or the user's own.
 
-Its learning rate is zero, so that a step moves no parameter and all measured steps are alike.
+Its learning rate is zero, so that a step moves no parameter and all measured steps are equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models that checkpoint by themselves: finds that, and turns it off where a plan decides what is recomputed.
+"""Finding a model's own checkpointing, and turning it off where a plan decides what is recomputed.
 
 A model that calls ``torch.utils.checkpoint`` in its forward recomputes that part whatever the plan, and twice if the
 part is also in a segment.  In most libraries an attribute, here called a *switch*, controls this:
@@ -30,7 +30,7 @@ _SWITCH: Final = re.compile(r"(?!save|load|resume|from)\w*(checkpoint|ckpt)\w*|w
 _SUSPENDED: Final = "_memopt_checkpoints_off"
 """Attribute of a model under a plan, which lists the switches that were on before."""
 _ON_AGAIN: Final = (
-    "The model checkpoints by itself under its plan ({}): what it recomputes itself is recomputed twice, or without "
+    "The model checkpoints by itself under its plan ({}): those parts are recomputed twice, or without "
     "the plan, which takes more memory and time. Turn that off after the plan is applied, or do not turn it on, as "
     "gradient_checkpointing_enable() and TrainingArguments(gradient_checkpointing=True) do."
 )
@@ -98,7 +98,7 @@ def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:
 
 @contextlib.contextmanager
 def watched_checkpoints(model: nn.Module) -> Iterator[list[str]]:
-    """Yield a list that collects the paths of modules whose forward calls ``torch.utils.checkpoint`` in the block."""
+    """Yield a list of the paths of modules whose forward calls ``torch.utils.checkpoint`` in the ``with`` block."""
     found: list[str] = []
     running: list[str] = []  # paths only: a reference to a module's inputs would change the peak
 

@@ -107,7 +107,7 @@ class OwnStep(Step):
         """Take steps until each optimizer has stepped, while the scaler in the user's function finds its scale.
 
         The steps follow one another, as in the user's script, and do not begin from ``start``: a scaler that begins
-        anew each time would never find its scale.
+        again each time would never find its scale.
         """
         for _ in range(SCALES):
             if self.has_scale():
@@ -150,7 +150,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Report phases as they begin in the block, and let optimizers step at a learning rate of zero."""
+        """Report phases as they begin in the ``with`` block, and let optimizers step at a learning rate of zero."""
         enter = functools.partial(self._enter, "backward")
         before, after = (
             register_optimizer_step_pre_hook(self._before_update),

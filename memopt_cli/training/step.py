@@ -54,9 +54,9 @@ class Step:
     kwargs: dict[str, Any]
     settings: StepSettings
     loss: Callable[[Any], Tensor] | None = None
-    """The user's loss, a function of the model's output.  ``None`` for the rules of :func:`seeds_of_backward`."""
+    """The user's loss, a function of the model's output; ``None`` for the rules of :func:`seeds_of_backward`."""
     optimizer: torch.optim.Optimizer | None = None
-    """Optimizer of the model's parameters.  ``None`` for a step that ends with the gradients."""
+    """Optimizer of the model's parameters; ``None`` for a step that ends with the gradients."""
     make_optimizer: OptimizerMaker = no_optimizer
     """Makes an optimizer like ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
@@ -250,7 +250,7 @@ def seeds_of_backward(
     """Return the tensors that backward starts from, and their cotangents (``None`` for a loss).
 
     With a ``loss`` given, that is the only one.  Otherwise it is the loss that :func:`loss_entry` finds in ``output``.
-    Otherwise backward starts from all floating tensors of the output, with random cotangents drawn from ``seed``: the
+    Otherwise backward starts from all floating tensors of the output, with random cotangents made from ``seed``: the
     gradients of a plain sum vanish in many models.  ``report`` is called with a message about each guess: which of
     several outputs is the loss, or that none is.  Raises :class:`StepError` if nothing is differentiable.
     """
@@ -353,7 +353,7 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
 
 @contextlib.contextmanager
 def failure_named(model: nn.Module) -> Iterator[None]:
-    """Raise an error of the block, a part of a step of ``model``, as a :class:`StepError` that names its module.
+    """Raise an error of the ``with`` block, a part of a step of ``model``, as a :class:`StepError` with its module.
 
     An error of memopt's own, and one that means that memory ran out, are raised unchanged.
     """
@@ -450,7 +450,7 @@ def synchronize(device: str) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of PyTorch, Python and NumPy that a model may draw from."""
+    """Seed the generators of PyTorch, Python and NumPy that a model may use."""
     seed_torch(seed)
     random.seed(seed)
     if "numpy" in sys.modules:

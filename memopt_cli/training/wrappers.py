@@ -91,7 +91,7 @@ def compiled_notes(model: nn.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def suspend_compilation(model: nn.Module) -> Iterator[None]:
-    """Run compiled parts of ``model`` eagerly in the block, since the compiler cannot run a step without data."""
+    """Run compiled parts of ``model`` eagerly in the ``with`` block: the compiler cannot run a step without data."""
     if not any(map(is_compiled, model.modules())):  # setting a stance imports the compiler, which is slow
         yield
         return

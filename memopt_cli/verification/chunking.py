@@ -2,7 +2,7 @@
 
 A copy of the module, in float64 and training mode, runs whole and in even and uneven chunks, on the inputs that it gets
 in the model and on random inputs.  Outputs, gradients, buffers and state must agree.  A module that looks ahead, mixes
-samples or draws random numbers does not pass.  Batch norms mix samples only by their statistics, which are gathered
+samples or uses random numbers does not pass.  Batch norms mix samples only by their statistics, which are gathered
 first, in passes over all chunks.  Where that is impossible, chunks are inexact, and used only if the user allows it.
 """
 
@@ -194,7 +194,7 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
             if reason := why_whole(subject):
                 return f"it {reason}"
             if difference(before, generator_state()).name:
-                return "it draws random numbers"
+                return "it uses random numbers"
         outputs = {f"output[{i}]": t.detach() for i, t in enumerate(tensors_of(output))}
         all_effects.append(outputs | copy_state(subject))
     worst = difference(*all_effects)

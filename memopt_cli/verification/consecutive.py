@@ -22,7 +22,7 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.records import CallPrint, ChoicePrint, FollowedSteps, StepPrint, TensorPrint
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import copy_module
-from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_anew, engine_watched, hook_tables, is_compiled
+from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_again, engine_watched, hook_tables, is_compiled
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
@@ -53,7 +53,11 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
     """
     # Hooks and modes do not see into compiled code.
     has_compiled = any(map(is_compiled, step.model.modules()))
-    with compiled_anew() if has_compiled else contextlib.nullcontext(), generators_kept(), _trainable(step) as training:
+    with (
+        compiled_again() if has_compiled else contextlib.nullcontext(),
+        generators_kept(),
+        _trainable(step) as training,
+    ):
         model = training.model
         start = _prints(_parameters(model) | named_tensors_on(model))
         values = AttributeValues.read(model)
@@ -192,7 +196,7 @@ def _generator_digest(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
-    """Add the name of each user hook that is called in the block to ``log``."""
+    """Add the name of each user hook that is called in the ``with`` block to ``log``."""
     replaced_hooks: list[tuple[dict[Any, Any], Any, Any]] = []
     for path, module in model.named_modules():
         for table in hook_tables(module):
@@ -254,7 +258,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the calls in the block."""
+        """Record the calls in the ``with`` block."""
         mode = _Choosing(self.choose)
         with (
             module_hooks(self.model, self._enter, self._leave, always_leave=True),

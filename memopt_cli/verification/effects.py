@@ -44,9 +44,9 @@ class EffectDifference:
     """The tensor that differs most between two steps."""
 
     name: str
-    """Name of the tensor.  Empty if all tensors are bit-identical."""
+    """Name of the tensor; empty if all tensors are bit-identical."""
     relative: float
-    """Largest absolute difference, divided by the largest magnitude in the reference tensor.  Infinite if the shapes
+    """Largest absolute difference, divided by the largest magnitude in the reference tensor; infinity if the shapes
     differ.  For a gradient far smaller than the others, :data:`_ROUNDING_SCALE` gives the divisor.  It does so for the
     running statistics of a norm as well: a mean is measured by the deviation, and a variance by the mean."""
     compared: int
@@ -163,7 +163,7 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Remove the gradients of the parameters for the block, and restore them afterwards."""
+    """Remove the gradients of the parameters in the ``with`` block, and restore them after it."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -176,7 +176,7 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def parameters_kept(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Restore the values of the parameters after the block, and yield the parameters that may change in it.
+    """Restore the values of the parameters after the ``with`` block; yield the parameters that may change in it.
 
     A parameter whose elements share memory, like an expanded tensor, cannot be written to, and is not among them.
     """
@@ -198,7 +198,7 @@ def _is_expanded(parameter: Tensor) -> bool:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restore the global generators of PyTorch, Python and NumPy after the block."""
+    """Restore the global generators of PyTorch, Python and NumPy after the ``with`` block."""
     generators = Generators()
     try:
         yield
@@ -220,7 +220,7 @@ def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Effect
         first, second = reference.get(name), other.get(name)
         if first is not None and second is not None and _have_same_bits(first, second):
             continue
-        least_scale = least_gradient if name.startswith("gradient") else _least_statistic(name, reference)
+        least_scale = least_gradient if name.startswith("gradient") else _min_statistic(name, reference)
         relative = _relative(first, second, least_scale)
         if relative > worst or not worst_name:
             worst, worst_name = relative, name
@@ -343,7 +343,7 @@ def _largest(tensor: Tensor) -> float:
     return max(abs(lowest.item()), abs(highest.item()))
 
 
-def _least_statistic(name: str, effects: dict[str, Tensor]) -> float:
+def _min_statistic(name: str, effects: dict[str, Tensor]) -> float:
     """Return the least divisor for the difference of a norm's running statistic ``name``; 0 for any other tensor.
 
     The mean of another norm's output is nothing but rounding, and so is the variance of a constant: such values have no

@@ -59,9 +59,9 @@ class RecordedStep:
     plain_s: float
     """Seconds of the step without the plan."""
     original_step_s: float
-    """Seconds of a step without the plan at the requested size.  0 if this step has that size."""
+    """Seconds of a step without the plan at the requested size; 0 if this step has that size."""
     tolerance: float
-    """Largest relative difference that passes.  0 if the effects must be bit-identical."""
+    """Largest relative difference that passes; 0 if the effects must be bit-identical."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class _Deadline:
 
     @contextlib.contextmanager
     def watching(self, variation: Variation) -> Iterator[None]:
-        """Time the check in the block, or raise :class:`_NoTimeError` if it would end too late."""
+        """Time the check in the ``with`` block, or raise :class:`_NoTimeError` if it would end too late."""
         began = time.monotonic()
         expected_s = self._expected_s(variation.batch)
         if began + expected_s > self._ends:
@@ -272,7 +272,7 @@ class _Pair:
             return CheckResult(variation.name, difference(reference, self._planned.take(variation)))
         except Exception as error:
             if is_out_of_memory(error):
-                self._plain.at_start = True  # so that both copies begin the next step alike
+                self._plain.at_start = True  # so that both copies begin the next step in the same state
                 raise
             return CheckResult(
                 variation.name, EffectDifference("the step", math.inf, len(reference)), first_line(error)

@@ -111,7 +111,7 @@ def _compare(
         # The step ran as it was measured.  A model may reject inputs that need a gradient: the speech models of
         # transformers set ``requires_grad`` on a view of theirs.
         reference, step = None, replace(step, compares_inputs=False)
-    if reference is None:  # not in the block above, whose error a second one would be shown with
+    if reference is None:  # not in the ``except`` above, whose error would be shown with that of this call
         reference, plain_s = _timed_effects(step, start)
     noise = 0.0
     if not chunked:
@@ -142,7 +142,7 @@ def _compare(
 
 @contextlib.contextmanager
 def _fixed_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let batch norms in ``modules`` use their running statistics in the block."""
+    """Let batch norms in ``modules`` use their running statistics in the ``with`` block."""
     norms = {m for module in modules for m in batch_norms(module) if m.training}
     for norm in norms:
         norm.eval()

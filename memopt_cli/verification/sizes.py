@@ -17,20 +17,20 @@ Observe = Callable[[Sizes], Mapping[int, Cut]]
 """Runs a forward at some sizes; returns segment -> how its input was cut.  Raises whatever the model raises."""
 
 _MIN_SIZE = 3
-"""Least size that is tried: 3 is the first that can be cut unevenly."""
-_MIN_ALIKE_SIZE = 2
-"""Least size of a dimension whose entries are alike, such as samples; time steps are not, and may need a third."""
+"""Minimum size that is tried: 3 is the first that can be cut unevenly."""
+_MIN_BATCH_SIZE = 2
+"""Minimum size of the batch; other dimensions, such as time, may need a third entry, which differs from the second."""
 _MAX_GROWTH = 1.5
 """Largest ratio of the total size to the requested one: eight chunks are uneven only from nine samples on."""
 _MAX_ROUNDS = 32
 """Maximum number of times that sizes are enlarged."""
 
 
-def least_sizes(requested: Sizes, observe: Observe, alike: str = "") -> Sizes:
+def smallest_sizes(requested: Sizes, observe: Observe, batch_dim: str = "") -> Sizes:
     """Find the smallest sizes at which every segment runs in all of its chunks; ``requested`` if there are none.
 
-    If possible, chunks have two lengths, such as 5 samples in 3 chunks.  ``alike`` names the dimension whose entries
-    are alike; it is made smaller still if that changes no cut.
+    If possible, chunks have two lengths, such as 5 samples in 3 chunks.  ``batch_dim`` names the dimension of
+    independent samples; it is made smaller still if that changes no cut.
     """
     observed: dict[tuple[int, ...], Mapping[int, Cut]] = {}
 
@@ -41,12 +41,12 @@ def least_sizes(requested: Sizes, observe: Observe, alike: str = "") -> Sizes:
         return observed[key]
 
     try:
-        sizes = _smallest(requested, cuts)
+        sizes = _accepted_sizes(requested, cuts)
         for _ in range(_MAX_ROUNDS):
             larger = next(_enlarge(sizes, cuts), None)
             if larger is None:
                 every_chunk_runs = all(cut.length >= cut.chunks for cut in cuts(sizes).values())
-                return _shrink(alike, sizes, cuts) if every_chunk_runs else requested
+                return _shrink_batch(batch_dim, sizes, cuts) if every_chunk_runs else requested
             if math.prod(larger.values()) > _MAX_GROWTH * math.prod(requested.values()):
                 return requested
             sizes = larger
@@ -55,22 +55,22 @@ def least_sizes(requested: Sizes, observe: Observe, alike: str = "") -> Sizes:
     return requested
 
 
-def _smallest(requested: Sizes, cuts: Observe) -> Sizes:
+def _accepted_sizes(requested: Sizes, cuts: Observe) -> Sizes:
     """Return the smallest sizes that the model accepts: all reduced together, or else one by one."""
-    least = {name: min(size, _MIN_SIZE) for name, size in requested.items()}
-    if _runs(least, cuts):
-        return least
+    smallest = {name: min(size, _MIN_SIZE) for name, size in requested.items()}
+    if _runs(smallest, cuts):
+        return smallest
     sizes = requested
-    for name, size in least.items():
+    for name, size in smallest.items():
         smaller = {**sizes, name: size}
         if smaller != sizes and _runs(smaller, cuts):
             sizes = smaller
     return sizes
 
 
-def _shrink(alike: str, sizes: Sizes, cuts: Observe) -> Sizes:
-    """Return ``sizes`` with fewer entries of the dimension ``alike``, unless that changes a cut."""
-    smaller = {name: min(size, _MIN_ALIKE_SIZE) if name == alike else size for name, size in sizes.items()}
+def _shrink_batch(batch_dim: str, sizes: Sizes, cuts: Observe) -> Sizes:
+    """Return ``sizes`` with fewer entries of the dimension ``batch_dim``, unless that changes a cut."""
+    smaller = {name: min(size, _MIN_BATCH_SIZE) if name == batch_dim else size for name, size in sizes.items()}
     return smaller if _runs(smaller, cuts) and cuts(smaller) == cuts(sizes) else sizes
 
 

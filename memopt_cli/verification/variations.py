@@ -21,7 +21,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Resize = Callable[[int], Arguments]
 """Makes the inputs at another batch size; raises if they have only one."""
 Vary = Callable[[Step], AbstractContextManager[Step]]
-"""Yields a step with one thing changed, and undoes the change after the block."""
+"""Yields a step with one thing changed, and undoes the change after the ``with`` block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _freeze_before_backward(step: Step) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def _freezing(step: Step) -> Iterator[Callable[[], None]]:
-    """Yield a function that freezes the first half of the parameters, in the model's order, until the block ends."""
+    """Yield a function that freezes the first half of the parameters, in the model's order, in the ``with`` block."""
     parameters = [p for p in step.model.parameters() if p.requires_grad]
     frozen = parameters[: len(parameters) // 2]
     if not frozen:

@@ -536,9 +536,9 @@ def test_a_buffer_that_is_assigned_anew_is_stacked() -> None:
     [
         (
             lambda x: torch.rand(x.size(1)),
-            "rand draws numbers|cannot be traced: rand",
+            "rand makes numbers|cannot be traced: rand",
         ),  # PyTorch 2.8 traces no such call
-        (lambda x: torch.rand(5), "draws random numbers in its own code"),
+        (lambda x: torch.rand(5), "uses random numbers in its own code"),
     ],
     ids=["of a size that is traced", "of a size that is known"],
 )

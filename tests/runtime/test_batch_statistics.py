@@ -332,7 +332,7 @@ class Remembering(nn.Module):
 
 
 def test_a_pass_that_runs_other_operators_than_the_one_before(exactly: Any) -> None:
-    with pytest.warns(UserWarning, match="runs other operators before a batch norm when it runs again: it runs whole"):
+    with pytest.warns(UserWarning, match="runs different operators before a batch norm when it is recomputed: it runs"):
         exactly(Resetting(Remembering()), {"blocks.0": EXACT}, leaf(8, 4))
 
 
@@ -711,8 +711,8 @@ def _block(*layers: nn.Module) -> nn.Sequential:
 
 
 UNGATHERED = {
-    "drawing": (_block(nn.Dropout(0.5)), "draws random numbers before a batch norm"),
-    "drawing between norms": (_block(nn.BatchNorm1d(4), nn.Dropout(0.5)), "draws random numbers before a batch norm"),
+    "drawing": (_block(nn.Dropout(0.5)), "uses random numbers before a batch norm"),
+    "drawing between norms": (_block(nn.BatchNorm1d(4), nn.Dropout(0.5)), "uses random numbers before a batch norm"),
     "handing over": (Handing(), "hands its state over as an output"),
     "careful": (Careful(), "catches the exception"),
     "norms for the first chunk": (Choosing(otherwise=False), "calls more batch norms on some chunks than on others"),
@@ -754,7 +754,7 @@ def test_what_passes_have_found_is_gone_when_the_whole_runs() -> None:
     found = []
     install_segment(block, EXACT)
     block[2].register_forward_hook(lambda *_: found.append(sum(isinstance(o, ReachedNorm) for o in gc.get_objects())))
-    with pytest.warns(UserWarning, match="draws random numbers"):
+    with pytest.warns(UserWarning, match="uses random numbers"):
         block(torch.randn(7, 4))
     chunks, whole = found[:-1], found[-1]
     assert min(chunks) > 0 == whole

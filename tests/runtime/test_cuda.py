@@ -144,5 +144,5 @@ def test_segments_elsewhere_leave_the_dropout_of_a_recurrent_layer_alone(plan: s
 
 def test_a_recurrent_layer_with_dropout_runs_plainly() -> None:
     model = memopt_cli.apply_plan(nn.Sequential(MODELS["LSTM with dropout"]()).cuda(), PLANS["segment around all"])
-    with pytest.warns(UserWarning, match="Recurrent at '0' has a recurrent layer with dropout, which cuDNN draws from"):
+    with pytest.warns(UserWarning, match="Recurrent at '0' has a recurrent layer with dropout, for which cuDNN has"):
         model(torch.randn(8, 8, WIDTH, device="cuda"))

@@ -162,7 +162,7 @@ NOT_IN_CHUNKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "jelly-masked-psn": (_node("MaskedPSN", k=2, T=STEPS), "axis 0: "),
     "jelly-sliding-psn": (_node("SlidingPSN", k=2), "axis 0: "),
     "jelly-every-membrane-kept": (_membranes_kept, "once a call, and would change it once for each chunk"),
-    "jelly-dropout": (_dropping, "it draws random numbers"),
+    "jelly-dropout": (_dropping, "it uses random numbers"),
 }
 """They look ahead, keep the whole sequence or mix it; with part of the reason given."""
 

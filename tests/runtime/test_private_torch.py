@@ -78,7 +78,7 @@ def test_what_breaks_a_graph_is_listed() -> None:
 
 def test_each_model_is_called_by_code_of_its_own() -> None:
     models = [nn.Linear(2, 2), nn.Linear(2, 3)]
-    calls = [p.call_of_its_own(model) for model in models]
+    calls = [p.make_uncached_call(model) for model in models]
     assert [call("", torch.ones(1, 2)).shape[1] for call in calls] == [2, 3]
     assert calls[0].__code__ is not calls[1].__code__
 
@@ -161,7 +161,7 @@ def test_a_subclass_without_memory() -> None:
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             raise AssertionError
 
-    made = p.without_memory(Own, (2, 3), torch.float16, torch.device("cpu"))
+    made = p.make_without_memory(Own, (2, 3), torch.float16, torch.device("cpu"))
     assert (type(made), made.shape, made.dtype, made.requires_grad) == (Own, (2, 3), torch.float16, False)
 
 
@@ -195,7 +195,7 @@ def test_the_memory_format_that_a_kernel_would_take() -> None:
 def test_tensors_of_a_dry_run_are_fake() -> None:
     with p.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = torch.zeros(2)
-        with p.with_data():
+        with p.unset_fake_temporarily():
             real = torch.ones(2)
         with p.unseen():
             unseen = torch.ones(2)
@@ -253,11 +253,11 @@ def test_pytorch_says_of_which_operators_it_takes_no_notes() -> None:
     with p.DryRun(allow_non_fake_inputs=True), torch.no_grad():
         x = torch.zeros(2, 3)
         for known in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor):
-            before = p.calls_without_notes()
+            before = p.count_cache_bypasses()
             assert type(known(x, 1)) is p.FakeTensor
-            assert p.calls_without_notes() == before
+            assert p.count_cache_bypasses() == before
         torch.ops.aten._unsafe_view.default(x, [6])
-    assert p.calls_without_notes() > before
+    assert p.count_cache_bypasses() > before
 
 
 def test_a_tensor_of_a_dry_run_has_a_mode_and_a_device() -> None:
@@ -301,9 +301,9 @@ class Seen(p.TorchDispatchMode):
 
 
 def test_a_mode_sees_operators_but_for_those_unseen() -> None:
-    assert not p.is_watched()
+    assert not p.is_in_torch_dispatch_mode()
     with Seen() as mode:
-        assert p.is_watched()
+        assert p.is_in_torch_dispatch_mode()
         torch.ones(1).add_(1)
         with p.unseen():
             torch.ones(1).mul_(1)
@@ -649,7 +649,7 @@ def test_who_differentiates_ahead(backend: Any, ahead: bool) -> None:
     torch._dynamo.reset()
 
     def f(x: Tensor) -> Tensor:
-        return x + 1 if p.differentiates_ahead() else x + 2
+        return x + 1 if p.backend_is_aot() else x + 2
 
     assert torch.compile(f, backend=backend)(torch.zeros(1)).item() == (1 if ahead else 2)
 
@@ -661,7 +661,7 @@ def test_inductor_differentiates_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         return graph.forward
 
     def f(x: Tensor) -> Tensor:
-        return x + 1 if p.differentiates_ahead() else x + 2
+        return x + 1 if p.backend_is_aot() else x + 2
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", compiled_to)
@@ -683,7 +683,7 @@ def test_how_often_a_compiled_checkpoint_writes() -> None:
 def test_what_is_asked_while_compiling_is_a_constant() -> None:
     asked: list[str] = []
 
-    @p.asked_while_compiling
+    @p.constant_while_compiling
     def answer(question: str) -> int:
         asked.append(question)
         return 3
@@ -732,8 +732,8 @@ def test_what_was_compiled_often_is_compiled_anew() -> None:
             torch.compile(Scaled(factor), backend=backend, dynamic=False)(torch.ones(2))
         return len(compiled) - before
 
-    assert run(20) < 20, "there is no limit any more: compiled_anew can go"
-    with p.compiled_anew():
+    assert run(20) < 20, "there is no limit any more: compiled_again can go"
+    with p.compiled_again():
         assert run(20) == 20
     torch._dynamo.reset()
 
@@ -1012,7 +1012,7 @@ def test_a_rank_makes_the_shards_that_it_keeps(length: int, dim: int) -> None:
 
 def test_a_model_without_data_changes_its_dtype() -> None:
     """The first time, too, at which the mode remembers what an operator made."""
-    with p.FakeTensorMode(), p.fakes_exchanged():
+    with p.FakeTensorMode(), p.fake_parameters_swappable():
         model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)).to(torch.bfloat16)
         assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
         assert model.half()[0].weight.dtype is torch.float16
@@ -1037,9 +1037,9 @@ def test_a_rank_that_is_gone_or_late_is_told() -> None:
     with pytest.raises(RuntimeError) as late:
         group.allreduce([torch.zeros(1)]).wait()
     del other
-    assert p.is_of_lost_rank(late.value)
-    assert p.is_of_lost_rank(torch.distributed.DistBackendError("NCCL"))
-    assert not p.is_of_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert p.means_lost_rank(late.value)
+    assert p.means_lost_rank(torch.distributed.DistBackendError("NCCL"))
+    assert not p.means_lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_tensors_share_buckets_up_to_a_limit() -> None:

@@ -25,7 +25,7 @@ from tests.zoo.models import GIVEN, Parts
 from tests.zoo.watching import silent
 
 SYSTEM = random.SystemRandom()
-TOLD = r"draws or reads something that memopt does not see \(a tensor of shape \(.*\) had other values when it was rec"
+TOLD = r"uses random numbers or state that memopt cannot restore \(a tensor of shape \(.*\) had other values when it "
 
 UNSEEN: dict[str, Callable[[], Any]] = {
     "time": lambda: [time.perf_counter_ns() % 10_007 for _ in range(4)],

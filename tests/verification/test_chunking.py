@@ -169,11 +169,11 @@ class GradientOnly(Parts, inner=lambda: nn.Linear(6, 6)):
 
 
 REFUSED: list[tuple[str, nn.Module, str]] = [
-    ("batch norm that draws before", nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(5)), "it draws random numbers"),
+    ("batch norm that draws before", nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(5)), "it uses random numbers"),
     ("synchronized batch norm", nn.SyncBatchNorm(5), "SyncBatchNorm"),
     ("statistics of its own", Whitened(), "output[0] differs"),
-    ("dropout", nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), "it draws random numbers"),
-    ("dropout of a recurrent layer", nn.LSTM(6, 4, num_layers=2, dropout=0.5), "it draws random numbers"),
+    ("dropout", nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), "it uses random numbers"),
+    ("dropout of a recurrent layer", nn.LSTM(6, 4, num_layers=2, dropout=0.5), "it uses random numbers"),
     ("looks back from the end", nn.LSTM(6, 4, bidirectional=True, batch_first=True), "axis 1"),
     ("flips", Mapped(lambda y: y.flip(0, 1)), "output[0] differs"),
     ("sums without a state", Mapped(lambda y: y.cumsum(0).cumsum(1)), "output[0] differs"),

@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from memopt_cli.runtime.cuts import Cut, chunk_lengths, record_cut, recorded_cuts
-from memopt_cli.verification.sizes import least_sizes
+from memopt_cli.verification.sizes import smallest_sizes
 
 Lengths = Callable[[Mapping[str, int]], list[tuple[int, int]]]
 """Chunks that are asked for, and the length that is cut into them, of each segment."""
 
 
 def least(lengths: Lengths, **asked: int) -> dict[str, int]:
-    return dict(least_sizes(asked, lambda sizes: {n: Cut(*cut) for n, cut in enumerate(lengths(sizes))}, alike="B"))
+    return dict(
+        smallest_sizes(asked, lambda sizes: {n: Cut(*cut) for n, cut in enumerate(lengths(sizes))}, batch_dim="B")
+    )
 
 
 def refusing(lengths: Lengths, takes: Callable[[Mapping[str, int]], bool]) -> Lengths:
@@ -56,7 +58,7 @@ def test_every_chunk_runs_and_uneven_ones_do(asked: dict[str, int], lengths: Len
 
 
 def test_what_may_be_time_has_three_steps() -> None:
-    found = least_sizes({"B": 32, "S": 100}, lambda sizes: {0: Cut(4, sizes["S"])})
+    found = smallest_sizes({"B": 32, "S": 100}, lambda sizes: {0: Cut(4, sizes["S"])})
     assert found == {"B": 3, "S": 5}
 
 

@@ -25,7 +25,7 @@ from memopt_cli.records import Plan, RankLayout
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.chunk_rows import rows_untried
 from memopt_cli.runtime.in_backward import check_steps_alone
-from memopt_cli.runtime.private_torch import fakes_exchanged
+from memopt_cli.runtime.private_torch import fake_parameters_swappable
 from memopt_cli.runtime.samples import sampling_off
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import forget_unsafe
@@ -113,7 +113,7 @@ class Bench:
 
     @contextlib.contextmanager
     def rank(self, layout: RankLayout, plan: Plan) -> Iterator[ShardedRank]:
-        """Act as one rank of ``layout`` inside the block; yield that rank's part of a new model with ``plan``.
+        """Act as one rank of ``layout`` in the ``with`` block; yield that rank's part of a new model with ``plan``.
 
         Raises :class:`StepError` for a model or plan whose ranks cannot be predicted, and :class:`UsageError` if the
         function that spreads the model cannot be found.
@@ -126,7 +126,7 @@ class Bench:
         with self._maker.without_data():
             model = apply_plan(self._maker.place(self._maker.build()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
-            with fakes_exchanged():
+            with fake_parameters_swappable():
                 sharded = shard_for_prediction(model, mesh, layout, function)
             yield sharded
 
@@ -162,7 +162,7 @@ class Bench:
 
     @contextlib.contextmanager
     def with_plan(self, plan: Plan, step: Step | None = None) -> Iterator[None]:
-        """Apply ``plan`` inside the block, to the model and optimizer of ``step``, or to the bench's own."""
+        """Apply ``plan`` in the ``with`` block, to the model and optimizer of ``step``, or to the bench's own."""
         model, optimizer = (step.model, step.optimizer) if step is not None else (self.model, self.optimizer)
         self.enter_start()
         if plan.in_backward:

@@ -231,5 +231,5 @@ def _with_seconds(bench: Bench, plan: Plan, traced: Traced) -> Traced:
 
 
 def operator_times(bench: Bench) -> Sequence[trace.OperatorTime] | None:
-    """Time the operators of a step under the plan on the model.  ``None`` if the step must not run, or does not fit."""
+    """Time the operators of a step under the plan on the model; ``None`` if the step must not run, or does not fit."""
     return run_at_full_size(bench, trace.time_operators)

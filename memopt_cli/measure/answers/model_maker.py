@@ -29,7 +29,7 @@ class ModelMaker:
         """The mode in which tensors without data are made."""
 
     def without_data(self) -> contextlib.AbstractContextManager[Any]:
-        """Make parameters without data inside the block, if the subject has no data."""
+        """Make parameters without data in the ``with`` block, if the subject has no data."""
         return contextlib.nullcontext() if self._has_data else trace.built_without_data(self.mode)
 
     def build(self) -> nn.Module:

@@ -278,7 +278,7 @@ def measure_peak_and_time(bench: Bench, step: Step) -> tuple[int, float]:
 
 @contextlib.contextmanager
 def device_of(limit_bytes: int | None, device: str) -> Iterator[None]:
-    """Limit the memory of a CUDA device inside the block; on the CPU, callers compare the peak afterwards."""
+    """Limit the memory of a CUDA device in the ``with`` block; on the CPU, callers compare the peak afterwards."""
     if limit_bytes is None or not device.startswith("cuda"):
         yield
         return
@@ -362,7 +362,7 @@ class _Timed:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Time the step that is taken inside the block."""
+        """Time the step that is taken in the ``with`` block."""
         self._since = self._synchronized_time()
         yield
         self._add_elapsed()

@@ -23,11 +23,11 @@ from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.step import Step
 from memopt_cli.verification.further_steps import first_samples
 from memopt_cli.verification.recorded_step import verify
-from memopt_cli.verification.sizes import least_sizes
+from memopt_cli.verification.sizes import smallest_sizes
 from memopt_cli.verification.updates import compare_updates
 
 
-def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
+def find_smallest_sizes(bench: Bench, job: SizesJob) -> Sizes:
     """Find, by forwards under the plan of ``job``, the smallest sizes at which every segment runs in all its chunks."""
     spec = bench.subject.spec
     full_sizes = {**({} if spec.data_file else spec.dims), BATCH: bench.batch}
@@ -44,7 +44,7 @@ def find_least_sizes(bench: Bench, job: SizesJob) -> Sizes:
         return cuts
 
     # Inputs without the symbol ``B`` have their dimension 0 taken for the batch; it may be time, which is unlike it.
-    sizes = least_sizes(full_sizes, observe, alike=BATCH if BATCH in spec.dims else "")
+    sizes = smallest_sizes(full_sizes, observe, batch_dim=BATCH if BATCH in spec.dims else "")
     other_sizes = {name: size for name, size in sizes.items() if name != BATCH and size != full_sizes[name]}
     return Sizes(batch=sizes[BATCH], dims=other_sizes)
 

@@ -128,7 +128,7 @@ def _needed_by_original(bench: Bench) -> int:
 def step_under(
     bench: Bench, plan: Plan, batch: int | None = None, dims: Mapping[str, int] = MappingProxyType({})
 ) -> Iterator[trace.FakeStep]:
-    """Yield a step without data, with ``plan`` applied inside the block; a rank's step if the subject is a rank."""
+    """Yield a step without data under ``plan`` in the ``with`` block; a rank's step if the subject is a rank."""
     if bench.subject.layout is not None:
         with _step_of_rank(bench, bench.subject.layout, plan, batch, dims) as fake:
             yield fake

@@ -61,7 +61,7 @@ def _of_small_step(bench: Bench) -> Workspaces:
 
 
 def _estimate(bench: Bench) -> Workspaces:
-    """Return the workspaces of the small step, and how they grow to it from a step of one sample less, if that runs."""
+    """Return the workspaces of the small step and, if a step of one sample less runs, their growth from that step."""
     workspaces = _of_small_step(bench)
     if workspaces == Workspaces() or bench.batch < SMALL_BATCH:
         return workspaces

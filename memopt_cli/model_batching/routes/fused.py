@@ -168,7 +168,7 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
             raise RouteRefusedError(f"{type(source).__name__} cannot be traced: {error}") from error
         if not bit_equal(generators, generator_state()):
             raise RouteRefusedError(
-                f"{type(source).__name__} draws random numbers in its own code, which a graph would not repeat"
+                f"{type(source).__name__} uses random numbers in its own code, which a graph would not repeat"
             )
     changed = [path for path, attributes in _attributes(entry.model).items() if attributes != before.get(path)]
     if changed:
@@ -253,7 +253,7 @@ class _GraphFusion:
         if True not in tree_leaves((call.args, call.kwargs)):
             if name in _RANDOM_FUNCTIONS:
                 raise RouteRefusedError(
-                    f"{name} draws numbers whose shape depends on no input, so that they would be equal in all models"
+                    f"{name} makes numbers whose shape depends on no input, so that they would be equal in all models"
                 )
             return False, self._emit(node, function, args, kwargs)
         if name == "getattr" and (query := shape_query(str(node.args[1]))):

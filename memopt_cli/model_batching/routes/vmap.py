@@ -14,7 +14,7 @@ from memopt_cli.runtime.tree import join_tensors, split_tensors
 
 
 class VmapRoute(Route):
-    """All models in one call under ``vmap``; each draws random numbers of its own."""
+    """All models in one call under ``vmap``; each uses random numbers of its own."""
 
     def __init__(self, tree: nn.Module, models: int) -> None:
         refuse_segments(tree)

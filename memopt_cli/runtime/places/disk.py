@@ -165,7 +165,7 @@ class Disk(Place):
         self.folder = folder
         self._ranges = Ranges()
         self._file: int | None = None
-        """The file's descriptor.  ``None`` if it was not opened yet."""
+        """The file's descriptor; ``None`` if it was not opened yet."""
         self._process = os.getpid()
         self._is_closed = False
         """Whether nothing more is written, because of an error."""

@@ -69,7 +69,7 @@ class Place(ABC):
 
     @abstractmethod
     def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
-        """Begin to send ``nbytes`` of ``storage`` from byte ``start`` on.  ``None`` if the place takes no more.
+        """Begin to send ``nbytes`` of ``storage`` from byte ``start`` on; ``None`` if the place takes no more.
 
         The storage must live, and not be written, until :meth:`Sent.wait_until_sent` or :meth:`Sent.release`.
         """
@@ -138,7 +138,7 @@ def waiting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_elsewhere() -> Iterator[Elsewhere]:
-    """Count the bytes that are sent in the block, by whichever thread."""
+    """Count the bytes that are sent in the ``with`` block, by whichever thread."""
     global _count
     outer, _count = _count, Elsewhere()
     try:

@@ -47,7 +47,7 @@ class _ThreadParcels(threading.local):
 
     def __init__(self) -> None:
         self.last: ref[Parcel] | None = None
-        """The parcel that was completed last.  ``None`` if no parcel was completed yet."""
+        """The parcel that was completed last; ``None`` if no parcel was completed yet."""
         self.parts_here: list[ref[_Part]] = []
         """The parts of complete parcels whose tensors are still here, in order."""
         self.sent: WeakValueDictionary[tuple[int, ...], _Part] = WeakValueDictionary()
@@ -70,7 +70,7 @@ class Parcel:
         self._place = place
         self._parts: list[ref[_Part]] = []
         self._before: ref[Parcel] | None = None
-        """The parcel completed before this one, which backward needs next.  ``None`` if this is the first parcel."""
+        """The parcel completed before this one, which backward needs next; ``None`` if this is the first parcel."""
         self._is_fetched = False
 
     def take(self, packed: Packed) -> Packed | PackedAway:
@@ -127,7 +127,7 @@ class Parcel:
 
 
 def parcel_to(place: str) -> Parcel | None:
-    """Return a parcel for the ``place`` of that name.  ``None`` if it is the device, or ``torch.compile`` traces."""
+    """Return a parcel for the ``place`` of that name; ``None`` if it is the device, or ``torch.compile`` traces."""
     return None if place == DEVICE or torch.compiler.is_compiling() else Parcel(place)
 
 
@@ -170,7 +170,7 @@ class _Part:
         """Note that ``parcel`` has ``sent`` the part of a storage that ``tensor`` shows."""
         self._parcel, self._device, self._address = parcel, tensor.device, _address_of(tensor)
         self._sent: Sent | None = sent
-        """Its bytes on their way, or in the place.  ``None`` if it stays here."""
+        """Its bytes on their way, or in the place; ``None`` if it stays here."""
         self._tensors: list[tuple[Tensor, int]] = []
         """The tensors and others in their memory, each with its version; empty once they are freed."""
         self._layouts: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]] = []
@@ -339,7 +339,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _begin_to_send(place: str, tensor: Tensor, start: int, nbytes: int) -> Sent | None:
-    """Begin to send a part of the storage of ``tensor``.  ``None`` if it stays."""
+    """Begin to send a part of the storage of ``tensor``; ``None`` if it stays."""
     target = place_named(place)
     if reason := target.refusal(tensor.device):
         warn_once(f"the plan sends tensors to {place}, but tensors on {tensor.device.type} stay there: {reason}")

@@ -27,7 +27,7 @@ from memopt_cli.errors import (
     first_line,
 )
 from memopt_cli.records import to_data
-from memopt_cli.runtime.private_torch import is_of_lost_rank
+from memopt_cli.runtime.private_torch import means_lost_rank
 from memopt_cli.training.step import is_out_of_memory
 
 Result = TypeVar("Result")
@@ -127,7 +127,7 @@ def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Rank
 
 @contextlib.contextmanager
 def reporting_lost_ranks() -> Iterator[None]:
-    """Raise a :class:`RankLostError` where a backend's error in the block means that a rank is gone."""
+    """Raise a :class:`RankLostError` where a backend's error in the ``with`` block means that a rank is gone."""
     try:
         yield
     except Exception as error:
@@ -155,7 +155,7 @@ def compute_digest(value: Any) -> str:
 
 def _is_of_lost_rank(error: BaseException) -> bool:
     """Return whether ``error``, or an error that caused it, means that a rank is gone."""
-    return any(map(is_of_lost_rank, error_chain(error)))
+    return any(map(means_lost_rank, error_chain(error)))
 
 
 def _sendable(error: BaseException | None) -> MemoptError | None:

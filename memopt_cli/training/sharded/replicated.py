@@ -37,7 +37,7 @@ _REDUCERS: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictiona
 
 @contextlib.contextmanager
 def without_reducer() -> Iterator[list[Tensor]]:
-    """Give every ``DistributedDataParallel`` made in the block a :class:`Reducer`; yield a list of all their buckets.
+    """Give each ``DistributedDataParallel`` made in the ``with`` block a :class:`Reducer`; yield their buckets.
 
     The list changes after the first step.  Raises :class:`StepError` for features that are not counted.
     """
