@@ -143,7 +143,7 @@ class BatchShapeManager:
         """
         self._require_ready()
         self._queue.put(input_batch)
-        self._adapt(training_step, current_loss, None)
+        self._adapt_size(training_step, current_loss, None)
         return self._give_out()
 
     def adapt_and_process_batch(
@@ -164,7 +164,7 @@ class BatchShapeManager:
             low, high = self._sizing.min_batch_size, self._sizing.max_batch_size
             self.initialize_for_training(initial_batch_size=min(max(count_rows(pair), low), high))
         self._queue.put(pair)
-        self._adapt(step, metrics.get("loss"), metrics.get("memory"))
+        self._adapt_size(step, metrics.get("loss"), metrics.get("memory"))
         inputs, targets = self._give_out()
         self._is_last_shaped = True
         return ShapedBatch(inputs=inputs, targets=targets)
@@ -179,7 +179,7 @@ class BatchShapeManager:
         for batch in loader:
             self._queue.put(batch)
             while len(self._queue) >= self.sizer.batch_size:
-                self._adapt(step, None, None)
+                self._adapt_size(step, None, None)
                 if len(self._queue) < self.sizer.batch_size:
                     break  # the batch size has just grown beyond the waiting rows
                 yield self._give_out()
@@ -280,7 +280,7 @@ class BatchShapeManager:
         if not self._is_ready:
             raise UsageError("the manager is not initialized", hint="Call initialize_for_training first.")
 
-    def _adapt(self, step: int, loss: float | None, memory: float | None) -> None:
+    def _adapt_size(self, step: int, loss: float | None, memory: float | None) -> None:
         """Adapt the size to the cost of the last batch, if there was one, and log the decision."""
         if not self._last_rows:
             return
@@ -302,10 +302,10 @@ class BatchShapeManager:
         batch = self._queue.take(self.sizer.batch_size)
         self._is_last_shaped = False
         self._last_rows = tensors_of(batch)[0].shape[0]
-        self._validate(tensors_of(batch)[0])
-        return map_leaves(self._place, batch)
+        self._check_shape(tensors_of(batch)[0])
+        return map_leaves(self._move_to_device, batch)
 
-    def _validate(self, inputs: Tensor) -> None:
+    def _check_shape(self, inputs: Tensor) -> None:
         """Check the shape of ``inputs``, and log problems, unless samples of that shape were checked before."""
         shape = tuple(inputs.shape)
         if shape[1:] in self._validated_shapes:
@@ -316,7 +316,7 @@ class BatchShapeManager:
         for issue in issues:
             logger.log(logging.DEBUG if issue.startswith("performance:") else logging.WARNING, "%s: %s", shape, issue)
 
-    def _place(self, tensor: Tensor) -> Any:
+    def _move_to_device(self, tensor: Tensor) -> Any:
         """Return ``tensor`` on the device, laid out in memory for ``operation_type``."""
         tensor = tensor.to(self._device)
         if self._operation is None or tensor.dim() < 3:

@@ -157,11 +157,11 @@ class PerformanceMonitor:
         """Return the relative drop of the median throughput from the older to the newer half, or 0 with few records."""
         if len(self._records) < _MIN_TREND_RECORDS:
             return 0.0
-        older, newer = _halves([r.throughput for r in self._records])
+        older, newer = _half_medians([r.throughput for r in self._records])
         return max(0.0, 1 - newer / older)
 
 
-def _halves(values: Sequence[float]) -> tuple[float, float]:
+def _half_medians(values: Sequence[float]) -> tuple[float, float]:
     """Return the medians of the older and the newer half of ``values``; an odd middle value is in neither."""
     half = len(values) // 2
     return median(values[:half]), median(values[-half:])
@@ -171,7 +171,7 @@ def _trend(values: Sequence[float]) -> Trend:
     """Return the trend of ``values``; larger values are better."""
     if len(values) < _MIN_TREND_RECORDS:
         return "insufficient_data"
-    older, newer = _halves(values)
+    older, newer = _half_medians(values)
     if abs(newer - older) <= _STABLE_CHANGE * abs(older):
         return "stable"
     return "improving" if newer > older else "degrading"

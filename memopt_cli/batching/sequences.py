@@ -67,7 +67,7 @@ class PaddingReport:
 
 def sort_by_length(sequences: Sequence[Tensor]) -> SortedSequences:
     """Sort ``sequences``, the longest first; :func:`unsort` undoes it."""
-    order = length_order([len(sequence) for sequence in _check(sequences)])
+    order = length_order([len(sequence) for sequence in _check_sequences(sequences)])
     return SortedSequences(sequences=tuple(sequences[i] for i in order.tolist()), order=order)
 
 
@@ -90,7 +90,7 @@ def inverse_order(order: Tensor) -> Tensor:
 
 def pad(sequences: Sequence[Tensor], *, value: float = 0.0, total_length: int | None = None) -> PaddedSequences:
     """Fill ``sequences`` up with ``value`` to the longest, or to ``total_length`` steps; :func:`unpad` undoes it."""
-    lengths = torch.tensor([len(sequence) for sequence in _check(sequences)])
+    lengths = torch.tensor([len(sequence) for sequence in _check_sequences(sequences)])
     data = pad_sequence(list(sequences), batch_first=True, padding_value=value)
     missing = 0 if total_length is None else total_length - data.shape[1]
     if missing < 0:
@@ -111,7 +111,7 @@ def pack(sequences: Sequence[Tensor]) -> PackedSequence:
 
     A recurrent layer returns its hidden state in the order of ``sequences``.
     """
-    return pack_sequence(list(_check(sequences)), enforce_sorted=False)
+    return pack_sequence(list(_check_sequences(sequences)), enforce_sorted=False)
 
 
 def unpack(packed: PackedSequence) -> list[Tensor]:
@@ -125,7 +125,7 @@ def nest(sequences: Sequence[Tensor]) -> Tensor:
     Gradients reach the sequences.  Attention and linear layers take nested tensors; PyTorch's recurrent layers do not
     (use :func:`pack`).
     """
-    return torch.nested.as_nested_tensor(list(_check(sequences)), layout=torch.jagged)
+    return torch.nested.as_nested_tensor(list(_check_sequences(sequences)), layout=torch.jagged)
 
 
 def unnest(nested: Tensor) -> list[Tensor]:
@@ -229,7 +229,7 @@ def _collate(samples: Sequence[Sample] | Sequence[Tensor], join: Callable[[Seque
     return join([sequence for sequence, _ in pairs]), default_collate([label for _, label in pairs])
 
 
-def _check(sequences: Sequence[Tensor]) -> Sequence[Tensor]:
+def _check_sequences(sequences: Sequence[Tensor]) -> Sequence[Tensor]:
     if not len(sequences):
         raise BatchShapeError("there are no sequences to batch", hint="Give at least one.")
     for i, sequence in enumerate(sequences):

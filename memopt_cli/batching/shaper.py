@@ -75,7 +75,7 @@ class MemoryAwareShaper:
             return self._pack(tensor, lengths)
         if layout == "packed_sequence":
             self._note(f"{operation_type}: no lengths given, so the tensor is contiguous instead of packed")
-        return self._dense(tensor, layout, operation_type)
+        return self._pad_or_copy(tensor, layout, operation_type)
 
     def _pack(self, tensor: Tensor, lengths: Sequence[int] | Tensor) -> PackedSequence:
         lengths = torch.as_tensor(lengths, device="cpu")
@@ -89,7 +89,7 @@ class MemoryAwareShaper:
         self._require_room(elements * tensor.element_size(), tensor)
         return pack_padded_sequence(tensor, lengths, batch_first=True, enforce_sorted=False)
 
-    def _dense(self, tensor: Tensor, layout: TensorLayout, operation: str) -> Tensor:
+    def _pad_or_copy(self, tensor: Tensor, layout: TensorLayout, operation: str) -> Tensor:
         form = CHANNELS_LAST.get(tensor.dim()) if layout == "channels_last" else torch.contiguous_format
         if form is None:
             self._note(f"{operation}: channels_last needs 4 or 5 dimensions; a tensor of {tensor.dim()} is contiguous")

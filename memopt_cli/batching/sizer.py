@@ -185,7 +185,7 @@ class AdaptiveBatchSizer:
         The next :meth:`adapt_batch_size` ignores the readings of the failed step; in a distributed run, it also sends
         the size to the other ranks.
         """
-        self._set(self._bounds.clamp(self._batch // 2, self._calls), "out of memory")
+        self._set_batch(self._bounds.clamp(self._batch // 2, self._calls), "out of memory")
         self._bounds.cap(self._batch, self._calls)
         self._has_run_out = True
         return self._batch
@@ -250,11 +250,12 @@ class AdaptiveBatchSizer:
         own_batch = self._bounds.clamp(batch, self._calls)
         agreed_batch = agree_on_batch_size(own_batch, self._device) if self._distributed else own_batch
         if agreed_batch != own_batch:
-            self._growth, reason = None, "another rank needs a smaller batch"
-        self._set(agreed_batch, reason)
+            self._growth = None
+            reason = "another rank needs a smaller batch"
+        self._set_batch(agreed_batch, reason)
         return self._batch
 
-    def _set(self, batch: int, reason: str) -> None:
+    def _set_batch(self, batch: int, reason: str) -> None:
         if batch == self._batch:
             return
         if batch < self._batch:

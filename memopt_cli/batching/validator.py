@@ -60,14 +60,14 @@ class _Sizes:
         return self.sequences * self.positions
 
 
-def _dense(s: _Sizes, weights: int) -> tuple[int, int]:
+def _cost_of_products(s: _Sizes, weights: int) -> tuple[int, int]:
     """Return FLOPs of matrix products of all tokens with ``weights`` weights, and the elements moved."""
     return 2 * s.tokens * weights, 2 * s.tokens * s.features + weights
 
 
 def _attention(s: _Sizes) -> tuple[int, int]:
     """Return FLOPs and elements moved of four projections and ``S²`` pairs of positions, with one head's scores."""
-    flops, moved = _dense(s, 4 * s.features**2)
+    flops, moved = _cost_of_products(s, 4 * s.features**2)
     pairs = s.sequences * s.positions**2
     return flops + 4 * pairs * s.features, moved + 2 * pairs
 
@@ -78,11 +78,11 @@ def _elementwise(s: _Sizes, flops: int) -> tuple[int, int]:
 
 _OPERATIONS: dict[str, Callable[[_Sizes], tuple[int, int]]] = {
     "embedding": lambda s: _elementwise(s, 0),
-    "linear": lambda s: _dense(s, s.features**2),
-    "feedforward": lambda s: _dense(s, 8 * s.features**2),  # to four times the width and back
+    "linear": lambda s: _cost_of_products(s, s.features**2),
+    "feedforward": lambda s: _cost_of_products(s, 8 * s.features**2),  # to four times the width and back
     "attention": _attention,
-    "convolution": lambda s: _dense(s, 3 * s.features**2),  # kernel of 3
-    "recurrent": lambda s: _dense(s, 8 * s.features**2),  # an LSTM: 4 gates of input and hidden state
+    "convolution": lambda s: _cost_of_products(s, 3 * s.features**2),  # kernel of 3
+    "recurrent": lambda s: _cost_of_products(s, 8 * s.features**2),  # an LSTM: 4 gates of input and hidden state
     "normalization": lambda s: _elementwise(s, 8),
     "spiking": lambda s: _elementwise(s, 5),  # leak, add, compare, reset
 }
@@ -129,7 +129,7 @@ class BatchShapeValidator:
         linear, feedforward (4 × wide), attention, convolution (kernel 3), recurrent (LSTM), normalization, spiking
         (LIF).
         """
-        sizes = _sizes(require_batch_shape(batch_shape))
+        sizes = _token_sizes(require_batch_shape(batch_shape))
         costs = [
             OperationCost(operation=name, flops=flops, bytes=_FLOAT_BYTES * moved)
             for name in operation_sequence
@@ -175,7 +175,7 @@ def _slow_sizes(shape: tuple[int, ...]) -> list[str]:
     return [f"the batch size {shape[0]} is not a multiple of {_TILE_SIZE}; {multiple} would use the same matrix tiles"]
 
 
-def _sizes(shape: tuple[int, ...]) -> _Sizes:
+def _token_sizes(shape: tuple[int, ...]) -> _Sizes:
     axis = sequence_axis(shape)
     positions = shape[axis] if axis is not None else 1
     features = shape[-1] if len(shape) > 1 else 1

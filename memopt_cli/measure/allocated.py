@@ -97,7 +97,7 @@ def _bytes_after_steps_on_cpu(step: Callable[[], object]) -> list[int]:
 
 def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
     with _recorded_allocations(record_shapes=True) as profiled:
-        step_s = _seconds(lambda: step(_mark))
+        step_s = _time_step(lambda: step(_mark_phase))
     results = _results_of(profiled)
     allocations = _allocations(results.experimental_event_tree())
     live = peak = held_before_bytes
@@ -112,7 +112,7 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
         peak = max(peak, live)
         if latest is not None:
             phases[latest] = max(phases[latest], live)
-    workspaces = find_workspaces(_runs(results.events()), allocations)
+    workspaces = find_workspaces(_nested_operators(results.events()), allocations)
     return Allocated(peak, peak, step_s, "cpu profiler", workspaces, phases, live - held_before_bytes)
 
 
@@ -143,13 +143,13 @@ def _results_of(profiled: profile) -> Any:
     return profiled.profiler.kineto_results
 
 
-def _mark(phase: Phase) -> None:
+def _mark_phase(phase: Phase) -> None:
     """Leave the name of ``phase`` among the profiler's events."""
     with record_function(_MARKS[phase]):
         pass
 
 
-def _runs(events: Sequence[Any]) -> Iterator[OperatorRun]:
+def _nested_operators(events: Sequence[Any]) -> Iterator[OperatorRun]:
     """Yield the operators in ``events`` by time, each before the operators that it calls.
 
     Operators inside an ``ASIDE_LABEL`` event are left out: they are memopt's own, not the step's.
@@ -204,7 +204,7 @@ def _on_cuda(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated
         entered.append(phase)
         torch.cuda.reset_peak_memory_stats(device)
 
-    step_s = _seconds(lambda: step(enter), lambda: torch.cuda.synchronize(device))
+    step_s = _time_step(lambda: step(enter), lambda: torch.cuda.synchronize(device))
     peaks.append(torch.cuda.max_memory_allocated(device))
     reserved.append(torch.cuda.max_memory_reserved(device))
     phases: dict[Phase, int] = {}
@@ -221,7 +221,7 @@ def _on_cuda(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated
     )
 
 
-def _seconds(step: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
+def _time_step(step: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
     started = time.perf_counter()
     step()
     wait()

@@ -53,25 +53,27 @@ def read(line: bytes, job: Job[Answer], report: Report = ignore) -> Answer | Fai
     if kind is not None:
         failure = from_data(kind, reply)
         if isinstance(failure, StepFailed):
-            _require(failure.error in ERRORS and failure.exit_code == ERRORS[failure.error].exit_code)
+            _require_possible(failure.error in ERRORS and failure.exit_code == ERRORS[failure.error].exit_code)
         return failure
     for message in reply.get("messages", []):
-        _require(isinstance(message, str))
+        _require_possible(isinstance(message, str))
         report(message)
     answer = from_data(answer_of(type(job)), reply["answer"])
     _check_amounts(answer)
     match answer:
         case Measured(measurement=measurement):
-            _require(len(measurement.step_times_s) > 0 and all(t > 0 for t in measurement.step_times_s))
+            _require_possible(len(measurement.step_times_s) > 0 and all(t > 0 for t in measurement.step_times_s))
         case TimedInTurns(original_times_s=times, planned_times_s=planned) if isinstance(job, TimeInTurnsJob):
-            _require(len(planned) == len(job.plans) and all(0 < len(others) <= len(times) for others in planned))
-            _require(all(t > 0 for others in (times, *planned) for t in others))
+            _require_possible(
+                len(planned) == len(job.plans) and all(0 < len(others) <= len(times) for others in planned)
+            )
+            _require_possible(all(t > 0 for others in (times, *planned) for t in others))
         case BatchProbe(step_s=step_s, batch=batch, replicas=replicas):
-            _require(step_s > 0 and batch > 0 and replicas > 0)
+            _require_possible(step_s > 0 and batch > 0 and replicas > 0)
         case Traced(trace=trace) | (StepTrace() as trace):
             _check_trace(trace)
         case ModelFacts(spec=spec) if isinstance(job, DescribeJob):
-            _require((spec is not None) == job.inputs)
+            _require_possible((spec is not None) == job.inputs)
             return answer if spec is None else replace(answer, spec=_with_named_inputs(spec, job.spec))
     return answer
 
@@ -86,7 +88,7 @@ def _check_amounts(value: Any, name: str = "") -> None:
             _check_amounts(item, name)
     elif isinstance(value, int | float):
         most = next((most for unit, most in _MAX_BY_UNIT.items() if name.endswith(unit)), None)
-        _require(most is None or 0 <= value <= most)
+        _require_possible(most is None or 0 <= value <= most)
 
 
 _MAX_BY_UNIT: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9, "waited": 1}
@@ -109,14 +111,14 @@ def _check_trace(trace: StepTrace) -> None:
         spans += [(call.start, call.end), (call.backward_start, call.backward_end)]
     for storage in trace.storages:
         spans += [(storage.born, end) for end in (storage.died, storage.freed) if end is not None]
-        _require(storage.kind in kinds and storage.born in range(-1, count))
-        _require(all(place in places for place in storage.saved_by))
-    _require(all(start <= end and start in instants and end in instants for start, end in spans))
-    _require(all(storage in range(len(trace.storages)) for storage in storages))
-    _require(len({module.path for module in trace.modules}) == len(trace.modules))
+        _require_possible(storage.kind in kinds and storage.born in range(-1, count))
+        _require_possible(all(place in places for place in storage.saved_by))
+    _require_possible(all(start <= end and start in instants and end in instants for start, end in spans))
+    _require_possible(all(storage in range(len(trace.storages)) for storage in storages))
+    _require_possible(len({module.path for module in trace.modules}) == len(trace.modules))
 
 
-def _require(is_possible: bool) -> None:
+def _require_possible(is_possible: bool) -> None:
     if not is_possible:
         raise ValueError
 

@@ -55,7 +55,7 @@ CACHES: Final = (COMPILER_CACHE, "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CA
 """Variables that name the folders for the caches of libraries."""
 
 _IN_MEMORY: Final = "/dev/shm"
-_LARGEST_FILE_BYTES: Final = 16 << 30
+_MAX_FILE_BYTES: Final = 16 << 30
 """Largest file in bytes that a confined process writes; a model that it saves goes to the parent instead."""
 _CAPABILITIES: Final = 0x20080522  # version 3 of the interface of capget(2)
 _READ_ANYTHING: Final = 1 << 2
@@ -92,7 +92,7 @@ def confine(folder: str, *, gpu: bool) -> str:
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(_ASK_VERSION))
     now = resource.getrlimit(resource.RLIMIT_FSIZE)
-    soft, hard = (_LARGEST_FILE_BYTES if n == resource.RLIM_INFINITY else min(n, _LARGEST_FILE_BYTES) for n in now)
+    soft, hard = (_MAX_FILE_BYTES if n == resource.RLIM_INFINITY else min(n, _MAX_FILE_BYTES) for n in now)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     _give_up_privileges(libc)
     missing = _restrict_files(libc, version, folder, gpu=gpu)

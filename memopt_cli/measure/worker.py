@@ -87,7 +87,8 @@ class Worker:
 
     def _hint_on_inputs(self, hint: str) -> str:
         """Return a hint for inputs that the model rejected: ``hint``, or better, if more is known of the inputs."""
-        spec, location, model = self._subject.spec, self._subject.source.location, unwrap(self.bench.model)
+        spec, location = self._subject.spec, self._subject.source.location
+        model = unwrap(self.bench.model)
         if spec.is_guess:
             return f"The inputs were {spec.source}. {hint}"
         if spec.is_recorded:
@@ -144,11 +145,11 @@ def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, st
             reply = {"kind": type(changed).__name__, **to_data(changed)}
         except (Exception, KeyboardInterrupt) as error:  # Ctrl-C reaches the parent alone: the user's code raised this
             reply = to_data(failure_of(error))
-        replies.write(_line(reply, job.max_bytes) + "\n")
+        replies.write(_reply_line(reply, job.max_bytes) + "\n")
         replies.flush()
 
 
-def _line(reply: Any, max_bytes: int) -> str:
+def _reply_line(reply: Any, max_bytes: int) -> str:
     """Return ``reply`` as a line of JSON, or a failure in its place if the parent would refuse it as too large."""
     line = json.dumps(reply)
     if memory_of(line) <= max_bytes:

@@ -85,13 +85,13 @@ def test_batched_model(
         with torch.no_grad():
             batched = tensors_of(batched_model.eval()(*inputs))
             cases = zip(batched_model.state_dicts(), *inputs, strict=True)
-            separate = [_outputs(model, state, model_inputs) for state, *model_inputs in cases]
+            separate = [_separate_outputs(model, state, model_inputs) for state, *model_inputs in cases]
     finally:
         for module, mode in modes:
             module.training = mode
         if restore_state:
             batched_model.load_state_dicts(states)
-    _compare(batched, [torch.stack(outputs) for outputs in zip(*separate, strict=True)], rtol, atol)
+    _check_close(batched, [torch.stack(outputs) for outputs in zip(*separate, strict=True)], rtol, atol)
 
 
 # pytest would take functions of these names for tests where they are imported.
@@ -111,13 +111,13 @@ def _randomize(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return random_state
 
 
-def _outputs(model: nn.Module, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _separate_outputs(model: nn.Module, state: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     single_model = copy.deepcopy(model).eval()
     single_model.load_state_dict(state)
     return tensors_of(single_model(*inputs))
 
 
-def _compare(batched: Sequence[Tensor], separate: Sequence[Tensor], rtol: float, atol: float) -> None:
+def _check_close(batched: Sequence[Tensor], separate: Sequence[Tensor], rtol: float, atol: float) -> None:
     counts = f"{len(batched)} tensors, and a model by itself {len(separate)}"
     assert len(batched) == len(separate), f"the batched model returns {counts}"
     for index, (output, expected) in enumerate(zip(batched, separate, strict=True)):

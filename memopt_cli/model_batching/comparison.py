@@ -149,7 +149,8 @@ class Reference:
 
     def try_route(self, name: RouteName) -> RouteTrial:
         """Return a trial of the route ``name``: whether it can be built, runs, and computes the same as the loop."""
-        refused, relative = "", 0.0
+        refused = ""
+        relative = 0.0
         if name != "loop":
             try:
                 refused, relative = self._compare(name)

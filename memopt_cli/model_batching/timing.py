@@ -79,12 +79,15 @@ def _median_seconds(
     ``limit_s``.
     """
     times_s: dict[RouteName, list[float]] = {name: [] for name in steps}
-    names, started, rounds = list(steps), time.perf_counter(), 0
+    names = list(steps)
+    rounds = 0
+    started = time.perf_counter()
     round_s = sum(first_s.values())
     while len(names) > 1 and rounds < _MAX_ROUNDS and time.perf_counter() - started + round_s <= limit_s:
         for name in names:
             times_s[name].append(steps[name]())
-        rounds, round_s = rounds + 1, sum(times_s[name][-1] for name in names)
+        rounds += 1
+        round_s = sum(times_s[name][-1] for name in names)
         if rounds > 1:  # a single step may have been disturbed
             fastest = min(map(min, times_s.values()))
             names = [name for name in names if min(times_s[name]) <= _MAX_LAG_FACTOR * fastest]

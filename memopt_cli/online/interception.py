@@ -128,9 +128,9 @@ class Interception:
 
     @contextmanager
     def _intercept(self) -> Iterator[None]:
-        forwards = {m: partial(self._use, path) for path, m in self.weights.items()}
+        forwards = {m: partial(self._note_use, path) for path, m in self.weights.items()}
         forwards |= {m: partial(self._cell, path, m.forward) for path, m in self.cells.items()}
-        forwards |= {m: partial(self._watch, path, m.forward) for path, m in self.watched.items()}
+        forwards |= {m: partial(self._watch_cell, path, m.forward) for path, m in self.watched.items()}
         own_forwards = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
         for module, forward in forwards.items():
             module.__dict__["forward"] = forward
@@ -142,8 +142,8 @@ class Interception:
                 if module in own_forwards:
                     module.__dict__["forward"] = own_forwards[module]
 
-    def _use(self, path: str, input: Tensor | None = None) -> Tensor:
-        use = ModuleUse(path, self._count(path))
+    def _note_use(self, path: str, input: Tensor | None = None) -> Tensor:
+        use = ModuleUse(path, self._count_call(path))
         (y,) = self.batch.lift(partial(self.on_use, use), *(() if input is None else (input,)))
         return y
 
@@ -157,7 +157,7 @@ class Interception:
             if now is not seen or written != version
         ]
 
-    def _count(self, path: str) -> int:
+    def _count_call(self, path: str) -> int:
         """Count a call of the module at ``path``, and return the number of its earlier calls in this step."""
         call = self._calls.get(path, 0)
         if self.max_calls is not None and call >= self.max_calls.get(path, 0):
@@ -165,12 +165,12 @@ class Interception:
         self._calls[path] = call + 1
         return call
 
-    def _watch(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._count(path)
+    def _watch_cell(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._count_call(path)
         return forward(*args, **kwargs)
 
     def _cell(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call, states = self._count(path), self.states[path]
+        call, states = self._count_call(path), self.states[path]
         for state in self._overwritten(path):
             self.on_overwritten(PastState(path, state.name))
         self.act_on(states, partial(self.on_enter, path, call))

@@ -41,7 +41,7 @@ class OnlineSequence:
     def _take_step(self, number: int) -> None:
         # A function of its own, so that its graph, which holds the traces before this step, is freed before the next.
         time_step = replace(self.step, model=self.algorithm, args=self.inputs(number), kwargs={})
-        roots, cotangents = _seeds(time_step.forward(), self.step, number)
+        roots, cotangents = _backward_seeds(time_step.forward(), self.step, number)
         torch.autograd.backward(roots, cotangents)
 
     @property
@@ -89,14 +89,14 @@ def _gradient_through_time(step: Step, steps: int) -> Tensor:
     if step.loss is not None:
         step.backward(output)
         return _take_gradients(step.model)
-    seeds = [_seeds(tree_map(lambda x, n=number: x[n], output), step, number) for number in range(steps)]
+    seeds = [_backward_seeds(tree_map(lambda x, n=number: x[n], output), step, number) for number in range(steps)]
     torch.autograd.backward(
         [r for roots, _ in seeds for r in roots], [c for _, cotangents in seeds for c in cotangents]
     )
     return _take_gradients(step.model)
 
 
-def _seeds(output: Any, step: Step, number: int) -> tuple[list[Tensor], list[Tensor | None]]:
+def _backward_seeds(output: Any, step: Step, number: int) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the tensors at which backward of one time step starts, and their gradients.
 
     The user's loss is written for sequences, so it is called with a sequence of one step.

@@ -59,13 +59,13 @@ class Operation(Protocol):
     def apply(self, z: Tensor | None, batch: int, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return ``y``, ``[B, ...]``, for the input ``z``."""
 
-    def rows(self, z: Tensor) -> Tensor:
+    def rows(self, z: Tensor, /) -> Tensor:
         """Return the inputs of the ``K`` weights of each output, broadcastable to ``[*y.shape, K]``."""
 
-    def weight_gradient(self, z: Tensor, cotangent: Tensor) -> Tensor:
+    def weight_gradient(self, z: Tensor, cotangent: Tensor, /) -> Tensor:
         """Return ``sum cotangent * dy/dweight`` over the batch, in the weight's shape."""
 
-    def contract(self, cotangent: Tensor, trace: Tensor) -> Tensor:
+    def contract(self, cotangent: Tensor, trace: Tensor, /) -> Tensor:
         """Return ``sum cotangent * trace`` over all axes except channels, in the weight's shape.
 
         ``trace`` is ``[*y.shape, K]``.
@@ -168,14 +168,10 @@ class ElementWiseOperation:
         assert bias is not None
         return bias.expand(batch, *self.module.shape)
 
-    def rows(self, z: Tensor) -> Tensor:
+    def _need_input(self, *_: Tensor) -> Tensor:
         raise AssertionError("an elementwise parameter multiplies no input")
 
-    def weight_gradient(self, z: Tensor, cotangent: Tensor) -> Tensor:
-        raise AssertionError("an elementwise parameter multiplies no input")
-
-    def contract(self, cotangent: Tensor, trace: Tensor) -> Tensor:
-        raise AssertionError("an elementwise parameter multiplies no input")
+    rows = weight_gradient = contract = _need_input
 
     def bias_gradient(self, cotangent: Tensor) -> Tensor:
         return cotangent.sum_to_size(self.module.weight.shape)

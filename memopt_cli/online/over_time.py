@@ -58,7 +58,7 @@ class OverTime(nn.Module):
         self._chunk_states = [*earlier, [value for _, _, value in states]]
         if chunk.is_last:
             for (module, name, _), *values in zip(states, *self._chunk_states, strict=True):
-                _put(module, name, torch.cat(values))
+                _set_state(module, name, torch.cat(values))
             self._chunk_states = []
 
 
@@ -126,7 +126,7 @@ def _hidden_states(model: nn.Module, inputs: Sequence[Tensor]) -> list[tuple[nn.
             assigned = {
                 key: value for key, value in _undeclared_tensors(model, inputs) if start_values.get(key) is not value
             }
-            leaves = [_put(*key, value.detach().requires_grad_()) for key, value in assigned.items()]
+            leaves = [_set_state(*key, value.detach().requires_grad_()) for key, value in assigned.items()]
             results = _take_step(model, inputs)
             results += [value for key, value in _undeclared_tensors(model, inputs) if key in assigned]
             are_read = _are_read([t for t in results if t.requires_grad], leaves)
@@ -165,7 +165,7 @@ def _undeclared_tensors(model: nn.Module, inputs: Sequence[Tensor]) -> list[tupl
     ]
 
 
-def _put(module: nn.Module, name: str, value: Tensor) -> Tensor:
+def _set_state(module: nn.Module, name: str, value: Tensor) -> Tensor:
     holder: dict[str, Any] = buffers_of(module) if name in buffers_of(module) else vars(module)
     holder[name] = value
     return value

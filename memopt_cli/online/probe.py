@@ -115,7 +115,7 @@ class Probe(Interception):
         # depend on the state.
         names = [PastState(cell, state.name) for state in self.states[cell]]
         shown = tuple(
-            self._cut(past_state, value + self._spread * self._noise(value)).clone()
+            self._cut(past_state, value + self._spread * self._noise_like(value)).clone()
             for past_state, value in zip(names, values, strict=True)
         )
         for past_state, value in zip(names, shown, strict=True):
@@ -148,14 +148,14 @@ class Probe(Interception):
         (diagonal,) = jacobian_row(self.gate, q, [leaf])
         if diagonal is None:
             return True
-        noise = self._noise(q)
+        noise = self._noise_like(q)
         return leaf.shape == q.shape and all(
             _is_close(image, diagonal * cotangent) and not image[(cotangent == 0) & image.isfinite()].any()
             for cotangent in (noise.clamp_min(0), noise.clamp_max(0))
             if (image := jacobian_row(self.gate, q, [leaf], cotangent)[0]) is not None
         )
 
-    def _noise(self, like: Tensor) -> Tensor:
+    def _noise_like(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._random, dtype=torch.float64).to(like)
 
 

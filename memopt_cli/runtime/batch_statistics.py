@@ -64,11 +64,14 @@ from memopt_cli.runtime.tree import tensors_of
 _DIFFERENTIATING = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 """Functions that compute gradients: called inside forward, they would end at the norms, where a chunk's graph ends."""
 _HOOKS_ON_GRADIENTS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
+_COSTLY_NAMES = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
+_COSTLY_PACKETS = [getattr(torch.ops.aten, name) for name in _COSTLY_NAMES]
 _COSTLY = frozenset(
-    function
-    for operator in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
-    for aten in (getattr(torch.ops.aten, operator),)
-    for function in (getattr(F, operator), aten, *(getattr(aten, overload) for overload in aten.overloads()))
+    (
+        *(getattr(F, name) for name in _COSTLY_NAMES),
+        *_COSTLY_PACKETS,
+        *(getattr(packet, overload) for packet in _COSTLY_PACKETS for overload in packet.overloads()),
+    )
 )
 """Operators worth running once less.  Each makes a new tensor, so nothing else can write its output unseen."""
 _UNSEEN_WRITES = frozenset(
@@ -179,7 +182,7 @@ class BatchStatistics:
         breaks_off: set[bool] = set()
         for index in range(chunks):
             self._start.restore_norms()
-            yield self._chunk(breaks_off, index)
+            yield self._chunk_forward(breaks_off, index)
 
     def merge(self, reached: Sequence[ReachedNorm]) -> None:
         """Merge the statistics of the norm that every chunk has ``reached``, and put the module's state back.
@@ -200,7 +203,7 @@ class BatchStatistics:
         """
         return self._start.restore
 
-    def _chunk(self, breaks_off: set[bool], index: int) -> Callable[..., Any]:
+    def _chunk_forward(self, breaks_off: set[bool], index: int) -> Callable[..., Any]:
         """Return the function that runs the chunk at ``index``, and adds to ``breaks_off`` whether it broke off."""
         # The function must not hold ``self``: autograd's graph holds the function until backward, and ``self`` has
         # copies of the module's state.
@@ -279,7 +282,7 @@ class _Norms(TorchFunctionMode):
         if func in _HOOKS_ON_GRADIENTS:
             self._refuse("sets a hook in its forward, which would get gradients in parts")
         if func in _COSTLY:
-            return self._run(call)
+            return self._run_costly(call)
         if func in _UNSEEN_WRITES:
             self._last = None
         arguments = BATCH_NORMS.get(func)
@@ -290,11 +293,15 @@ class _Norms(TorchFunctionMode):
             return call()
         return self._normalize(**{key: by_name[key] for key in by_name.keys() & _ARGUMENTS_USED})
 
-    def _run(self, call: Callable[[], Tensor]) -> Tensor:
+    def _run_costly(self, call: Callable[[], Tensor]) -> Tensor:
         """Run a costly operator, or take its output from the pass before if that handed it on."""
         reached = self._linked.get(self._costly)
         link = None if reached is None else reached.link
-        output = call() if reached is None or link is None else _link(_values(reached, call), link, is_seen=True)
+        output = (
+            call()
+            if reached is None or link is None
+            else _link_gradient(_take_output(reached, call), link, is_seen=True)
+        )
         # Inside the user's own ``torch.utils.checkpoint``, which sets hooks on saving, no operator may be skipped:
         # the checkpoint recomputes them all in backward, and compares the numbers of tensors that they save.
         is_own = hooks_on_saving() == self._hooks
@@ -319,22 +326,22 @@ class _Norms(TorchFunctionMode):
             raise _Unknown(self._reached_norm(input, running_mean, running_var))
         norm = self._unused.pop(0)
         statistics, reached = norm.statistics, norm.chunks[self._index]
-        if reached.source not in (None, self._source(input, reached.link)):
+        if reached.source not in (None, self._source_index(input, reached.link)):
             self._refuse("runs different operators before a batch norm when it is recomputed")
         if reached.link is not None:
-            input = _link(input.detach(), reached.link)
-        _update(running_mean, statistics.mean, momentum)
-        _update(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
+            input = _link_gradient(input.detach(), reached.link)
+        _update_running(running_mean, statistics.mean, momentum)
+        _update_running(running_var, statistics.variance * (statistics.count / max(1, statistics.count - 1)), momentum)
         return _scale_and_shift(input, statistics, weight, bias, eps)
 
     def _reached_norm(self, input: Tensor, *running: Tensor | None) -> ReachedNorm:
-        statistics, new_link = _measure(input)
+        statistics, new_link = _measure_statistics(input)
         link = new_link if input.nbytes <= self._input_bytes else None
-        source = self._source(input, link)
+        source = self._source_index(input, link)
         values = input.detach() if self._hands_on and source is not None else None
         return ReachedNorm(statistics, link, source, values, tuple(t for t in running if t is not None))
 
-    def _source(self, input: Tensor, link: Tensor | None) -> int | None:
+    def _source_index(self, input: Tensor, link: Tensor | None) -> int | None:
         """Return the index of the costly operator that made ``input``; ``None`` if the next pass cannot skip it."""
         can_skip = link is not None and self._last is not None and self._last.is_input(input, link)
         return self._costly - 1 if can_skip else None
@@ -368,7 +375,7 @@ class _Output:
         return is_same and self.requires_grad == link.requires_grad
 
 
-def _values(reached: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
+def _take_output(reached: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
     """Return the operator's output that the pass before handed on.
 
     The values are available once.  Later passes, and the recomputation of this one, run the operator again.
@@ -392,7 +399,7 @@ class _Links(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
-        of_channel = x.new_empty(x.shape[1], dtype=_precise(x))
+        of_channel = x.new_empty(x.shape[1], dtype=_in_precise_dtype(x))
         return x.new_empty(()).expand(x.shape), of_channel, torch.empty_like(of_channel)
 
     @staticmethod
@@ -419,7 +426,7 @@ class _Linked(torch.autograd.Function):
         return None, gradient, None
 
 
-def _link(values: Tensor, link: Tensor, *, is_seen: bool = False) -> Tensor:
+def _link_gradient(values: Tensor, link: Tensor, *, is_seen: bool = False) -> Tensor:
     """Return ``values`` with their gradient going to ``link``.
 
     ``is_seen``: the module's own code gets them and may write to them in place, which autograd forbids for a view that
@@ -429,15 +436,17 @@ def _link(values: Tensor, link: Tensor, *, is_seen: bool = False) -> Tensor:
     return linked
 
 
-def _measure(x: Tensor) -> tuple[Statistics, Tensor]:
+def _measure_statistics(x: Tensor) -> tuple[Statistics, Tensor]:
     """Return the statistics of ``x [B, C, ...]``, and a link to it."""
     # The only tensor that is saved from here on is ``x``: a recomputation for backward ends as soon as it has it.
     link, mean_link, variance_link = _Links.apply(x)  # type: ignore[no-untyped-call]
-    values = x.detach().to(_precise(x))
+    values = x.detach().to(_in_precise_dtype(x))
     mean = values.mean(_other_dims(x))
     # Not ``torch.var_mean``, which takes five times as long.
     variance = (values - _by_channel(mean, x)).square_().mean(_other_dims(x))
-    statistics = Statistics(_link(mean, mean_link), _link(variance, variance_link), x.numel() // x.shape[1])
+    statistics = Statistics(
+        _link_gradient(mean, mean_link), _link_gradient(variance, variance_link), x.numel() // x.shape[1]
+    )
     return statistics, link
 
 
@@ -460,7 +469,7 @@ class _Scaled(torch.autograd.Function):
         return (precise * _by_channel(scale, x)).to(x.dtype), of_scale, of_shift
 
 
-def _precise(x: Tensor) -> torch.dtype:
+def _in_precise_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -498,7 +507,7 @@ def _output_format(x: Tensor) -> torch.memory_format:
 
 
 @torch.no_grad()
-def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:
+def _update_running(running: Tensor | None, value: Tensor, momentum: float) -> None:
     # Through ``.data``, which raises no version: batch norm itself writes its statistics like this.
     if running is not None:
         running.data.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)

@@ -63,7 +63,7 @@ class ChunkStarts:
             return list
         start.release_tensors()
         self._chunks.append(_Chunk(start, tuple(t.requires_grad for t in tensors), run))
-        return functools.partial(self._tensors, len(self._chunks) - 1)
+        return functools.partial(self._start_tensors, len(self._chunks) - 1)
 
     def check_repeatable(self) -> None:
         """Check, once every chunk has run, that all can be recomputed.
@@ -76,13 +76,13 @@ class ChunkStarts:
                 "Set recompute_states to false in the plan."
             )
 
-    def _tensors(self, index: int) -> list[Tensor]:
+    def _start_tensors(self, index: int) -> list[Tensor]:
         """Return the tensors from which the chunk at ``index`` starts; call it for all later chunks before.
 
         States of later chunks are dropped: backward has been there.
         """
         nearest = max(start for start in self._states if start <= index)
-        tensors, remembered = self._states[nearest], {index, *_halves(nearest, index)}
+        tensors, remembered = self._states[nearest], {index, *_halfway_chunks(nearest, index)}
         for chunk in range(nearest, index):
             tensors = self._next_state(chunk, tensors)
             if chunk + 1 in remembered:
@@ -105,7 +105,7 @@ class ChunkStarts:
         return [t.detach().requires_grad_(is_needed) for t, is_needed in zip(state, needs_gradient, strict=True)]
 
 
-def _halves(start: int, stop: int) -> Iterator[int]:
+def _halfway_chunks(start: int, stop: int) -> Iterator[int]:
     """Yield the chunk halfway from ``start`` to ``stop``, then the one halfway from there: 3, 5, 6 for 0 and 7."""
     while stop - start > 1:
         start = (start + stop) // 2

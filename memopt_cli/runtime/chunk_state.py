@@ -36,7 +36,7 @@ class StateChanges:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = {name: _record(value) for name, value in _state(module).items()}
+        self._before = {name: _record_value(value) for name, value in _named_state(module).items()}
 
     def names_to_try(self) -> set[str]:
         """Return the names of state that has changed for the first, second, fourth, eighth time and so on.
@@ -51,8 +51,8 @@ class StateChanges:
 
     def changed_names(self) -> set[str]:
         """Return the names of all state that has changed since this object was made."""
-        nothing = _record(None)
-        return {n for n, value in _state(self._module).items() if not self._before.get(n, nothing).matches(value)}
+        nothing = _record_value(None)
+        return {n for n, value in _named_state(self._module).items() if not self._before.get(n, nothing).matches(value)}
 
 
 def difference(
@@ -84,11 +84,11 @@ def _state_after(
         for norm in batch_norms(module):
             norm.eval()
         run()
-        state = _state(module).items()
+        state = _named_state(module).items()
         return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state}
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
+def _named_state(module: nn.Module) -> dict[str, Any]:
     """Return the state of ``module`` by name, without the state of norms, for which chunks have rules of their own."""
     norms = {*batch_norms(module), *(m for m in module.modules() if isinstance(m, InstanceNorm))}
     return state_by_name(module, norms)
@@ -112,7 +112,7 @@ class _Recorded:
         return self.tensor is None and type(value) is type(self.number) and bool(value == self.number)
 
 
-def _record(value: Any) -> _Recorded:
+def _record_value(value: Any) -> _Recorded:
     if isinstance(value, Tensor):
         return _Recorded(weakref.ref(value), version_of(value), None)
     return _Recorded(None, 0, value)

@@ -219,7 +219,7 @@ class TwoValuedCompressor(SpikeCompressor):
 
 
 class IndexCompressor(SpikeCompressor):
-    """Integers, as differences from the least integer at the same position of all planes, in the smallest dtype.
+    """Integers, as differences from the minimum at the same position of all planes, in the smallest dtype.
 
     Max-pooling returns indices into a plane (of height x width).  At one position of the output, indices of different
     samples and channels point into the same window of the input, so they differ little.
@@ -297,20 +297,20 @@ class OwnCompressor(SpikeCompressor):
 
     def compress(self, x: Tensor) -> Packed:
         """Store ``x`` by the codec, restore it and compare; warn if the codec does not give it back exactly."""
-        packed, reason = self._try(x)
+        packed, reason = self._try_codec(x)
         if reason:
             warn_caller(f"x_compressor {type(self._codec).__name__}: {reason}; this input is stored uncompressed")
         return packed
 
     def packed_bytes(self, x: Tensor) -> int:
         """Return the bytes that :meth:`compress` would hold for ``x``."""
-        return self._try(x)[0].nbytes
+        return self._try_codec(x)[0].nbytes
 
     def misfit(self, x: Tensor) -> str:
         """Return why the codec does not restore ``x`` bit for bit; empty if it does."""
-        return self._try(x)[1]
+        return self._try_codec(x)[1]
 
-    def _try(self, x: Tensor) -> tuple[Packed, str]:
+    def _try_codec(self, x: Tensor) -> tuple[Packed, str]:
         """Return ``x`` stored, and why the codec was not used: empty if it was, and always in a dry run."""
         x = x.detach()
         if not is_dense(x):
@@ -370,13 +370,13 @@ def _signature_refusal(codec: Codec) -> str:
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # it is not written in Python, so its parameters are unknown
             continue
-        if not any(_accepts(signature, call.count(",") + 1) for call in calls):
+        if not any(_accepts_arguments(signature, call.count(",") + 1) for call in calls):
             wanted = " or ".join(f"{function.__name__}({call})" for call in calls)
             return f"is {type(codec).__name__} with {function.__name__}{signature}, and memopt calls {wanted}"
     return ""
 
 
-def _accepts(signature: inspect.Signature, argument_count: int) -> bool:
+def _accepts_arguments(signature: inspect.Signature, argument_count: int) -> bool:
     try:
         signature.bind(*range(argument_count))
     except TypeError:
@@ -406,13 +406,13 @@ class PartsCompressor(SpikeCompressor):
         if whole is not None and whole.stride == x.stride():
             return whole
         dim, parts = concatenation
-        pieces = _split(x.detach(), dim, [length for _, length in parts])
+        pieces = _split_along(x.detach(), dim, [length for _, length in parts])
         references = [_find_stored(edge, piece) for (edge, _), piece in zip(parts, pieces, strict=False)]
         if not any(references) or len(references) < len(parts):
             return store_raw(x.detach())
         stored = [reference or store_raw(piece.clone()) for reference, piece in zip(references, pieces, strict=True)]
         copies = tuple(part.data[0] for part, reference in zip(stored, references, strict=True) if reference is None)
-        return Packed(copies, x.shape, x.stride(), x.dtype, None, parts=tuple(_flatten(stored, dim)), dim=dim)
+        return Packed(copies, x.shape, x.stride(), x.dtype, None, parts=tuple(_flatten_parts(stored, dim)), dim=dim)
 
     def decompress(self, packed: Packed) -> Tensor:
         """Return the tensor that was stored as ``packed``.
@@ -438,7 +438,7 @@ def _load_part(packed: Packed) -> Tensor:
     return x
 
 
-def _flatten(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
+def _flatten_parts(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
     """Yield ``parts``; a part that is a concatenation along ``dim`` itself is replaced by its parts (DenseNet)."""
     for part in parts:
         yield from part.parts if part.parts and part.dim == dim else (part,)
@@ -459,7 +459,7 @@ def _stored_by_edge() -> MutableMapping[Edge, Packed]:
     return stored
 
 
-def _split(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
+def _split_along(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
     """Return ``x`` cut into pieces of ``lengths``, or no pieces if more than one of the lengths is unknown."""
     rest = x.shape[dim] - sum(length or 0 for length in lengths)
     return list(x.split([rest if n is None else n for n in lengths], dim)) if lengths.count(None) < 2 else []

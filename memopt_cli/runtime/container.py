@@ -126,28 +126,28 @@ Settings = SegmentConfig | ConfigsByLength
 
 def install_segment(module: nn.Module, config: Settings) -> None:
     """Make ``module`` a segment in place by exchanging its class.  Raises :class:`ValueError` if it cannot be one."""
-    if reason := refusal(module) or _first(functools.partial(misfit, module), config):
+    if reason := refusal(module) or _first_reason(functools.partial(misfit, module), config):
         raise ValueError(reason)
     vars(module)[SEGMENT_KEY] = config
-    module.__class__ = _segment_class(type(module), _mixin(config))
+    module.__class__ = _segment_class(type(module), _mixin_for(config))
 
 
 def check_installed(module: nn.Module) -> None:
     """Raise :class:`ValueError` with the reason if ``module``, read from a file, has settings that do not fit it."""
     config = settings_of(module)
-    if config is not None and (reason := _first(functools.partial(why_misplaced, module), config)):
+    if config is not None and (reason := _first_reason(functools.partial(why_misplaced, module), config)):
         raise ValueError(reason)
     if isinstance(config, ConfigsByLength) and (reason := misfit_by_length(module, config)):
         raise ValueError(reason)
 
 
-def _first(reason_of: Callable[[SegmentConfig], str], config: Settings) -> str:
+def _first_reason(reason_of: Callable[[SegmentConfig], str], config: Settings) -> str:
     """Return the first reason that ``reason_of`` gives for ``config``, or for one of its ranges; empty if none."""
     configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
     return next(filter(None, map(reason_of, filter(None, configs))), "")
 
 
-def _mixin(config: Settings) -> type[Installed]:
+def _mixin_for(config: Settings) -> type[Installed]:
     if isinstance(config, ConfigsByLength):
         return ByLengthContainer
     if not config.recompute:
@@ -186,12 +186,12 @@ def restore_by_length(original: type[nn.Module] | LiftedModule, config: dict[str
 
 
 def _restore(original: type[nn.Module] | LiftedModule, settings: Settings) -> nn.Module:
-    if reason := _first(wrong_settings, settings):
+    if reason := _first_reason(wrong_settings, settings):
         raise ValueError(reason)
     if isinstance(original, LiftedModule):
         install_segment(original, settings)
         return original
-    kind = _segment_class(original, _mixin(settings))
+    kind = _segment_class(original, _mixin_for(settings))
     module = nn.Module.__new__(kind)
     vars(module)[SEGMENT_KEY] = settings
     return module
@@ -290,7 +290,7 @@ def _make_segment_class(original: type[nn.Module], mixin: type[Installed]) -> ty
 def _label(mixin: type[Installed], config: Settings) -> str:
     """Return the text that precedes the module in its ``repr``: the mixin, and the settings that are not defaults."""
     if isinstance(config, ConfigsByLength):
-        labels = ("plain" if entry is None else _label(_mixin(entry), entry) for entry in config.configs)
+        labels = ("plain" if entry is None else _label(_mixin_for(entry), entry) for entry in config.configs)
         return f"{mixin.__name__}({', '.join(f'{n}: {text}' for n, text in zip(config.up_to, labels, strict=True))})"
     chosen = [f for f in fields(config) if f.compare and getattr(config, f.name) != f.default]
     return f"{mixin.__name__}({', '.join(f'{f.name}={getattr(config, f.name)!r}' for f in chosen)})"
@@ -341,7 +341,7 @@ def _run_at_length(module: nn.Module) -> Run | None:
     # The user's own checkpoint would run the module again in backward, where the length is unknown.
     if config is None or is_checkpointed():
         return None
-    mixin = _mixin(config)
+    mixin = _mixin_for(config)
     recomputes = issubclass(mixin, GCContainer) and torch.is_grad_enabled()
     return functools.partial(uncompiled, _RUNS[mixin]) if recomputes else _RUNS[mixin]
 
@@ -360,7 +360,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         return output
     output = args
     learned = ensure_learned(module).stages
-    for index, stage in enumerate(_stages(module)):
+    for index, stage in enumerate(_check_stages(module)):
         arguments = output if isinstance(output, tuple) else (output,)
         if index not in learned or not learned[index].belongs_to(stage):
             learned[index] = Learned(stage)
@@ -381,7 +381,7 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
     if is_dropped or not torch.is_grad_enabled() or is_transformed():
         return forward(*args, **kwargs)
     try:
-        with _saves(module, args, kwargs).hooks():
+        with _packed_saves(module, args, kwargs).hooks():
             return forward(*args, **kwargs)
     except RuntimeError as error:
         if forbids_hooks(error):
@@ -392,7 +392,7 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
         raise
 
 
-def _saves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedSaves:
+def _packed_saves(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedSaves:
     config = config_of(module)
     state = (*module.parameters(), *module.buffers())
     if config.place == DEVICE:
@@ -410,7 +410,7 @@ def _run_through_loss(
         return forward(*args, **kwargs)
 
 
-def _stages(module: nn.Module) -> Sequence[nn.Module]:
+def _check_stages(module: nn.Module) -> Sequence[nn.Module]:
     stages = module.__spatial_split__()  # type: ignore[operator]
     if not isinstance(stages, list | tuple) or not stages or not all(isinstance(s, nn.Module) for s in stages):
         raise TypeError(

@@ -43,8 +43,8 @@ def copy_values(tensors: Sequence[Tensor]) -> dict[int, Copy]:
         return {key: Copy((t.detach() if t.requires_grad else t).clone()) for key, t in distinct.items()}
     copies: dict[int, Copy] = {}
     for group in _by_memory([t for t in distinct.values() if _lies_in_memory(t)]):
-        for piece in [group] if len(group) == 1 else _pieces(group):
-            overlaps_itself = not piece[0].is_contiguous() and _span(piece[0]) < piece[0].numel()
+        for piece in [group] if len(group) == 1 else _overlapping_groups(group):
+            overlaps_itself = not piece[0].is_contiguous() and _count_spanned(piece[0]) < piece[0].numel()
             if len(piece) > 1 or overlaps_itself:
                 copies |= _copies_in_one_vector(piece)
     for key, tensor in distinct.items():
@@ -99,7 +99,7 @@ def _lies_in_memory(tensor: Tensor) -> bool:
     return is_plain and not tensor.is_conj() and not tensor.is_neg() and tensor.numel() > 0 and not tensor.is_meta
 
 
-def _span(tensor: Tensor) -> int:
+def _count_spanned(tensor: Tensor) -> int:
     """Return the number of elements of memory that ``tensor`` spans, from its first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -107,7 +107,7 @@ def _span(tensor: Tensor) -> int:
 def _byte_range(tensor: Tensor) -> range:
     """Return the range of bytes of its storage in which ``tensor`` lies."""
     start, size = int(tensor.storage_offset()), tensor.element_size()
-    return range(start * size, (start + _span(tensor)) * size)
+    return range(start * size, (start + _count_spanned(tensor)) * size)
 
 
 def _by_memory(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
@@ -125,7 +125,7 @@ def _by_memory(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
             yield from ([t for t in group if t.dtype is dtype] for dtype in {t.dtype for t in group})
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _overlapping_groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield ``tensors``, all of one storage, in groups that overlap."""
     piece: list[Tensor] = []
     end = 0

@@ -108,9 +108,9 @@ class _Head:
         """Raise :class:`RuntimeError` if an argument has changed since the call.  ``sampled``: also compare values."""
         # FSDP frees weights between uses.
         changed = self.weight.untyped_storage().nbytes() < self.weight.nbytes
-        changed |= self.versions != _versions(self.x, self.weight, self.bias)
+        changed |= self.versions != _versions_of(self.x, self.weight, self.bias)
         if sampled and not changed and not is_fake(self.weight):
-            changed = not torch.equal(_sample(self.weight), self.sample)
+            changed = not torch.equal(_sample_weight(self.weight), self.sample)
         if changed:
             raise RuntimeError(
                 "the output of a linear layer is read after the layer's weight or input has changed, and it was not "
@@ -130,11 +130,11 @@ class _Head:
             return x, F.linear(x, weight, bias)
 
 
-def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
+def _versions_of(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(-1 if t is None or t.is_inference() else version_counter(t) for t in tensors)
 
 
-def _sample(weight: Tensor) -> Tensor:
+def _sample_weight(weight: Tensor) -> Tensor:
     flat = weight.detach().flatten()
     return flat[:: max(1, len(flat) // _SAMPLE_SIZE)].clone()
 
@@ -160,7 +160,7 @@ def _defer(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int) -> Tenso
     # A product without rows and classes costs nothing, and has the dtype that autocast gives the real one.
     empty_bias = None if bias is None else bias.detach()[:0]
     empty_output = F.linear(x.detach().flatten(0, -2)[:0], weight.detach()[:0], empty_bias)
-    head = _Head(x, weight, bias, chunks, empty_output.dtype, _versions(x, weight, bias), _sample(weight))
+    head = _Head(x, weight, bias, chunks, empty_output.dtype, _versions_of(x, weight, bias), _sample_weight(weight))
     shape = (*x.shape[:-1], len(weight))
     index = torch.arange(x[..., 0].numel(), device=x.device).view(shape[:-1])
     return _defer_rows(head, index.unsqueeze(-1).expand(shape), empty_output.dtype)
@@ -263,7 +263,7 @@ class DeferredLinear(Tensor):
             if isinstance(first, DeferredLinear) and func in _MEMORY_READERS:
                 return func(first.read(), *args[1:], **kwargs)
             if func.__name__ != "__get__" and func not in _SHAPE_READERS:
-                _compute((args, kwargs))  # here and not in dispatch, where a step's recorder would miss it
+                _compute_deferred((args, kwargs))  # here and not in dispatch, where a step's recorder would miss it
             return func(*args, **kwargs)
 
     @classmethod
@@ -275,10 +275,10 @@ class DeferredLinear(Tensor):
         by_name = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | (kwargs or {})
         if any(isinstance(by_name.get(name), DeferredLinear) for name in written):
             raise RuntimeError(_MODIFIED.format(func))
-        return func(*_compute(args), **_compute(kwargs or {}))
+        return func(*_compute_deferred(args), **_compute_deferred(kwargs or {}))
 
 
-def _compute(value: Any) -> Any:
+def _compute_deferred(value: Any) -> Any:
     return tree_map(lambda t: t.read() if isinstance(t, DeferredLinear) else t, value)
 
 

@@ -32,15 +32,15 @@ class Generators:
         accelerators = _every_device() if devices is None else [d for d in devices if d != _CPU]
         self.devices = [_CPU, *filter(_is_started, accelerators)] if accelerators else _CPU_ALONE
         self._is_outside = outside
-        self._positions = self._read()
+        self._positions = self._read_positions()
         self.moved_outside = False
         """Whether the generator of Python or NumPy moved before :meth:`end_forward`."""
 
-    def _read(self) -> dict[str | torch.device, Any]:
+    def _read_positions(self) -> dict[str | torch.device, Any]:
         """Return the positions; equal positions of one generator are one object."""
         if self.devices is _CPU_ALONE and not self._is_outside:  # the usual case, first for speed
-            return {_CPU: _position(_CPU)}
-        positions: dict[str | torch.device, Any] = {device: _position(device) for device in self.devices}
+            return {_CPU: _position_on(_CPU)}
+        positions: dict[str | torch.device, Any] = {device: _position_on(device) for device in self.devices}
         if self._is_outside:
             positions["Python"] = _shared_position("Python", random.getstate())
             if "numpy" in sys.modules:
@@ -50,12 +50,12 @@ class Generators:
 
     def restore(self, now: Generators | None = None) -> None:
         """Put the generators back to these positions; ``now``: their positions now, if known."""
-        current = self._read() if now is None else now._positions
+        current = self._read_positions() if now is None else now._positions
         for generator, position in self._positions.items():
             if current.get(generator) is position:
                 continue
             if isinstance(generator, torch.device):
-                _put(generator, position)
+                _set_position(generator, position)
             elif generator == "NumPy":
                 sys.modules["numpy"].random.set_state(pickle.loads(position))
             else:
@@ -71,7 +71,7 @@ class Generators:
         is_alone = threading.active_count() == 1
         if is_alone and not self._is_outside:
             return
-        now = self._read()
+        now = self._read_positions()
         moved = {key for key, position in self._positions.items() if now.get(key) is not position}
         self.moved_outside = not moved.isdisjoint(("Python", "NumPy"))
         if not is_alone:
@@ -81,7 +81,7 @@ class Generators:
         """Return the current positions of these generators."""
         now: Generators = object.__new__(Generators)
         now.devices, now._is_outside, now.moved_outside = self.devices, self._is_outside, False
-        now._positions = self._read()
+        now._positions = self._read_positions()
         if len(self._positions) < len(now._positions):
             now._positions = {key: now._positions[key] for key in self._positions}
         return now
@@ -124,7 +124,7 @@ def put_at(generator: torch.Generator, position: torch.Tensor) -> None:
         generator.set_state(position)
 
 
-def _position(device: torch.device) -> Any:
+def _position_on(device: torch.device) -> Any:
     """Return the position of the default generator of ``device``, not as a tensor, which would show in a measured peak.
 
     It is a ``bytearray``, which compares with memory; nothing writes to it.
@@ -146,7 +146,7 @@ def _memory_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * nbytes
 
 
-def _put(device: torch.device, position: bytearray) -> None:
+def _set_position(device: torch.device, position: bytearray) -> None:
     with _lock, unseen():  # in a dry run it would be a tensor without values
         tensor = torch.frombuffer(position, dtype=torch.uint8)
         if device.type == "cpu":

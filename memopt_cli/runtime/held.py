@@ -108,7 +108,7 @@ class HeldSlots:
             held_slots = self.values[index] = dict[str, Any]()
             for name, value in slots.items():
                 if isinstance(value, Tensor):
-                    held = held_slots[name] = self._hold(value)
+                    held = held_slots[name] = self._hold_tensor(value)
                     is_written = (index, name) in written
                     if held is not value and (is_written or (self._is_watched and self._may_write(index, value))):
                         copied.add(held.number)
@@ -119,7 +119,7 @@ class HeldSlots:
                     held_slots[name] = value
         if objects or self._others:
             # All in one pickle: two objects that refer to one list do so in the copy, too.
-            self._objects = freeze((objects, self._others), self._hold)
+            self._objects = freeze((objects, self._others), self._hold_tensor)
             if iterator := self._objects.uncopyable_iterator:
                 self.irreversible = f"holds {iterator}, and may move it on"
             copied |= self._freeze_contents(objects)
@@ -129,7 +129,7 @@ class HeldSlots:
             if held.copy is None or self._is_watched:  # a watched call drops the copies of what forward does not change
                 held.alias = self.originals[number].detach()
 
-    def _hold(self, tensor: Tensor) -> Any:
+    def _hold_tensor(self, tensor: Tensor) -> Any:
         """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is not state, but a parameter."""
         if not is_plain_state(tensor):
             return tensor
@@ -154,7 +154,7 @@ class HeldSlots:
         by_slot = {(index, name): value for index, slots in objects.items() for name, value in slots.items()}
         for slot, value in {**by_slot, _OTHERS: self._others}.items():
             if self._is_watched or slot in self._known.written:
-                self._contents[slot] = freeze(value, self._hold)
+                self._contents[slot] = freeze(value, self._hold_tensor)
                 inner = _numbers_in(self._contents[slot])
                 numbers |= {n for n in inner if not self._is_watched or self._may_write(slot[0], self.originals[n])}
         return numbers
@@ -192,9 +192,11 @@ class HeldSlots:
             of_written = {n for n, value in before.items() if any(id(leaf) in written for leaf in leaves_in([value]))}
             self._known.written |= {(index, name) for name in of_written}
             names |= of_written
-        return names | {slot[1] for slot in self._contents if slot[0] == index and self._changes(slot, after, written)}
+        return names | {
+            slot[1] for slot in self._contents if slot[0] == index and self._is_changed(slot, after, written)
+        }
 
-    def _changes(self, slot: Slot, after: Slots, written: set[int]) -> bool:
+    def _is_changed(self, slot: Slot, after: Slots, written: set[int]) -> bool:
         """Return whether forward has changed the object that was in ``slot``, or written to a tensor in it."""
         contents, is_changed = self._contents[slot], False
         if not written.isdisjoint(_numbers_in(contents)):
@@ -210,7 +212,7 @@ class HeldSlots:
         ``written``: the result of :meth:`written`.
         """
         if _OTHERS in self._contents:
-            self._changes(_OTHERS, {None: self._others}, written)
+            self._is_changed(_OTHERS, {None: self._others}, written)
         changing = self._known.changing
         if self._is_watched:
             filtered = {p: {n: v for n, v in slots.items() if n in changing[p]} for p, slots in self.values.items()}

@@ -109,26 +109,26 @@ class InBackward:
         """Number of parameters that had state when this update began."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.names = {id(parameter): names.get(id(parameter), "a parameter") for parameter in trained}
-        self._handles: list[Any] = [optimizer.register_step_pre_hook(self._end)]
+        self._handles: list[Any] = [optimizer.register_step_pre_hook(self._end_update)]
         for parameter in trained:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._update))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._update_parameter))
 
     def remove(self) -> None:
         """Remove the hooks from the optimizer and the parameters."""
         for handle in self._handles:
             handle.remove()
 
-    def _update(self, parameter: Tensor) -> None:
+    def _update_parameter(self, parameter: Tensor) -> None:
         optimizer = self._optimizer()
         if optimizer is None:
             return
         recompute_before_update(parameter)
         with self._lock, _updating():
-            self._check(parameter, optimizer)
+            self._check_gradient(parameter, optimizer)
             step_alone(optimizer, self._used_group(optimizer, parameter), parameter)
             parameter.grad = None
 
-    def _check(self, parameter: Tensor, optimizer: Optimizer) -> None:
+    def _check_gradient(self, parameter: Tensor, optimizer: Optimizer) -> None:
         """Raise :class:`RuntimeError` if the gradient of ``parameter`` is not the whole gradient of the step."""
         if not self._updated:
             self._earlier_states = len(optimizer.state)
@@ -152,10 +152,10 @@ class InBackward:
             self._group_of = {id(p): group for group in self._groups for p in group["params"]}
         group = self._group_of[id(parameter)]
         if all(used is not group for used, _ in self._used):
-            self._used.append((group, _settings(group)))
+            self._used.append((group, _comparable_settings(group)))
         return group
 
-    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """End the update when ``optimizer.step()`` is called.  Raises :class:`RuntimeError` if an update was wrong."""
         if is_updating():
             return  # a subclass's ``step``, called by ``step_alone``, calls its base's, which runs this hook
@@ -165,7 +165,7 @@ class InBackward:
             _order_state(optimizer, self._earlier_states)
         if updated and getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(f"the optimizer has run in backward with gradients that a GradScaler scales; {_WITHOUT}")
-        if any(_settings(group) != before for group, before in used):
+        if any(_comparable_settings(group) != before for group, before in used):
             raise RuntimeError(
                 "settings of the optimizer, such as its learning rate, changed between backward and optimizer.step(), "
                 f"and it had run in backward with the old ones; change them before forward or after step, or {_WITHOUT}"
@@ -195,7 +195,7 @@ def _updating() -> Iterator[None]:
         _thread.is_updating = False
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``group`` for comparison, with a tensor's identity and version in place of the tensor."""
     settings = ((name, value) for name, value in group.items() if name != "params")
     return {name: (id(v), version_of(v)) if isinstance(v, Tensor) else v for name, v in settings}

@@ -173,7 +173,7 @@ class Known:
 
         ``others``: objects among the arguments.  ``exchanged``: number of exchanges of each slot between calls.
         """
-        if any(self.without_hooks) or any(self.empty) or not self._knows(others):
+        if any(self.without_hooks) or any(self.empty) or not self._knows_types(others):
             return None
         if not self._is_unchanged() and not self._note_changes(self.read_owners(self.indices), exchanged):
             return None
@@ -193,7 +193,7 @@ class Known:
                     return None
         return Reading(self.stable, before, changing)
 
-    def _knows(self, others: Sequence[Any]) -> bool:
+    def _knows_types(self, others: Sequence[Any]) -> bool:
         """Return whether each of ``others`` has a type seen in the watched call, and none is a function.
 
         Each function may change other state, so a call with a function is always watched.

@@ -137,28 +137,32 @@ def _length_in(
     module: nn.Module, ranges: ConfigsByLength, length: LengthOf, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> float:
     """Return the length of the arguments; if they lack that dimension, warn once and return infinity."""
-    x = _argument(type(module).forward, length.argument, args, kwargs)
+    x = _find_argument(type(module).forward, length.argument, args, kwargs)
     if not isinstance(x, Tensor) or x.is_nested or not all(-x.dim() <= axis < x.dim() for axis in length.axes):
         kind = f"of class {type(x).__name__}"
         if isinstance(x, Tensor):
             kind = "a nested tensor" if x.is_nested else f"a tensor of {x.dim()} dimensions"
         dimensions = " and ".join(map(str, length.axes))
-        _warn(module, f"{length.name} is dimension {dimensions} of the argument {length.argument!r}, which is {kind}")
+        _warn_longest(
+            module, f"{length.name} is dimension {dimensions} of the argument {length.argument!r}, which is {kind}"
+        )
         return math.inf
     size = max(x.shape[axis] for axis in length.axes)
     if size > ranges.up_to[-1]:
-        _warn(module, f"{length.name} is {size}, beyond the {ranges.up_to[-1]} for which the plan was made")
+        _warn_longest(module, f"{length.name} is {size}, beyond the {ranges.up_to[-1]} for which the plan was made")
     return size
 
 
-def _warn(module: nn.Module, reason: str) -> None:
+def _warn_longest(module: nn.Module, reason: str) -> None:
     if module in _warned or not torch.is_grad_enabled():
         return
     _warned.add(module)
     warn_caller(f"{reason}: the plan for its longest inputs is used, and a step may take more than its budget")
 
 
-def _argument(forward: Callable[..., Any], argument: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _find_argument(
+    forward: Callable[..., Any], argument: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     position, name = _position_and_name(forward, argument)
     if position is not None and position < len(args):
         return args[position]

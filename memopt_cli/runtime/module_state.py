@@ -159,7 +159,7 @@ class _Attributes:
             if type(value) in ATOMS or _is_atom(value):
                 self._atoms[name] = value
             else:
-                self.objects[name] = _hold(value)
+                self.objects[name] = _hold_value(value)
 
     def restore(self, replaced: Mapping[int, Any]) -> None:
         if tuple(self._mapping) != self._names:
@@ -301,11 +301,11 @@ def _is_atom(value: Any) -> bool:
     return type(value) in ATOMS or (type(value) is tuple and all(map(_is_atom, value)))
 
 
-def _hold(value: Any) -> Any:
+def _hold_value(value: Any) -> Any:
     if isinstance(value, list | deque):
-        return _Container(value, [_hold(item) for item in value])
+        return _Container(value, [_hold_value(item) for item in value])
     if isinstance(value, dict):
-        return _Container(value, [(key, _hold(item)) for key, item in value.items()])
+        return _Container(value, [(key, _hold_value(item)) for key, item in value.items()])
     if type(value) is set:
         return _Container(value, list(value))
     if isinstance(value, torch.Generator):
@@ -322,11 +322,11 @@ def restored(value: Any, replaced: Mapping[int, Any]) -> Any:
     if isinstance(value, _HeldGenerator):
         return value.restore()
     if isinstance(value, tuple):
-        return _rebuilt(value, [restored(item, replaced) for item in value])
+        return _rebuild_tuple(value, [restored(item, replaced) for item in value])
     return replaced.get(id(value), value)
 
 
-def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     if all(map(is_, items, value)):
         return value
     return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)

@@ -123,7 +123,7 @@ class Snapshot:
         return True
 
 
-def _fill(mapping: MutableMapping[Any, Any], slots: Slots) -> None:
+def _replace_items(mapping: MutableMapping[Any, Any], slots: Slots) -> None:
     for name in mapping.keys() - slots.keys():
         del mapping[name]
     mapping.update(slots)
@@ -155,7 +155,7 @@ class Attributes(Owner):
     def write(self, slots: Slots) -> None:
         mapping = self._attributes()
         structure = {name: value for name, value in mapping.items() if name in STRUCTURE}
-        _fill(mapping, slots | structure)
+        _replace_items(mapping, slots | structure)
 
 
 class Table(Owner):
@@ -303,7 +303,7 @@ class Function(Owner):
         function, attributes = self._function(), dict(slots)
         if function is not None:
             function.__defaults__, function.__kwdefaults__ = attributes.pop("="), attributes.pop("*=")
-            _fill(vars(function), attributes)
+            _replace_items(vars(function), attributes)
 
 
 class InContext(Owner):

@@ -96,7 +96,7 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
         return COMPRESSORS["bit"]
     if not is_dense(x):
         return None
-    values = {value for value in _sample(x) if value != 0}
+    values = {value for value in _sample_values(x) if value != 0}
     if not values and x.is_floating_point():
         return COMPRESSORS["two-valued"]  # all sampled values are zero; this codec takes zeros and one other value
     if values <= {1}:
@@ -108,7 +108,7 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
     return COMPRESSORS["uint8"] if all(value in _BYTES for value in values) else None
 
 
-def _sample(x: Tensor) -> list[float]:
+def _sample_values(x: Tensor) -> list[float]:
     flat = x.as_strided((x.numel(),), (1,))
     # ``| 1`` makes the step odd: an even step through rows of even length would see some of the columns only.
     values: list[float] = flat[:: flat.numel() // _SAMPLE_SIZE | 1].tolist()
@@ -134,11 +134,11 @@ def _index_codec(x: Tensor) -> SpikeCompressor:
     if is_fake(x):
         return IndexCompressor(math.prod(x.shape[2:]))
     planes = [math.prod(x.shape[-d:]) for d in range(1, min(4, x.dim()))]
-    spreads = {plane: _spread(x, plane) for plane in planes if 2 * plane <= x.numel()}
+    spreads = {plane: _max_spread(x, plane) for plane in planes if 2 * plane <= x.numel()}
     return IndexCompressor(next((p for p, spread in spreads.items() if spread <= 2 * min(spreads.values())), 1))
 
 
-def _spread(x: Tensor, plane: int) -> int:
+def _max_spread(x: Tensor, plane: int) -> int:
     """Return the largest difference between values at one position of planes of ``x``, of ``plane`` elements each."""
     # ``amax`` and ``amin`` would take ten times as long.
     least, most = x.view(-1, plane)[: max(2, _PLANES_SIZE // plane)].aminmax(dim=0)
@@ -256,7 +256,7 @@ class PackedSaves:
         tensor = None if reference is None else reference()
         return tensor is not None and memory_of(tensor) == memory
 
-    def _send(self, packed: Packed) -> Packed | PackedAway:
+    def _send_packed(self, packed: Packed) -> Packed | PackedAway:
         """Begin to send ``packed``, if there is a place to send it to, and return it."""
         return packed if self._parcels is None else self._parcels.take(packed)
 
@@ -294,7 +294,7 @@ class PackedSaves:
             if tensor is None:
                 continue
             saved = (self._packed_before(tensor) or self._pack_new(tensor)) if self._packs else None
-            late.stored = self._send(late.stored) if saved is None else (saved, tensor.shape, tensor.stride())
+            late.stored = self._send_packed(late.stored) if saved is None else (saved, tensor.shape, tensor.stride())
 
     @not_compiled
     def unpack(self, stored: Any) -> Tensor:
@@ -313,7 +313,7 @@ class PackedSaves:
     def _packed_before(self, tensor: Tensor) -> _PackedRegion | None:
         """Return the packed region that ``tensor`` shows if another operator has saved it, or else ``None``."""
         entry = self._seen.get(memory_of(tensor))
-        reference = entry[1].get(_region(tensor)) if entry else None
+        reference = entry[1].get(_region_key(tensor)) if entry else None
         return reference() if reference and is_dense(tensor) else None
 
     def _pack_new(self, tensor: Tensor) -> _PackedRegion | None:
@@ -323,19 +323,19 @@ class PackedSaves:
             whole = tensor if codec else _dense_base(tensor)
             # A view that shows only a part of its base is not packed by parts.  Numbers of elements would not
             # tell: the last row of a matrix, expanded to all rows, has as many as the matrix.
-            if _region(whole) != _region(tensor):
+            if _region_key(whole) != _region_key(tensor):
                 return None
             codec = codec or COMPRESSORS["parts"]
             packed = store(codec, whole)
         if packed.raw:
             return None
         note_stored(whole, packed)
-        saved = _PackedRegion(codec, self._send(packed))
+        saved = _PackedRegion(codec, self._send_packed(packed))
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key not in self._seen:  # the entry goes with the storage, since another one may get the same address
             self._seen[key] = weakref.ref(storage, lambda _: self._seen.pop(key, None)), {}
-        self._seen[key][1][_region(tensor)] = weakref.ref(saved)
+        self._seen[key][1][_region_key(tensor)] = weakref.ref(saved)
         return saved
 
 
@@ -347,6 +347,6 @@ def _dense_base(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_neg() or tensor.is_conj() else whole
 
 
-def _region(tensor: Tensor) -> tuple[Any, ...]:
+def _region_key(tensor: Tensor) -> tuple[Any, ...]:
     """Return a key of the part of its storage that the dense ``tensor`` shows, with its values as they are now."""
     return tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor.is_neg(), version_counter(tensor)

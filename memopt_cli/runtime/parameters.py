@@ -107,7 +107,7 @@ class Parameters:
     def put(self) -> None:
         """Make the modules hold the parameters of this call, and no others."""
         for table, entries in self._entries.by_table:
-            _exchange(table, entries)
+            _exchange_entries(table, entries)
 
     def in_place(self) -> AbstractContextManager[None]:
         """Return a context manager that gives the modules these parameters, with ``requires_grad`` as in that call.
@@ -138,7 +138,8 @@ class _InPlace:
 
     def __enter__(self) -> None:
         if self._is_in_place:
-            self._outer_entries, self._outer_trainable = self._entries.by_table, self._parameters.trainable
+            self._outer_entries = self._entries.by_table
+            self._outer_trainable = self._parameters.trainable
             return
         self._outer_entries = [(table, dict(table)) for table, _ in self._entries.by_table]
         self._outer_trainable = self._parameters.set_trainable(self._parameters.trainable)
@@ -149,7 +150,7 @@ class _InPlace:
         if self._is_in_place and self._entries.are_in_place():
             return
         for table, entries in self._outer_entries:
-            _exchange(table, entries)
+            _exchange_entries(table, entries)
 
 
 def _memory_of_all(tensors: Sequence[Tensor]) -> list[int]:
@@ -157,7 +158,7 @@ def _memory_of_all(tensors: Sequence[Tensor]) -> list[int]:
     return [memory_of(p) if _is_whole(p) and not is_of_transform(p) else 0 for p in tensors]
 
 
-def _exchange(table: dict[str, Any], entries: dict[str, Any]) -> None:
+def _exchange_entries(table: dict[str, Any], entries: dict[str, Any]) -> None:
     """Make ``table`` hold ``entries``, except sharded parameters, which FSDP gathers and frees by hooks."""
     if is_same(table, entries):
         return

@@ -457,7 +457,7 @@ def edge_of(tensor: Tensor) -> Edge | None:
     return None if node is None else (sequence_number(node), tensor.output_nr)
 
 
-def _edge(node: Any, output: int) -> Edge | None:
+def _edge_from(node: Any, output: int) -> Edge | None:
     # A node that adds up gradients has no number of its own.
     return None if node is None or hasattr(node, "variable") else (sequence_number(node), output)
 
@@ -473,10 +473,10 @@ def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None,
     dim: int = node._saved_dim  # type: ignore[attr-defined]
     dim -= 2**64 if dim >= 2**63 else 0  # autograd stores a negative dimension as an unsigned number
     parts = node.next_functions
-    return dim, [(_edge(maker, output), _length(maker, output, dim, tensor.dim())) for maker, output in parts]
+    return dim, [(_edge_from(maker, output), _part_length(maker, output, dim, tensor.dim())) for maker, output in parts]
 
 
-def _length(maker: Any, output: int, dim: int, dimensions: int) -> int | None:
+def _part_length(maker: Any, output: int, dim: int, dimensions: int) -> int | None:
     if maker is None:
         return None
     shape: Sequence[int] = maker._input_metadata[output].shape
@@ -690,7 +690,7 @@ def backend_is_aot() -> bool:
 
     known = (AotAutograd, torch._TorchCompileInductorWrapper)
     ahead: list[Any] = [lookup_backend(name) for name in list_backends(()) if name in _AOT_BACKENDS]
-    backend: Any = _compiling().output.compiler_fn
+    backend: Any = _running_translator().output.compiler_fn
     while backend is not None:
         if isinstance(backend, known) or any(backend is one for one in ahead):
             return True
@@ -709,11 +709,11 @@ def _wrapped_backend(backend: Any) -> Any:
 @constant_while_compiling
 def wants_one_graph() -> bool:
     """Return whether the compiler is to fail rather than to leave something uncompiled (``fullgraph=True``)."""
-    compiling = _compiling()
+    compiling = _running_translator()
     return bool(compiling.one_graph or getattr(compiling, "error_on_graph_break", False))
 
 
-def _compiling() -> Any:
+def _running_translator() -> Any:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx()
@@ -786,9 +786,7 @@ class _WithinBudget:
     budget: float
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
-        import torch._functorch.config
-
-        with torch._functorch.config.patch(activation_memory_budget=self.budget):
+        with compiled_within_budget(self.budget):
             return self.compiler_fn(graph, inputs)
 
     def reset(self) -> None:
@@ -816,22 +814,20 @@ def compiled_again() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def compiled_to_draw_alike() -> Iterator[None]:
+def compiled_with_eager_random() -> AbstractContextManager[None]:
     """Let models compiled in the ``with`` block use the random numbers of eager mode; Inductor's kernels use others."""
     import torch._inductor.config
 
-    with torch._inductor.config.patch(fallback_random=True):
-        yield
+    patch: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)
+    return patch
 
 
-@contextlib.contextmanager
-def compiled_to_keep_all() -> Iterator[None]:
-    """Let models compiled in the ``with`` block keep for backward as much as they do without a memory budget."""
+def compiled_within_budget(budget: float = 1.0) -> AbstractContextManager[None]:
+    """Compile models in the ``with`` block under the memory ``budget``; with 1, they keep as much as without any."""
     import torch._functorch.config
 
-    with torch._functorch.config.patch(activation_memory_budget=1.0):
-        yield
+    patch: AbstractContextManager[None] = torch._functorch.config.patch(activation_memory_budget=budget)
+    return patch
 
 
 # ---------------------------------------------------------------------------------------------- many ranks

@@ -70,7 +70,7 @@ def group_layers(model: nn.Module) -> None:
         if type(module) is nn.Sequential and len(set(module.children())) == len(module):  # no child twice, or none
             for run in list(_layer_runs(module)):
                 first, *_, last = children_of(run)
-                _add(module, f"{first}-{last}", run)
+                _add_run(module, f"{first}-{last}", run)
 
 
 def add_runs(model: nn.Module, path: str) -> list[Run]:
@@ -80,9 +80,9 @@ def add_runs(model: nn.Module, path: str) -> list[Run]:
     """
     parent, added = model, []
     for name in path.split(".") if path else ():
-        part = _part(parent, name)
+        part = _child_or_run(parent, name)
         if isinstance(part, Run) and name not in _update_runs(parent):
-            _add(parent, name, part)
+            _add_run(parent, name, part)
             added.append(part)
         parent = part
     return added
@@ -109,7 +109,7 @@ def find_part(model: nn.Module, path: str) -> nn.Module:
     Raises :class:`AttributeError` if there is no such module.
     """
     for name in path.split(".") if path else ():
-        model = _part(model, name)
+        model = _child_or_run(model, name)
     return model
 
 
@@ -154,7 +154,7 @@ def _children_and_runs(module: nn.Module) -> dict[str, nn.Module]:
     return parts
 
 
-def _part(parent: nn.Module, name: str) -> nn.Module:
+def _child_or_run(parent: nn.Module, name: str) -> nn.Module:
     # Not ``get_submodule``: for an empty name it returns the module itself, and it evaluates properties.
     known = {**children_of(parent), **_update_runs(parent)}
     part = known[name] if name in known else _run_by_name(parent, name)
@@ -169,18 +169,18 @@ def _run_by_name(parent: nn.Module, name: str) -> Run | None:
     for first in sorted(names, key=len):  # a name may have hyphens of its own
         last = name.removeprefix(f"{first}-")
         if last != name and last in names[names.index(first) + 1 :]:
-            return _run(parent, names[names.index(first) : names.index(last) + 1])
+            return _make_run(parent, names[names.index(first) : names.index(last) + 1])
     return None
 
 
-def _run(parent: nn.Module, names: list[str]) -> Run:
+def _make_run(parent: nn.Module, names: list[str]) -> Run:
     run = Run()
     children_of(run).update((name, parent.get_submodule(name)) for name in names)
     run.training = parent.training  # not ``run.train()``, which would set the mode of the children as well
     return run
 
 
-def _add(parent: nn.Module, name: str, run: Run) -> None:
+def _add_run(parent: nn.Module, name: str, run: Run) -> None:
     for existing_name, existing_run in _update_runs(parent).items():
         if children_of(existing_run).keys() & children_of(run).keys():
             raise ValueError(f"it shares children with the run {existing_name}")
@@ -206,4 +206,4 @@ def _layer_runs(parent: nn.Sequential) -> Iterator[Run]:
             runs[-1].append(name)
     for names in runs:
         if len(names) > 1 and layers >= _MIN_LAYERS:
-            yield _run(parent, names)
+            yield _make_run(parent, names)

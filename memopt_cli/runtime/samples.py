@@ -88,7 +88,8 @@ def glance(tensor: Tensor) -> bytes | None:
     if size <= _GLANCE_BYTES:
         return ctypes.string_at(start, size)
     # ``string_at`` would take twice as long.
-    read, last = _GlancedBytes.from_address, size // _GLANCE_BYTES * _GLANCE_BYTES - _GLANCE_BYTES
+    read = _GlancedBytes.from_address
+    last = size // _GLANCE_BYTES * _GLANCE_BYTES - _GLANCE_BYTES
     middle = size // 2 // _GLANCE_BYTES * _GLANCE_BYTES
     return read(start).raw + read(start + middle).raw + read(start + last).raw
 

@@ -89,14 +89,16 @@ def call_checkpointed(
         return _within_recomputation(module, run_first, arguments.tensors, outer, learned)
     start = StartingState(module, arguments.tensors, arguments.others, learned, watches=learned.runs.is_due())
     kept = KeptOutputs(keep, inputs.parcel) if keep else NothingKept()
-    repeat = functools.partial(_repeat, forward, arguments.skeleton)
+    repeat = functools.partial(_repeat_forward, forward, arguments.skeleton)
     run = SegmentRun(module, learned, start, repeat, kept)
     run.gathers = inputs.of_chunk and config_of(module).batch_statistics
     tensors = arguments.tensors
     if learned.overwrites_input:
         with internal_tensors():
-            tensors = _clones(tensors)
-    leaves = functools.partial(_leaves, needs_gradient=[t.requires_grad for t in arguments.tensors], learned=learned)
+            tensors = _clone_inputs(tensors)
+    leaves = functools.partial(
+        _make_leaves, needs_gradient=[t.requires_grad for t in arguments.tensors], learned=learned
+    )
     state_tensors: Sequence[Tensor] = ()
     if outer is not None:
         # The outer segment recomputes the inputs and the state tensors, like everything saved in it.
@@ -155,7 +157,7 @@ def _within_recomputation(
     module: nn.Module, first: Callable[[], Any], tensors: Sequence[Tensor], outer: Any, learned: Learned
 ) -> Any:
     """Run ``module`` inside the recomputation of ``outer``, which re-reads the saved inputs and the output."""
-    for tensor in _clones(tensors) if learned.overwrites_input else tensors:
+    for tensor in _clone_inputs(tensors) if learned.overwrites_input else tensors:
         outer.hold_input(tensor)
     for tensor in find_matrices(module):
         outer.hold_input(tensor)
@@ -163,13 +165,13 @@ def _within_recomputation(
         return first()
 
 
-def _leaves(tensors: Sequence[Tensor], needs_gradient: Sequence[bool], learned: Learned) -> list[Tensor]:
+def _make_leaves(tensors: Sequence[Tensor], needs_gradient: Sequence[bool], learned: Learned) -> list[Tensor]:
     """Return ``tensors`` detached, or copies if forward writes over them: autograd forbids in-place writes to leaves.
 
     ``needs_gradient``: whether each tensor needs a gradient.
     """
     if learned.overwrites_input:
-        return _clones(tensors, needs_gradient)
+        return _clone_inputs(tensors, needs_gradient)
     leaves = [tensor.detach() for tensor in tensors]
     for leaf, is_needed in zip(leaves, needs_gradient, strict=True):
         if is_needed:
@@ -177,7 +179,7 @@ def _leaves(tensors: Sequence[Tensor], needs_gradient: Sequence[bool], learned: 
     return leaves
 
 
-def _clones(tensors: Sequence[Tensor], needs_gradient: Sequence[bool] = ()) -> list[Tensor]:
+def _clone_inputs(tensors: Sequence[Tensor], needs_gradient: Sequence[bool] = ()) -> list[Tensor]:
     """Return copies that share memory where ``tensors`` do: a write of forward to one copy shows in the others."""
     copies = copy_values(tensors)
     for tensor, is_needed in zip(tensors, needs_gradient, strict=False):
@@ -205,7 +207,9 @@ def _run_unoptimized(forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return forward(*args, **kwargs)
 
 
-def _repeat(forward: Callable[..., Any], skeleton: Any, tensors: Sequence[Tensor], others: Sequence[Any]) -> Any:
+def _repeat_forward(
+    forward: Callable[..., Any], skeleton: Any, tensors: Sequence[Tensor], others: Sequence[Any]
+) -> Any:
     return _run_unoptimized(forward, *joined(tensors, others, skeleton))
 
 

@@ -121,9 +121,14 @@ class SegmentRun:
         ``learned``: the knowledge from earlier calls; ``kept``: keeps the outputs of some operators, which are then not
         recomputed.
         """
-        self._module, self._learned, self._start, self._repeat = module, learned, start, repeat
-        self._kept, self._keeps = kept, type(kept) is KeptOutputs
-        self._began, self._length = this_moment(), current_length()
+        self._module = module
+        self._learned = learned
+        self._start = start
+        self._repeat = repeat
+        self._kept = kept
+        self._keeps = type(kept) is KeptOutputs
+        self._began = this_moment()
+        self._length = current_length()
         outermost = outermost_segment() or module
         self._locked = (module,) if outermost is module else (outermost, module)
         """The segments whose locks a recomputation takes."""
@@ -165,7 +170,7 @@ class SegmentRun:
         """
         versions = [version_of(t) for t in inputs]
         before = unrepeatable_runs()
-        output = self._run(forward)
+        output = self._run_forward(forward)
         if self._kept.other_kernel:
             raise UnrepeatableError(self._kept.other_kernel)
         if reason := self._start.irreversible_effect():
@@ -186,8 +191,8 @@ class SegmentRun:
             self._drop_saved((output, forward.args))  # the arguments too: forward may append outputs to a list in them
         return output
 
-    def _run(self, forward: Callable[[], Any]) -> Any:
-        self.is_running, has_failed = True, True
+    def _run_forward(self, forward: Callable[[], Any]) -> Any:
+        self.is_running = has_failed = True
         hold = self._hold if self._watch is None else self._hold_watched
         try:
             with saved_tensors_hooks(hold, unpack_saved), self._kept.recording():
@@ -249,7 +254,7 @@ class SegmentRun:
             assert tensor is not None
             self._shapes.append(tensor.shape)
             if version_of(tensor) != saved.version:
-                saved.broken = _overwritten(tensor, saved.version)
+                saved.broken = _overwritten_message(tensor, saved.version)
             saved.tensor = None
         if updates_in_backward():
             wait_for(self._module.parameters(), self)
@@ -351,8 +356,11 @@ class _Repetition:
         ``samples``: elements of some of them; ``compared_index``, ``compared_bytes``: the tensor that is compared in
         every call, and some of its bytes; ``runs_to_end``: do not end the run when the last tensor is saved.
         """
-        self._module, self._refs, self._shapes = module, refs, shapes
-        self._samples, self._runs_to_end = samples, runs_to_end
+        self._module = module
+        self._refs = refs
+        self._shapes = shapes
+        self._samples = samples
+        self._runs_to_end = runs_to_end
         self._count = 0
         self._compared_index, self._compared_bytes = compared_index, compared_bytes
         self._suspects: list[tuple[list[Any], Tensor]] = []
@@ -374,7 +382,7 @@ class _Repetition:
         if saved is not None:
             shape = self._shapes[index]
             if made.shape != shape:
-                raise self._differs(
+                raise self._error_if_differing(
                     f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(shape or ())}"
                 )
             saved.tensor = made
@@ -400,9 +408,9 @@ class _Repetition:
             if self._count < len(self._refs):
                 raise
         if self._count < len(self._refs):
-            raise self._differs(f"saves {self._count} tensors, and forward saved {len(self._refs)}")
+            raise self._error_if_differing(f"saves {self._count} tensors, and forward saved {len(self._refs)}")
 
-    def _differs(self, how: str) -> RuntimeError:
+    def _error_if_differing(self, how: str) -> RuntimeError:
         """Return the error for a run that differs from forward in ``how``; the module runs plainly from now on."""
         run_plainly(self._module, _DIFFERS, silently=True)
         return RuntimeError(
@@ -490,7 +498,7 @@ class UnusedSaves:
     hold_input = hold
 
 
-def _overwritten(tensor: Tensor, version: int) -> str:
+def _overwritten_message(tensor: Tensor, version: int) -> str:
     return (
         f"a tensor of shape {tuple(tensor.shape)} needed for backward has been modified by an inplace operation: it is "
         f"at version {version_of(tensor)}, and {version} was expected"
@@ -516,7 +524,7 @@ def unpack_saved(saved: _Saved) -> Tensor:
     if tensor is None:
         raise RuntimeError("memopt has lost a tensor that backward needs, which is a bug of memopt; please report it")
     if version_of(tensor) != saved.version:
-        raise RuntimeError(_overwritten(tensor, saved.version))
+        raise RuntimeError(_overwritten_message(tensor, saved.version))
     if run is not None and not run.is_running:
         saved.tensor = None  # a second backward (retain_graph=True) recomputes it
     return tensor

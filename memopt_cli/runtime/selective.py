@@ -276,9 +276,9 @@ class _Recording(_Calls):
         call = self._kept_call(func)  # before it runs, since a call that fails counts as well
         result = func(*args, **kwargs)
         if call:
-            generator = _generator(func, kwargs, result)
+            generator = _generator_used(func, kwargs, result)
             position_after = None if generator is None else position_of(generator)
-            kept.add(call, _signature(args, kwargs), result, position_after)
+            kept.add(call, _call_signature(args, kwargs), result, position_after)
         if not kept.is_empty:
             for leaf in _tensors_in(result):
                 kept.watch(leaf)
@@ -289,12 +289,12 @@ class _Replaying(_Calls):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         call = self._kept_call(func)
-        output = self._kept.take(call, _signature(args, kwargs)) if call else None
+        output = self._kept.take(call, _call_signature(args, kwargs)) if call else None
         if output is None:
             return func(*args, **kwargs)
         result = output.leaves[0] if output.spec is None else tree_unflatten(output.leaves, output.spec)
         # The generator of this call, not forward's: a recomputation copies generators that modules and globals hold.
-        if output.position_after is not None and (generator := _generator(func, kwargs, result)) is not None:
+        if output.position_after is not None and (generator := _generator_used(func, kwargs, result)) is not None:
             put_at(generator, output.position_after)
         return result
 
@@ -332,7 +332,7 @@ def _operator_name(func: Any) -> str:
     return name.partition(".")[0]
 
 
-def _signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
+def _call_signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
     return tuple((tuple(t.shape), t.dtype) for t in _tensors_in((args, tuple(kwargs.values()))))
 
 
@@ -360,7 +360,7 @@ def _written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tenso
     return _tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)])
 
 
-def _generator(func: Any, kwargs: dict[str, Any], result: Any) -> torch.Generator | None:
+def _generator_used(func: Any, kwargs: dict[str, Any], result: Any) -> torch.Generator | None:
     """Return the generator that a call of ``func`` with this ``result`` has used; ``None`` if it used none."""
     if not _is_random(func):
         return None

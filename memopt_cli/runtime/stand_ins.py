@@ -179,7 +179,7 @@ class AbridgedCall:
         if not index or self.counts[index - 1] == 1:
             return piece
         forms = self._gradients[index - 1] = [None] * len(piece)
-        return tuple(self._noting(tensor, forms, position) for position, tensor in enumerate(piece))
+        return tuple(self._note_form(tensor, forms, position) for position, tensor in enumerate(piece))
 
     def note_run(self, index: int, output: Any, outputs: int) -> None:
         """Note the bytes and outputs that the chunk at ``index`` has left; ``outputs``: number of joined outputs."""
@@ -239,12 +239,12 @@ class AbridgedCall:
 
         for output in outputs:
             if output.requires_grad:
-                _watch(output, begin)
+                _hook_gradient(output, begin)
 
     def _form_or_refuse(self, tensor: Any) -> _Form:
         return _read_form(tensor, self.axis) or self._stand_ins.refuse(self._module)
 
-    def _noting(self, tensor: Tensor, forms: list[_Form | None], position: int) -> Tensor:
+    def _note_form(self, tensor: Tensor, forms: list[_Form | None], position: int) -> Tensor:
         """Return a view of ``tensor`` with a hook that puts the form of its gradient into ``forms`` at ``position``."""
         if not tensor.requires_grad:
             return tensor
@@ -253,11 +253,11 @@ class AbridgedCall:
             forms[position] = self._form_or_refuse(gradient)
 
         watched = tensor.view_as(tensor)
-        _watch(watched, note)
+        _hook_gradient(watched, note)
         return watched
 
 
-def _watch(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+def _hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     with with_function_modes(()):  # a memopt mode refuses hooks that forward sets; this one is memopt's own
         tensor.register_hook(hook)
 

@@ -137,7 +137,7 @@ class StartingState:
         is_stable = may_be_stable and known.is_stable()
         if self._held is not None or not is_stable:
             # If nothing new changed, the tensors that are copied in every call are already known to be written.
-            self._learn(known.changing_owners if is_stable else known.indices, set() if is_stable else written)
+            self._learn_changes(known.changing_owners if is_stable else known.indices, set() if is_stable else written)
             self._drop_unneeded(written)
         if self._reads:
             self._register_as_reader(tensor for tensor, _ in self._reads)
@@ -153,7 +153,7 @@ class StartingState:
                 self._learned.known = known
             self._learned.uses_random_outside |= self._generators.moved_outside or known.may_use_random
 
-    def _learn(self, indices: Sequence[int], written: set[int]) -> None:
+    def _learn_changes(self, indices: Sequence[int], written: set[int]) -> None:
         """Find out what forward has changed in the owners at ``indices``, and note which slots change for the first
         time.
 
@@ -237,7 +237,7 @@ class StartingState:
             try:
                 for table, _ in filled:
                     table.clear()
-                others = self._put(state_tensors, current_slots)
+                others = self._write_state(state_tensors, current_slots)
                 self._generators.restore(generators)
                 yield others
             finally:
@@ -258,7 +258,7 @@ class StartingState:
         """
         self._parameters.put()
         current_slots = self._known.read_owners(self._known.indices)
-        copied = self._put(state_tensors, current_slots, None if self._held is None else self._held.put_back)
+        copied = self._write_state(state_tensors, current_slots, None if self._held is None else self._held.put_back)
         if any(self._known.without_hooks):
             self._keep_flags(current_slots)
         for argument, value in zip(others, copied, strict=False):
@@ -282,7 +282,7 @@ class StartingState:
             if flags:
                 owner.write(current_slots | flags)
 
-    def _put(
+    def _write_state(
         self,
         state_tensors: Sequence[Tensor],
         current_slots: Mapping[int, Slots],

@@ -55,15 +55,15 @@ def find_variables(code: Code) -> tuple[Owner, ...]:
     Included are the variables of the functions and classes that it names, and the defaults and attributes of functions.
     For a Python module there are none, since it is unknown which of its names are used.
     """
-    return _search(code)[0]
+    return _search_code(code)[0]
 
 
 def may_use_random(code: Code) -> bool:
     """Return whether ``code``, or code that it names, names a global random generator of Python or NumPy."""
-    return _search(code)[1]
+    return _search_code(code)[1]
 
 
-def _search(code: Code) -> tuple[tuple[Owner, ...], bool]:
+def _search_code(code: Code) -> tuple[tuple[Owner, ...], bool]:
     if code not in _searches:
         search = _Search(code)
         _searches[code] = search.owners(), search.may_use_random
@@ -98,9 +98,9 @@ class _Search:
     def _read_function(self, function: types.FunctionType) -> None:
         for index, cell in enumerate(function.__closure__ or ()):
             contents = next(iter(Cell(function, index).read().values()), None)
-            if getattr(contents, "__closure__", None) or not self._follow(contents):
+            if getattr(contents, "__closure__", None) or not self._follow_value(contents):
                 self._others[id(cell)] = Cell(function, index)
-        self._follow(function)
+        self._follow_value(function)
         if is_library(function.__globals__.get("__name__", "")):
             return
         names = names_in(function.__code__)
@@ -118,7 +118,7 @@ class _Search:
             if not is_library(base.__module__) and not issubclass(base, enum.Enum):
                 for name, value in vars(base).items():
                     if isinstance(value, _DESCRIPTORS):
-                        self._follow(value)
+                        self._follow_value(value)
                     elif not (name.startswith("__") and name.endswith("__")):
                         self._add_variable(base, name, frozenset())
 
@@ -132,7 +132,7 @@ class _Search:
         if isinstance(value, types.ModuleType):
             self._pending.append(value)
             self._add_module(value, names - {name})
-        elif getattr(value, "__closure__", None) or not self._follow(value):
+        elif getattr(value, "__closure__", None) or not self._follow_value(value):
             self._variables.setdefault(id(owner), ModuleVariables(owner)).names.add(name)
             self._others |= {id(value): inner for inner in _owners_inside(value)}
 
@@ -141,7 +141,7 @@ class _Search:
             for name in names & vars(module).keys():
                 self._add_variable(vars(module), name, names - {name})
 
-    def _follow(self, value: Any) -> bool:
+    def _follow_value(self, value: Any) -> bool:
         """Return whether ``value`` is code; have it searched, and the functions that it wraps."""
         self.may_use_random |= type(getattr(value, "__self__", None)).__name__ in ("Random", "RandomState")
         for name in _WRAPPED:

@@ -38,7 +38,7 @@ _CACHES_BYTES = 2**26
 _SENT_BYTES = 2**24
 """Size of the tensor whose copies to a place and back are timed."""
 _MIN_COPYING_S = 0.2
-"""Least seconds for which copies to a place and back are timed."""
+"""Minimum seconds for which copies to a place and back are timed."""
 _LAYERS = 10
 """Number of tiny layers in the segment whose overhead is measured."""
 _SEGMENT_RUNS = 12
@@ -160,13 +160,13 @@ def with_link(trace: StepTrace, place: PlaceName, device: str) -> StepTrace:
     The rates, and the CPU time that copies take, are measured once in a process.
     """
     target = place_named(place)
-    out_rate, in_rate, copying_s = _rates(target, device)
+    out_rate, in_rate, copying_s = _measure_rates(target, device)
     rated = replace(trace, out_bytes_per_s=out_rate, in_bytes_per_s=in_rate, copying_s_per_byte=copying_s)
     return replace(rated, room_bytes=target.room_bytes())
 
 
 @functools.cache
-def _rates(target: Place, device: str) -> tuple[float, float, float]:
+def _measure_rates(target: Place, device: str) -> tuple[float, float, float]:
     """Measure copies from ``device`` to ``target``: bytes per second both ways, CPU seconds per byte; 0 if refused."""
     tensor = torch.ones(_SENT_BYTES, dtype=torch.uint8, device=device)
     out_s, in_s, copying_s, rounds = 0.0, 0.0, 0.0, -1

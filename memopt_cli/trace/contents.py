@@ -1,4 +1,4 @@
-"""The choice of codecs by the values of tensors: each input and each saved tensor gets the codec of the fewest bytes.
+"""The choice of codecs by the values of tensors: each input and saved tensor gets its smallest codec.
 
 Only real tensors have values.  So codecs are found in a step of a few samples, and copied to the record of the full
 step, which was taken on tensors without data (:func:`with_contents`).
@@ -38,16 +38,16 @@ class ContentsReader:
         """Storage, version, offset and length of a tensor -> its bytes in each codec."""
 
     def smallest_codec(self, tensors: list[Tensor]) -> tuple[CompressorName, int]:
-        """Return the codec of the fewest bytes for ``tensors``, and its bytes; ``null`` unless it halves the bytes."""
+        """Return the smallest codec of ``tensors``, and its bytes; ``null`` unless it halves their bytes."""
         best: CompressorName = "null"
-        least_bytes = held_bytes(tensors)
-        max_bytes = least_bytes // 2
+        min_bytes = held_bytes(tensors)
+        max_bytes = min_bytes // 2
         all_sizes = [self._packed_bytes(t) for t in tensors]
         for name in _CODECS:
             nbytes = sum(sizes[name] for sizes in all_sizes)
-            if nbytes <= max_bytes and nbytes < least_bytes:
-                best, least_bytes = name, nbytes
-        return best, least_bytes
+            if nbytes <= max_bytes and nbytes < min_bytes:
+                best, min_bytes = name, nbytes
+        return best, min_bytes
 
     def codec_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
         """Return the codec that packing outside of segments chooses for ``tensor``, and its packed bytes."""

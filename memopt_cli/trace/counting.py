@@ -49,10 +49,10 @@ def count(
     step.model.zero_grad(set_to_none=True)
     return Counted(
         tensor_peak_bytes=log.peaks.tensor_bytes,
-        allocated_peak_bytes=allocated(_lives(log)) if allocated else log.peaks.allocated_bytes,
+        allocated_peak_bytes=allocated(_storage_lives(log)) if allocated else log.peaks.allocated_bytes,
         resident_bytes=resident,
         breakdown=break_down((s.kind, s.nbytes) for s in log.storages.alive_at(log.peaks.tensor_tick)),
-        holders=_holders(log.storages.alive_at(log.peaks.allocated_tick)),
+        holders=_bytes_by_module(log.storages.alive_at(log.peaks.allocated_tick)),
         phases=tuple(log.peaks.phases.values()),
         collectives=log.collectives.records(),
         operators=log.storages.tick,
@@ -60,7 +60,7 @@ def count(
     )
 
 
-def _lives(log: StorageLog) -> list[Life]:
+def _storage_lives(log: StorageLog) -> list[Life]:
     """Return the lives of storages that have bytes and outlive the operator that made them."""
     lasting = (s for s in log.storages.made if s.nbytes and (s.died is None or s.died >= s.born))
     return [(s.nbytes, s.born - 1, s.died) for s in lasting]
@@ -96,7 +96,7 @@ def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace
     return made
 
 
-def _holders(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:
+def _bytes_by_module(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:
     """Return the bytes of activations and temporaries in ``storages`` by module, most bytes first."""
     bytes_by_path: dict[str, int] = defaultdict(int)
     for s in storages:

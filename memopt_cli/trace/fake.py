@@ -62,11 +62,11 @@ def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
         for tensors in (parameters_of(module), buffers_of(module)):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = placed.setdefault(id(tensor), _place(tensor, settings))
+                    tensors[name] = placed.setdefault(id(tensor), _place_on_device(tensor, settings))
     return model.train()
 
 
-def _place(tensor: Tensor, settings: StepSettings) -> Tensor:
+def _place_on_device(tensor: Tensor, settings: StepSettings) -> Tensor:
     dtype = input_dtype(settings)
     moved = tensor.detach().to(torch.device(settings.device), None if dtype is None else dtype_in(dtype, tensor))
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved

@@ -61,7 +61,7 @@ class NumbersKnown(TorchDispatchMode):
 
     def note_values(self, tensor: Tensor, values: Tensor) -> None:
         """Note that ``tensor``, which has no data, has ``values``, which must not be written to."""
-        self._remember([tensor], _Made.from_values(values))
+        self._note_results([tensor], _Made.from_values(values))
 
     @contextmanager
     def readable_by_libraries(self) -> Iterator[None]:
@@ -88,7 +88,7 @@ class NumbersKnown(TorchDispatchMode):
             if result is None:
                 raise
         if (answer := _if_finite(func, args)) is not None and not self._follows(func, args, kwargs):
-            self._remember([result], _Made(functools.partial(_filled, result.shape, result.stride(), answer)))
+            self._note_results([result], _Made(functools.partial(_filled, result.shape, result.stride(), answer)))
             return result
         if func is _CONSTANT and not is_fake(args[0]):
             with unseen(), torch.no_grad():
@@ -97,13 +97,13 @@ class NumbersKnown(TorchDispatchMode):
             return result
         if not self._made and not _is_source(func):  # nothing is known yet, so nothing follows from it
             return result
-        if _writes(func):  # its arguments have other values from now on, which are not tracked
+        if _is_writing(func):  # its arguments have other values from now on, which are not tracked
             for tensor in tensors_of((args, kwargs)):
                 if tensor.layout is torch.strided:
                     self._made.pop(memory_of(tensor), None)
         elif self._follows(func, args, kwargs):
             arguments = map_leaves(self._make_note, (args, kwargs))
-            self._remember(tensors_of(result), _Made(lambda: _run(func, arguments)))
+            self._note_results(tensors_of(result), _Made(lambda: _run_on_numbers(func, arguments)))
         return result
 
     def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class NumbersKnown(TorchDispatchMode):
             return None if any(value is None for value in values) else takes(self, *args, values)
         if not self._follows(func, args, kwargs):
             return None
-        result = _run(func, map_leaves(self._make_note, (args, kwargs)))
+        result = _run_on_numbers(func, map_leaves(self._make_note, (args, kwargs)))
         device = next(tensor.device for tensor in tensors_of((args, kwargs)))
         return map_leaves(lambda leaf: self.made_known(leaf, device) if isinstance(leaf, Tensor) else leaf, result)
 
@@ -136,7 +136,7 @@ class NumbersKnown(TorchDispatchMode):
         # A tensor with data does not count: a write to it may happen on a copy without data, unseen.
         return is_fake(tensor) and tensor.layout is torch.strided and memory_of(tensor) in self._made
 
-    def _remember(self, tensors: list[Tensor], made: _Made) -> None:
+    def _note_results(self, tensors: list[Tensor], made: _Made) -> None:
         """Note that ``tensors`` are the results of ``made``; views need no note, since their storage has one."""
         for index, tensor in enumerate(tensors):
             is_new = is_fake(tensor) and tensor.layout is torch.strided and memory_of(tensor) not in self._made
@@ -217,7 +217,7 @@ def _index_numbers(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None
     return taken
 
 
-def _select(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor]) -> Tensor:
+def _masked_select(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor]) -> Tensor:
     """Return ``x.masked_select(mask)`` without data; ``masks`` has the values of ``mask``."""
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     with unseen():
@@ -225,7 +225,7 @@ def _select(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor])
     return torch.empty(number, dtype=x.dtype, device=x.device)
 
 
-def _run(func: Any, arguments: tuple[Any, dict[str, Any]]) -> Any:
+def _run_on_numbers(func: Any, arguments: tuple[Any, dict[str, Any]]) -> Any:
     """Run ``func`` on noted ``arguments``; ``None`` if their values cannot be computed."""
     views = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, _View)]
     values = {id(view): view.values() for view in views}
@@ -262,7 +262,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _writes(func: Any) -> bool:
+def _is_writing(func: Any) -> bool:
     return has_schema(func) and bool(schema_of(func).is_mutable)
 
 
@@ -279,5 +279,8 @@ def _is_function(func: Any) -> bool:
     return "empty" not in schema_of(func).name
 
 
-_TAKES: dict[Any, Callable[..., Tensor]] = {_aten.index.Tensor: _index_numbers, _aten.masked_select.default: _select}
+_TAKES: dict[Any, Callable[..., Tensor]] = {
+    _aten.index.Tensor: _index_numbers,
+    _aten.masked_select.default: _masked_select,
+}
 """Operator whose result has a size that masks decide -> a function for it that needs only the masks' values."""

@@ -81,7 +81,7 @@ class StorageLog(TorchDispatchMode):
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self.count_tensor(leaf, share=share)
-        self._label(func, args, kwargs or {}, output)
+        self._label_exchange(func, args, kwargs or {}, output)
         workspace = self.workspaces.look_up(operator_name(func), shapes_of(args)) if self.workspaces and share else 0
         replaced_bytes = self._in_place.replaced_bytes(func, args, output) if differentiates else 0
         self.peaks.raise_to(storages.tick, storages.live_bytes - replaced_bytes, workspace)
@@ -89,7 +89,7 @@ class StorageLog(TorchDispatchMode):
             self.note_operator(func, args, kwargs or {}, output, workspace)
         return output
 
-    def _label(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _label_exchange(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Label tensors that serve an exchange among ranks as ``gathered`` or ``reduction``."""
         self.collectives.record_call(func, args, kwargs, output)
         for tensor, kind in exchange_buffers(func, args, kwargs):
@@ -106,7 +106,7 @@ class StorageLog(TorchDispatchMode):
         storages, nbytes = self.storages, storage.nbytes()
         if storages.find_unresized(storage, storages.tick) is None and nbytes:
             storages.tick += 1
-            self._begin(storage, None, None, 1.0)
+            self._begin_storage(storage, None, None, 1.0)
             self.peaks.raise_to(storages.tick, storages.live_bytes, 0)
             self.note_resize(nbytes)
 
@@ -129,12 +129,14 @@ class StorageLog(TorchDispatchMode):
             return None
         storage = tensor.untyped_storage()
         record = self.storages.find_unresized(storage, self.storages.tick - 1)
-        return record or self._begin(storage, kind, path, share)
+        return record or self._begin_storage(storage, kind, path, share)
 
-    def _begin(self, storage: torch.UntypedStorage, kind: str | None, path: str | None, share: float) -> Storage:
+    def _begin_storage(
+        self, storage: torch.UntypedStorage, kind: str | None, path: str | None, share: float
+    ) -> Storage:
         if path is None:
             path = self.module_running()
-        record = self.storages.begin(storage, path, kind or self._kind(), share)
+        record = self.storages.begin(storage, path, kind or self._kind_now(), share)
         if kind is None and self.phase == "forward" and not makes_internal_tensors():
             record.rank = self._made[path]
             self._made[path] += 1
@@ -154,7 +156,7 @@ class StorageLog(TorchDispatchMode):
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
         return self.storages.find(tensor)
 
-    def _kind(self) -> str:
+    def _kind_now(self) -> str:
         return "activations" if self.phase == "forward" or recomputing_module() else "temporaries"
 
 

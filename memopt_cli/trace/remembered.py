@@ -72,11 +72,11 @@ class RememberingDryRun(DryRun):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of an operator, from the cache if possible."""
-        key = self._key(func, args, kwargs or {})
+        key = self._call_key(func, args, kwargs or {})
         if key is None:
             return super().dispatch(func, types, args, kwargs)
         if key in self._cache:
-            return self._restore(self._cache[key], args)
+            return self._restore_result(self._cache[key], args)
         before = count_cache_bypasses()
         result = super().dispatch(func, types, args, kwargs)
         # Either PyTorch cached this result, or the operator is one whose results it never caches, but memopt does.
@@ -88,15 +88,15 @@ class RememberingDryRun(DryRun):
                 self._cache[key] = entry
         return result
 
-    def _key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    def _call_key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """Return a key of all that the result of ``func`` depends on; ``None`` if an argument does not allow one."""
         if type(func) is not OpOverload or self.shape_env is not None:
             return None
         defaults = torch.get_default_dtype(), default_device(), torch.is_inference_mode_enabled()
         key: list[Any] = [func, *defaults, *kwargs]
-        return tuple(key) if self._extend(key, args) and self._extend(key, kwargs.values()) else None
+        return tuple(key) if self._extend_key(key, args) and self._extend_key(key, kwargs.values()) else None
 
-    def _extend(self, key: list[Any], values: Iterable[Any]) -> bool:
+    def _extend_key(self, key: list[Any], values: Iterable[Any]) -> bool:
         """Add ``values`` to ``key``; return whether all of them can be part of a key."""
         for value in values:
             kind = type(value)
@@ -112,13 +112,13 @@ class RememberingDryRun(DryRun):
                 key += kind, value  # the type, too: 1 equals 1.0 and True
             elif kind is list or kind is tuple:
                 key += kind, len(value)
-                if not self._extend(key, value):
+                if not self._extend_key(key, value):
                     return False
             else:
                 return False
         return True
 
-    def _restore(self, entry: Any, args: Sequence[Any]) -> Any:
+    def _restore_result(self, entry: Any, args: Sequence[Any]) -> Any:
         """Return the result that ``entry`` describes, for a call with ``args``."""
         kind = type(entry)
         if kind is _New:
@@ -128,7 +128,7 @@ class RememberingDryRun(DryRun):
             meta = _without_data(tensor).set_(storage, entry.offset, tensor.shape, tensor.stride)
             return FakeTensor(self, meta, tensor.device)
         if kind is _Several:
-            return entry.kind([self._restore(part, args) for part in entry.entries])
+            return entry.kind([self._restore_result(part, args) for part in entry.entries])
         return None if entry is None else args[entry]
 
 

@@ -164,7 +164,10 @@ class StepLog(StorageLog):
                 call.end, call.outputs = len(self.ops), tuple(storage.index for storage in storages)
                 self._begin_call(call.caller)
 
-        with module_hooks(model, enter, leave, always_leave=True), saved_tensors_hooks(self._save, lambda alias: alias):
+        with (
+            module_hooks(model, enter, leave, always_leave=True),
+            saved_tensors_hooks(self._note_saved, lambda alias: alias),
+        ):
             yield
 
     def _begin_call(self, call: int) -> None:
@@ -190,7 +193,7 @@ class StepLog(StorageLog):
     def _last_node(self) -> int:
         return next(reversed(self.op_of_node), 0) + 1
 
-    def _save(self, alias: Tensor) -> Tensor:
+    def _note_saved(self, alias: Tensor) -> Tensor:
         """Note that autograd saves ``alias``, and return it unchanged, so that no storage lives longer than usual."""
         storage = self.find(alias)
         if storage is not None and storage.kind != "parameters":

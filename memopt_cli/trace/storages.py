@@ -85,12 +85,12 @@ class Storages:
         """Make the record of a new ``storage``, with the ``share`` of its bytes that a plain step takes."""
         key, nbytes = storage_key(storage), storage.nbytes()
         record = Storage(len(self.made), int(nbytes * share), self.tick, path, kind)
-        self._alive[key] = (weakref.ref(storage, lambda _: self._end(key, self.tick)), record, nbytes)
+        self._alive[key] = (weakref.ref(storage, lambda _: self._end_storage(key, self.tick)), record, nbytes)
         self.made.append(record)
         self.live_bytes += record.nbytes
         return record
 
-    def _end(self, key: int, tick: int) -> None:
+    def _end_storage(self, key: int, tick: int) -> None:
         _, record, _ = self._alive.pop(key)
         record.died = tick - record.is_replaced  # a plain step ends it as it writes the operator's result there
         self.live_bytes -= record.nbytes
@@ -104,7 +104,7 @@ class Storages:
         _, record, nbytes = entry
         if nbytes == storage.nbytes():
             return record
-        self._end(key, tick)
+        self._end_storage(key, tick)
         return None
 
     def find(self, tensor: Tensor) -> Storage | None:

@@ -42,21 +42,22 @@ class _Run:
         """Return the bytes for other ``shapes``, on the line through this run and the smaller one.
 
         Bytes grow with the number of elements of the tensor whose shape differs; if several differ, of the tensor with
-        the highest :func:`_rank`.  The line need not go through zero: a part of a workspace may not grow with the
+        the highest :func:`_shape_rank`.  The line need not go through zero: a part of a workspace may not grow with the
         batch, such as weights in another layout.  It goes through zero if no smaller run has fewer elements; and for
         larger shapes, if it would fall otherwise.
         """
         differing = [n for n, (own, other) in enumerate(_pair_shapes(self.shapes, shapes)) if own != other]
         if not differing:
             return self.nbytes
-        largest = max(differing, key=lambda n: _rank(self.shapes[n]))
+        largest = max(differing, key=lambda n: _shape_rank(self.shapes[n]))
         own_elements, elements = math.prod(self.shapes[largest]), math.prod(shapes[largest])
         base_elements = base_bytes = 0  # second point of the line: zero, or the smaller run
         if self.smaller and (elements < own_elements or self.smaller.nbytes <= self.nbytes):
             smaller_elements = math.prod(self.smaller.shapes[largest])
             if smaller_elements < own_elements:
                 base_elements, base_bytes = smaller_elements, self.smaller.nbytes
-        rise_bytes, run_elements = self.nbytes - base_bytes, max(1, own_elements - base_elements)
+        rise_bytes = self.nbytes - base_bytes
+        run_elements = max(1, own_elements - base_elements)
         return max(0, base_bytes + rise_bytes * (elements - base_elements) // run_elements)
 
     @property
@@ -66,7 +67,7 @@ class _Run:
             return 0
         pairs = _pair_shapes(self.shapes, self.smaller.shapes)
         growing = [(large, small) for large, small in pairs if math.prod(large) > math.prod(small)]
-        large, small = max(growing, key=lambda pair: _rank(pair[0]), default=((0,), (0,)))
+        large, small = max(growing, key=lambda pair: _shape_rank(pair[0]), default=((0,), (0,)))
         elements, fewer_elements = math.prod(large), math.prod(small)
         growing_bytes = self.nbytes
         if elements:
@@ -137,14 +138,14 @@ class Workspaces:
         recorded = [run for run in self._runs[operator] if run.nbytes >= MIN_BYTES]
         if not recorded:
             return 0
-        elements = _elements(shapes)
+        elements = _count_elements(shapes)
         nearness = (_differ_in_first, _differ_in_size, _have_same_ranks)
         groups = ([run for run in recorded if is_near(run.shapes, shapes)] for is_near in nearness)
         near = next(filter(None, groups), [])
-        nearest = min(near or recorded, key=lambda run: abs(_elements(run.shapes) - elements))
+        nearest = min(near or recorded, key=lambda run: abs(_count_elements(run.shapes) - elements))
         if near:
             return nearest.scaled(shapes)
-        return nearest.nbytes * elements // max(1, _elements(nearest.shapes))
+        return nearest.nbytes * elements // max(1, _count_elements(nearest.shapes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +207,10 @@ def _pair_shapes(shapes: Shapes, others: Shapes) -> list[tuple[tuple[int, ...], 
     return [(first or second, second or first) for first, second in zip(shapes, others, strict=False)]
 
 
-def _rank(shape: tuple[int, ...]) -> tuple[bool, int]:
+def _shape_rank(shape: tuple[int, ...]) -> tuple[bool, int]:
     """Rank ``shape`` by size, vectors last, since a vector may be a kernel's buffer, rounded up to whole pages."""
     return len(shape) > 1, math.prod(shape)
 
 
-def _elements(shapes: Shapes) -> int:
+def _count_elements(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes if shape)

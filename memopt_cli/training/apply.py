@@ -102,8 +102,8 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
         undo.callback(remove_runs, model, runs)
         for segment in plan.everywhere:
             runs += _add_runs(model, segment.path)
-        for module, config in (_by_length if plan.ranges else _configs)(model, plan).items():
-            _install(module, config)
+        for module, config in (_by_length if plan.ranges else _segment_configs)(model, plan).items():
+            _install_segment(module, config)
             undo.callback(remove_segment, module)
         if plan.compile is not None:
             compile_model(model, plan.compile)
@@ -116,7 +116,7 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
         undo.pop_all()  # nothing failed: keep all parts
 
 
-def _configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
+def _segment_configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
     """Return module -> the configuration of the segment that ``plan`` puts on it."""
     configs: dict[nn.Module, SegmentConfig] = {}
     paths: dict[nn.Module, str] = {}
@@ -145,7 +145,7 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
         )
     length = LengthOf(name=plan.by.dim, argument=plan.by.argument, axis=plan.by.axis)
     up_to = tuple(part.up_to for part in plan.ranges)
-    parts = [_configs(model, part.plan) for part in plan.ranges]
+    parts = [_segment_configs(model, part.plan) for part in plan.ranges]
     by_module: dict[nn.Module, ConfigsByLength] = {}
     for module in dict.fromkeys((model, *(module for part in parts for module in part))):
         configs = tuple(part.get(module) for part in parts)
@@ -190,7 +190,7 @@ def _in_range(module: nn.Module, index: int) -> SegmentConfig | None:
 
 
 def _make_plan(installed: Mapping[str, SegmentConfig]) -> Plan:
-    """Return the plan for ``installed``, path -> configuration; the inverse of :func:`_configs`."""
+    """Return the plan for ``installed``, path -> configuration; the inverse of :func:`_segment_configs`."""
     segments = (
         from_data(SegmentPlan, {"path": path, **{name: getattr(config, name) for name in _SEGMENT_FIELDS}})
         for path, config in installed.items()
@@ -292,7 +292,7 @@ def _add_runs(model: nn.Module, path: str) -> list[Run]:
         ) from reason
 
 
-def _install(module: nn.Module, config: SegmentConfig | ConfigsByLength) -> None:
+def _install_segment(module: nn.Module, config: SegmentConfig | ConfigsByLength) -> None:
     try:
         install_segment(module, config)
     except ValueError as reason:

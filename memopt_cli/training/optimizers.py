@@ -73,12 +73,12 @@ def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
         optimizer = function(model)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         raise StepError(
-            f"`--optimizer`: {_name(function)} failed: {first_line(err)}",
+            f"`--optimizer`: {_hook_name(function)} failed: {first_line(err)}",
             hint="It is called with the model as its only argument.",
         ) from err
     if not isinstance(optimizer, Optimizer):
         raise StepError(
-            f"`--optimizer`: {_name(function)} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
+            f"`--optimizer`: {_hook_name(function)} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     if wants_closure(optimizer):
         raise StepError(
@@ -88,7 +88,9 @@ def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0
         if any(id(parameter) not in parameter_ids for parameter in group["params"]):
-            raise StepError(f"`--optimizer`: {_name(function)} updates tensors that are not parameters of its model")
+            raise StepError(
+                f"`--optimizer`: {_hook_name(function)} updates tensors that are not parameters of its model"
+            )
     return optimizer
 
 
@@ -104,5 +106,5 @@ def wants_closure(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS) or is_asked_for
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _hook_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", repr(function))

@@ -49,7 +49,7 @@ def find_switches(model: nn.Module) -> tuple[str, ...]:
 def turn_off(model: nn.Module) -> tuple[str, ...]:
     """Turn the switches of ``model`` off permanently, and return those that were on."""
     switches = find_switches(model)
-    _set(model, switches, on=False)
+    _set_switches(model, switches, on=False)
     return switches
 
 
@@ -62,7 +62,7 @@ def suspend(model: nn.Module) -> None:
 def resume(model: nn.Module) -> None:
     """Turn the switches of ``model`` on again that :func:`suspend` turned off."""
     switches = vars(model).pop(_SUSPENDED, ())
-    _set(model, switches if isinstance(switches, tuple) else (), on=True)
+    _set_switches(model, switches if isinstance(switches, tuple) else (), on=True)
 
 
 def warn_if_on(model: nn.Module) -> None:
@@ -87,7 +87,7 @@ def warn_if_on(model: nn.Module) -> None:
             look_at_first_call(part, look)
 
 
-def _set(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:
+def _set_switches(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:
     """Set the ``switches`` that ``model`` has: the list may come from an untrusted file."""
     modules = dict(model.named_modules())
     for switch in switches:

@@ -122,14 +122,14 @@ def _candidate_rules(
     length = lengths[0] if lengths else 0
     if length < 2:
         return
-    inputs = _leading(lengths, length)
+    inputs = _count_leading(lengths, length)
     args, kwargs = in_double((args, kwargs))  # under autocast their precision may differ from its parameters'
     with torch.no_grad(), DoubleThroughout():  # type: ignore[no-untyped-call]
         output = copy.deepcopy(module).double()(*args, **kwargs)
     parts = output if isinstance(output, tuple) else (output,)
-    outputs = _leading([t.shape[axis] if isinstance(t, Tensor) and t.dim() > axis else 0 for t in parts], length)
-    for seq_inputs in _counts(module, "n_seq_inputs", {inputs, 1}):
-        for seq_outputs in _counts(module, "n_outputs", {outputs, min(outputs, 1)} - {0}):
+    outputs = _count_leading([t.shape[axis] if isinstance(t, Tensor) and t.dim() > axis else 0 for t in parts], length)
+    for seq_inputs in _possible_counts(module, "n_seq_inputs", {inputs, 1}):
+        for seq_outputs in _possible_counts(module, "n_outputs", {outputs, min(outputs, 1)} - {0}):
             yield ChunkRule(
                 axis=axis,
                 seq_inputs=seq_inputs,
@@ -138,7 +138,7 @@ def _candidate_rules(
             )
 
 
-def _counts(module: nn.Module, attribute: str, possible: set[int]) -> list[int]:
+def _possible_counts(module: nn.Module, attribute: str, possible: set[int]) -> list[int]:
     """List numbers of arguments, or outputs, that may be sequences: by the module's ``attribute``, or all ``possible``.
 
     The largest number comes first.
@@ -147,7 +147,7 @@ def _counts(module: nn.Module, attribute: str, possible: set[int]) -> list[int]:
     return [declared] if isinstance(declared, int) else sorted(possible, reverse=True)
 
 
-def _leading(lengths: list[int], target: int) -> int:
+def _count_leading(lengths: list[int], target: int) -> int:
     """Count the first ``lengths`` that are equal to ``target``, up to one that is not."""
     return next((i for i, length in enumerate(lengths) if length != target), len(lengths))
 
@@ -174,7 +174,7 @@ def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     cut = *(a.narrow(rule.axis, 0, short) for a in args[: rule.seq_inputs]), *args[rule.seq_inputs :]
     all_inputs = _trial_inputs(in_double((args, kwargs)), in_double((cut, kwargs)))
     for seed, (chunks, inputs) in enumerate(zip((_uneven_number(length), 2, short), all_inputs, strict=True)):
-        whole, chunked = copy.deepcopy(module), _cut(module, rule, chunks)
+        whole, chunked = copy.deepcopy(module), _in_chunks(module, rule, chunks)
         worst = difference(_compute_effects(whole, inputs, seed), _compute_effects(chunked, inputs, seed))
         if reason := why_whole(chunked):
             return f"it {reason}"
@@ -186,7 +186,7 @@ def _double_disproof(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | None:
     """Return why a forward in two chunks differs, or ``None``; this cheap trial at full length settles most cases."""
     all_effects = []
-    for subject in (copy.deepcopy(module), _cut(module, rule, 2)):
+    for subject in (copy.deepcopy(module), _in_chunks(module, rule, 2)):
         with generators_kept():
             seed_everything(0)
             before = generator_state()
@@ -201,7 +201,7 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
     return f"in 2 chunks {worst.name} differs by {worst.relative:.1e}" if worst.relative > TOLERANCE else None
 
 
-def _cut(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
+def _in_chunks(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
     """Return a copy of ``module`` that runs in ``chunks`` by ``rule``."""
     chunked = copy.deepcopy(module)
     install_segment(chunked, SegmentConfig(chunks=chunks, **asdict(rule)))
@@ -214,7 +214,7 @@ def _compute_effects(module: nn.Module, inputs: Any, seed: int) -> dict[str, Ten
 
 
 def _uneven_number(length: int) -> int:
-    """Return the fewest chunks from three on that are not all equally long; 2 if ``length`` has no such number."""
+    """Return the minimum number of chunks, from 3 on, that are not all equally long; 2 if ``length`` has none."""
     return next((chunks for chunks in range(3, length) if length % chunks), 2)
 
 

@@ -59,7 +59,7 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
         _trainable(step) as training,
     ):
         model = training.model
-        start = _prints(_parameters(model) | named_tensors_on(model))
+        start = _print_named(_parameters(model) | named_tensors_on(model))
         values = AttributeValues.read(model)
         seed_everything(step.settings.seed)
         first_digest = _generator_digest(model)
@@ -120,11 +120,13 @@ def _record_step(
     watching = watch.recording() if watched else contextlib.nullcontext()
     with warnings.catch_warnings(record=True) as caught, _hooks_logged(step.model, hooks), watching:
         warnings.simplefilter("always")
-        record = _attempt(current, start, between)
-    input_gradients = {f"gradient of {name}": t.grad for name, t in _inputs(*leaves).items() if t.grad is not None}
+        record = _take_recorded(current, start, between)
+    input_gradients = {
+        f"gradient of {name}": t.grad for name, t in _named_inputs(*leaves).items() if t.grad is not None
+    }
     return replace(
         record,
-        effects=record.effects + _prints(input_gradients),
+        effects=record.effects + _print_named(input_gradients),
         hooks=tuple(hooks),
         calls=tuple(watch.calls),
         choices=tuple(watch.choices),
@@ -133,19 +135,19 @@ def _record_step(
     )
 
 
-def _inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+def _named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors_by_name("input", args) | tensors_by_name("input", kwargs)
 
 
-def _attempt(step: Step, start: AttributeValues, between: Callable[[nn.Module], object]) -> StepPrint:
+def _take_recorded(step: Step, start: AttributeValues, between: Callable[[nn.Module], object]) -> StepPrint:
     """Return a record of the tensors that ``step`` leaves, or of why it failed; hooks and calls are added later."""
     try:
         with failure_named(step.model):
             record = _take_own(step) if isinstance(step, OwnStep) else _take_plain(step, between)
     except MemoptError as error:
         return StepPrint(effects=(), others=(), hooks=(), failed=error.message)
-    after = _prints(_parameters(step.model) | _inputs(step.args, step.kwargs))
-    changes = _prints(AttributeValues.read(step.model).changes_since(start))
+    after = _print_named(_parameters(step.model) | _named_inputs(step.args, step.kwargs))
+    changes = _print_named(AttributeValues.read(step.model).changes_since(start))
     return replace(record, effects=record.effects + after, others=record.others + changes)
 
 
@@ -159,7 +161,7 @@ def _take_plain(step: Step, between: Callable[[nn.Module], object]) -> StepPrint
     step.backward(output)
     step.unscale()  # the two models that are compared may have found different scales
     effects = compute_deferred(outputs | early) | named_tensors_on(step.model)
-    record = StepPrint(effects=_prints(effects), others=_prints(numbers_by_name("output", output)), hooks=())
+    record = StepPrint(effects=_print_named(effects), others=_print_named(numbers_by_name("output", output)), hooks=())
     del output, outputs, early, effects  # the update may need their memory
     step.clip_gradients()
     step.update()
@@ -177,15 +179,15 @@ def _take_own(step: OwnStep) -> StepPrint:
     outputs = compute_deferred(tensors_by_name("output", output))
     effects = outputs | named_tensors_on(step.model) | updates.gradients
     has_updated = updates.count > 0 or not step.optimizers()
-    numbers = _prints(numbers_by_name("output", output))
-    return StepPrint(effects=_prints(effects), others=numbers, hooks=(), updated=has_updated)
+    numbers = _print_named(numbers_by_name("output", output))
+    return StepPrint(effects=_print_named(effects), others=numbers, hooks=(), updated=has_updated)
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
     return {f"parameter {name}": parameter for name, parameter in model.named_parameters()}
 
 
-def _prints(tensors: Mapping[str, Tensor]) -> tuple[TensorPrint, ...]:
+def _print_named(tensors: Mapping[str, Tensor]) -> tuple[TensorPrint, ...]:
     return fingerprint(tensors).tensors
 
 
@@ -305,7 +307,7 @@ class _Watch:
 
 
 def _print_tensors(value: Any) -> tuple[TensorPrint, ...]:
-    return _prints({str(i): t for i, t in enumerate(tensors_of(value)) if type(t) in (Tensor, nn.Parameter)})
+    return _print_named({str(i): t for i, t in enumerate(tensors_of(value)) if type(t) in (Tensor, nn.Parameter)})
 
 
 class _Choosing(TorchDispatchMode):

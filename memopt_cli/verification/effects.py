@@ -215,13 +215,13 @@ def difference(reference: dict[str, Tensor], other: dict[str, Tensor]) -> Effect
     """Find the tensor in which the effects of two steps differ most; a tensor of only one step differs infinitely."""
     worst, worst_name = 0.0, ""
     gradients = [t for name, t in reference.items() if name.startswith("gradient")]
-    least_gradient = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
+    min_gradient = _ROUNDING_SCALE * max(map(_magnitude, gradients), default=0.0)
     for name in sorted(reference.keys() | other.keys()):
         first, second = reference.get(name), other.get(name)
         if first is not None and second is not None and _have_same_bits(first, second):
             continue
-        least_scale = least_gradient if name.startswith("gradient") else _min_statistic(name, reference)
-        relative = _relative(first, second, least_scale)
+        min_scale = min_gradient if name.startswith("gradient") else _min_statistic(name, reference)
+        relative = _relative(first, second, min_scale)
         if relative > worst or not worst_name:
             worst, worst_name = relative, name
     return EffectDifference(worst_name, worst, len(reference.keys() | other.keys()))
@@ -344,7 +344,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _min_statistic(name: str, effects: dict[str, Tensor]) -> float:
-    """Return the least divisor for the difference of a norm's running statistic ``name``; 0 for any other tensor.
+    """Return the minimum divisor for the difference of a norm's running statistic ``name``; 0 for any other tensor.
 
     The mean of another norm's output is nothing but rounding, and so is the variance of a constant: such values have no
     scale of their own.
@@ -358,8 +358,8 @@ def _min_statistic(name: str, effects: dict[str, Tensor]) -> float:
     return _ROUNDING_SCALE * (_magnitude(mean) ** 2 + _NORM_EPSILON)
 
 
-def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float) -> float:
-    """Return the largest difference over the largest magnitude of ``reference``, or over ``least_scale`` if more."""
+def _relative(reference: Tensor | None, other: Tensor | None, min_scale: float) -> float:
+    """Return the largest difference over the largest magnitude of ``reference``, or over ``min_scale`` if more."""
     if reference is None or other is None or reference.shape != other.shape or reference.dtype != other.dtype:
         return float("inf")
     if not reference.is_floating_point():
@@ -368,7 +368,7 @@ def _relative(reference: Tensor | None, other: Tensor | None, least_scale: float
     if not math.isfinite(gap):  # both may have the same NaN and infinities
         are_same = bool(((reference == other) | ((reference != reference) & (other != other))).all())
         return 0.0 if are_same else float("inf")
-    scale = max(_largest(reference), least_scale) if gap else 1.0
+    scale = max(_largest(reference), min_scale) if gap else 1.0
     return gap / scale if scale else float("inf")
 
 

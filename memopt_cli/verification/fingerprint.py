@@ -53,7 +53,7 @@ def fingerprint(effects: Mapping[str, Tensor | None]) -> Fingerprint:
     """Make the fingerprint of the tensors in ``effects``; :func:`mark_repeatable` sets later whether it repeats."""
     return Fingerprint(
         tensors=tuple(
-            _fingerprint_tensor(name, t.detach(), _weights()) for name, t in effects.items() if t is not None
+            _fingerprint_tensor(name, t.detach(), _projection_weights()) for name, t in effects.items() if t is not None
         ),
         put_off=tuple(name for name, t in effects.items() if t is None),
         repeats=False,
@@ -61,7 +61,7 @@ def fingerprint(effects: Mapping[str, Tensor | None]) -> Fingerprint:
 
 
 @functools.cache
-def _weights() -> Tensor:
+def _projection_weights() -> Tensor:
     """Return the weights of the projections (2 MiB)."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2 * _PIECE, _DIRECTIONS, dtype=torch.float64, generator=generator)
@@ -89,13 +89,15 @@ def _fingerprint_tensor(name: str, tensor: Tensor, weights: Tensor) -> TensorPri
     flat = tensor.to_dense().resolve_conj().resolve_neg().reshape(-1)
     numbers = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     digest = hashlib.blake2b(kind.encode(), digest_size=_DIGEST_BYTES)
-    square, sums = 0.0, torch.zeros(_DIRECTIONS, dtype=torch.float64)
+    square = 0.0
+    sums = torch.zeros(_DIRECTIONS, dtype=torch.float64)
     not_finite: list[bytes] = []
     for index, piece in enumerate(torch.split(numbers, _PIECE)):
         on_cpu = piece.cpu().contiguous()
         digest.update(_bytes_of(on_cpu))
         if on_cpu.is_floating_point():
-            begin, doubled = index * _SHIFT % _PIECE, _finite(on_cpu.double(), index, not_finite)
+            begin = index * _SHIFT % _PIECE
+            doubled = _finite(on_cpu.double(), index, not_finite)
             sums += doubled @ weights[begin : begin + len(on_cpu)]
             square += float(doubled @ doubled)
     if not_finite:

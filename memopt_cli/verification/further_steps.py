@@ -162,7 +162,8 @@ class _Deadline:
         """Predict the seconds of a pair of steps at ``batch``, from the last pair or in proportion to another batch."""
         if batch in self._pair_s:
             return self._pair_s[batch]
-        timed_batch, pair_s = self._recorded.batch, _PAIR_RATIO * self._recorded.plain_s
+        timed_batch = self._recorded.batch
+        pair_s = _PAIR_RATIO * self._recorded.plain_s
         if self._pair_s:
             timed_batch, pair_s = max(self._pair_s.items())
         return pair_s * batch / timed_batch
@@ -203,7 +204,7 @@ class _SteppingCopy:
         for example.  Raises whatever the model raises from the original state.
         """
         try:
-            return self._take(variation)
+            return self._take_pair(variation)
         except CannotVaryError:
             raise
         except Exception as error:
@@ -213,7 +214,7 @@ class _SteppingCopy:
             self.at_start = True
         return self.take(variation)  # once more, now from the original state
 
-    def _take(self, variation: Variation) -> dict[str, Tensor]:
+    def _take_pair(self, variation: Variation) -> dict[str, Tensor]:
         (self._start if self.at_start else self._reached).restore()
         with variation.vary(self._step) as step:
             collected = effects(step)

@@ -58,12 +58,12 @@ def smallest_sizes(requested: Sizes, observe: Observe, batch_dim: str = "") -> S
 def _accepted_sizes(requested: Sizes, cuts: Observe) -> Sizes:
     """Return the smallest sizes that the model accepts: all reduced together, or else one by one."""
     smallest = {name: min(size, _MIN_SIZE) for name, size in requested.items()}
-    if _runs(smallest, cuts):
+    if _can_run(smallest, cuts):
         return smallest
     sizes = requested
     for name, size in smallest.items():
         smaller = {**sizes, name: size}
-        if smaller != sizes and _runs(smaller, cuts):
+        if smaller != sizes and _can_run(smaller, cuts):
             sizes = smaller
     return sizes
 
@@ -71,10 +71,10 @@ def _accepted_sizes(requested: Sizes, cuts: Observe) -> Sizes:
 def _shrink_batch(batch_dim: str, sizes: Sizes, cuts: Observe) -> Sizes:
     """Return ``sizes`` with fewer entries of the dimension ``batch_dim``, unless that changes a cut."""
     smaller = {name: min(size, _MIN_BATCH_SIZE) if name == batch_dim else size for name, size in sizes.items()}
-    return smaller if _runs(smaller, cuts) and cuts(smaller) == cuts(sizes) else sizes
+    return smaller if _can_run(smaller, cuts) and cuts(smaller) == cuts(sizes) else sizes
 
 
-def _runs(sizes: Sizes, cuts: Observe) -> bool:
+def _can_run(sizes: Sizes, cuts: Observe) -> bool:
     try:
         cuts(sizes)
     except Exception:  # the model's own code
@@ -89,16 +89,16 @@ def _enlarge(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:
     if not even_segments:
         return
     larger_by_one = ({**sizes, name: size + 1} for name, size in sizes.items())
-    cuts_of_larger = [cuts(larger) if _runs(larger, cuts) else current_cuts for larger in larger_by_one]
+    cuts_of_larger = [cuts(larger) if _can_run(larger, cuts) else current_cuts for larger in larger_by_one]
     for key in even_segments:
         length, chunks = current_cuts[key].length, current_cuts[key].chunks
-        steps = [_steps(length, larger[key].length - length, chunks) for larger in cuts_of_larger]
+        steps = [_growths_needed(length, larger[key].length - length, chunks) for larger in cuts_of_larger]
         candidates = [{**sizes, name: sizes[name] + more} for name, more in zip(sizes, steps, strict=True) if more]
         if candidates:
             yield min(candidates, key=lambda candidate: math.prod(candidate.values()))
 
 
-def _steps(length: int, growth: int, chunks: int) -> int:
+def _growths_needed(length: int, growth: int, chunks: int) -> int:
     """Return the number of times that ``length`` must grow by ``growth`` to give ``chunks``, uneven if possible.
 
     0: ``length`` gives them already, or does not grow.

@@ -45,7 +45,7 @@ from memopt_cli.measure.jobs import (
     VerifyJob,
 )
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.measure.worker import Worker, _line, failure_of, main
+from memopt_cli.measure.worker import Worker, _reply_line, failure_of, main
 from memopt_cli.records import (
     ChunkRule,
     InputSpec,
@@ -147,7 +147,7 @@ def test_what_is_answered_makes_sense(worker: Callable[..., Worker]) -> None:
     one = worker(optimizer="adamw")
     for job in (*JOBS, TraceJob(fake=False, plan=PACKED), DescribeJob(), SizesJob(plan=PACKED)):
         answer = one.answer(job)
-        line = _line({"kind": "answer", "answer": to_short_data(answer)}, job.max_bytes)
+        line = _reply_line({"kind": "answer", "answer": to_short_data(answer)}, job.max_bytes)
         assert replies.read(line.encode(), job) == answer, job
 
 
@@ -405,8 +405,8 @@ def test_the_time_in_which_a_step_has_no_processor_is_noticed(
     ]
     assert all(0.5 < answer.waited < 1 for answer in answers)
     spent = iter([(0.0, 0.0), (2.0, 2.5)])
-    monkeypatch.setattr(timed, "_clocks", lambda: next(spent))
-    assert timed._waited_share(timed._clocks(), "cpu") == 0.0
+    monkeypatch.setattr(timed, "_read_clocks", lambda: next(spent))
+    assert timed._waited_share(timed._read_clocks(), "cpu") == 0.0
 
 
 def test_probes_grow_with_the_batch(worker: Callable[..., Worker]) -> None:
@@ -631,9 +631,9 @@ def test_a_script_that_writes_as_it_is_imported_is_told_where_that_belongs(monke
 def test_an_answer_too_long_to_be_read_is_a_failure_that_says_so() -> None:
     """What is read only as far as its kind may be long would look made up."""
     reply = {"kind": "answer", "answer": ["x" * 50]}
-    line = _line(reply, 10_000)
+    line = _reply_line(reply, 10_000)
     assert json.loads(line) == reply
-    said = from_data(StepFailed, json.loads(_line(reply, 100)))
+    said = from_data(StepFailed, json.loads(_reply_line(reply, 100)))
     assert "does not fit into 100 B of memory" in said.message
     assert said.hint
 

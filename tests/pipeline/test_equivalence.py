@@ -46,7 +46,7 @@ from memopt_cli.report.json import JsonReport
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextReport
-from memopt_cli.runtime.private_torch import compiled_to_draw_alike, compiled_to_keep_all
+from memopt_cli.runtime.private_torch import compiled_with_eager_random, compiled_within_budget
 from tests.zoo.models import GIVEN, Parts
 from tests.zoo.prepared import prepare_here
 
@@ -519,7 +519,7 @@ def test_wrong_gradients_of_a_compiled_model_are_not_taken_for_other_random_numb
 
     @contextlib.contextmanager
     def kept_alike() -> Iterator[None]:
-        with compiled_to_draw_alike(), compiled_to_keep_all():
+        with compiled_with_eager_random(), compiled_within_budget():
             yield
 
     if is_kept_alike:

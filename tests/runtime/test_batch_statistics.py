@@ -28,7 +28,7 @@ import memopt_cli
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
-from memopt_cli.runtime.batch_statistics import ReachedNorm, Statistics, _measure, merge_statistics
+from memopt_cli.runtime.batch_statistics import ReachedNorm, Statistics, _measure_statistics, merge_statistics
 from memopt_cli.trace import count
 from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan
@@ -551,8 +551,8 @@ def test_a_dry_run_leaves_out_chunks_of_a_segment_within() -> None:
 def test_merging_is_measuring_the_whole(lengths: list[int], offset: float, seed: int) -> None:
     drawn = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(lengths), 3, 2, generator=drawn, dtype=torch.float64) + offset
-    whole: Statistics = _measure(x)[0]
-    parts = merge_statistics([_measure(piece)[0] for piece in x.split(lengths)])
+    whole: Statistics = _measure_statistics(x)[0]
+    parts = merge_statistics([_measure_statistics(piece)[0] for piece in x.split(lengths)])
     assert parts.count == whole.count == 2 * sum(lengths)
     assert torch.allclose(parts.mean, whole.mean, rtol=1e-12, atol=1e-12)
     assert torch.allclose(parts.variance, whole.variance, rtol=1e-9, atol=1e-12)

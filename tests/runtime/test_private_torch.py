@@ -61,7 +61,7 @@ def test_a_memory_budget_of_the_process_can_be_left_out() -> None:
     import torch._functorch.config as config
 
     with config.patch(activation_memory_budget=0.0):
-        with p.compiled_to_keep_all():
+        with p.compiled_within_budget():
             assert config.activation_memory_budget == 1.0
         assert config.activation_memory_budget == 0.0
 
@@ -451,7 +451,7 @@ def test_a_checkpoint_makes_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_compiled_can_draw_as_what_is_not() -> None:
     import torch._inductor.config
 
-    with p.compiled_to_draw_alike():
+    with p.compiled_with_eager_random():
         assert torch._inductor.config.fallback_random
     assert not torch._inductor.config.fallback_random
 

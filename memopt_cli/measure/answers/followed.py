@@ -16,7 +16,7 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import Compiling, FollowJob, Mode
 from memopt_cli.records import FollowedSteps, Plan, StepPrint
 from memopt_cli.runtime.module_state import reset_hidden_state
-from memopt_cli.runtime.private_torch import compiled_to_draw_alike, compiled_to_keep_all, is_compiled
+from memopt_cli.runtime.private_torch import compiled_with_eager_random, compiled_within_budget, is_compiled
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification.consecutive import take_steps
@@ -42,8 +42,8 @@ def follow(bench: Bench, job: FollowJob) -> FollowedSteps:
 
 _COMPILING: Final[Mapping[Compiling, Callable[[], AbstractContextManager[None]]]] = {
     "unchanged": contextlib.nullcontext,
-    "same random numbers": compiled_to_draw_alike,
-    "no recomputation": compiled_to_keep_all,
+    "same random numbers": compiled_with_eager_random,
+    "no recomputation": compiled_within_budget,
 }
 
 

@@ -23,7 +23,9 @@ def allocated_by(bench: Bench, step: Step) -> Allocated:
     """Measure the allocated peak of ``step`` from the model's starting state; gradients stay."""
     device = bench.settings.device
     return take_from_start(
-        bench, step, lambda step: measure_allocated(functools.partial(_take, step), device, trace.resident_bytes(step))
+        bench,
+        step,
+        lambda step: measure_allocated(functools.partial(_take_step, step), device, trace.resident_bytes(step)),
     )
 
 
@@ -35,7 +37,7 @@ def take_from_start(bench: Bench, step: Step, run: Callable[[Step], Found]) -> F
     return run(step)
 
 
-def _take(step: Step, entered: Callable[[Phase], None]) -> None:
+def _take_step(step: Step, entered: Callable[[Phase], None]) -> None:
     if isinstance(step, OwnStep):
         step.reset_gradients()
     step.take(entered)

@@ -84,7 +84,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     first_s, first = _install(bench, job.plan, step)
     is_long = job.warm_up and first_s >= _LONG_STEP_S
     cold = () if job.warm_up else (first_s,)  # without a warm-up the first step counts, with its one-time costs
-    since = _clocks()
+    since = _read_clocks()
     timed = _time_steps(bench, step, 1 if is_long else job.steps - len(cold), phases=True)
     waited = _waited_share(since, bench.settings.device)
     bench.enter_start()
@@ -184,7 +184,7 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
     """Time a step of the original and one under each plan of ``job``, in turns; more turns near the limit."""
     step = bench.warmed_up(bench.step())
-    since = _clocks()
+    since = _read_clocks()
     limit = job.max_slowdown
     original: list[float] = []
     planned: list[list[float]] = [[] for _ in job.plans]
@@ -217,17 +217,17 @@ def _is_near(pairs: Sequence[tuple[float, float]], most: int, max_slowdown: floa
     return abs(slowdown - max_slowdown) < max(least, error)
 
 
-def _clocks() -> tuple[float, float]:
+def _read_clocks() -> tuple[float, float]:
     """Return the seconds of the wall clock, and the seconds in which this thread has run."""
     return time.perf_counter(), time.thread_time()
 
 
 def _waited_share(since: tuple[float, float], device: str) -> float:
-    """Return the share of the time since the :func:`_clocks` ``since`` in which this thread waited for a processor.
+    """Return the share of the time since ``since``, read by :func:`_read_clocks`, in which this thread did not run.
 
     On a GPU the share is 0: the thread then waits for the device, which shows nothing of other processes.
     """
-    wall_s, run_s = (now - then for now, then in zip(_clocks(), since, strict=True))
+    wall_s, run_s = (now - then for now, then in zip(_read_clocks(), since, strict=True))
     return max(0.0, 1 - run_s / wall_s) if device == "cpu" and wall_s > 0 else 0.0
 
 
@@ -250,7 +250,7 @@ def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
         apply_plan(bench.model, job.plan, bench.optimizer)
     else:
         compile_step(bench, job.plan, step)
-    since = _clocks()
+    since = _read_clocks()
     with device_of(job.limit_bytes, bench.settings.device):
         peak_bytes, step_s = measure_peak_and_time(bench, step)
     waited = _waited_share(since, bench.settings.device)

@@ -71,7 +71,7 @@ class FusedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors, skeleton = split_tensors((args, kwargs))
-        key = _key(skeleton)
+        key = _skeleton_key(skeleton)
         if key not in self._graphs:
             graph, entry = _trace(self.source, skeleton, len(tensors))
             fused = _GraphFusion(self.source, entry, self._models).rewrite(graph)
@@ -84,7 +84,7 @@ class FusedModule(nn.Module):
         return [FusedModule(stage, self._models) for stage in stages]
 
 
-def _key(skeleton: Any) -> Any:
+def _skeleton_key(skeleton: Any) -> Any:
     leaves, structure = tree_flatten(skeleton)
     try:
         hash(key := (structure, *((type(leaf), leaf) for leaf in leaves)))
@@ -192,7 +192,7 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 class _GraphFusion:
     """The rewriting of one graph, node by node.
 
-    Each method ``_<op>`` rewrites a node of that kind, and returns whether its value is batched, and the new node.
+    Each method ``_rewrite_<op>`` returns, for a node of that kind, whether its value is batched, and the new node.
     """
 
     def __init__(self, source: nn.Module, entry: nn.Module, models: int) -> None:
@@ -207,19 +207,19 @@ class _GraphFusion:
     def rewrite(self, graph: fx.Graph) -> fx.Graph:
         """Return ``graph`` rewritten so that it runs all models."""
         for node in graph.nodes:
-            self._is_batched[node], self._new_nodes[node] = getattr(self, f"_{node.op}")(node)
+            self._is_batched[node], self._new_nodes[node] = getattr(self, f"_rewrite_{node.op}")(node)
         return self._graph
 
-    def _placeholder(self, node: fx.Node) -> tuple[bool, fx.Node]:
+    def _rewrite_placeholder(self, node: fx.Node) -> tuple[bool, fx.Node]:
         return True, self._graph.placeholder(node.name)
 
-    def _output(self, node: fx.Node) -> tuple[bool, fx.Node]:
+    def _rewrite_output(self, node: fx.Node) -> tuple[bool, fx.Node]:
         (value,) = self._flags(node.args)
         spread = functools.partial(_expand_unbatched, self._models)
         batched = self._emit(node, spread, (self._map_nodes(node.args[0]), value), {})
         return True, self._graph.output(batched)
 
-    def _get_attr(self, node: fx.Node) -> tuple[bool, fx.Node]:
+    def _rewrite_get_attr(self, node: fx.Node) -> tuple[bool, fx.Node]:
         path = str(node.target)
         owner, _, name = path.rpartition(".")
         inner = owner.removeprefix("model").removeprefix(".")
@@ -231,7 +231,7 @@ class _GraphFusion:
             return id(tensor) in self._stacked_ids, self._emit(node, lambda: tensor, (), {})
         return id(tensor) in self._stacked_ids, self._emit(node, read, (), {})
 
-    def _call_module(self, node: fx.Node) -> tuple[bool, fx.Node]:
+    def _rewrite_call_module(self, node: fx.Node) -> tuple[bool, fx.Node]:
         path = str(node.target).removeprefix("model").removeprefix(".")
         module = find_part(self._source, path)
         flags = self._flags(node.args), self._flags(node.kwargs)
@@ -240,14 +240,14 @@ class _GraphFusion:
             run = functools.partial(_run_batched, run, self._models, flags)
         return True, self._emit(node, run, self._map_nodes(node.args), self._map_nodes(node.kwargs))
 
-    def _call_function(self, node: fx.Node) -> tuple[bool, fx.Node]:
+    def _rewrite_call_function(self, node: fx.Node) -> tuple[bool, fx.Node]:
         assert callable(node.target)
-        return self._call(node, getattr(node.target, "__name__", str(node.target)), node.target)
+        return self._rewrite_call(node, getattr(node.target, "__name__", str(node.target)), node.target)
 
-    def _call_method(self, node: fx.Node) -> tuple[bool, fx.Node]:
-        return self._call(node, str(node.target), functools.partial(_call_method, str(node.target)))
+    def _rewrite_call_method(self, node: fx.Node) -> tuple[bool, fx.Node]:
+        return self._rewrite_call(node, str(node.target), functools.partial(_call_method, str(node.target)))
 
-    def _call(self, node: fx.Node, name: str, function: Callable[..., Any]) -> tuple[bool, fx.Node]:
+    def _rewrite_call(self, node: fx.Node, name: str, function: Callable[..., Any]) -> tuple[bool, fx.Node]:
         call = GraphCall(name, function, self._flags(node.args), self._flags(node.kwargs))
         args, kwargs = self._map_nodes(node.args), self._map_nodes(node.kwargs)
         if True not in tree_leaves((call.args, call.kwargs)):

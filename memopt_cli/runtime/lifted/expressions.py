@@ -71,7 +71,7 @@ class Expressions:
         assert name is not None, "the program was checked"
         return name
 
-    def _operand(self, operand: Any) -> str:
+    def _operand_text(self, operand: Any) -> str:
         """Return the text of ``operand`` as part of a larger expression."""
         text = self.text(operand)
         return text if isinstance(ast.parse(text, mode="eval").body, _SIMPLE) else f"({text})"
@@ -89,8 +89,8 @@ class Expressions:
             return ", ".join(f"{check_key}({key}): {value}" for key, value in zip(texts[::2], texts[1::2], strict=True))
 
         forms: dict[str, Callable[[], str]] = {
-            "operator": lambda: self._operator(detail, operands),
-            "call": lambda: self._call(detail[0], detail[1], operands),
+            "operator": lambda: self._operator_text(detail, operands),
+            "call": lambda: self._call_text(detail[0], detail[1], operands),
             "function": lambda: f"{detail}({listed()})",
             "get": lambda: self.attribute(detail),
             "parameter": lambda: self.attribute(detail),
@@ -102,16 +102,16 @@ class Expressions:
             "dict": lambda: f"{{{pairs()}}}",
             "named": lambda: self._named_tuple(detail, operands),
             "unpack": listed,
-            "item": lambda: f"{self._operand(operands[0])}[{detail}]",
-            "slice": lambda: f"{self._operand(operands[0])}[{detail[0]}:{detail[1]}]",
+            "item": lambda: f"{self._operand_text(operands[0])}[{detail}]",
+            "slice": lambda: f"{self._operand_text(operands[0])}[{detail[0]}:{detail[1]}]",
             "none": lambda: "None",
-            "if": lambda: self._choice(operands[0], blocks),
+            "if": lambda: self._choice_text(operands[0], blocks),
         }
         return forms[kind]
 
     # ------------------------------------------------------------------------------------------ operators
 
-    def _operator(self, key: str, operands: tuple[Any, ...]) -> str:
+    def _operator_text(self, key: str, operands: tuple[Any, ...]) -> str:
         if key not in EXPRESSIONS:
             return self._tensor_operator(key, operands)
 
@@ -122,7 +122,7 @@ class Expressions:
                 return ", ".join(map(self.text, operands))
             # ``len({0})`` needs no parentheses around the operand ``a + b``, but ``{0} * {1}`` does.
             enclosed = template[slot.start() - 1] in "([, :" and template[slot.end() : slot.end() + 1] in tuple(")],:")
-            return (self.text if enclosed else self._operand)(operands[int(slot[1])])
+            return (self.text if enclosed else self._operand_text)(operands[int(slot[1])])
 
         return re.sub(r"\{(\d+|\.\.\.)\}", fill, template)
 
@@ -136,36 +136,36 @@ class Expressions:
         while arguments and not arguments[-1][0].kwarg_only and _is_default(*arguments[-1]):
             arguments.pop()
         texts = [
-            f"{a.name}={self._argument(a, o)}" if a.kwarg_only else self._argument(a, o)
+            f"{a.name}={self._argument_text(a, o)}" if a.kwarg_only else self._argument_text(a, o)
             for a, o in arguments
             if not (a.kwarg_only and _is_default(a, o))
         ]
         return f"{self.global_name(namespace)}.{name}({', '.join(texts)})"
 
-    def _argument(self, argument: Any, operand: Any) -> str:
+    def _argument_text(self, argument: Any, operand: Any) -> str:
         code = operand[0] if type(operand) is tuple and argument.name == "dtype" else None
         if type(code) is int and 0 <= code < len(DTYPES):
             return f"{self.global_name('dtypes')}.{DTYPES[code]}"
         return self.text(operand)
 
-    def _choice(self, condition: Any, blocks: tuple[Block, ...]) -> str:
+    def _choice_text(self, condition: Any, blocks: tuple[Block, ...]) -> str:
         """Return ``a and b``, ``a or b`` or ``b if a else c``."""
         for block in blocks:
             self._inline |= {first_output(node): self.renderer(node) for node in block[1]}
         then, otherwise = (result for _, _, (result, *_) in blocks)
-        first = self._operand(condition)
+        first = self._operand_text(condition)
         if repr(otherwise) == "(False,)":  # 0 equals False
-            return first if repr(then) == "(True,)" else f"{first} and {self._operand(then)}"
+            return first if repr(then) == "(True,)" else f"{first} and {self._operand_text(then)}"
         if repr(then) == "(True,)":
-            return f"{first} or {self._operand(otherwise)}"
-        return f"{self._operand(then)} if {first} else {self._operand(otherwise)}"
+            return f"{first} or {self._operand_text(otherwise)}"
+        return f"{self._operand_text(then)} if {first} else {self._operand_text(otherwise)}"
 
-    def _call(self, path: tuple[str, ...], method: str, operands: tuple[Any, ...]) -> str:
+    def _call_text(self, path: tuple[str, ...], method: str, operands: tuple[Any, ...]) -> str:
         arguments = [*map(self.text, operands)]
         if path and is_further_call(method):  # as a call, so that hooks and segments see it
             method, arguments = "forward", [*arguments, f"{FURTHER_CALL}={method!r}"]
         name = "" if path and method == "forward" else f".{method}"
-        return f"{_path(path)}{name}({', '.join(arguments)})"
+        return f"{_module_text(path)}{name}({', '.join(arguments)})"
 
     def _named_tuple(self, detail: tuple[str, tuple[str, ...]], operands: tuple[Any, ...]) -> str:
         name, fields = detail
@@ -174,11 +174,11 @@ class Expressions:
 
     def attribute(self, path: tuple[str, ...]) -> str:
         """Return the text of the attribute at ``path``, of the module or of a module in it."""
-        owner, name = _path(path[:-1]), path[-1]
+        owner, name = _module_text(path[:-1]), path[-1]
         return f"{owner}.{name}" if is_name(name) else f"{self.global_name('parameter_of')}({owner}, {name!r})"
 
 
-def _path(path: tuple[str, ...]) -> str:
+def _module_text(path: tuple[str, ...]) -> str:
     """Return the text of the module at ``path``; a name that is not an identifier, such as ``0``, is looked up."""
     return "self" + "".join(f".{name}" if is_name(name) else f"._modules[{name!r}]" for name in path)
 

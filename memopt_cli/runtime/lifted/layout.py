@@ -69,7 +69,7 @@ class Layout:
         """
         key = id(block), tail
         if key not in self._places:
-            self._places[key] = self._place(block, tail)
+            self._places[key] = self._place_nodes(block, tail)
         return self._places[key]
 
     def is_expression(self, node: Node) -> bool:
@@ -82,10 +82,10 @@ class Layout:
             for inner, place in zip(block[1], self.places(block), strict=False)
         )
 
-    def _place(self, block: Block, tail: bool) -> list[int]:
+    def _place_nodes(self, block: Block, tail: bool) -> list[int]:
         nodes, end = block[1], len(block[1])
-        users = self._users(block)
-        heights = self._measure(block, users)
+        users = self._users_in(block)
+        heights = self._measure_heights(block, users)
         places = [*range(end + 1)]
         # Backwards, since a node moves to where its user has moved.  ``barrier``: the nearest later statement.  A node
         # that reads a list may move into that statement, but not past it, since it might change the list.
@@ -101,7 +101,7 @@ class Layout:
                 barrier = index
         return places
 
-    def _users(self, block: Block) -> dict[int, list[int]]:
+    def _users_in(self, block: Block) -> dict[int, list[int]]:
         """Return, for each value, the indices of the nodes in ``block`` that use it; the block's end counts as one."""
         users: dict[int, list[int]] = {}
         for index, node in enumerate((*block[1], ("end", None, block[2], (), ()))):
@@ -112,12 +112,12 @@ class Layout:
                 users.setdefault(value, []).extend((index, index))
         return users
 
-    def _measure(self, block: Block, users: dict[int, list[int]]) -> list[int]:
+    def _measure_heights(self, block: Block, users: dict[int, list[int]]) -> list[int]:
         """Return the nesting depth of each node's expression if every node that may move to its user does."""
         heights: list[int] = []
         of_value: dict[int, int] = {}
         for node in block[1]:
-            inner = max((self._height(inner) for inner in node[4]), default=0) if node[0] == "if" else 0
+            inner = max((self._block_height(inner) for inner in node[4]), default=0) if node[0] == "if" else 0
             height = 1 + max((of_value.get(v, 0) for v in node[2] if type(v) is int), default=0) + inner
             heights.append(height)
             if _only_user(node, users) is not None and self._moves(node, True) and height < _MAX_HEIGHT:
@@ -125,7 +125,7 @@ class Layout:
         self._heights[id(block)] = max(heights, default=0)
         return heights
 
-    def _height(self, block: Block) -> int:
+    def _block_height(self, block: Block) -> int:
         self.places(block)
         return self._heights[id(block)]
 

@@ -213,16 +213,16 @@ def _check_node(node: tuple[Any, ...], module: LiftedModule) -> None:
     if kind == "tensor" and detail >= len(vars(module).get("_constants", ())):
         raise BadProgramError("a constant tensor is missing")
     if kind == "call":
-        _check_call(_owner(module, detail[0]), *detail)
+        _check_call(_module_at(module, detail[0]), *detail)
     elif kind in ("get", "parameter", "set"):
-        owner, name = _owner(module, detail[:-1]), detail[-1]
+        owner, name = _module_at(module, detail[:-1]), detail[-1]
         if not isinstance(owner, LiftedModule | ScriptLeaf | ScriptPart):
             raise BadProgramError(f"{'.'.join(detail[:-1])} is not lifted, and more than its forward is used")
         if not (_can_set(owner, name) if kind == "set" else _can_get(owner, name)):
             raise BadProgramError(f"the attribute {'.'.join(detail)} is something other than data")
 
 
-def _owner(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
+def _module_at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
     """Return the module at ``path`` in ``module``; raise if Python would find another object there."""
     for name in path:
         child = children_of(module).get(name)

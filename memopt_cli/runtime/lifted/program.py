@@ -293,7 +293,7 @@ class _Checker:
         _require(all(is_parameter(p[1]) for p in parameters), f"{name} has a parameter whose name is taken")
         _require(len({p[1] for p in parameters}) == len(parameters), f"{name} has two parameters of one name")
         self._arguments.update(p[1] for p in parameters)
-        self._define(tuple(p[0] for p in parameters))
+        self._define_values(tuple(p[0] for p in parameters))
         self._check_block(block, 0, None)
         _require(len(block[2]) <= 1, f"{name} has several results")
 
@@ -306,7 +306,7 @@ class _Checker:
     def _check_block(self, block: Any, parameters: int, results: int | None) -> None:
         _require(_is_tuple(block, 3) and _is_tuple(block[1], kind=tuple), "a block is malformed")
         before = len(self._visible)
-        self._define(block[0], parameters)
+        self._define_values(block[0], parameters)
         _require(results in (None, len(block[2])), "a block has the wrong number of results")
         for node in block[1]:
             _require(len(node) == 5 and type(node[0]) is str, "a node is malformed")
@@ -339,7 +339,7 @@ class _Checker:
         for block in blocks:
             self._check_block(block, (1 + len(outputs)) * looping, len(outputs) + looping)
         self._kinds.pop()
-        self._define(outputs)
+        self._define_values(outputs)
 
     def _check_detail(self, kind: str, detail: Any, operands: tuple[Any, ...]) -> None:
         if kind == "operator":
@@ -352,7 +352,7 @@ class _Checker:
         if kind == "call" and not detail[0]:
             _require(detail[1] in self.methods, f"there is no method {detail[1]}")
 
-    def _define(self, values: Any, count: int | None = None) -> None:
+    def _define_values(self, values: Any, count: int | None = None) -> None:
         """Define ``values``, which must be defined nowhere else."""
         _require(_is_tuple(values, count, int), "values are malformed")
         _require(all(0 <= v < self._values for v in values), "a value has no hint")

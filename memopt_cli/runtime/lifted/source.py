@@ -50,7 +50,7 @@ def generate(program: tuple[Any, ...]) -> tuple[str, Names]:
     return "\n\n\n".join(writer.write() for writer in writers) + "\n", names
 
 
-def _raises(block: Block) -> bool:
+def _only_raises(block: Block) -> bool:
     return bool(block[1]) and block[1][-1][0] == "raise"
 
 
@@ -82,7 +82,7 @@ class _Writer:
             declared.append(f"{name}={literal(default[0])}" if default else name)
             if value in used:
                 self.variables.bind(name, value)
-        self._emit(self._block, (), (), tail=True)
+        self._emit_block(self._block, (), (), tail=True)
         return "\n".join([f"def {self._name}({', '.join(declared)}):", *self.lines])
 
     def line(self, text: str) -> None:
@@ -90,7 +90,7 @@ class _Writer:
 
     # ------------------------------------------------------------------------------------------ blocks
 
-    def _emit(self, block: Block, outer: Container[int], ending: Iterable[int], *, tail: bool) -> Iterable[int]:
+    def _emit_block(self, block: Block, outer: Container[int], ending: Iterable[int], *, tail: bool) -> Iterable[int]:
         """Write the statements of ``block``, and return the values that only its results still need.
 
         ``outer``: the values that are needed after the block, besides its results.  ``ending``: values that are not
@@ -110,7 +110,7 @@ class _Writer:
         places = self.layout.places(block, tail=tail)
         last = max((i for i, n in enumerate(nodes) if places[i] == i and n[0] not in ATOMS), default=-1)
         needed = self._needed_values(block, places, outer)
-        self._forget(ending, needed[-1])
+        self._release_variables(ending, needed[-1])
         for index, node in enumerate(nodes):
             if node[0] in ATOMS or places[index] != index:
                 self.expressions.write_inline(node)
@@ -118,10 +118,10 @@ class _Writer:
                 _branches(self, node, {}, Needed({}, 0, (), needed[index].ending), tail=True)
                 return ()
             else:
-                self._statement(node, needed[index])
+                self._emit_statement(node, needed[index])
                 if not (index == last and (tail or node[0] == "raise")):
-                    self._forget((*needed[index].ending, *node[3]), needed[index])
-        if tail and (results or not nodes) and not _raises(block):
+                    self._release_variables((*needed[index].ending, *node[3]), needed[index])
+        if tail and (results or not nodes) and not _only_raises(block):
             self.line(f"return {self.expressions.text(results[0]) if results else None}")
         return needed[len(nodes)].ending
 
@@ -141,7 +141,7 @@ class _Writer:
             ending[place].append(value)
         return [*(Needed(last, i, outer, values) for i, values in enumerate(ending)), Needed(last, -1, outer)]
 
-    def _statement(self, node: Node, after: Needed) -> None:
+    def _emit_statement(self, node: Node, after: Needed) -> None:
         if self.layout.is_expression(node):
             _write_expression(self, node, after)
         else:
@@ -160,12 +160,12 @@ class _Writer:
         lines, self.lines = self.lines, []
         self.indent += 1
         self._wishes |= {operand: name for name, operand in targets.items() if type(operand) is int}
-        ending = self._emit(block, outer, ending, tail=tail)
-        if not (tail or _raises(block)):
+        ending = self._emit_block(block, outer, ending, tail=tail)
+        if not (tail or _only_raises(block)):
             self.assign(targets)
             for name in targets:
                 self.variables.release(name)
-            self._forget(ending, outer)
+            self._release_variables(ending, outer)
         self.indent -= 1
         inner, self.lines = self.lines, lines
         return inner
@@ -175,7 +175,7 @@ class _Writer:
         if pairs:
             self.line(f"{', '.join(p[0] for p in pairs)} = {', '.join(p[1] for p in pairs)}")
 
-    def _forget(self, values: Iterable[int], needed: Container[int]) -> None:
+    def _release_variables(self, values: Iterable[int], needed: Container[int]) -> None:
         """Release the variables of ``values``, except values that are still ``needed``."""
         unneeded = self.variables.held(value for value in values if value not in needed)
         names = [(self.variables.name(value), self.hints[value][1]) for value in unneeded]
@@ -238,14 +238,14 @@ def _write_raise(writer: _Writer, node: Node, after: Needed) -> None:
     writer.line(f"raise {writer.expressions.global_name('ScriptError')}({writer.expressions.text(message)})")
 
 
-def _outputs(writer: _Writer, node: Node, after: Needed) -> dict[str, int]:
+def _output_variables(writer: _Writer, node: Node, after: Needed) -> dict[str, int]:
     """Map a variable for each needed output of ``node``, an ``if`` or ``grad``, to the position of the output."""
     positions = [position for position, value in enumerate(node[3]) if value in after]
     return dict(zip(writer.define([node[3][i] for i in positions], after), positions, strict=True))
 
 
 def _write_if(writer: _Writer, node: Node, after: Needed) -> None:
-    outputs = _outputs(writer, node, after)
+    outputs = _output_variables(writer, node, after)
     _branches(writer, node, outputs, after, tail=False)
     for value in writer.variables.held(value for value in after.ending if value not in after):
         writer.variables.release(str(writer.variables.name(value)))
@@ -275,7 +275,7 @@ def _branches(writer: _Writer, node: Node, outputs: dict[str, int], after: Neede
 
 
 def _write_grad(writer: _Writer, node: Node, after: Needed) -> None:
-    (block,), outputs = node[4], _outputs(writer, node, after)
+    (block,), outputs = node[4], _output_variables(writer, node, after)
     inner = writer.inner(block, after, after.ending, {n: block[2][i] for n, i in outputs.items()})
     _bind_outputs(writer, node, outputs)
     writer.line(f"with {writer.expressions.global_name('set_grad_enabled')}({node[1]}):")

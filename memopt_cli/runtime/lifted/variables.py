@@ -50,13 +50,13 @@ class Variables:
 
     def bind(self, name: str, value: int) -> None:
         """Make the variable ``name`` hold ``value``, and no other, from now on."""
-        self._change(name, value, self._since.get(name, len(self._trail)))
+        self._log_and_assign(name, value, self._since.get(name, len(self._trail)))
         self._bound[value] = len(self._trail)
 
     def release(self, name: str) -> None:
         """Make the variable ``name`` hold nothing from now on."""
         if name in self._values:
-            self._change(name, None, 0)
+            self._log_and_assign(name, None, 0)
 
     def position(self) -> int:
         """Return the current position, to which :meth:`rewind` goes back."""
@@ -68,13 +68,13 @@ class Variables:
         while len(self._trail) > position:
             name, value, since = self._trail.pop()
             if name:
-                self._put(name, value, since)
+                self._assign(name, value, since)
 
-    def _change(self, name: str, value: int | None, since: int) -> None:
+    def _log_and_assign(self, name: str, value: int | None, since: int) -> None:
         self._trail.append((name, self._values.get(name), self._since.get(name, 0)))
-        self._put(name, value, since)
+        self._assign(name, value, since)
 
-    def _put(self, name: str, value: int | None, since: int) -> None:
+    def _assign(self, name: str, value: int | None, since: int) -> None:
         before = self._values.pop(name, None)
         if before is not None and self._names.get(before) == name:
             del self._names[before]

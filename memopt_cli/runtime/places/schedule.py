@@ -90,7 +90,7 @@ class Parcel:
         """
         if not _can_be_sent(tensor):
             return tensor
-        start, nbytes = _extent(tensor)
+        start, nbytes = _byte_range(tensor)
         key = memory_of(tensor), start, nbytes, version_of(tensor)
         part = _thread.sent.get(key)
         if part is None or not part.is_here:
@@ -221,7 +221,7 @@ class _Part:
             if is_sent and _address_of(first) == self._address:
                 self._tensors = []
             else:
-                self._stay()
+                self._keep_here()
 
     def fetch(self) -> None:
         """Begin to fetch the part, unless it is here."""
@@ -240,7 +240,7 @@ class _Part:
         self._parcel.ask()
         with self._lock:
             if self._tensors:
-                self._stay()
+                self._keep_here()
                 _check_unwritten(self._tensors)
                 return self._tensors[index][0]
             self._fetch()
@@ -257,14 +257,14 @@ class _Part:
             # The part may be a whole storage, which need not be a multiple of the element.
             return flat[: len(flat) // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(shape, stride, offset)
 
-    def _stay(self) -> None:
+    def _keep_here(self) -> None:
         """Keep the tensors here from now on."""
         if self._sent is not None:
             self._sent.release()
             self._sent = None
 
     def __del__(self) -> None:
-        self._stay()  # waits for copies that still read or write this memory, which is about to be used otherwise
+        self._keep_here()  # waits for copies that still read or write this memory, which is about to be used otherwise
 
 
 def _address_of(tensor: Tensor) -> int:
@@ -327,7 +327,7 @@ def fetch(stored: Packed | PackedAway) -> Packed:
     return stored.get() if isinstance(stored, PackedAway) else stored
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte, and the number of bytes, of the part of its storage that ``tensor`` shows.
 
     For a tensor with gaps the part is the whole storage, so that the tensor comes back with its strides: with other

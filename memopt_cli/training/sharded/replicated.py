@@ -158,7 +158,7 @@ class Reducer:
         With ``find_unused_parameters``, these are the parameters that ``outputs`` depend on.
         """
         if self._has_begun and self._is_static and self._seen is not None:
-            self._finish()
+            self._end_backward()
         if self._has_begun:
             raise StepError(
                 "DistributedDataParallel cannot take a second step: a parameter had no gradient in the first",
@@ -177,10 +177,10 @@ class Reducer:
         self._all_buckets[:] = [flat for flat in self._all_buckets if id(flat) not in replaced_ids]
         self._buckets = []
         groups = assign_buckets([self._parameters[number] for number in order], limits)
-        self._buckets = [self._bucket([order[position] for position in group]) for group in groups]
+        self._buckets = [self._make_bucket([order[position] for position in group]) for group in groups]
         self._all_buckets.extend(bucket.flat for bucket in self._buckets)
 
-    def _bucket(self, numbers: list[int]) -> _Bucket:
+    def _make_bucket(self, numbers: list[int]) -> _Bucket:
         parameters = [self._parameters[number] for number in numbers]
         flat = parameters[0].detach().new_empty(sum(p.numel() for p in parameters))
         parts = torch.split(flat, [p.numel() for p in parameters])
@@ -195,7 +195,7 @@ class Reducer:
             self._has_begun = True
             for bucket in self._buckets:
                 if not bucket.missing:  # all of its parameters are unused
-                    self._reduce(bucket)
+                    self._reduce_bucket(bucket)
         if self._seen is not None:
             self._seen.append(number)
         bucket = next(bucket for bucket in self._buckets if number in bucket.parts)
@@ -206,11 +206,11 @@ class Reducer:
                 parameter.grad = bucket.parts[number]
             bucket.missing.discard(number)
             if not bucket.missing:
-                self._reduce(bucket)
+                self._reduce_bucket(bucket)
         if not any(bucket.missing for bucket in self._buckets):
-            self._finish()
+            self._end_backward()
 
-    def _reduce(self, bucket: _Bucket) -> None:
+    def _reduce_bucket(self, bucket: _Bucket) -> None:
         """Sum ``bucket`` over the ranks, and copy the result to the gradients, unless those are views of it."""
         dist.all_reduce(bucket.flat, group=self._group)
         for number, view in bucket.parts.items():
@@ -218,7 +218,7 @@ class Reducer:
             if gradient is not None and not self._as_view:
                 gradient.copy_(view)
 
-    def _finish(self) -> None:
+    def _end_backward(self) -> None:
         """End the backward of a step; after the first, make the buckets again in the order of its gradients."""
         self._is_reducing = self._has_begun = False
         if self._finds_unused:

@@ -59,7 +59,7 @@ def shard_for_prediction(model: nn.Module, mesh: DeviceMesh, layout: RankLayout,
     be predicted.
     """
     with without_reducer() as buckets, sharded_without_the_others():
-        return ShardedRank(model=_shard(model, mesh, layout, function, "predicted"), buckets=buckets)
+        return ShardedRank(model=_call_and_check(model, mesh, layout, function, "predicted"), buckets=buckets)
 
 
 def shard_for_measurement(model: nn.Module, mesh: DeviceMesh, layout: RankLayout, function: Shard | None) -> nn.Module:
@@ -67,10 +67,10 @@ def shard_for_measurement(model: nn.Module, mesh: DeviceMesh, layout: RankLayout
 
     Raises :class:`StepError` if it cannot be measured.
     """
-    return _shard(model, mesh, layout, function, "measured")
+    return _call_and_check(model, mesh, layout, function, "measured")
 
 
-def _shard(
+def _call_and_check(
     model: nn.Module,
     mesh: DeviceMesh,
     layout: RankLayout,
@@ -79,7 +79,7 @@ def _shard(
 ) -> nn.Module:
     parts = set(model.modules())
     with _refusing_fsdp1(what):
-        sharded_model = _call(function or _BUILT_IN[layout.parallel], model, mesh, layout)
+        sharded_model = _call_layout(function or _BUILT_IN[layout.parallel], model, mesh, layout)
     _refuse(sharded_model, what)
     if not isinstance(sharded_model, nn.Module):
         raise UsageError(
@@ -113,7 +113,7 @@ def data_ranks(model: nn.Module) -> int:
     return max((*sharded, *replicas), default=1)
 
 
-def _call(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: RankLayout) -> Any:
+def _call_layout(function: Shard, model: nn.Module, mesh: DeviceMesh, layout: RankLayout) -> Any:
     group = dist.group.WORLD
     try:
         sharded_model = function(model, mesh)
