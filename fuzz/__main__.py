@@ -37,7 +37,7 @@ def main() -> None:
         _add_arguments(kinds.add_parser(name), judge)
     files.add_arguments(kinds.add_parser("files"))
     given = parser.parse_args()
-    schedule._MIN_BYTES = 1  # type: ignore[misc]  # else the small tensors of these models are never sent
+    schedule._MIN_SENT_BYTES = 1  # type: ignore[misc]  # else the small tensors of these models are never sent
     if os.environ.get("OMP_NUM_THREADS") != "1":
         parser.error("threads of a case would sum in another order than the main one: set OMP_NUM_THREADS=1")
     sys.exit(min(given.run(given), 1))

@@ -47,7 +47,7 @@ class DatasetRun:
     memory: MemoryMeter
     strategy: Strategy
     max_resident: int
-    """Largest number of batches of inputs in memory at a time: one in the model, and others that a thread makes."""
+    """Maximum number of batches of inputs in memory at a time: one in the model, and others that a thread makes."""
     target_share: float
     """Largest share of capacity that a doubled batch may use under the strategy ``throughput``."""
     collate: Collate

@@ -139,7 +139,7 @@ class BatchShapeManager:
         """Take ``input_batch`` in, and return the oldest waiting rows: at least one, at most the current size.
 
         The rows have the structure of ``input_batch``, and are on the device.  ``current_loss`` is the loss of the last
-        step.  ``None`` before the first step.
+        step, or ``None`` before the first step.
         """
         self._require_ready()
         self._queue.put(input_batch)

@@ -30,7 +30,7 @@ class MemoryMeter(Protocol):
         """Return the bytes in use now."""
 
     def peak_bytes(self) -> int:
-        """Return the largest number of bytes in use since :meth:`restart`."""
+        """Return the maximum number of bytes in use since :meth:`restart`."""
 
     def restart(self) -> None:
         """Restart the peak at the bytes in use now."""

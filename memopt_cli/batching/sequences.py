@@ -94,7 +94,10 @@ def pad(sequences: Sequence[Tensor], *, value: float = 0.0, total_length: int | 
     data = pad_sequence(list(sequences), batch_first=True, padding_value=value)
     missing = 0 if total_length is None else total_length - data.shape[1]
     if missing < 0:
-        raise BatchShapeError(f"a sequence of {data.shape[1]} steps does not fit into total_length {total_length}")
+        raise BatchShapeError(
+            f"a sequence of {data.shape[1]} steps does not fit into total_length {total_length}",
+            hint="Raise total_length, or cut the sequence.",
+        )
     if missing:
         filling = data.new_full((data.shape[0], missing, *data.shape[2:]), value)
         data = torch.cat([data, filling], dim=1)

@@ -1,4 +1,4 @@
-"""The allocated peak: the most bytes that the allocator had handed out during a step, kernel workspace included.
+"""The allocated peak: the maximum of the allocator's bytes in use during a step, kernel workspace included.
 
 On a GPU, PyTorch's caching allocator counts these bytes itself.  On the CPU, PyTorch's profiler records the time and
 size of every allocation; the peak is the largest running sum.
@@ -55,7 +55,7 @@ class Allocated:
 
 
 def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated:
-    """Run ``step`` once on ``device``, and return what the allocator saw.
+    """Run ``step`` once on ``device``, and return its allocations.
 
     ``held_before_bytes``: bytes of the tensors that exist already.  On the CPU they are added to the peak, since the
     profiler sees only later allocations.  On a GPU, other memory allocated before the step is attributed to libraries.

@@ -112,7 +112,7 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         arguments = [role, str(theirs.fileno()), str(self._user)]
         with theirs:
-            # A session of its own: Ctrl-C reaches memopt, which then ends the subprocesses itself.
+            # Its own session: Ctrl-C reaches memopt, which then ends the subprocesses itself.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "memopt_cli.measure.server", *arguments],
                 stdin=subprocess.DEVNULL,

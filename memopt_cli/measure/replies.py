@@ -126,7 +126,7 @@ def _require_possible(is_possible: bool) -> None:
 def _with_named_inputs(spec: InputSpec, users_spec: InputSpec | None) -> InputSpec:
     """Return ``spec`` with the files that the user named.
 
-    A subprocess must not name files of its own: the next subprocess would read its data, or run its script.
+    A subprocess must not choose the files: the next subprocess would read its data, or run its script.
     """
     files = (users_spec.data_file, users_spec.script) if users_spec is not None else (None, None)
     if spec.tensors and any(files):

@@ -2,7 +2,7 @@
 
 It is made of Linux's Landlock, a filter of system calls (:mod:`memopt_cli.measure.seccomp`) and the loss of root's
 privileges; it needs no privilege itself.  A confined process can read the files that it could read before, but no
-terminal; it can write only to a folder of its own; it starts no programs, opens no connections and does nothing to
+terminal; it can write only to its own folder; it starts no programs, opens no connections and does nothing to
 other processes.  Nothing lifts the sandbox again.  If the kernel cannot refuse a part of this, the user is told.
 
 Sources: https://docs.kernel.org/userspace-api/landlock.html, capabilities(7)

@@ -212,7 +212,7 @@ def _import_the_rest() -> None:
 
 
 class _OutOfTimeError(BaseException):
-    """The time for imports is over; not an ``Exception``, so that no library catches it as a failure of its own."""
+    """The time for imports is over; not an ``Exception``, so that no library catches it as its own failure."""
 
 
 def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: float) -> None:

@@ -68,7 +68,7 @@ class Worker:
         return Bench(self._subject, self._build, self._functions)
 
     def answer(self, job: Job[Answer]) -> Answer:
-        """Return the answer to ``job``.  Raises what the user's code raises."""
+        """Return the answer to ``job``; an error of the user's code is passed on."""
         answer: Callable[[Any, Job[Answer]], Answer] = pkgutil.resolve_name(job.answered_by)
         if not isinstance(job, StepJob):
             return answer(self._subject, job)

@@ -152,7 +152,10 @@ def load_stacked(tree: nn.Module, states: StateDict | Sequence[StateDict], model
     for index, state in enumerate(states):
         if state.keys() != states[0].keys():
             differing = sorted(state.keys() ^ states[0].keys())
-            raise UsageError(f"state dictionaries 0 and {index} do not have the same keys: {', '.join(differing)}")
+            raise UsageError(
+                f"state dictionaries 0 and {index} do not have the same keys: {', '.join(differing)}",
+                hint="Give state dictionaries of models that are built alike.",
+            )
     return {k: _stack_values(k, [s[k] for s in states], models, shared=k in shared) for k in states[0]}
 
 
@@ -207,7 +210,10 @@ def _copy(model: nn.Module, copy_module: Callable[[Slot], Tensor]) -> nn.Module:
 def _stack_values(name: str, values: list[Tensor], models: int, *, shared: bool) -> Tensor:
     if shared:
         if any(not torch.equal(v, values[0]) for v in values[1:]):
-            raise UsageError(f"buffer '{name}' is shared by all models, but their state dictionaries differ in it")
+            raise UsageError(
+                f"buffer '{name}' is shared by all models, but their state dictionaries differ in it",
+                hint="Give all of them one value, or batch only models whose shared buffers are equal.",
+            )
         return values[0]
     if len({v.shape for v in values}) > 1:
         raise UsageError(f"'{name}' has several shapes: {', '.join(str(tuple(v.shape)) for v in values)}")

@@ -19,7 +19,7 @@ from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.training.step import Step, synchronize
 
 _MAX_ROUNDS = 30
-"""Largest number of timed steps of each route."""
+"""Maximum number of timed steps of each route."""
 _MAX_TIMING_S = 1.0
 """Seconds that timing may take after the first steps.  If one step of each route would take longer, routes are timed on
 few samples."""

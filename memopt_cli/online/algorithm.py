@@ -85,7 +85,7 @@ class OnlineAlgorithm(nn.Module):
                 raise MemoptError(
                     f"the output of {use.path} is read by a cell that has parameters or inputs of its own, and also "
                     "outside of cells: a factored trace cannot separate the two gradients",
-                    hint="Use D_RTRL, or give each reader a weight of its own.",
+                    hint="Use D_RTRL, or give each reader its own weight.",
                 )
             self.traces.append(trace.to(like))
         init_all_states(self.traces, inputs[0].shape[0] if has_batch else None)

@@ -64,7 +64,7 @@ class Past:
         self._versions: list[tuple[Tensor, int]] = []
 
     def __reduce__(self) -> tuple[type[Past], tuple[()]]:
-        return Past, ()  # a copy of the algorithm has tensors of its own
+        return Past, ()  # a copy of the algorithm has its own tensors
 
     def remember(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Remember ``tensors``, pairs of name and tensor, as the tensors after the last step."""

@@ -78,7 +78,7 @@ class Interception:
         self.watched: dict[str, nn.Module] = {}
         """Further modules with counted calls."""
         self.max_calls: Mapping[str, int] | None = None
-        """Dotted path -> largest number of calls of the module in a step; ``None`` for no limit."""
+        """Dotted path -> maximum number of calls of the module in a step; ``None`` for no limit."""
         self._versions: dict[str, list[tuple[Tensor, int]]] = {}
         """Cell -> the last value of each of its states that is known, with the version counter of the tensor."""
 

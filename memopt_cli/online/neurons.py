@@ -56,7 +56,7 @@ def _heaviside(v: Tensor, threshold: float) -> Tensor:
 
 
 SpikeFunction = Callable[[Tensor], Tensor]
-"""A function of ``u``: 1 where ``u`` is 0 or more, with a derivative of its own, like snnTorch's surrogates."""
+"""A function of ``u``: 1 where ``u`` is 0 or more, with its own derivative, like snnTorch's surrogates."""
 
 Reset = Literal["soft", "hard"]
 

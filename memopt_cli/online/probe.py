@@ -62,7 +62,7 @@ class Probe(Interception):
         self._spread = spread
 
     def take_step(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
-        """Run one step of ``model`` on ``inputs``, and record what its parts read."""
+        """Run one step of ``model`` on ``inputs``, and record the inputs of its parts."""
         for cell, states in self.states.items():
             self.act_on(states, lambda *values, cell=cell: self._cut_states(cell, values))
         output = self.run(model, inputs)

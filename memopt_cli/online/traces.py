@@ -44,7 +44,7 @@ class PastState(NamedTuple):
 
 
 class CellOutput(NamedTuple):
-    """A tensor that a call of a cell hands to the rest of the model: a new state, or a part of what it returns."""
+    """A tensor that a call of a cell hands to the rest of the model: a new state, or a part of its output."""
 
     cell: str
     call: int

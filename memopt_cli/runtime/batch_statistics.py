@@ -105,15 +105,12 @@ class ReachedNorm:
     link: Tensor | None
     """A tensor without memory, in the shape of the norm's input; a gradient that reaches it goes on to that input.
 
-    ``None`` if the gradients of all chunks would take more memory here than at the start of the module: then the next
-    pass has no link here, and its own backward goes all the way to the start.
+    There is none if the gradients of all chunks would take more memory here than at the start of the module: then the
+    next pass has no link here, and its own backward goes all the way to the start.
     """
     source: int | None
-    """The index, among forward's calls of costly operators, of the call that made the norm's input.
-
-    ``None`` if the next pass must run that call again: its operator is cheap, or its output may have been modified
-    since.
-    """
+    """The index, among forward's calls of costly operators, of the call that made the norm's input; ``None`` if the
+    next pass must run that call again, since its operator is cheap, or its output may have been modified."""
     values: Tensor | None
     """The norm's input, handed to the next pass once; ``None`` if that pass must recompute it."""
     running_statistics: tuple[Tensor, ...]
@@ -577,5 +574,5 @@ def _check_inner_segments(module: nn.Module) -> None:
         if config is not None and config.recompute and batch_norms(inner):
             raise ValueError(
                 f"{label_of(module)} gathers batch statistics over its chunks, and its {name}, which holds a "
-                "batch norm, is a segment of its own. Remove one of the two from the plan."
+                "batch norm, is a segment too. Remove one of the two from the plan."
             )

@@ -63,7 +63,7 @@ class Packed:
     """Version counter of the tensor when it was stored raw; a different value when it is read is an error.  ``None``
     for an encoded tensor."""
     skeleton: Any = None
-    """The return value of the user's codec, with slots in place of the tensors; ``None`` for a codec of memopt's."""
+    """The return value of the user's codec, with slots in place of the tensors; ``None`` for memopt's codecs."""
     parts: tuple[Packed, ...] = ()
     """The stored parts of a concatenation (``data`` holds those that were copied); empty for other tensors."""
     dim: int = 0
@@ -626,7 +626,7 @@ def _first_nonzero(flat: Tensor) -> Tensor:
 def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
     """Return a bit for every element of ``flat``, least significant first: whether it is ``value``, of shape (1,).
 
-    ``None`` if an element has neither the bits of ``value`` nor the bits of zero (-0.0 or another NaN).  Eight flags,
+    Return ``None`` if an element has neither the bits of ``value`` nor of zero (-0.0 or another NaN).  Eight flags,
     eight bytes of 0 or 1, become one byte by a single multiplication of them as one integer (:data:`_PACK_MAGIC`).
     """
     size, bits = _piece_size(flat), _bits(flat)

@@ -7,7 +7,7 @@ again when the children are recomputed (:func:`is_recomputing` is true then).
 
 ``segment_config.py`` has the settings of a segment, and ``refusals.py`` the reasons why a module cannot be one.
 ``segment_call.py`` keeps the inputs of a call, packed, and the state that it starts from (``state.py``);
-``segment_run.py`` runs it, and recomputes it when backward asks for what autograd would have saved.  ``chunked.py``
+``segment_run.py`` runs it, and recomputes it when backward asks for a saved tensor.  ``chunked.py``
 runs segments in chunks, and ``running.py`` knows which segment, chunk or recomputation a thread is in.
 """
 
@@ -55,7 +55,7 @@ _MADE = "_memopt_made"
 
 
 class PackingContainer(Installed):
-    """Mixin of a module that recomputes nothing; what autograd saves inside it is packed, or sent to a place."""
+    """Mixin of a module that recomputes nothing; tensors saved inside it are packed, or sent to a place."""
 
 
 class GCContainer(Installed):

@@ -22,11 +22,11 @@ class Copy:
     """The values of a tensor at one moment."""
 
     values: Tensor
-    """A tensor of its own, or a view of ``shared``."""
+    """A separate tensor, or a view of ``shared``."""
     stride: tuple[int, ...] = ()
     """The strides of the tensor; empty if ``values`` has the same strides."""
     shared: Tensor | None = None
-    """A vector of which several copies are views; ``None`` if ``values`` is a tensor of its own."""
+    """A vector of which several copies are views; ``None`` if ``values`` is a separate tensor."""
     needs_gradient: bool = False
     """Whether the tensor that is restored from the copy needs a gradient."""
 

@@ -33,7 +33,7 @@ class HeldTensor:
     number: int
     """The ``id`` of the tensor."""
     alias: Tensor | None
-    """Detached alias of the tensor.  ``None`` once it is released, or if every call copies the tensor."""
+    """Detached alias of the tensor; ``None`` once it is released, or if every call copies the tensor."""
     version: int
     """PyTorch's version counter when forward started, or, if no copy is held, when forward ended."""
     needs_gradient: bool

@@ -179,7 +179,7 @@ def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
         inner = vars(part).get(SEGMENT_KEY)
         if part is not root and isinstance(inner, ConfigsByLength):
             if inner.length is not None:
-                return f"{path} in it is by a length of its own"
+                return f"{path} in it is by its own length"
             if inner.up_to != ranges.up_to:
                 return f"{path} in it has other ranges of lengths"
     return ""

@@ -266,7 +266,7 @@ def _is_tensor(value: Any) -> bool:
 def copy_module(module: nn.Module) -> nn.Module:
     """Return a deep copy of ``module``, in which tensors with a graph, which cannot be copied, are detached.
 
-    Raises whatever the classes of the attributes raise.
+    An error that a class of the attributes raises is passed on.
     """
     graphs = {id(t): t.detach().clone() for t in ModuleState(module).tensors() if t.grad_fn is not None}
     return deepcopy(module, graphs)

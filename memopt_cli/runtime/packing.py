@@ -1,4 +1,4 @@
-"""Pack what autograd saves in a module, outside of segments: nothing is recomputed, and packing loses no bit.
+"""Pack tensors that autograd saves in a module, outside of segments: nothing is recomputed, and no bit is lost.
 
 Spikes, dropout masks and flags take one bit per element, and indices as few bytes as they need.  A concatenation takes
 nothing for parts that are saved themselves.  Any other tensor stays raw.  A tensor that several operators save is
@@ -46,7 +46,7 @@ from memopt_cli.runtime.private_torch import (
     version_counter,
 )
 
-_MIN_BYTES = 4096
+_MIN_PACKED_BYTES = 4096
 """A tensor with fewer bytes is not packed."""
 _SAMPLE_SIZE = 64
 """Approximate number of elements by which a codec is chosen, before the codec reads the whole tensor."""
@@ -208,13 +208,13 @@ class PackedSaves:
         # Forward may replace a buffer, such as a neuron's membrane potential, and another tensor may get its memory.
         self._untouched = {memory_of(t): weakref.ref(t) for t in untouched if has_memory(t)}
         self._seen: dict[int, tuple[weakref.ref[Any], dict[tuple[Any, ...], weakref.ref[_PackedRegion]]]] = {}
-        """Key of a storage -> the storage, and its regions, each with what is packed of it."""
+        """Key of a storage -> the storage, and its packed regions."""
         self._late: list[_Late] = []
         """Tensors saved by the latest operator, which may still be filling them."""
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Pack what autograd saves in the ``with`` block."""
+        """Pack the tensors that autograd saves in the ``with`` block."""
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 yield
@@ -228,7 +228,7 @@ class PackedSaves:
             self._pack_late(next_node())
         if not has_memory(tensor):
             return _Unpacked(tensor)
-        is_large = tensor.nbytes >= _MIN_BYTES
+        is_large = tensor.nbytes >= _MIN_PACKED_BYTES
         # A small view is not passed over: it may keep alive all of the large tensor that it is a view of.
         if (not is_large and base_of(tensor) is None) or self._is_untouched(memory_of(tensor)):
             return _Unpacked(tensor)

@@ -112,7 +112,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def count_holders(tensor: Tensor) -> int:
-    """Return the number of tensors that hold the storage of ``tensor``, including itself and what autograd holds."""
+    """Return the number of tensors that hold the storage of ``tensor``, including itself and autograd's."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage_key(storage))) - 1  # without ``storage``, this function's own
 
@@ -375,7 +375,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def has_gradient_hooks(module: nn.Module) -> bool:
-    """Return whether a hook gets the gradients that pass ``module``: one of its own, or one of all modules."""
+    """Return whether a hook gets the gradients that pass ``module``: its own hook, or one of all modules."""
     everywhere = nn.modules.module
     of_all = (everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks)
     return any((module._backward_hooks, module._backward_pre_hooks, *of_all))
@@ -458,14 +458,14 @@ def edge_of(tensor: Tensor) -> Edge | None:
 
 
 def _edge_from(node: Any, output: int) -> Edge | None:
-    # A node that adds up gradients has no number of its own.
+    # A node that adds up gradients has no unique number.
     return None if node is None or hasattr(node, "variable") else (sequence_number(node), output)
 
 
 def parts_of_concatenation(tensor: Tensor) -> tuple[int, list[tuple[Edge | None, int | None]]] | None:
     """Return the dimension along which ``torch.cat`` has made ``tensor``, and edge and length of each of its parts.
 
-    ``None`` if ``torch.cat`` did not make it.  A part that no node made has no edge, and its length is unknown.
+    Return ``None`` if ``torch.cat`` did not make it.  A part that no node made has no edge, and its length is unknown.
     """
     node = tensor.grad_fn
     if node is None or name_of_node(node) != "CatBackward0":
@@ -489,7 +489,7 @@ running_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 
 
 hooks_on_saving: Final[Callable[[], Any]] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
-"""The innermost (pack, unpack) hooks on what autograd saves now; ``None`` if there are none."""
+"""The innermost (pack, unpack) hooks on the tensors that autograd saves now; ``None`` if there are none."""
 
 
 graph_is_kept: Final[Callable[[], bool]] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -501,8 +501,8 @@ def vector_jacobian(
 ) -> list[Tensor | None]:
     """Return the products of ``cotangents`` with the Jacobian of ``outputs`` by ``inputs``; keep the graph.
 
-    ``None`` if the outputs do not depend on the input.  ``torch.autograd.grad`` calls the same function, but checks its
-    arguments first, which takes as long as a small Jacobian.
+    The product is ``None`` for an input on which no output depends.  ``torch.autograd.grad`` calls the same function,
+    but checks its arguments first, which takes as long as a small Jacobian.
     """
     engine = Variable._execution_engine
     return list(engine.run_backward(tuple(outputs), tuple(cotangents), True, False, tuple(inputs), True, False))
@@ -611,7 +611,7 @@ def has_tangents() -> bool:
 
 
 def running_vmap() -> VmapInterpreter:
-    """Return the innermost transform, which must be a ``vmap``: it knows its lanes, and runs what is below."""
+    """Return the innermost transform, which must be a ``vmap``: it knows its lanes, and runs the operators below it."""
     from torch._functorch.pyfunctorch import VmapInterpreter, retrieve_current_functorch_interpreter
 
     interpreter = retrieve_current_functorch_interpreter()
@@ -642,7 +642,7 @@ def not_compiled(function: _C) -> _C:
 
     ``torch.compiler.disable`` would do so too, but imports the compiler and puts a wrapper around every call.
     """
-    set_code_exec_strategy(function.__code__, _SKIPPED)  # where the function is called from what is not traced
+    set_code_exec_strategy(function.__code__, _SKIPPED)  # where the function is called from code that is not traced
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # and where it is
     return function
 
@@ -654,7 +654,7 @@ def unchanged(tensor: Tensor) -> Tensor:
 
 
 between_graphs: Final[Callable[[Callable[..., Any]], Callable[..., Any]]] = torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
-"""A decorator: ``torch.compile`` does not look into the function, but compiles what it calls."""
+"""A decorator: ``torch.compile`` does not look into the function, but compiles the functions that it calls."""
 
 
 def constant_while_compiling(function: _C) -> _C:
@@ -774,10 +774,10 @@ def make_uncached_call(model: nn.Module) -> Callable[..., Any]:
 
 @dataclass(slots=True)
 class _WithinBudget:
-    """A backend of ``torch.compile`` that compiles every graph under a memory budget of its own.
+    """A backend of ``torch.compile`` that compiles every graph under its own memory budget.
 
     PyTorch reads the budget where it divides a graph into forward and backward, which is within the call of the
-    backend, although backward may be compiled later.  Equality matters: PyTorch shares what was compiled among models
+    backend, although backward may be compiled later.  Equality matters: PyTorch shares compiled code among models
     of the same code whose backends are equal, and would give a model the graph of another budget.
     """
 
@@ -790,7 +790,7 @@ class _WithinBudget:
             return self.compiler_fn(graph, inputs)
 
     def reset(self) -> None:
-        """Forget what the backend keeps, when ``torch.compiler.reset`` is called."""
+        """Reset the backend, when ``torch.compiler.reset`` is called."""
         self.compiler_fn.reset()
 
 
@@ -805,7 +805,7 @@ def within_budget(backend: str, mode: str | None, budget: float) -> Any:
 def compiled_again() -> Iterator[None]:
     """Lift PyTorch's limits on recompilation in the ``with`` block, beyond which modules would run uncompiled.
 
-    PyTorch forgets what it has compiled before, and compiles it again where it is called next.
+    PyTorch forgets the code that it has compiled before, and compiles it again at its next call.
     """
     import torch._dynamo
 
@@ -1013,7 +1013,7 @@ def open_archive(archive: bytes) -> Any:
 def load_script(archive: bytes) -> tuple[Any, Any]:
     """Return the module that ``torch.jit.load`` makes of ``archive`` on the CPU, and its compilation unit.
 
-    The unit holds the free functions of its code as well.  Raises whatever the compiler raises for a damaged archive.
+    The unit holds the free functions of its code as well.  An error of the compiler is passed on.
     """
     unit = torch._C.CompilationUnit()
     read: Any = torch._C.import_ir_module_from_buffer  # PyTorch's stubs are of another version

@@ -80,7 +80,7 @@ def why_misplaced(module: nn.Module, config: SegmentConfig) -> str:
     if reason := wrong_settings(config):
         return reason
     if config.compressor == OWN_COMPRESSOR and declared_compressor(module) != OWN_COMPRESSOR:
-        return f"its compressor is own, but {type(module).__name__} has no x_compressor of a class of its own"
+        return f"its compressor is own, but {type(module).__name__} has no x_compressor of its own class"
     if config.spatial_split and not callable(getattr(module, "__spatial_split__", None)):
         return f"spatial_split is on, but {type(module).__name__} has no method __spatial_split__"
     return _misfit_through_loss(module, config) if config.through_loss else ""
@@ -103,7 +103,7 @@ def wrong_settings(config: SegmentConfig) -> str:
         return f"it can be split in space or run in {config.chunks} chunks, not both"
     recomputed = config.spatial_split or config.chunks > 1 or config.keep or config.compressor != "null"
     if not config.recompute and recomputed:
-        return "only what is recomputed can be split, run in chunks, keep outputs, or store its input in a codec"
+        return "only a recomputed module can be split, run in chunks, keep outputs, or store its input in a codec"
     if config.place not in PLACES:
         return f"unknown place {reprlib.repr(config.place)}; known: {', '.join(PLACES)}"
     if config.through_loss:

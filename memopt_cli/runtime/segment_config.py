@@ -14,7 +14,7 @@ from memopt_cli.runtime.places.interface import PlaceName
 class SegmentConfig:
     """The settings of a segment, by the names that an entry of a plan has for them.
 
-    The runtime has a record of its own, apart from the plan's (``memopt_cli.records.SegmentPlan``): a saved model holds
+    The runtime has its own record, apart from the plan's (``memopt_cli.records.SegmentPlan``): a saved model holds
     these fields by name and is loaded with nothing but torch and this folder, and a plan is read without torch.
     """
 
@@ -32,7 +32,7 @@ class SegmentConfig:
     spatial_split: bool = False
     """Whether each module that ``__spatial_split__`` returns is checkpointed on its own."""
     recompute: bool = True
-    """Whether it is recomputed; if not, what autograd saves inside it, but not in other segments, is packed."""
+    """Whether it is recomputed; if not, tensors saved inside it, but not in other segments, are packed."""
     keep: tuple[str, ...] = ()
     """Operators whose outputs are kept, not recomputed: ``aten::convolution``, or ``aten::convolution#2`` for the
     outputs of the second call only.  Calls in other segments inside this one are not counted.  Under
@@ -45,9 +45,9 @@ class SegmentConfig:
     """Whether batch norms in chunks may normalize by the statistics of their own chunk, which changes the result."""
     place: PlaceName = "device"
     """Name of the place where its stored inputs and kept outputs wait, one of
-    :data:`~memopt_cli.runtime.places.interface.PLACES`; if it is not recomputed, where what autograd saves waits."""
+    :data:`~memopt_cli.runtime.places.interface.PLACES`; if it is not recomputed, where its saved tensors wait."""
     packs: bool = True
-    """Whether what autograd saves is packed, if it is not recomputed; if not, it is only sent to its place."""
+    """Whether saved tensors are packed, if it is not recomputed; if not, they are only sent to their place."""
     recompute_states: bool = False
     """Whether the states that chunks hand on in attributes are recomputed in backward.  It has no effect inside another
     segment, whose recomputation includes them, and under ``torch.compile``."""

@@ -1,4 +1,4 @@
-"""Run one call of a segment: drop what autograd saves in forward, and recompute it when backward asks for it.
+"""Run one call of a segment: drop the tensors saved in forward, and recompute them when backward asks for one.
 
 The mechanism is the same as in PyTorch's non-reentrant checkpoint, hooks on the tensors that autograd saves::
 
@@ -436,7 +436,7 @@ class _Repetition:
 
 
 class _Watch:
-    """Samples of what a watched forward saves, to be compared with its recomputation."""
+    """Samples of the tensors that a watched forward saves, to be compared with its recomputation."""
 
     def __init__(self, first_node: int) -> None:
         self.last = range(first_node, first_node)

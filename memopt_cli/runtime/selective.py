@@ -4,7 +4,7 @@ The idea comes from PyTorch's ``create_selective_checkpoint_contexts``, with the
 
 - A kept output that is modified in place later, through whatever view, is copied first.  PyTorch looks only at the
   version counters.  But the output of ``aten::_unsafe_view``, the last operator of a matrix product in three
-  dimensions, has a counter of its own: an in-place activation after it would give wrong gradients silently.
+  dimensions, has its own version counter: an in-place activation after it would give wrong gradients silently.
 - Only the innermost segment that runs an operator may keep the operator's output: if an outer segment kept it, the
   recomputation of the inner one would run the operator all the same.
 - A second backward through the same graph recomputes the outputs that the first backward has used up.

@@ -10,7 +10,7 @@ gradients of their inputs::
     chunks    0  1  2  3  4  5  6  7  8  9 10 11     of length 5
     run       0  1  2  [3 4  5  6  7  8] 9 10 11     the stand-in is of length 30
 
-Where chunks have two lengths, which differ by one, each length has a stand-in of its own.  The two chunks before a
+Where chunks have two lengths, which differ by one, each length has its own stand-in.  The two chunks before a
 stand-in show what it leaves.  The chunk after it shows its gradients, since backward comes to that chunk first.  If
 these show that chunks differ, or that their tensors cannot be made in one piece, the step ends there with
 :class:`ChunksDifferError`.  Then the step must be run again, with all chunks of that module.

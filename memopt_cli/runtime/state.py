@@ -4,7 +4,7 @@ A recomputed forward must start from the state that the first one started from, 
 neuron membranes and counters advance once a step, however often forward runs.  ``learned.py`` finds out which state
 forward changes, and ``held.py`` holds that; this file takes the state before forward, and puts it back in backward.
 
-One segment, two time steps; each assigns its membrane ``v``, a matrix, anew (``self.v = 0.5 * self.v + x``) and counts
+One segment, two time steps; each assigns its membrane ``v``, a matrix, again (``self.v = 0.5 * self.v + x``) and counts
 up ``count`` in place (``self.count.add_(1)``)::
 
     forward 1   StartingState(module)   v = A, count = 0    taken: A by reference, and a copy of count
@@ -120,7 +120,7 @@ class StartingState:
     # ------------------------------------------------------------------------------------------- after forward
 
     def end_forward(self, *, has_failed: bool = False) -> None:
-        """Learn, once forward has ended, what it has changed; then drop all that a recomputation does not need.
+        """Learn, once forward has ended, the changes that it made; drop all that a recomputation does not need.
 
         ``has_failed``: forward raised an error, so that the next call may do more than this one did.
         """
@@ -207,7 +207,7 @@ class StartingState:
             self._received = {**(self._received or {}), number: written.copy}
 
     def irreversible_effect(self) -> Complaint:
-        """Return what forward did that nothing can undo."""
+        """Return a change by forward that nothing can undo; empty if there is none."""
         if self._parameters.written:
             return f"writes to its parameter {self._parameters.written} in place"
         if self._parameters.has_gradients:

@@ -1,6 +1,6 @@
 """The exchange among ranks in a step: counts collectives and their bytes, and labels the tensors of the exchange.
 
-FSDP2 gathers parameters into buffers of its own, frees the buffers by resizing their storages (which is not an
+FSDP2 gathers parameters into its own buffers, frees the buffers by resizing their storages (which is not an
 operator), and reduces gradients in other buffers.  Operators of FSDP (``fsdp::``) and of process groups (``c10d::``)
 tell which buffer is which.
 """

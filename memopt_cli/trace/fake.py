@@ -93,7 +93,7 @@ class FakeStep:
     """A step on fake tensors, with the same storages as a real one.
 
     ``mode`` is the mode of tensors in ``step`` that are fake already.  ``sharded`` is a model without data to use
-    instead of a copy of the step's.  Raises whatever the model raises when it needs data that fake tensors do not have.
+    instead of a copy of the step's.  An error of a model that needs data, which fake tensors lack, is passed on.
     """
 
     def __init__(self, step: Step, mode: FakeTensorMode | None = None, sharded: nn.Module | None = None) -> None:

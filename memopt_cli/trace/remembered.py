@@ -40,7 +40,7 @@ _UNCACHEABLE = object()
 
 
 class _New(NamedTuple):
-    """A result with a storage of its own."""
+    """A result with its own storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Notes on one training step while it runs: its operators, its calls of modules, and what autograd saves.
+"""Notes on one training step while it runs: its operators, its calls of modules, and its saved tensors.
 
 The hard part is to tell which module an operator of backward belongs to.  Autograd numbers the nodes of its graph in
 the order in which forward makes them, and this log notes the next number whenever a module begins or ends::
@@ -66,12 +66,12 @@ class LoggedOp:
     record: OpTrace
     """Record of the operator, without the storages that it makes, which are added once the step has ended."""
     call: int | None
-    """In backward, index of the call that is differentiated (-1 for code outside of modules).  ``None`` outside of
+    """In backward, index of the call that is differentiated (-1 for code outside of modules); ``None`` outside of
     backward."""
 
 
 class StepLog(StorageLog):
-    """The counter of storages that also notes every operator, every call of a module, and what autograd saves."""
+    """The counter of storages that also notes every operator, every call of a module, and saved tensors."""
 
     def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None) -> None:
         super().__init__(module_running, workspaces)

@@ -1,4 +1,4 @@
-"""The accounts of a step: which storages are alive, by weak references, and the most bytes at any instant."""
+"""The accounts of a step: which storages are alive, by weak references, and the maximum bytes at any instant."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Storage:
 
 @dataclass(slots=True)
 class Peaks:
-    """The most bytes alive at any instant so far, and their ticks."""
+    """The maximum bytes alive at any instant so far, and their ticks."""
 
     tensor_bytes: int = 0
     """Maximum bytes of storages alive at once: the tensor peak."""

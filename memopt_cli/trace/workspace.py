@@ -77,7 +77,7 @@ class _Run:
 
 @dataclass(slots=True)
 class Workspaces:
-    """The most bytes that operators hold, while they run, beyond their inputs and outputs.
+    """The maximum bytes that operators hold, while they run, beyond their inputs and outputs.
 
     Record a whole step before the first look-up.
     """
@@ -167,8 +167,8 @@ def find_workspaces(runs: Iterable[OperatorRun], allocations: list[tuple[int, in
     """Find the workspaces in a profile.
 
     ``runs`` has each operator before those that it calls; ``allocations`` are pairs of a time in ns and a change in
-    bytes, sorted.  A workspace is the most bytes allocated during an operator, less the higher of the bytes before and
-    after it.
+    bytes, sorted.  A workspace is the maximum bytes allocated during an operator, less the higher of the bytes before
+    and after it.
     """
     times = [time_ns for time_ns, _ in allocations]
     levels = [0]

@@ -300,5 +300,5 @@ def _install_segment(module: nn.Module, config: SegmentConfig | ConfigsByLength)
             raise PlanError("the model has a plan already: memopt_cli.plan_of(model)", hint=_REMOVE_FIRST) from reason
         hint = f"Change the entry of '{config.path}' in the plan, or remove it."
         if isinstance(config, ConfigsByLength) and config.length is not None and not any(config.configs):
-            hint = "A plan by length looks at what the whole model is given; use a plan without ranges."
+            hint = "A plan by length looks at the inputs of the whole model; use a plan without ranges."
         raise PlanError(f"module '{config.path}' cannot be a segment: {reason}", hint=hint) from reason

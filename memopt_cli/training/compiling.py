@@ -86,7 +86,7 @@ def compiles_by_plan(model: nn.Module) -> bool:
 
 
 def stop_compiling(model: nn.Module) -> None:
-    """Undo what a plan's :func:`compile_model` did to ``model``; leave a call that the user had compiled."""
+    """Undo a plan's :func:`compile_model` on ``model``; leave a call that the user had compiled."""
     if compiles_by_plan(model):
         vars(model).pop(COMPILED_CALL)
     vars(model).pop(COMPILED_KEY, None)

@@ -31,7 +31,7 @@ GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argumen
 _OF_INPUTS: Final = re.compile(
     r"shape|size|d-?type|scalar type|dimension|argument|input|out of range|channels|\b\dD\b|expected", re.IGNORECASE
 )
-"""Words in errors about what a forward was given, by PyTorch, by Python and by libraries of models."""
+"""Words in errors about a forward's arguments, by PyTorch, by Python and by libraries of models."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 """Beginnings of the paths of Python's own modules and of installed packages."""
@@ -111,7 +111,7 @@ def _has_any(ran: Mapping[str, bool], prefix: str) -> bool:
 
 
 class InputsRejectedError(StepError):
-    """A forward that failed on what it was given: a shape, a dtype, or an argument."""
+    """A forward that failed on an argument, or on its shape or dtype."""
 
 
 def running_calls(error: BaseException, model: nn.Module) -> list[RunningCall]:

@@ -135,7 +135,7 @@ class Step:
     def take(self, on_phase: Callable[[Phase], object] = ignore) -> None:
         """Take the whole step, adding to existing gradients.
 
-        ``on_phase`` is called with each phase as it begins; an optimizer that runs in backward has no phase of its own.
+        ``on_phase`` is called with each phase as it begins; an optimizer that runs in backward has no phase.
         """
         on_phase("forward")
         output = self.forward()
@@ -355,7 +355,7 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
 def failure_named(model: nn.Module) -> Iterator[None]:
     """Raise an error of the ``with`` block, a part of a step of ``model``, as a :class:`StepError` with its module.
 
-    An error of memopt's own, and one that means that memory ran out, are raised unchanged.
+    Errors of memopt, and errors that mean that memory ran out, are raised unchanged.
     """
     try:
         yield

@@ -47,8 +47,8 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
     """Take ``count`` steps on the same inputs, record what each leaves, and restore the parameters afterwards.
 
     The steps use the optimizer of ``step``, or SGD.  ``between`` is called with the model before each step, but not for
-    a user's own step.  ``watched`` is the index of the step in which calls of modules are recorded as well;
-    ``None`` for no step.  A step that fails is the last, and its record has the error; only an out-of-memory error is
+    a user's own step.  ``watched`` is the index of the step in which calls of modules are recorded as well, or
+    ``None``.  A step that fails is the last, and its record has the error; only an out-of-memory error is
     raised.
     """
     # Hooks and modes do not see into compiled code.

@@ -38,7 +38,7 @@ _SHIFT = 4099
 def tensors_after_step(model: nn.Module, output: Any) -> dict[str, Tensor | None]:
     """Return the tensors that a step left, not copied: ``output``, gradients, buffers, state and generators, by name.
 
-    ``None`` for a deferred output that nothing has read.  Reading it here would compute it.
+    A deferred output that nothing has read is ``None``, since reading it here would compute it.
     """
     return {f"output[{i}]": _values(t) for i, t in enumerate(tensors_of(output))} | tensors_on(model)
 

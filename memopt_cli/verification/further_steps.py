@@ -201,7 +201,7 @@ class _SteppingCopy:
         """Return the effects of a step that continues from the last one.
 
         If it fails, the step begins with the original state: it cannot continue if membranes have another batch size,
-        for example.  Raises whatever the model raises from the original state.
+        for example.  An error that the model raises from the original state is passed on.
         """
         try:
             return self._take_pair(variation)
@@ -254,7 +254,7 @@ class _Pair:
         install(self._planned.model)
 
     def compare(self, variation: Variation) -> CheckResult:
-        """Update both copies, take one step of each, and compare the steps.  Raises whatever the plain model raises."""
+        """Update both copies, take a step of each, and compare the steps; an error of the plain model is passed on."""
         gradients, self._gradients = self._gradients, {}
         for stepping in (self._plain, self._planned):
             stepping.update(gradients)

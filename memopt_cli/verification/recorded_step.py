@@ -109,7 +109,7 @@ def _compare(
         reference, plain_s = _timed_effects(step, start)
     except StepError:
         # The step ran as it was measured.  A model may reject inputs that need a gradient: the speech models of
-        # transformers set ``requires_grad`` on a view of theirs.
+        # transformers set ``requires_grad`` on a view.
         reference, step = None, replace(step, compares_inputs=False)
     if reference is None:  # not in the ``except`` above, whose error would be shown with that of this call
         reference, plain_s = _timed_effects(step, start)

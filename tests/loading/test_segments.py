@@ -111,7 +111,7 @@ def test_what_is_done_at_each_length_is_looked_at(tmp_path: Path) -> None:
     [
         ({"up_to": (1, 2)}, "2 in it has other ranges of lengths"),
         ({"up_to": (0, 4)}, "must ascend from 1"),
-        ({"length": LengthOf(name="T", argument=0, axis=0)}, "2 in it is by a length of its own"),
+        ({"length": LengthOf(name="T", argument=0, axis=0)}, "2 in it is by its own length"),
     ],
 )
 def test_all_of_a_model_is_by_the_lengths_of_its_root(values: dict[str, Any], says: str, tmp_path: Path) -> None:

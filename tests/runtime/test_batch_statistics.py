@@ -904,7 +904,7 @@ def test_norms_in_a_segment_within() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()))
     install_segment(block, EXACT)
     install_segment(block[1], SegmentConfig())
-    with pytest.raises(ValueError, match="its 1, which holds a batch norm, is a segment of its own"):
+    with pytest.raises(ValueError, match="its 1, which holds a batch norm, is a segment too"):
         block(torch.randn(6, 4))
 
 

@@ -36,7 +36,7 @@ from memopt_cli.runtime.private_torch import (
     version_counter,
 )
 
-_MIN_BYTES: Final = 1 << 16
+_MIN_SENT_BYTES: Final = 1 << 16
 """A tensor with fewer bytes is not sent."""
 _PARCEL_SAVES: Final = 4
 """Number of tensors in a parcel of tensors that are saved outside of segments."""
@@ -319,7 +319,7 @@ def _can_be_sent(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is large, and its memory holds its values as they are (not so in a negative view)."""
     if not is_ordinary(tensor) or not has_memory(tensor):
         return False
-    return tensor.nbytes >= _MIN_BYTES and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+    return tensor.nbytes >= _MIN_SENT_BYTES and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
 
 
 def fetch(stored: Packed | PackedAway) -> Packed:

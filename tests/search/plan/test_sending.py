@@ -173,5 +173,5 @@ def test_a_budget_is_met_that_recomputation_alone_does_not_meet() -> None:
 
 def test_the_search_counts_by_the_sizes_of_the_runtime() -> None:
     """It repeats them, since it works without torch."""
-    assert (sending.MIN_SENT_BYTES, sending.SAVES_OF_A_PARCEL) == (schedule._MIN_BYTES, schedule._PARCEL_SAVES)
-    assert replay.MIN_PACKED_BYTES == packing._MIN_BYTES
+    assert (sending.MIN_SENT_BYTES, sending.SAVES_OF_A_PARCEL) == (schedule._MIN_SENT_BYTES, schedule._PARCEL_SAVES)
+    assert replay.MIN_PACKED_BYTES == packing._MIN_PACKED_BYTES
