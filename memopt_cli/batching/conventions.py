@@ -95,7 +95,8 @@ class StatefulAdapter(nn.Module):
         """Reset the state, inside the layer as well; the next input must have ``batch_size`` samples."""
         if batch_size < 1:
             raise BatchShapeError(f"batch_size is {batch_size}; it must be at least 1")
-        self._batch_size, self._state = batch_size, ()
+        self._batch_size = batch_size
+        self._state = ()
         reset_layer(self.layer, batch_size)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -70,7 +70,8 @@ class DatasetRun:
     def _process(self, batch: Any) -> list[Any]:
         """Return the outputs for ``batch``: one entry for each piece that fits in memory."""
         outputs: list[Any] = []
-        start, rows = 0, count_rows(batch)
+        start = 0
+        rows = count_rows(batch)
         while start < rows:
             stop = min(rows, start + self.sizer.batch_size)
             started = time.perf_counter()

@@ -291,7 +291,8 @@ class BatchShapeManager:
             self._last_metrics.get("memory") if memory is None else memory,
             {} if throughput is None else {"throughput": throughput},
         )
-        self._last_rows, self._last_metrics = 0, {}
+        self._last_rows = 0
+        self._last_metrics = {}
         logger.debug("step %d: batch size %d", step, size)
         if size != old_size:
             logger.debug("step %d: batch size %d -> %d (%s)", step, old_size, size, self.sizer.reason)

@@ -151,10 +151,7 @@ class BatchShapeOptimizer:
         *,
         objectives: Mapping[str, float] | None = None,
     ) -> BatchRecommendation:
-        """Return the best of the shapes near ``input_shape`` that suit the model's architecture.
-
-        See :meth:`optimize_batch_shape`.
-        """
+        """Return the best of the shapes near ``input_shape`` that suit the model's architecture."""
         shapes = candidate_shapes(self._model, require_batch_shape(input_shape))
         return self.optimize_batch_shape(shapes, constraints, objectives=objectives)
 

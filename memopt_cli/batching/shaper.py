@@ -115,10 +115,7 @@ class MemoryAwareShaper:
 
 
 def _resolved_shape(tensor: Tensor, target_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return ``target_shape`` with its -1 filled in.
-
-    Raises :class:`BatchShapeError` if the elements of ``tensor`` cannot fill it.
-    """
+    """Fill in the -1 of ``target_shape``; raise :class:`BatchShapeError` if ``tensor`` does not fit."""
     try:
         return tuple(torch.empty(tensor.shape, device="meta").reshape(tuple(target_shape)).shape)
     except RuntimeError as error:

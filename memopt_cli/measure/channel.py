@@ -99,10 +99,7 @@ class Channel:
                 unsent = unsent[self._jobs.write(unsent) or 0 :]
 
     def line(self, max_bytes: int) -> bytes | Ended:
-        """Return the next line with its newline, or why there is none.
-
-        A line longer than ``max_bytes`` ends the subprocess.
-        """
+        """Return the next line, or why there is none; a line over ``max_bytes`` ends the subprocess."""
         searched = 0  # bytes of the buffer that are known to have no newline
         while (end := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)

@@ -23,10 +23,7 @@ _RANK_VARIABLES: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_
 
 
 def resolve_device(text: str) -> str:
-    """Return the device that ``text`` names: ``auto``, ``cpu``, ``cuda[:N]``.
-
-    Raises :class:`UsageError` if the machine does not have it.
-    """
+    """Return the device ``text`` (``auto``, ``cpu``, ``cuda[:N]``), or raise :class:`UsageError` if it is missing."""
     if text == "cpu" or (text == "auto" and not _may_have_gpu()):
         return "cpu"
     import torch  # here, since it takes seconds

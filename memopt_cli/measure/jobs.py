@@ -66,8 +66,7 @@ class Subject:
     settings: StepSettings = _DEFAULTS
     data: Data = "full size"
     card: DeviceProfile | None = None
-    """A device that this machine lacks, so that its peaks and times are estimated; ``None`` if the step's device is
-    measured."""
+    """A device that this machine lacks, and whose peaks and times are estimated; ``None`` to measure the step."""
     layer_runs: bool = False
     """Whether flat Sequentials are divided into runs of layers, and each run can be a segment."""
     tries_rows: bool = True
@@ -304,8 +303,7 @@ class CountJob(SizedJob[Counted]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallJob(StepJob[ModelCall]):
-    """Runs a forward, without data if the model can, and returns the kinds of its arguments and the place of its
-    loss."""
+    """Runs a forward, without data if possible, and returns the kinds of its arguments and the place of its loss."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.calls:describe_call"
 

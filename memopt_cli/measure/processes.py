@@ -53,10 +53,7 @@ class Subprocess:
 
     @property
     def pid(self) -> int:
-        """The process id; waits until the process is started.
-
-        Raises :class:`ServerLostError` if the server has ended.
-        """
+        """The process id, once the process is started.  Raises :class:`ServerLostError` if the server has ended."""
         return self._await_pid(None)
 
     def poll(self) -> int | None:

@@ -88,7 +88,8 @@ class Session:
         channel = self._send(job)
         if channel is None:
             return _ENDED
-        received_bytes, max_bytes = 0, max_saved_bytes(self._subject.source)
+        received_bytes = 0
+        max_bytes = max_saved_bytes(self._subject.source)
         while True:
             failure = channel.wait_for(SIZE.size)
             if failure is not None:

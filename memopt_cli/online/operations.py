@@ -66,10 +66,7 @@ class Operation(Protocol):
         """Return ``sum cotangent * dy/dweight`` over the batch, in the weight's shape."""
 
     def contract(self, cotangent: Tensor, trace: Tensor, /) -> Tensor:
-        """Return ``sum cotangent * trace`` over all axes except channels, in the weight's shape.
-
-        ``trace`` is ``[*y.shape, K]``.
-        """
+        """Return ``sum cotangent * trace`` over all axes except channels, for a ``trace [*y.shape, K]``."""
 
     def bias_gradient(self, cotangent: Tensor) -> Tensor:
         """Return ``sum cotangent`` over all outputs that share a bias, in the bias's shape."""
@@ -122,7 +119,8 @@ class ConvOperation(_Layer[nn.Conv1d | nn.Conv2d | nn.Conv3d]):
 
     def rows(self, z: Tensor) -> Tensor:
         """Return the patches of ``z``: ``[B, O or 1, *positions, K]`` with ``K = I / groups * prod(kernel)``."""
-        conv, windows = self.module, self._pad(z)
+        conv = self.module
+        windows = self._pad(z)
         for axis, (size, stride, dilation) in enumerate(
             zip(conv.kernel_size, conv.stride, conv.dilation, strict=True), start=2
         ):

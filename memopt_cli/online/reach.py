@@ -97,10 +97,7 @@ class Reach:
         return not has_parameters and all(isinstance(source, PastState) for source in sources)
 
     def sources_behind(self, reads: Reads) -> tuple[bool, set[Source]]:
-        """Return whether ``reads`` has untraced parameters, and its sources.
-
-        A skipped part is replaced by the parts that it reads.
-        """
+        """Return whether ``reads`` has untraced parameters, and its sources, through parts that are skipped."""
         pending, seen, has_parameters = [reads], set[Source](), False
         while pending:
             reads = pending.pop()

@@ -63,8 +63,7 @@ class Structure:
     exposed_states: frozenset[PastState]
     """States of the last step that are also read outside of the cell that declares them."""
     attached_outputs: frozenset[CellOutput]
-    """Outputs of cells that depend on more than their edges, such as on a trainable time constant.  They must keep
-    autograd's graph."""
+    """Outputs of cells that depend on more than their edges, such as on a time constant, and keep their graph."""
     source_states: dict[CellOutput, frozenset[int]]
     """Output of a cell that depends only on the cell's new states -> the numbers of those states."""
     untraced_reasons: dict[str, str]

@@ -363,7 +363,8 @@ class FactoredTrace(Trace):
         return self._channel(lambda gradient: self._to_weights(gradient * neuron, z, scale))
 
     def _to_weights(self, gradient: Tensor, z: Tensor | None, scale: float | Tensor) -> tuple[Tensor | None, ...]:
-        gradient, operation = gradient / scale, self.operation
+        gradient = gradient / scale
+        operation = self.operation
         return (
             None if z is None else operation.weight_gradient(z, gradient),
             operation.bias_gradient(gradient) if _is_trainable(operation.bias) else None,

@@ -534,10 +534,7 @@ class StateBeforePasses:
             self._norms.add(id(tensor))
 
     def restore_norms(self) -> None:
-        """Put back only the state of the batch norms.
-
-        Raises :class:`NotGatheredError` if the module has other batch norms now.
-        """
+        """Put back the state of the batch norms; raise :class:`NotGatheredError` if the module has others now."""
         if batch_norms(self._module) != self._batch_norms:
             raise NotGatheredError("makes or takes away a batch norm in its forward")
         self._state_of_norms.restore()

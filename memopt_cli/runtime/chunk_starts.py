@@ -66,10 +66,7 @@ class ChunkStarts:
         return functools.partial(self._start_tensors, len(self._chunks) - 1)
 
     def check_repeatable(self) -> None:
-        """Check, once every chunk has run, that all can be recomputed.
-
-        Raises :class:`RuntimeError` if one used random numbers.
-        """
+        """Raise :class:`RuntimeError` if a chunk used random numbers, so that it cannot be recomputed."""
         if self._generators.moved():
             raise RuntimeError(
                 f"{label_of(self._module)} uses random numbers, so its states cannot be made again. "

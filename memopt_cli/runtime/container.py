@@ -370,7 +370,8 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         if parcel is not None:
             parcel.complete()
         # Keywords and codec are only for the input of the first stage.
-        kwargs, codec = {}, COMPRESSORS["null"]
+        kwargs = {}
+        codec = COMPRESSORS["null"]
     return output
 
 

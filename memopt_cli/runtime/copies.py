@@ -166,10 +166,7 @@ def version_of(tensor: Tensor | None) -> int:
 
 
 def is_unchanged(tensor: Tensor, copy: Tensor) -> bool:
-    """Return whether ``tensor`` has the same bits as ``copy``, NaNs included.
-
-    A tensor without plain strided values counts as unchanged.
-    """
+    """Return whether ``tensor`` has the same bits as ``copy``, NaNs included; true if its values are not strided."""
     if tensor.is_meta or type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
     return torch.equal(tensor, copy) or (not tensor.is_quantized and same_bits(tensor, copy))

@@ -234,7 +234,8 @@ class DeferredLinear(Tensor):
 
     def read(self) -> Tensor:
         """Return the values, and warn if they had to be computed: that takes the memory that the plan was to save."""
-        was_computed, values = self.is_computed, self.values()
+        was_computed = self.is_computed
+        values = self.values()
         if not was_computed:
             size = f"{values.nbytes / 2**20:.1f} MiB"
             if self._head.has_loss:

@@ -98,8 +98,7 @@ class Generators:
 
 _lock = threading.RLock()
 """A lock around every access to a generator.  PyTorch locks a generator while it is read, and garbage that is collected
-meanwhile may let another Python thread run, which would wait for that lock while it holds Python's own: a deadlock.
-"""
+meanwhile may let another Python thread run, which would wait for that lock while it holds Python's own: a deadlock."""
 
 
 def _renew_lock() -> None:

@@ -234,8 +234,7 @@ class Known:
         self._prepare_comparison()
 
     def drop_needless_owners(self) -> None:
-        """Drop owners that need not be compared: empty dictionaries, and parts of objects that change and are
-        copied."""
+        """Drop owners that need not be compared: empty dictionaries, and parts of objects that are copied."""
         self.empty += [table for table in self.parameters if not table]
         self.parameters = [table for table in self.parameters if table]
         dropped = {index for index, (of, name) in self._slots_of_parts.items() if name in self.changing[of]}

@@ -35,10 +35,7 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthOf:
-    """The dimension of an argument of the model's forward whose size is the length.
-
-    Raises :class:`ValueError` for fields of other types.
-    """
+    """The dimension of an argument of the model's forward whose size is the length; its fields are checked."""
 
     name: str
     """The symbol of the dimension in messages, such as ``S``."""
@@ -73,8 +70,7 @@ class ConfigsByLength:
     configs: tuple[SegmentConfig | None, ...]
     """The settings in each range; ``None`` if the module runs plainly."""
     length: LengthOf | None = None
-    """The dimension that is the length, in the root, which sees the model's input; ``None`` if it is another
-    module."""
+    """The dimension that is the length, in the root, which sees the model's input; ``None`` if it is another module."""
     path: str = ""
     """The path in the plan, for messages."""
 

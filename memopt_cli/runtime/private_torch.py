@@ -225,10 +225,7 @@ def count_cache_bypasses() -> int:
 
 @contextlib.contextmanager
 def replaced(owner: type | ModuleType, name: str, changed: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace ``name`` of ``owner``, a PyTorch class or module, in the ``with`` block.
-
-    ``changed`` makes the replacement of the original.
-    """
+    """Replace ``name`` of ``owner``, a class or module, by ``changed`` of it, in the ``with`` block."""
     is_own, plain = name in vars(owner), getattr(owner, name)
     setattr(owner, name, changed(plain))
     try:
@@ -843,8 +840,7 @@ def start_fake_group(rank: int, ranks: int) -> None:
 
 
 def means_lost_rank(error: BaseException) -> bool:
-    """Return whether ``error`` means that another rank is gone or late; gloo has no class for it, but names its
-    file."""
+    """Return whether ``error`` means that another rank is gone or late; gloo only names its file in the message."""
     is_of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     return is_of_gloo or isinstance(error, getattr(torch.distributed, "DistError", ()))
 

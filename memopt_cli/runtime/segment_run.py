@@ -441,8 +441,7 @@ class _Watch:
     def __init__(self, first_node: int) -> None:
         self.last = range(first_node, first_node)
         """Numbers of nodes, one of which is the node that saved a tensor last.  They can be several, since an operator
-        that is given a view of a tensor that was written in place makes a node for the view after its own.
-        """
+        that is given a view of a tensor that was written in place makes a node for the view after its own."""
         self._notes: list[tuple[range, list[Any] | None]] = []
         """For each saved tensor, :attr:`last` then, and a few of its elements, or ``None`` if they cannot be read."""
 

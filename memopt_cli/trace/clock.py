@@ -46,8 +46,7 @@ _SEGMENT_RUNS = 12
 _MIN_OVERHEAD = 0.25
 """Lower bound on the overhead relative to the constants: it is a difference of two times, so less is noise."""
 _SEGMENT_S = 0.4e-3
-"""Seconds of overhead of this file's ten-layer segment on the machine of the cost model's constants
-(``benchmarks/overhead.py``)."""
+"""Seconds of overhead of this file's ten-layer segment on the machine of the cost model's constants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,8 @@ def time_operators(step: Step) -> tuple[OperatorTime, ...]:
     operators one by one: kernels run while the next ones are launched.  So there the times are scaled down to add up
     to the time of a whole step.
     """
-    device, start = step.settings.device, StartingState(step.model)
+    device = step.settings.device
+    start = StartingState(step.model)
     steps: list[list[OperatorTime]] = []
     timed_s = 0.0
     while not steps or (timed_s < _MAX_TIMED_S and len(steps) < _MAX_STEPS):

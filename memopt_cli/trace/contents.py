@@ -75,8 +75,7 @@ def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
 
 @contextmanager
 def outside_of_step() -> Iterator[None]:
-    """Keep the code in the ``with`` block out of the step: hide it from dispatch modes, and mark it with a label in
-    profiles."""
+    """Keep the code in the ``with`` block out of the step: hide it from modes, and label it in profiles."""
     with torch.no_grad(), unseen(), record_function(ASIDE_LABEL):
         yield
 

@@ -35,8 +35,7 @@ class InPlace:
         self._formula: Formula | None = None
         """Derivative formula of the last operator; ``None`` if it is part of no formula."""
         self._target: Storage | None = None
-        """Storage that the last operator writes to in a plain step, if nothing else holds it; ``None`` if it makes a
-        new one."""
+        """Storage that the last operator writes to in a plain step, if only it holds it; ``None`` if it is new."""
         self._uncorrected_bytes = 0
         """Bytes alive with both the target and the result."""
         self._forced: Storage | None = None

@@ -67,8 +67,7 @@ class RememberingDryRun(DryRun):
     """A dry run that caches the results of operators where PyTorch's own cache does."""
 
     _cache: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 shared by all dry runs, whose results are equal
-    """Key -> :class:`_New`, :class:`_View`, the index of the argument that is the result, ``None``, or several of
-    these."""
+    """Key -> :class:`_New`, :class:`_View`, index of the argument that is the result, ``None``, or several of them."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of an operator, from the cache if possible."""

@@ -66,8 +66,7 @@ class LoggedOp:
     record: OpTrace
     """Record of the operator, without the storages that it makes, which are added once the step has ended."""
     call: int | None
-    """In backward, index of the call that is differentiated (-1 for code outside of modules); ``None`` outside of
-    backward."""
+    """In backward, index of the differentiated call (-1 outside of modules); ``None`` outside of backward."""
 
 
 class StepLog(StorageLog):

@@ -25,8 +25,7 @@ from memopt_cli.text.paths import attributes_in_words
 from memopt_cli.training.module_calls import module_hooks
 
 _SWITCH: Final = re.compile(r"(?!save|load|resume|from)\w*(checkpoint|ckpt)\w*|with_cp|memory_efficient")
-"""Names of attributes that turn checkpoints on: ``use_checkpoint``, ``with_cp`` (mmcv), ``memory_efficient``
-(torchvision's DenseNet)."""
+"""Names of attributes that turn checkpoints on, such as ``use_checkpoint`` and mmcv's ``with_cp``."""
 _SUSPENDED: Final = "_memopt_checkpoints_off"
 """Attribute of a model under a plan, which lists the switches that were on before."""
 _ON_AGAIN: Final = (

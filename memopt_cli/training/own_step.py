@@ -56,7 +56,8 @@ class OwnStep(Step):
         :class:`StepError` if the step returns no tensor, never calls backward, or does something that memopt cannot
         count; and whatever the function raises.
         """
-        models, is_first = self.models, self.models.leaves is None
+        models = self.models
+        is_first = models.leaves is None
         models.restore_moved()
         real = (p for p in models.parameters() if is_first and not is_fake(p))
         before = {p: p.detach().clone() for p in real}  # to learn which parameters the function itself changes

@@ -29,8 +29,7 @@ class Step:
     """
 
     models: Mapping[str, nn.Module]
-    """Name -> model, for all models that the step runs, frozen ones included.  Paths in plans begin with the name:
-    ``generator.block1``."""
+    """Name -> model, for all models of the step.  Paths in plans begin with the name: ``generator.block1``."""
     run: Callable[..., Any]
     """Function that takes one step on the inputs: forwards, backwards and optimizers' steps, in any number.  It returns
     a tensor, or a container of tensors, that depends on the step, such as its losses."""

@@ -100,10 +100,7 @@ class _Compared:
 def _compare(
     step: Step, install: Transform, remove: Transform, *, batch: int, original_step_s: float, chunked: bool
 ) -> _Compared:
-    """Take ``step`` without the plan and with it; return the difference.
-
-    Without chunks, the step without the plan is taken twice.
-    """
+    """Return the difference of ``step`` with the plan and without it, which is taken twice if not ``chunked``."""
     start = StartingState(step.model)
     try:
         reference, plain_s = _timed_effects(step, start)

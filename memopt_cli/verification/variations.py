@@ -50,7 +50,8 @@ def variations(batch: int, size: int, resize: Resize) -> Iterator[Variation]:
     if size < batch:
         with contextlib.suppress(Exception):  # inputs of one size only: the variations have all samples
             resize(size)
-            batch, change_inputs = size, _resized_to(resize, size)
+            batch = size
+            change_inputs = _resized_to(resize, size)
     for number, (name, vary) in enumerate(_KINDS.items()):
         yield Variation(name, batch, _combine(change_inputs, vary))
         if number == 0 and batch == recorded_batch:

@@ -39,10 +39,7 @@ class _Kind:
 
 
 class ChunkTrials:
-    """The results of trials.
-
-    Where modules differ only in their widths, as the layers of many networks do, only the cheapest is tried.
-    """
+    """The results of trials; of modules that differ only in their widths, only the cheapest is tried."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench

@@ -63,8 +63,7 @@ def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
 
 
 def _is_on(path: list[str], package: str) -> bool:
-    """Return whether ``package`` was imported from a folder in ``path``, not from a user's folder that precedes it
-    now."""
+    """Return whether ``package`` was imported from a folder in ``path``, and not from a user's folder."""
     found = PathFinder.find_spec(package, path)
     return found is not None and found.origin == getattr(sys.modules.get(package), "__file__", None)
 

@@ -301,10 +301,7 @@ class _GraphFusion:
 
 
 def _fused_segment(module: nn.Module, models: int) -> nn.Module:
-    """Return ``module``, a segment, as a segment of fused kernels.
-
-    The axis of its chunks moves by one, since the models are dimension 0.
-    """
+    """Return the segment ``module`` with fused kernels; the axis of its chunks moves by one, after the models."""
     config = settings_of(module)
     assert isinstance(config, SegmentConfig)
     plain = copy.copy(module)

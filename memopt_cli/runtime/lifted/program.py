@@ -58,8 +58,7 @@ _MAX_BITS: Final = 1024
 """Maximum number of bits of a number."""
 _MAX_BLOCK_DEPTH: Final = 48
 _MAX_LOOP_DEPTH: Final = 16
-"""Maximum number of blocks nested in each other, and of loops among them; the limits of Python's compiler are 100 and
-20."""
+"""Maximum nesting of blocks, and of loops among them; the limits of Python's compiler are 100 and 20."""
 
 
 class BadProgramError(ValueError):

@@ -39,10 +39,7 @@ class Sent(ABC):
 
     @abstractmethod
     def wait_until_fetched(self) -> None:
-        """Wait until :meth:`fetch` has filled its tensor.
-
-        Raises :class:`RuntimeError` if the bytes are lost.
-        """
+        """Wait until :meth:`fetch` has filled its tensor.  Raises :class:`RuntimeError` if the bytes are lost."""
 
     @abstractmethod
     def _release(self) -> None:

@@ -63,10 +63,7 @@ def shard_for_prediction(model: nn.Module, mesh: DeviceMesh, layout: RankLayout,
 
 
 def shard_for_measurement(model: nn.Module, mesh: DeviceMesh, layout: RankLayout, function: Shard | None) -> nn.Module:
-    """Shard ``model`` like :func:`shard_for_prediction`, on a real rank.
-
-    Raises :class:`StepError` if it cannot be measured.
-    """
+    """Shard ``model`` on a real rank; raise :class:`StepError` if the sharded model cannot be measured."""
     return _call_and_check(model, mesh, layout, function, "measured")
 
 
