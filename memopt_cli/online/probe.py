@@ -36,7 +36,7 @@ class Probe(Interception):
         """Prepare a step from random states, on average ``spread`` away from their values at rest."""
         super().__init__(weights, cells, batched=batched)
         self.reads: dict[ModuleUse | CellOutput, Reads] = {}
-        """Use -> the parts that its input reads; output of a cell -> the parts that it reads; in order of computation."""
+        """Use -> the parts that its input reads; output of a cell -> the parts that it reads, in order."""
         self.output_reads: list[Reads] = []
         """The parts that each tensor of the model's output reads."""
         self.input_shapes: dict[ModuleUse, tuple[int, ...] | None] = {}
