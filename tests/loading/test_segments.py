@@ -56,7 +56,7 @@ def _load(model: nn.Module, folder: Path) -> nn.Module:
         ({"spatial_split": True}, "its Linear at '2' cannot be a segment: .*no method __spatial_split__"),
         ({"spatial_split": True, "chunks": 2}, "not both"),
         ({"recompute": 0}, "recompute must be true or false, not 0"),
-        ({"recompute": False, "chunks": 2}, "only what is recomputed"),
+        ({"recompute": False, "chunks": 2}, "only a recomputed module"),
         ({"keep": "abc"}, "keep must be a tuple of names"),
         ({"keep": 7}, "keep must be a tuple of names"),
         ({"keep": ("nonsense",)}, "no operator of that name"),
