@@ -931,6 +931,25 @@ def test_a_renamed_module_is_compared_under_the_name_of_the_reference() -> None:
         verified(lambda: Net(Block()), lambda: Renamed(drawn=1))
 
 
+class Named(Parts, layer=lambda: nn.Linear(6, 6)):
+    """A net whose layer has a name of the user's choice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, self._modules.pop("layer"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (layer,) = self.children()
+        return layer(x)
+
+
+@pytest.mark.parametrize("name", ["output", "input"])
+def test_outputs_and_inputs_are_not_taken_for_a_renamed_module(name: str) -> None:
+    same = verified(lambda: Named("head"), lambda: Named(name), steps=1)
+    assert same.alike == "to the bit"
+    assert same.notes == (f"Compared under the names of the reference: {name} is head.",)
+
+
 class Renorm(nn.Module):
     """A norm that counts twice, beside one that has its old name and counts once."""
 
