@@ -308,6 +308,9 @@ def frozen_weight() -> nn.Module:
         pytest.param(lambda: Net(Block(nn.Tanh())), lambda: frozen_weight(), "blocks.0.wide.weight", causes.FREEZING,
             id="a frozen parameter",
         ),
+        pytest.param(lambda: Net(Block()), lambda: frozen_front(), "blocks.0.wide.weight", causes.FREEZING,
+            id="a frozen parameter of a renamed module",
+        ),
         pytest.param(
             lambda: Net(Block(DropFunction(plainly))), lambda: Net(Block(DropFunction(forgetful))), "",
             causes.REDRAWS,
@@ -912,6 +915,12 @@ class Renamed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.front(self.first(x))
+
+
+def frozen_front() -> nn.Module:
+    net = Renamed()
+    net.front.wide.weight.requires_grad_(False)
+    return net
 
 
 class Longer(Renamed):

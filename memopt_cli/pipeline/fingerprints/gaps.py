@@ -355,6 +355,7 @@ def _with_names(training: FollowedSteps, rename: _RenameFunction) -> FollowedSte
         start=_rename_tensors(training.start, rename),
         others=tuple(map(rename, training.others)),
         evaluating=tuple(_rename_path(path, rename) for path in training.evaluating),
+        frozen=tuple(_rename_path(name, rename) for name in training.frozen),
         steps=tuple(_rename_step(step, rename) for step in training.steps),
     )
 
@@ -371,7 +372,7 @@ def _rename_step(step: StepPrint, rename: _RenameFunction) -> StepPrint:
 
 
 def _rename_path(path: str, rename: _RenameFunction) -> str:
-    """Return the ``path`` of a module under its new name; ``rename`` takes the name of a tensor in the module."""
+    """Return the ``path`` of a module or parameter under its new name; ``rename`` takes names of tensors."""
     return rename(f" {path}.")[1:-1]
 
 
