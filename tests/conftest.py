@@ -140,6 +140,7 @@ def memopt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
 
     def run(*arguments: str) -> Done:
         before = _files(tmp_path)

@@ -28,7 +28,7 @@ from memopt_cli.loading.pickles.entries import (
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.torchscript import TorchScript
-from memopt_cli.loading.user_code import UserCode, command_line_of, import_failure, make_importable
+from memopt_cli.loading.user_code import UserCode, command_line_of, file_in, import_failure, make_importable
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import FIRST_USED
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
@@ -69,6 +69,12 @@ def _import_module(location: str) -> Callable[[], Any]:
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         reason, hint = import_failure(err)
         raise FileFormatError(f"{location}: importing {module} failed: {reason}", hint=hint) from err
+    own, found = file_in(Path.cwd(), module), getattr(factory, "__file__", None)
+    if own is not None and (found is None or Path(found).resolve() != own.resolve()):
+        raise UsageError(
+            f"{location}: {module} is installed, as {found or 'a built-in module'}, and another is in this folder",
+            hint="`--code-path .` takes the one in this folder. To take the installed one, run memopt elsewhere.",
+        )
     for part in name.split("."):
         factory = getattr(factory, part, None)
     if not callable(factory):

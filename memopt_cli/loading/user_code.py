@@ -7,8 +7,10 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator
-from importlib.machinery import PathFinder
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final, TextIO
@@ -48,7 +50,7 @@ def modules_beside(module: str) -> str:
     for count, part in enumerate(parts):
         if not part.isidentifier():  # the name may come from a hostile file
             return ""
-        spec = PathFinder.find_spec(".".join(parts[: count + 1]), folders)
+        spec = find_spec(".".join(parts[: count + 1]), folders)
         if spec is None and folders is not None:
             names = sorted(found.name for found in pkgutil.iter_modules(folders))
             there = f"; it has {format_some(names, _SHOWN)}" if names else ""
@@ -242,12 +244,38 @@ class _Heard:
 
 
 def make_importable(folder: Path, *, first: bool = True) -> None:
-    """Put ``folder`` on ``sys.path``: ``first``, as Python does for a script, or last, so that it hides nothing."""
-    if first and str(folder) in sys.path:
-        sys.path.remove(str(folder))
-    if str(folder) not in sys.path:
-        sys.path.insert(0 if first else len(sys.path), str(folder))
-        importlib.invalidate_caches()
+    """Let Python import from ``folder``: ``first``, as it does for a script, or last, so that it hides nothing."""
+    name, last = str(folder), _LastFolder(str(folder))
+    if first:
+        sys.path[:] = [name, *(entry for entry in sys.path if entry != name)]
+    elif name not in sys.path and last not in sys.meta_path:
+        sys.meta_path.append(last)
+    importlib.invalidate_caches()
+
+
+@dataclass(frozen=True, slots=True)
+class _LastFolder(MetaPathFinder):
+    """A finder of the modules in a folder that Python asks after all others.
+
+    Even the last folder on ``sys.path`` would hide some: packages without an ``__init__.py`` in all other folders, and
+    packages that are installed in editable mode, which finders behind ``sys.path`` find.
+    """
+
+    folder: str
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec of a module that lies in no package: a package knows where its own modules are."""
+        return PathFinder.find_spec(fullname, [self.folder], target) if path is None else None
+
+
+def find_spec(
+    fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, *, without: object = None
+) -> ModuleSpec | None:
+    """Return the spec that Python finds for the module ``fullname``, but for the finder ``without``."""
+    found = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not without)
+    return next(filter(None, found), None)
 
 
 def is_session(main: ModuleType) -> bool:

@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
 from memopt_cli.errors import UsageError
-from memopt_cli.loading.user_code import command_line_of, import_failure, is_session, make_importable
+from memopt_cli.loading.user_code import command_line_of, find_spec, import_failure, is_session, make_importable
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.misnamed import definitions
 
@@ -100,8 +100,8 @@ class _ByOtherNames(MetaPathFinder, Loader):
         """Return a spec of the module that ran, if its file has not changed."""
         if all(file.stem != fullname.rpartition(".")[2] for file in _RAN):
             return None
-        found = PathFinder.find_spec(fullname, path, target)
-        if not found or not found.origin or _unchanged(Path(found.origin).resolve()) is None:
+        found = find_spec(fullname, path, target, without=self)
+        if not found or not found.origin or not found.has_location or _unchanged(Path(found.origin).resolve()) is None:
             return None
         return ModuleSpec(fullname, self, origin=found.origin)
 

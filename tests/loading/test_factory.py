@@ -26,7 +26,7 @@ from memopt_cli.loading.pickles.nodes import Global
 from memopt_cli.loading.user_code import UserCode
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.answers.without_steps import write_model
-from memopt_cli.records import ModelSource, Plan
+from memopt_cli.records import ModelSource, Plan, Trust
 from memopt_cli.runtime.private_torch import is_fake
 from memopt_cli.trace import built_without_data, fake_mode
 
@@ -54,6 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "user_factory.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     yield tmp_path
     sys.modules.pop("user_factory", None)
 
@@ -376,6 +377,36 @@ def test_a_file_imports_from_its_own_folder_before_the_current_one(flag: str, on
     finally:
         for name in ("user_parts", "memopt_user_user_train"):
             sys.modules.pop(name, None)
+
+
+def test_a_package_of_the_current_folder_hides_none_of_the_files(folder: Path) -> None:
+    """Python prefers a package with an ``__init__.py`` in any folder of ``sys.path`` to one without."""
+    for where in (folder, folder / "old"):
+        (where / "user_ops").mkdir(parents=True)
+        (where / "user_ops/scale.py").write_text(f"home = {where.name!r}")
+    (folder / "user_ops/__init__.py").touch()
+    (folder / "user_beside.py").touch()
+    (folder / "old/user_train.py").write_text(
+        "import user_beside\nfrom user_ops import scale\nfrom torch import nn\n"
+        "def make(): return nn.ParameterDict({scale.home: 1.0})"
+    )
+    try:
+        assert list(load_model(ModelSource(location="old/user_train.py:make")).module) == ["old"]
+    finally:
+        for name in ("user_ops.scale", "user_ops", "user_beside", "user_train", "memopt_user_user_train"):
+            sys.modules.pop(name, None)
+
+
+def test_of_an_installed_module_and_one_in_the_current_folder_neither_is_taken(folder: Path) -> None:
+    (folder / "installed").mkdir()
+    (folder / "installed/user_factory.py").write_text(CODE)
+    sys.path.append(str(folder / "installed"))
+    with pytest.raises(UsageError, match=r"user_factory is installed, as .*, and another is in this folder") as raised:
+        load_model(ModelSource(location="user_factory:make"))
+    assert "`--code-path .`" in raised.value.hint
+    del sys.modules["user_factory"]
+    load_model(ModelSource(location="user_factory:make", trust=Trust(code_paths=(".",))))
+    assert Path(str(sys.modules["user_factory"].__file__)).parent == folder
 
 
 def test_a_file_that_another_imports_runs_once(folder: Path) -> None:

@@ -308,6 +308,9 @@ def frozen_weight() -> nn.Module:
         pytest.param(lambda: Net(Block(nn.Tanh())), lambda: frozen_weight(), "blocks.0.wide.weight", causes.FREEZING,
             id="a frozen parameter",
         ),
+        pytest.param(lambda: Net(Block()), lambda: frozen_front(), "blocks.0.wide.weight", causes.FREEZING,
+            id="a frozen parameter of a renamed module",
+        ),
         pytest.param(
             lambda: Net(Block(DropFunction(plainly))), lambda: Net(Block(DropFunction(forgetful))), "",
             causes.REDRAWS,
@@ -914,6 +917,12 @@ class Renamed(nn.Module):
         return self.front(self.first(x))
 
 
+def frozen_front() -> nn.Module:
+    net = Renamed()
+    net.front.wide.weight.requires_grad_(False)
+    return net
+
+
 class Longer(Renamed):
     """The net whose block has another name, with a layer more."""
 
@@ -929,6 +938,25 @@ def test_a_renamed_module_is_compared_under_the_name_of_the_reference() -> None:
     assert same.notes == ("Compared under the names of the reference: front is blocks.0.",)
     with pytest.raises(StepError, match=r"start with different values of parameter blocks\.0\."):
         verified(lambda: Net(Block()), lambda: Renamed(drawn=1))
+
+
+class Named(Parts, layer=lambda: nn.Linear(6, 6)):
+    """A net whose layer has a name of the user's choice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, self._modules.pop("layer"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (layer,) = self.children()
+        return layer(x)
+
+
+@pytest.mark.parametrize("name", ["output", "input"])
+def test_outputs_and_inputs_are_not_taken_for_a_renamed_module(name: str) -> None:
+    same = verified(lambda: Named("head"), lambda: Named(name), steps=1)
+    assert same.alike == "to the bit"
+    assert same.notes == (f"Compared under the names of the reference: {name} is head.",)
 
 
 class Renorm(nn.Module):

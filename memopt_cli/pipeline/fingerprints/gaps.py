@@ -146,7 +146,8 @@ def with_equal_names(reference: FollowedSteps, other: FollowedSteps) -> tuple[Fo
     """
     reference, other = _without_wrappers(reference, other)
     if stems := _renamed(reference, other):
-        names = re.compile(rf"(?<![^ ])({'|'.join(map(re.escape, sorted(stems, key=len, reverse=True)))})(?![^.\[])")
+        # After a space: the candidate may have a module named ``output``, and outputs and inputs have no such paths.
+        names = re.compile(rf"(?<= )({'|'.join(map(re.escape, sorted(stems, key=len, reverse=True)))})(?![^.])")
         other = _with_names(other, lambda name: names.sub(lambda stem: stems[stem[1]], name))
     _require_same_start(reference, other)
     return reference, other
@@ -353,7 +354,8 @@ def _with_names(training: FollowedSteps, rename: _RenameFunction) -> FollowedSte
         training,
         start=_rename_tensors(training.start, rename),
         others=tuple(map(rename, training.others)),
-        evaluating=tuple(rename(f"{path}.")[:-1] for path in training.evaluating),
+        evaluating=tuple(_rename_path(path, rename) for path in training.evaluating),
+        frozen=tuple(_rename_path(name, rename) for name in training.frozen),
         steps=tuple(_rename_step(step, rename) for step in training.steps),
     )
 
@@ -364,9 +366,14 @@ def _rename_step(step: StepPrint, rename: _RenameFunction) -> StepPrint:
         effects=_rename_tensors(step.effects, rename),
         others=_rename_tensors(step.others, rename),
         hooks=tuple(map(rename, step.hooks)),
-        calls=tuple(replace(call, path=rename(f"{call.path}.")[:-1]) for call in step.calls),
-        choices=tuple(replace(choice, path=rename(f"{choice.path}.")[:-1]) for choice in step.choices),
+        calls=tuple(replace(call, path=_rename_path(call.path, rename)) for call in step.calls),
+        choices=tuple(replace(choice, path=_rename_path(choice.path, rename)) for choice in step.choices),
     )
+
+
+def _rename_path(path: str, rename: _RenameFunction) -> str:
+    """Return the ``path`` of a module or parameter under its new name; ``rename`` takes names of tensors."""
+    return rename(f" {path}.")[1:-1]
 
 
 def _rename_tensors(tensors: Sequence[TensorPrint], rename: _RenameFunction) -> tuple[TensorPrint, ...]:
