@@ -441,10 +441,7 @@ def _instance_paths(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[
 
 
 def _missing_segment_notes(net: nn.Module, instance: type | tuple[type, ...], findings: Findings) -> list[str]:
-    """Return a note for each class without a module that became a segment.
-
-    Empty if the plan has segments, or at level 0.
-    """
+    """Return a note for each class without a module that became a segment; none if the plan has any, or at level 0."""
     if findings.plan.segments or findings.selection is None:
         return []
     kinds = instance if isinstance(instance, tuple) else (instance,)

@@ -161,8 +161,8 @@ def optimize(
     device:
         The device to measure on.  By default this process's, as its launcher set it.
     process_group:
-        A group whose ranks all make this call, each with its copy of the model.  The first rank searches; all ranks get
-        its plan and check that they have the same.  An error on one rank is raised on all.  ``None`` for no group.
+        A group whose ranks all make this call, each with its copy of the model; ``None`` for no group.  The first rank
+        searches; all ranks get its plan and check that they have the same.  An error on one rank is raised on all.
     timeout:
         Seconds that each answer of a profiling subprocess may take.
     verbose:

@@ -225,10 +225,7 @@ def parse_device(text: str) -> str:
 
 
 def parse_factory(text: str) -> tuple[str, str] | None:
-    """Split ``"package.module:callable"`` or ``"file.py:function"`` into the module or file, and the name in it.
-
-    ``None`` if ``text`` has another form.
-    """
+    """Split ``"package.module:callable"`` or ``"file.py:function"`` at the colon; ``None`` for other text."""
     match = _FACTORY_PATTERN.fullmatch(text)
     if match:
         return match[1], match[2]
@@ -299,10 +296,7 @@ def parse_values(text: str, dtype: str) -> str:
 
 
 def parse_range(text: str) -> tuple[int | None, int, int] | None:
-    """Parse ``LOW..HIGH`` or ``APART,LOW..HIGH`` to the number that stands apart, and the bounds.
-
-    ``None`` if ``text`` has another form.
-    """
+    """Return the numbers of ``text``, ``LOW..HIGH`` or ``APART,LOW..HIGH``, in its order; ``None`` for other text."""
     match = _RANGE_PATTERN.fullmatch(text)
     if match is None:
         return None

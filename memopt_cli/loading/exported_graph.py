@@ -1,6 +1,6 @@
 """Reading the graphs of ``torch.export`` from JSON, as flat lists of operators, each with the modules that it ran in.
 
-Every operator must be on memopt's list.  Its arguments become names of values, or constants in a tuple of one.
+Every operator must be on memopt's list.  Its arguments become names of values, or one-element tuples with a constant.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ _CHECKS: Final = (
     "_assert_scalar _assert_async _assert_tensor_metadata sym_constrain_range sym_constrain_range_for_size"
 ).split()
 """Operators that check the assumptions of export; the lifted module does not need them."""
-_HIGHER: Final = "torch.ops.higher_order."
-_PLACE = re.compile(r'File "([^"]*)", line (\d+), in ')
-_APPLY = re.compile(r"\b(\w+)\.apply\(")
+_HIGHER_ORDER: Final = "torch.ops.higher_order."
+"""Prefix of operators such as ``torch.cond``."""
+_SOURCE_LINE = re.compile(r'File "([^"]*)", line (\d+), in ')
+_APPLY_CALL = re.compile(r"\b(\w+)\.apply\(")
+"""A call of an autograd function."""
 
 
 class NotAllowedError(Exception):
@@ -109,17 +111,17 @@ class GraphReader:
             self.sizes[prefix + name] = size_text(size)
         ops: list[Op] = []
         for node in graph["nodes"]:
-            self._node(node, prefix, ops)
+            self._append_node(node, prefix, ops)
         outputs = [self._operand(item, prefix, (), ops) for item in graph["outputs"]]
         return settle_sizes(ops), outputs
 
-    def _node(self, node: Any, prefix: str, ops: list[Op]) -> None:
+    def _append_node(self, node: Any, prefix: str, ops: list[Op]) -> None:
         target, stack = node["target"], _stack(node.get("metadata", {}))
         short = target.removeprefix("torch.ops.aten.").partition(".")[0]
         if target.startswith("torch.ops.aten.") and short in _CHECKS:
             return
-        if target.startswith(_HIGHER):
-            self._higher(node, prefix, ops)
+        if target.startswith(_HIGHER_ORDER):
+            self._append_higher_order(node, prefix, ops)
             return
         function = _function_in(node.get("metadata", {}).get("stack_trace", ""))
         if function:
@@ -148,8 +150,9 @@ class GraphReader:
         names = tuple(prefix + _argument_name(item) if "as_none" not in item else "*none" for item in items)
         return names, len(names) > 1
 
-    def _higher(self, node: Any, prefix: str, ops: list[Op]) -> None:
-        kind, first = node["target"].removeprefix(_HIGHER), len(ops)
+    def _append_higher_order(self, node: Any, prefix: str, ops: list[Op]) -> None:
+        """Append the operator of ``node``, which runs inner graphs, to ``ops``."""
+        kind, first = node["target"].removeprefix(_HIGHER_ORDER), len(ops)
         items = [item["arg"] for item in node["inputs"]]
         graphs = [item["as_graph"]["graph"] for item in items if "as_graph" in item]
         rest = [self._operand(item, prefix, (), ops) for item in items if "as_graph" not in item]
@@ -233,8 +236,8 @@ def _function_in(stack: str) -> str:
     """
     lines = stack.split("\n")
     for place, call, below in zip(lines, lines[1:], lines[2:], strict=False):
-        where = _PLACE.search(place) if below.endswith(", in forward") else None
-        name = _APPLY.search(call) if where else None
+        where = _SOURCE_LINE.search(place) if below.endswith(", in forward") else None
+        name = _APPLY_CALL.search(call) if where else None
         if where and name:
             return f"{name[1]} ({where[1]} line {where[2]})"
     return ""
@@ -280,7 +283,7 @@ def common(stacks: Iterable[tuple[Call, ...]]) -> tuple[Call, ...]:
 
 
 def settle_sizes(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Return ``ops`` with each operator on sizes in the module of its neighbours, since export names none for it."""
+    """Return ``ops`` with each size computation in the module of its neighbours: export records no module for it."""
     movable = [not op.stack and is_pure(op.kind, op.detail) for op in ops]
     following: list[tuple[Call, ...]] = [()]
     """From the end: the calls of the next operator that does not move."""

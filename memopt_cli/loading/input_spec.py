@@ -161,10 +161,7 @@ def _beside(source: ModelSource, stem: str) -> InputSpec | None:
 
 
 def guessed_spec(module: nn.Module) -> InputSpec | None:
-    """Guess the inputs of ``module`` from its configuration, or else from its first layer of a known kind.
-
-    ``None`` if it has neither.
-    """
+    """Guess the inputs of ``module`` from its configuration or its first layer of a known kind; ``None`` without."""
     configured = guess_by_configuration(module)
     if configured is not None:
         return configured
@@ -204,8 +201,8 @@ def make_inputs(
     """Make the positional and keyword arguments of one step on ``device``.
 
     Random values come from generators of their own, so equal ``spec`` and ``seed`` give equal inputs.  A script may
-    draw from PyTorch's generator, which is seeded for it and restored.  Floating tensors are cast to ``dtype``;
-    ``None`` keeps theirs.
+    draw from PyTorch's generator, which is seeded for it and restored.  Floating tensors are cast to ``dtype``,
+    unless it is ``None``.
     Raises :class:`UsageError` for a data file or script that cannot be used.
     """
     if spec.data_file is not None:

@@ -154,7 +154,7 @@ class Confirmation:
     unlike: tuple[str, ...] = ()
     """Names of the settings that differ from the predicted step's."""
     allocated_off: float | None = None
-    """(Predicted − measured) / measured for the allocated peak.  ``None`` if nothing was predicted."""
+    """(Predicted − measured) / measured for the allocated peak; ``None`` if nothing was predicted."""
     reserved_off: float | None = None
-    """(Predicted − measured) / measured for the reserved peak.  ``None`` as above, or on the CPU."""
+    """(Predicted − measured) / measured for the reserved peak; ``None`` if nothing was predicted, or on the CPU."""
     step_off: float | None = None

@@ -80,7 +80,7 @@ class LeftOut:
     """A part that was left out of a plan because it makes the step differ from the original."""
 
     segment: str | None
-    """Path of the module that was a segment.  ``None`` for packing outside of segments."""
+    """Path of the module that was a segment; ``None`` for packing outside of segments."""
     difference: str
     """Difference from the original that the part causes, in words."""
 
@@ -170,7 +170,7 @@ class Dropped:
     peak_bytes: int | None
     """Allocated peak under the plan, measured or else predicted; ``None`` if neither."""
     original_bytes: int | None
-    """Allocated peak of the original.  ``None`` if it does not run here."""
+    """Allocated peak of the original; ``None`` if it does not run here."""
     why: Reason
 
     @property

@@ -133,7 +133,7 @@ class MeasureRequest(StepRequest):
     local_rank: int
     """Rank among the ranks of this machine, which is the number of its device."""
     plan_path: str | None = None
-    """Path of a plan to run the step under.  ``None`` for the model as it is."""
+    """Path of a plan to run the step under; ``None`` for the model as it is."""
     output: str | None = None
     """Path to which the first rank writes the report; ``None`` only to print it."""
     force: bool = False
@@ -213,7 +213,7 @@ class GroupMeasurement:
     step_s: float
     """Median step time of the slowest rank."""
     predicted: RankPrediction | None
-    """Prediction for the first rank.  ``None`` if there is none; a note explains why."""
+    """Prediction for the first rank; ``None``, with a note that explains why, if there is none."""
     notes: tuple[str, ...]
     spent_s: float
 

@@ -105,7 +105,7 @@ def _in_bytes(summary: MemOptSummary) -> str:
 
 
 def _beside_budget(summary: MemOptSummary, *measured: object) -> tuple[str, ...]:
-    """Return the budget of ``summary``, empty if it has none, and the peaks of those ``measured``, told from it."""
+    """Return the budget of ``summary`` (empty without one) and the peaks in ``measured``, with decimals that differ."""
     peaks = [found.allocated_peak_bytes for found in measured if isinstance(found, Measurement)]
     if summary.budget_bytes is None:
         return "", *map(format_bytes, peaks)
@@ -344,7 +344,7 @@ def distinct_labels(plans: Sequence[Plan]) -> list[str]:
 
     ``1 in chunks`` becomes ``1 in chunks: conv_fc.0-3 in 20 chunks``.
     """
-    words = ["the original" if plan.is_empty else in_words(plan) for plan in plans]
+    words = list(map(in_words, plans))
     for same in {text for text in words if words.count(text) > 1}:
         alike = [number for number, text in enumerate(words) if text == same]
         shared = set.intersection(*(set(plans[number].everywhere) for number in alike))
@@ -371,7 +371,7 @@ def _in_place(segment: SegmentPlan) -> str:
 
 
 def in_words(plan: Plan) -> str:
-    """Return ``plan`` in words: ``8 segments (2 packed), saved tensors packed``, ``7 recomputed, 4 in chunks, …``.
+    """Return ``plan`` in words: ``8 segments (2 packed), saved tensors packed``, ``no plan`` for the empty one.
 
     The counts before the brackets add up to the number of segments.
     """
@@ -389,7 +389,7 @@ def in_words(plan: Plan) -> str:
         phrases.insert(0, " ".join(filter(None, ["compiled by", plan.compile.backend, mode])))
         if budget is not None:
             phrases.append(f"memory budget {budget:g}")
-    return ", ".join(phrases) or "no segments"
+    return ", ".join(phrases) or "no plan"
 
 
 def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
@@ -504,7 +504,7 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     for row in summary.levels:
         if row.outcome is not None and not isinstance(row.outcome, Measurement):
             yield f"level {row.level}: {describe(row.outcome)}"
-        if row.repeats is not None and row.repeats > 0:  # for a repeat of level 0, the table has "no segments"
+        if row.repeats is not None and row.repeats > 0:  # for a repeat of level 0, the table has "no plan"
             yield f"level {row.level}: the plan of level {row.repeats}"
     if any(row.outcome is None for row in summary.levels):
         yield "~ predicted by a dry run; `memopt optimize --measure-levels` measures every level"

@@ -99,10 +99,8 @@ def _shell_words(text: str) -> list[str]:
 
 
 def other_class_hint(location: str, names: Collection[str]) -> str:
-    """Return a sentence on the classes beside the one at ``location``, ``net.py:Loss``, which ``names`` do not fit.
-
-    Empty if its file has no others.
-    """
+    """Return a sentence that lists the other classes in the file of ``location``, ``net.py:Loss``, whose tensors are
+    not ``names``; empty if there are none."""
     path, _, name = location.rpartition(":")
     others = [builder for builder in _module_classes(path) if builder != location]
     if fitting := [builder for builder in others if _covers(builder, names)]:

@@ -53,7 +53,7 @@ class Option:
     """Name of the option's value in help; ``None`` for a switch."""
     kind: ValueKind | str | None = None
     """Kind of value for both surfaces, or the name of a check of the command line only (:mod:`memopt_cli.cli.values`);
-    ``None`` if the type of the parameter is check enough."""
+    ``None`` if the type of the parameter is enough."""
     default: str = ""
     """Default in words, for help; empty to show the value itself."""
     flags: tuple[str, ...] = ()

@@ -83,7 +83,7 @@ def loop_warning(probes: BatchProbes) -> str:
 def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
     """Return a sentence on the optimizer's state, which no peak includes if no optimizer was named.
 
-    ``adamw``: the size of AdamW's state in words.  Empty for the state of all parameters.
+    ``adamw``: the size of AdamW's state in words; empty to compute it for the state of all parameters.
     """
     settings, facts = prepared.subject.settings, prepared.facts
     if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:

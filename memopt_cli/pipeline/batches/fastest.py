@@ -167,7 +167,7 @@ class _FastestSearch:
             if isinstance(step, ScaledStep):
                 self._price_and_run(step, case)
             else:
-                self.untried = f"the step is not known at other batches ({step})"
+                self.untried = f"the step could not be recorded at a second batch size ({step})"
                 self.notes.append(f"No plan was tried: {self.untried}.")
         if not self.probes.is_late():
             self._run_finalists()

@@ -165,9 +165,9 @@ def _bytes(match: re.Match[str]) -> int:
 
 
 def _innermost(text: str) -> str:
-    """Return the innermost line of the user's code in the traceback that ends ``text``, as ``file:line``.
+    """Return ``file:line`` of the innermost frame of the user's code in the traceback that ends ``text``.
 
-    Empty if no traceback reaches the end: an earlier one belongs to another error.
+    The result is empty if no traceback reaches the end: an earlier one belongs to another error.
     """
     frames: list[str] = []
     end = len(text)

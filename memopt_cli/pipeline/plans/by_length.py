@@ -5,10 +5,10 @@ fastest plan that fits at its largest length, measured and verified by
 :func:`~memopt_cli.pipeline.plans.optimization.find_here`, or by estimates alone for a device that is not here
 (``--for``).
 
-A plan is searched and verified at the largest length of its range.  A segment recomputes its modules' own code,
-whichever path that takes at a length, so a plan that is right at one length is right at another.  A path that cannot be
-repeated, taken at short lengths alone, is not found; a dry run of the plan there does not show it either.  In training,
-backward ends with an error if the tensors that the module saves differ in number or shape.
+A plan is searched and verified at the largest length of its range.  A segment reruns the module's own code, so a plan
+verified at one length also holds at others.  One case escapes: code that only short inputs reach and that cannot be
+repeated; a dry run at a short length does not show it either.  In training, backward ends with an error if the tensors
+that the module saves differ in number or shape.
 
 Shorter inputs have smaller tensors, but on the CPU a convolution chooses its kernel by shape, and one kernel
 may need more workspace than another does for longer inputs.  So each plan is also run at a few of its shorter lengths;
@@ -456,7 +456,7 @@ class _ByLength:
     def _run_near(self, peak: Callable[[int], float | None], above: int, length: int) -> tuple[int, float] | None:
         """Return ``length``, or a slightly shorter one above ``above``, at which the model runs, and its peak.
 
-        ``None`` if it runs at none of the lengths tried; a note lists them.
+        If the model runs at none of the lengths tried, add a note that lists them, and return ``None``.
         """
         run = next(self._runs_near(peak, above, length), None)
         if run is None:

@@ -431,7 +431,7 @@ class _PlanSearch:
         return InBackwardPlans(
             count=search.count_late,
             measurements=self.measurements,
-            fault=self.prover.fault,
+            fault=self.prover.verify_and_explain,
             max_slowdown=max_slowdown,
             drop=self.findings.drop,
             is_allowed=search.options.optimizer_in_backward,

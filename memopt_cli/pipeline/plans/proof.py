@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import MeasurementError
 from memopt_cli.measure.jobs import ORIGINAL, VerifyJob
-from memopt_cli.pipeline.failures import raise_failure, require_answer
+from memopt_cli.pipeline.failures import SMALLER_INPUTS_HINT, raise_failure, require_answer
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.narrowing import agreeing_part
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
@@ -47,7 +47,7 @@ def row_to_apply(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
         assert not isinstance(failure, Measurement)
         raise MeasurementError(
             f"no plan up to level {rows[-1].level} could be run: {describe(failure)}",
-            hint="Try a smaller batch (`--dim B=1` where the shape says B), or a machine with more memory.",
+            hint=SMALLER_INPUTS_HINT,
         )
     return measured_row
 
@@ -90,7 +90,7 @@ class Prover:
         self._drop(best, Differs(verification=verification))
         return best, verification
 
-    def fault(self, plan: Plan) -> Reason | None:
+    def verify_and_explain(self, plan: Plan) -> Reason | None:
         """Verify ``plan``, remember the outcome, and return why it fails; ``None`` if it passes."""
         outcome = self.known[plan] = self.verify(plan)
         return fault_in(outcome)

@@ -24,7 +24,7 @@ class KeptByModule:
     path: str
     class_name: str
     name: str = "(model)"
-    """Path below the module that this one hangs below, or ``(model)`` for the root."""
+    """Path relative to its parent in the tree; ``(model)`` for the root."""
     nbytes: int = 0
     """Bytes that it and the modules below it keep."""
     seconds: float = 0.0

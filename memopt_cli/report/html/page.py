@@ -33,7 +33,7 @@ from memopt_cli.report.html.frontier import FrontierPoint, frontier_figure, poin
 from memopt_cli.report.html.module_tree import module_tree
 from memopt_cli.report.html.modules import kept_by_module, treemap_figure
 from memopt_cli.report.html.timeline import CATEGORIES, timeline, timeline_figure
-from memopt_cli.report.optimization import range_headings, range_rows, unapplied
+from memopt_cli.report.optimization import in_words, range_headings, range_rows, unapplied
 from memopt_cli.report.profiling import time_rows
 from memopt_cli.text.units import format_bytes, format_seconds
 
@@ -151,7 +151,7 @@ def _fastest_tiles(training: FastestTraining) -> Iterable[Tile]:
     answer = training.answer
     steps = "" if training.accumulation is None else f"× {answer.steps} for a step of the optimizer"
     yield "batch", str(answer.batch), steps
-    yield "plan", fastest.plan_name(answer.plan), f"level {training.level} at most"
+    yield "plan", in_words(answer.plan), f"level {training.level} at most"
     speed, _, beside = fastest.gain(training).partition(" samples/s")
     yield "samples/s", speed, beside.lstrip(",; ")
     if isinstance(answer.outcome, BatchProbe):
@@ -262,7 +262,7 @@ class _Page:
         """Add the plot and the table of every batch and plan that were run together."""
         points = [
             FrontierPoint(
-                label=f"batch {run.batch}" + ("" if run.plan.is_empty else f", {fastest.plan_name(run.plan)}"),
+                label=f"batch {run.batch}" + ("" if run.plan.is_empty else f", {in_words(run.plan)}"),
                 peak_bytes=run.outcome.allocated_peak_bytes,
                 step_s=1 / run.samples_per_s,
                 applied=index == training.chosen,

@@ -24,5 +24,5 @@ def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumul
 
 
 def make_accumulation(batch: int, steps: int) -> Accumulation | None:
-    """Return the accumulation of ``steps`` passes of ``batch`` samples each.  ``None`` if there is a single pass."""
+    """Return the accumulation of ``steps`` passes of ``batch`` samples each; ``None`` if there is a single pass."""
     return Accumulation(global_batch=batch * steps, batch=batch, steps=steps) if steps > 1 else None

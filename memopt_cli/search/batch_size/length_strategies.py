@@ -41,9 +41,9 @@ class StrategyReport:
     positions: int
     """Number of computed positions in an epoch, padding included."""
     peak_bytes: int | None
-    """Peak of the batch that needs most bytes, by the memory model.  ``None`` if there is no model."""
+    """Peak of the batch that needs most bytes, by the memory model; ``None`` if there is no model."""
     epoch_s: float | None
-    """Seconds of all batches, by the time model.  ``None`` if there is no model."""
+    """Seconds of all batches, by the time model; ``None`` if there is no model."""
 
     @property
     def waste(self) -> float:
@@ -75,7 +75,7 @@ def compare_length_strategies(
     batch_size:
         Sequences in a batch, except under the token budget.
     max_tokens:
-        Maximum number of positions in a batch under the token budget.  ``None`` for as many as an average batch has, or
+        Maximum number of positions in a batch under the token budget; ``None`` for as many as an average batch has, or
         as the longest sequence has, if more.
     memory, step_s:
         Models of one step: functions of a :class:`BatchExtent` that return its peak bytes and its seconds.

@@ -45,15 +45,6 @@ class BatchSearch:
         self.probe = probe
         self._interrupted = False
 
-    def largest(self) -> BatchOutcome:
-        """Find the largest batch within the limits, and return the answer.
-
-        Only a batch that ran is recommended.  A larger one that this machine cannot run, or whose step takes too long,
-        is reported as an estimate.
-        """
-        self.find()
-        return self.outcome()
-
     def find(self) -> None:
         """Run batches until the largest within the limits has run, or no runs are left."""
         max_bytes = min(self.runs.limits.budget_bytes, self.runs.limits.runnable_bytes)
@@ -64,7 +55,7 @@ class BatchSearch:
             self.run(candidate)
 
     def dry_run_ahead(self) -> None:
-        """Make the dry runs in advance that the search is likely to need; to be called once a batch has run."""
+        """Make ahead of time the dry runs that the search will probably need; to be called after the first run."""
         largest = self.model.largest_within(self.runs.limits.budget_bytes)
         next_run = min(self.runs.affordable(), largest)
         for batch in (next_run, next_run // 2, int(_FORESIGHT_RATIO * largest)):

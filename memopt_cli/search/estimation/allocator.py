@@ -34,9 +34,9 @@ class _Block:
     small: bool
     """Whether the block is in a segment for small requests."""
     previous: _Block | None = None
-    """Previous block of the segment.  ``None`` if this is the first."""
+    """Previous block of the segment; ``None`` if this is the first."""
     next: _Block | None = None
-    """Next block of the segment.  ``None`` if this is the last."""
+    """Next block of the segment; ``None`` if this is the last."""
     is_free: bool = True
 
 
@@ -145,9 +145,9 @@ class Lifetime:
 
     nbytes: int
     born: int
-    """Operator at which it is made.  -1 if it exists before the step."""
+    """Operator that makes it; -1 if it exists before the step."""
     died: int | None
-    """Operator at which it is freed.  ``None`` if it outlives the step."""
+    """Operator that frees it; ``None`` if it outlives the step."""
 
 
 def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:

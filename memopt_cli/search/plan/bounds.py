@@ -47,8 +47,8 @@ class Work:
 def inner_bounds(work: Work, *, plain: int, longest: int, slowdown: float) -> tuple[int, ...]:
     """Choose bounds of ranges between ``plain`` and ``longest``.
 
-    Up to ``plain``, no plan is needed.  0 if every length needs one.  The plan for ``longest`` has ``slowdown``;
-    between the two lengths, slowdowns are assumed to rise linearly.
+    Lengths up to ``plain``, which may be 0, need no plan.  The plan for ``longest`` has ``slowdown``; between the two
+    lengths, slowdowns are assumed to rise linearly.
     """
 
     def expected_slowdown(bound: int) -> float:

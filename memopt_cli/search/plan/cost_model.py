@@ -46,9 +46,9 @@ recomputation and backward.  Fitted, like the next five constants, to tiny layer
 (``benchmarks/overhead.py``).  Other machines are faster or slower: see
 :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
 PRODUCT_S = 13e-6
-"""Least seconds of a product of matrices, added to :data:`OP_S`."""
+"""Minimum seconds of a matrix product, added to :data:`OP_S`."""
 CONVOLUTION_S = 70e-6
-"""Least seconds of a convolution, added to :data:`OP_S`."""
+"""Minimum seconds of a convolution, added to :data:`OP_S`."""
 SEGMENT_S = 150e-6
 """Seconds that one run of a segment adds to its operators, forward and recomputation together: state, hooks,
 generators."""
@@ -210,8 +210,8 @@ def _first_from(norms: Sequence[NormOperator], op: int) -> int:
 def chunk_counts(length: int, factor: int) -> Iterator[int]:
     """Yield numbers of chunks worth a try, each about ``factor`` times the previous number, up to ``length``.
 
-    A number is worth a try if no smaller one gives chunks as short.  An axis of 10 is never cut in 6 to 9 chunks: the
-    longest of them has 2, and so do 5 chunks.  With ``factor`` 1, all numbers worth a try come.
+    A number is worth a try if no smaller one gives chunks as short.  An axis of 10 is never cut into 6 to 9 chunks:
+    their longest has length 2, as with 5 chunks.  With ``factor`` 1, all numbers worth a try come.
     """
     chunks = 1
     while chunks < length:
@@ -223,7 +223,7 @@ def chunk_counts(length: int, factor: int) -> Iterator[int]:
 
 
 def longest_share(chunks: int, length: int) -> float:
-    """Return the share that the longest of ``chunks`` has of an axis of ``length``, which is 0 if unknown."""
+    """Return the length of the longest of ``chunks`` chunks as a share of an axis; ``length`` is 0 if unknown."""
     return math.ceil(length / chunks) / length if length else 1 / chunks
 
 

@@ -54,16 +54,16 @@ class ReplayedSegment:
     call: ModuleCall
     segment: SegmentPlan
     parent: ReplayedSegment | None
-    """Call of the innermost segment around this one.  ``None`` if this segment is outermost."""
+    """Call of the innermost segment around this one; ``None`` if this segment is outermost."""
     offset: int = 0
     """Instant at which the recomputation starts."""
     stop: int = 0
     """Operator before which the recomputation ends, since autograd saves nothing for later ones."""
     join: int = 0
-    """Instant at which the chunks' gradients of the input are concatenated.  0 if the segment has no chunks."""
+    """Instant at which the chunks' gradients of the input are concatenated; 0 if the segment has no chunks."""
     first_saver: int | None = None
-    """First operator in the segment for which autograd saves a tensor; backward reaches it last.
-    ``None`` if autograd saves nothing."""
+    """First operator in the segment for which autograd saves a tensor, and the last that backward reaches; ``None``
+    if autograd saves nothing."""
     length: int = 0
     """Length of the axis along which the chunks are cut; 0 if unknown."""
     shares: float = 1.0
@@ -238,10 +238,7 @@ class _Lives:
         return savers
 
     def forward_end(self, storage: StorageTrace, replayed: ReplayedSegment | None) -> int:
-        """Return the instant until which the model's own code holds ``storage``, in the run of ``replayed``.
-
-        ``None`` means the first forward.
-        """
+        """Return the instant until which the model's code holds ``storage``, in ``replayed`` or else in forward."""
         if replayed is None:
             return self._order.instant_after(storage.died if storage.freed is None else storage.freed)
         freed = replayed.stop if storage.freed is None else min(storage.freed, replayed.stop)
@@ -271,8 +268,7 @@ class _Lives:
         savers: Mapping[ReplayedSegment | None, list[int]],
         replayed: ReplayedSegment | None,
     ) -> int:
-        """Return the instant until which a first run of a segment inside ``replayed`` holds ``storage``.  0 if no run
-        does.
+        """Return the instant until which a first run of a segment inside ``replayed`` holds ``storage``, or 0.
 
         During its first run, a segment holds each storage that autograd would save, or that an inner segment takes as
         input (:class:`memopt_cli.runtime.held.HeldSlots`).  In passes over chunks, it holds the storage until
@@ -480,7 +476,7 @@ class Replay:
         self.sent_bytes = sum(self._parcels.copied.values()) if self._parcels else 0
         """Bytes sent to another place, tensors that also stay on the device included."""
         self.operators: list[int | None] = [None] * self._order.length
-        """Operator that runs at every instant, set by :meth:`peak`.  ``None`` if chunks are concatenated."""
+        """Operator that runs at every instant, set by :meth:`peak`; ``None`` if chunks are concatenated."""
 
     def peak(self) -> tuple[int, OpTrace]:
         """Return the most bytes at any instant, kernel workspace included, and the operator that runs then."""
@@ -579,7 +575,7 @@ class Replay:
         return end, sent_end
 
     def _pass_begin(self, replayed: ReplayedSegment | None, savers: Sequence[int]) -> int:
-        """Return the instant at which the pass that saves for ``savers`` runs again.  0 if ``replayed`` has no passes.
+        """Return the instant at which the pass that saves for ``savers`` runs again; 0 if ``replayed`` has no passes.
 
         The pass ends at the norm after ``savers``, so it runs again once backward has gone through that norm.
         """

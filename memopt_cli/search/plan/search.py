@@ -52,8 +52,8 @@ class _Choice:
     counts: Counter[int]
     """Kind -> number of blocks of that kind."""
     answers: dict[int, tuple[Schedule | None, float]] = field(default_factory=dict)
-    """Budget -> the fastest schedule within it, and a lower bound on the seconds that any such schedule adds.
-    ``None`` for the schedule: none was found."""
+    """Budget -> the fastest schedule within it (``None`` if none was found), and a lower bound on the seconds that any
+    such schedule adds."""
 
     def least_added_s(self, budget_bytes: int) -> float:
         """Return a lower bound on the seconds that a schedule within ``budget_bytes`` adds.
@@ -154,10 +154,8 @@ class Solver:
         return best
 
     def least_peak_bytes(self, high: int, max_added_s: float = math.inf) -> int | None:
-        """Return the least peak of the schedules that add at most ``max_added_s``, to a part in a thousand.
-
-        ``None`` if no schedule stays within ``high`` bytes.
-        """
+        """Return the least peak of the schedules that add at most ``max_added_s``, to a part in a thousand; ``None``
+        if none stays within ``high`` bytes."""
         least: int | None = None
         for choice in self._choices:
             lower = self._find_least_budget(

@@ -58,9 +58,9 @@ class SearchSpace:
     def lower(self, peak_to_beat: int, max_slowdown: float) -> Plan | None:
         """Return the smallest plan with chunks whose slowdown is at most ``max_slowdown``.
 
-        ``None`` if its peak is not clearly below ``peak_to_beat`` bytes.  A trial takes longer than solving, so modules
-        without a trial are first guessed to run in chunks.  Modules that the resulting plan cuts are then tried.  If a
-        trial fails, the search is solved again.
+        Returns ``None`` if its peak is not clearly below ``peak_to_beat`` bytes.  A trial takes longer than solving, so
+        modules without a trial are first guessed to run in chunks.  Modules that the resulting plan cuts are then
+        tried.  If a trial fails, the search is solved again.
         """
         proposals, trials = self.proposals, self.trials
         while self.may_cut:

@@ -81,7 +81,7 @@ class Segments:
         """Yield schedules with a segment on ``block``, whose parts run by the schedule ``inside``.
 
         ``kept`` are the costly calls whose outputs the segment keeps, and ``context`` tells what is around the block.
-        ``is_counted``: whether the segment counts towards :attr:`Limits.segments`.
+        ``is_counted``: whether the segment counts towards :attr:`SegmentLimits.segments`.
         """
         packs = self._allowed.compress and block.packed_input_bytes < block.input_bytes
         plain = SegmentPlan(path=block.path, compressor=block.compressor if packs else "null")

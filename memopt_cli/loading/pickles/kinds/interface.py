@@ -96,10 +96,7 @@ class Recipe:
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
-    """Function that returns why a file must not hold an object of these parts, or "" if it may.
-
-    ``None`` allows all parts.
-    """
+    """Function that returns why a file must not hold an object of these parts, or "" if it may; ``None`` allows all."""
 
 
 class ObjectKind(Protocol):
