@@ -35,6 +35,8 @@ from typing import Final
 
 CHECK_FAILED: Final = 1
 """Exit code of a command whose report is negative: a limit was exceeded, or two steps differ."""
+_MAX_LINE_LENGTH = 2000
+"""Maximum number of characters that a line quotes: an error's text may hold a whole file."""
 
 
 class MemoptError(Exception):
@@ -186,13 +188,13 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return ``error`` as one line: its type, and the first line of its text, cut to :data:`_LONGEST_LINE` characters.
+    """Return ``error`` as one line: its type and the first line of its text, cut to :data:`_MAX_LINE_LENGTH`.
 
     A line that ends with a colon is joined with the next: ``backend='tvm' raised:`` says nothing by itself.  The file
     of a SyntaxError is named with its folder, which its own text leaves out.
     """
     if isinstance(error, SystemExit):
-        written = "".join(f": {note[:_LONGEST_LINE]}" for note in getattr(error, "__notes__", ()))
+        written = "".join(f": {note[:_MAX_LINE_LENGTH]}" for note in getattr(error, "__notes__", ()))
         return f"it called sys.exit({shorten(error.code)}){written}"
     whole, text = str(error), ""
     if isinstance(error, SyntaxError) and error.filename:
@@ -201,11 +203,7 @@ def first_line(error: BaseException) -> str:
         text = f"{text} {line}".lstrip()
         if not line.endswith(":"):
             break
-    return f"{type(error).__name__}: {text[:_LONGEST_LINE]}" if text else type(error).__name__
-
-
-_LONGEST_LINE = 2000
-"""Maximum number of characters that a line quotes: an error's text may hold a whole file."""
+    return f"{type(error).__name__}: {text[:_MAX_LINE_LENGTH]}" if text else type(error).__name__
 
 
 def printable(text: str) -> str:
@@ -231,10 +229,10 @@ class _Spelled:
 _SPELLED: Final = _Spelled()
 
 
-def shorten(value: object, most: int = 60) -> str:
-    """Return the ``repr`` of ``value``, from a file, cut to ``most`` characters for a message."""
-    text = repr(value[: most + 1]) if isinstance(value, str | bytes) else _REPR.repr(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def shorten(value: object, max_length: int = 60) -> str:
+    """Return the ``repr`` of ``value``, from a file, cut to ``max_length`` characters for a message."""
+    text = repr(value[: max_length + 1]) if isinstance(value, str | bytes) else _REPR.repr(value)
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
 def type_in_words(given: object) -> str:

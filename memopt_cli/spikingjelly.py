@@ -322,7 +322,7 @@ def _search_and_apply(
         )
         with replacing_plan(net) as carried:
             findings = find_and_verify(request, prepared, find_plan)
-            apply_plan(net, findings.plan)  # within the block, so that the old plan goes back on if this fails
+            apply_plan(net, findings.plan)  # in the with block, so that the old plan goes back on if this fails
         findings.notes[:0] = carried_note(carried, findings.plan)
         if resolved.options.warmup_in_main_process:
             progress.stage("warming up")

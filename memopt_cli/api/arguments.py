@@ -49,6 +49,15 @@ Given = tuple[Any, ...] | Mapping[str, Any] | InputSpec
 """Inputs as positional or keyword values, or a description of their shapes."""
 
 _Function = TypeVar("_Function", bound="str | Callable[..., Any] | None")
+_ONE_SIZE_HINT = "Only memopt_cli.optimize takes a range, such as (64, 2048)."
+_LENGTHS_HINT = (
+    "Give the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
+)
+_LOSS_HINT = 'Give a function of the model\'s output, or the name of one, "file.py:function".'
+_OPTIMIZER_HINT = (
+    'Give text such as "adamw:fused", or a function that makes one for a model: '
+    "lambda model: torch.optim.AdamW(model.parameters())."
+)
 
 
 def checked_model(model: nn.Module) -> nn.Module:
@@ -180,12 +189,9 @@ def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
 
 def _size(name: str, given: object) -> int:
     if isinstance(given, tuple | list):
-        raise OptionError(f"dims[{name!r}] is {type_in_words(given)}; it must be one size", hint=_ONE_SIZE)
+        raise OptionError(f"dims[{name!r}] is {type_in_words(given)}; it must be one size", hint=_ONE_SIZE_HINT)
     size: int = check_option(f"dims[{name!r}]", given, Whole(1))
     return size
-
-
-_ONE_SIZE = "Only memopt_cli.optimize takes a range, such as (64, 2048)."
 
 
 def split_range(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
@@ -231,11 +237,6 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
     return dict(sorted(counts.items()))
 
 
-_LENGTHS_HINT = (
-    "Give the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
-)
-
-
 def budget_of(given: str | float | None) -> Budget | None:
     """Return ``given`` as a budget; ``None`` if it is ``None``."""
     return None if given is None else Budget.from_amount(check_option("budget", given))
@@ -274,13 +275,6 @@ def checked_function(name: str, given: _Function) -> _Function:
     is_class = isinstance(given, type) and issubclass(given, torch.optim.Optimizer | nn.Module)
     is_wrong = given is not None and not isinstance(given, str) and (is_class or not callable(given))
     if is_wrong or (name == "loss" and isinstance(given, str) and ":" not in given):
-        hint = _MAKE_OPTIMIZER if name == "optimizer" else _LOSS
+        hint = _OPTIMIZER_HINT if name == "optimizer" else _LOSS_HINT
         raise OptionError(f"{name} is {for_message(given)}", hint=hint)
     return given
-
-
-_LOSS = 'Give a function of the model\'s output, or the name of one, "file.py:function".'
-_MAKE_OPTIMIZER = (
-    'Give text such as "adamw:fused", or a function that makes one for a model: '
-    "lambda model: torch.optim.AdamW(model.parameters())."
-)

@@ -79,6 +79,8 @@ from memopt_cli.text.spelling import warn_if_unchanged, with_python_spelling
 from memopt_cli.text.writing import check_targets
 from memopt_cli.training.apply import apply_plan, replacing_plan
 
+_ADD_SEARCH_HINT = "Add search=True."
+
 
 @with_python_spelling()
 def optimize(
@@ -466,9 +468,6 @@ def check(
     step = _Step(settings=replace(settings, device=resolve_device(settings.device)), functions=functions)
     with _prepare(model, spec, step, limit_s, verbose) as prepared:
         return Checked(check_prepared(request, before, prepared))
-
-
-_ADD_SEARCH_HINT = "Add search=True."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,14 +30,14 @@ _OWN_LOSS = "--loss train.py:loss"
 
 @contextlib.contextmanager
 def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
-    """Write files that explain an out-of-memory error inside the block, and raise the error again.
+    """Write files that explain an out-of-memory error in the ``with`` block, and raise the error again.
 
     Use it as ``with memopt_cli.explain_oom(): train()`` under ``if __name__ == "__main__":``, or as
     ``@memopt_cli.explain_oom()`` above a function.
 
     ``path``: the files' path without ending.  ``.log`` gets the traceback, and on Linux the process's size and limits
     if the CPU's memory ran out.  On a GPU, ``.snapshot.pickle`` gets the allocator's snapshot: which line of code
-    allocated what; stacks are recorded inside the block for that.  Existing files are replaced.  A note on the error
+    allocated what; stacks are recorded there for that.  Existing files are replaced.  A note on the error
     has the command to type.  Raises ``OptionError`` for a path of another type.
     """
     base = path_given("path", path)

@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _guarded_streams() -> Iterator[None]:
-    """Guard stdout and stderr inside the block: spell options, and escape lines that a CI system would obey.
+    """Guard stdout and stderr in the ``with`` block: spell options, and escape lines that a CI system would obey.
 
     GitHub Actions runs a line that begins with ``::`` as a command, and a model file could hold such text.
     """

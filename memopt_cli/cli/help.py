@@ -18,6 +18,10 @@ from memopt_cli.text.options import ARGUMENTS, GROUPS, OTHERS, find_option
 
 _NAMES_WIDTH: Final = 26
 """Characters; a longer name has a line of its own."""
+_ONE_SCREEN: Final = 9
+"""Maximum number of parameters of a command whose help shows all of them at once; its ``--help-all`` is the same."""
+_ALL: Final = "memopt.help_all"
+"""Key in ``ctx.meta`` that is set when ``--help-all`` was given."""
 
 
 class GroupedCommand(TyperCommand):
@@ -52,12 +56,6 @@ class GroupedCommand(TyperCommand):
         if group_of(parameter) == ARGUMENTS or parameter.name == "help":
             return True
         return self.callback is not None and find_option(self.callback.__name__, parameter.name).common
-
-
-_ONE_SCREEN: Final = 9
-"""Maximum number of parameters of a command whose help shows all of them at once; its ``--help-all`` is the same."""
-_ALL: Final = "memopt.help_all"
-"""Key in ``ctx.meta`` that is set when ``--help-all`` was given."""
 
 
 def show_all(context: typer.Context, wanted: bool) -> None:

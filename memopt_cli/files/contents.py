@@ -55,7 +55,7 @@ _PLAN_OR_PATH = "Give a memopt_cli.Plan, such as the .plan of a result, or the p
 _PLAN_HINT = "Give a *.plan.yaml that memopt optimize wrote, with its header."
 _POSITIVE_FIELDS = ("step_times_s", "original_step_s", "predicted_slowdown")
 _MAX_LEVELS = 200  # of nested modules in a baseline
-_FRONTIER_HINT = "`memopt optimize --frontier --force` writes it anew."
+_FRONTIER_HINT = "`memopt optimize --frontier --force` writes it again."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 

@@ -56,6 +56,15 @@ _TIME_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s)", re.ASCII)
 _FACTORY_PATTERN = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 _DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
 _TENSOR_HINT = "Write [name:]SHAPE[@dtype][=values], for example 4x3x224x224 or input_ids:8x128@int64=0..32000."
+_MAX_SIZES = 64
+"""Maximum number of dimensions of a tensor, since few PyTorch operators take more."""
+_ITEM_BYTES = 8
+"""Maximum number of bytes of an item."""
+_DIMENSIONS_HINT = f"An input may have at most {_MAX_SIZES} dimensions."
+MAX_INPUTS = 1000
+"""Maximum number of inputs of a step."""
+_MAX_ITEMS = 10**18  # bound of one size, which then fits into 64 bits
+_SIZE_HINT = "A size is a whole number such as 8, or a symbol such as B."
 
 
 def parse_tensor(text: str) -> TensorSpec:
@@ -316,13 +325,6 @@ def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
         )
 
 
-_MAX_SIZES = 64
-"""Maximum number of dimensions of a tensor, since few PyTorch operators take more."""
-_ITEM_BYTES = 8
-"""Maximum number of bytes of an item."""
-_DIMENSIONS_HINT = f"An input may have at most {_MAX_SIZES} dimensions."
-
-
 def check_spec(spec: InputSpec) -> None:
     """Raise :class:`UsageError` if ``spec``, read from a file, has inputs that a user could not describe.
 
@@ -342,10 +344,6 @@ def _require_few(tensors: Sequence[TensorSpec]) -> None:
         raise UsageError(f"there are {len(tensors)} inputs; memopt accepts at most {MAX_INPUTS}")
 
 
-MAX_INPUTS = 1000
-"""Maximum number of inputs of a step."""
-
-
 def _check_tensor(tensor: TensorSpec) -> None:
     for size in tensor.shape:
         is_size = size.isidentifier() if isinstance(size, str) else type(size) is int and 0 <= size < _MAX_ITEMS
@@ -354,10 +352,6 @@ def _check_tensor(tensor: TensorSpec) -> None:
     if tensor.name is not None:
         _parse_name(tensor.name)
     parse_values(tensor.values, parse_dtype(tensor.dtype))
-
-
-_MAX_ITEMS = 10**18  # bound of one size, which then fits into 64 bits
-_SIZE_HINT = "A size is a whole number such as 8, or a symbol such as B."
 
 
 def _default_values(dtype: str) -> str:
@@ -421,10 +415,10 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
             f"the mesh has {lengths} = {product} ranks, not {ranks}",
             hint=f"The product of its lengths must be {ranks}. {_REMAINDER_HINT}",
         )
-    most = {"ddp": 1, "fsdp": 2}.get(parallel, len(axes))
-    if len(axes) > most:
+    max_axes = {"ddp": 1, "fsdp": 2}.get(parallel, len(axes))
+    if len(axes) > max_axes:
         raise UsageError(
-            f"{parallel} takes a mesh of at most {most} {'axis' if most == 1 else 'axes'}, not of {len(axes)}",
+            f"{parallel} takes a mesh of at most {max_axes} {'axis' if max_axes == 1 else 'axes'}, not of {len(axes)}",
             hint="For other meshes, write a function that spreads the model: `--parallel file.py:function`.",
         )
     return RankLayout(ranks=ranks, parallel=parallel, mesh=axes)

@@ -15,7 +15,7 @@ from torch import nn
 from memopt_cli.records import GUESS, PADDED, InputSpec, TensorSpec
 
 _BATCH: Final = 2  # batch norms need more than one sample
-_LONGEST: Final = 1024
+_MAX_TOKENS: Final = 1024
 """Maximum number of tokens in a guessed input: some models take 100,000, but nobody begins with as many."""
 _LENGTHS: Final = (
     "max_position_embeddings",
@@ -131,7 +131,7 @@ def _length(module: nn.Module) -> int:
     paddings = (getattr(table, "padding_idx", None) for table in tables)
     unused = max((1 + padding for padding in paddings if type(padding) is int), default=0)
     lengths: list[int] = [size for name in _LENGTHS if _is_size(size := getattr(config, name, None))]
-    return 1 << (min([_LONGEST, *(length - unused for length in lengths)]).bit_length() - 1)
+    return 1 << (min([_MAX_TOKENS, *(length - unused for length in lengths)]).bit_length() - 1)
 
 
 def _by_timm(module: nn.Module) -> tuple[TensorSpec, ...]:

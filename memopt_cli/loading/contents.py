@@ -24,7 +24,7 @@ DEEPEST = 100
 """Maximum depth of nested modules and containers."""
 _MAX_PLACES = 1_000_000
 """Maximum number of visited values."""
-_LONGEST_NAME = 200
+_MAX_NAME_LENGTH = 200
 """Maximum number of characters in a listed name."""
 _RUNS: Final = "_memopt_runs"
 """The attribute in which a Sequential keeps its runs of layers; they are not among its children."""
@@ -274,12 +274,12 @@ def _class_of(value: Any) -> str:
     arguments = _arguments_of(value)
     if _is_lifted(value):
         program = arguments[0].items if isinstance(arguments[0], Tuple) else ()
-        return printable(str(program[1])[:_LONGEST_NAME]) if len(program) > 1 else "Lifted"
+        return printable(str(program[1])[:_MAX_NAME_LENGTH]) if len(program) > 1 else "Lifted"
     if str(value.callee) in _RECONSTRUCTORS and arguments and isinstance(arguments[0], Global):
         return str(arguments[0])
     return str(value.callee) if isinstance(value.callee, Global) else ""
 
 
 def _join(path: str, name: Any) -> str:
-    own = printable(str(name)[:_LONGEST_NAME])
+    own = printable(str(name)[:_MAX_NAME_LENGTH])
     return f"{path}.{own}" if path else own

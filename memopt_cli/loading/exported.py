@@ -56,7 +56,7 @@ _RECORDS: Final = re.compile(
     re.ASCII,
 )
 """Names of the records of a program, as PyTorch writes them since 2.8 and before; none holds compiled code."""
-_LONGEST_NAME: Final = 80  # of a record, in a message
+_MAX_NAME_LENGTH: Final = 80  # of a record, in a message
 _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
@@ -79,7 +79,7 @@ class Exported:
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         archive = Archive(file.data, file.path)
         if unknown := [name for name in archive.sizes if not _RECORDS.fullmatch(name)]:
-            name = unknown[0][:_LONGEST_NAME]
+            name = unknown[0][:_MAX_NAME_LENGTH]
             raise UnsafeFileError(
                 f"{file.path} was not loaded: it has a record named {name}, which memopt does not know",
                 hint="Export the model alone: torch.export.save(torch.export.export(model, inputs), path).",

@@ -9,7 +9,7 @@ from typing import Any, Final
 from memopt_cli.loading.archive import NESTED_TENSORS_LIMIT, Archive
 from memopt_cli.loading.contents import DEEPEST, FileContents, contents_of
 from memopt_cli.loading.interface import ModelFile
-from memopt_cli.loading.pickles.described import LARGEST, item_bytes, items_in
+from memopt_cli.loading.pickles.described import MAX_SIZE, item_bytes, items_in
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 from memopt_cli.text.documents import printable, read_json
@@ -55,8 +55,8 @@ def read_exported(archive: Archive) -> tuple[FileContents, dict[str, str], tuple
 
 def read_program(archive: Archive, record: str) -> Any:
     """Return the JSON in ``record``.  Raises :class:`ValueError` if it is broken, or too large for its file."""
-    most = min(_MIN_VALUES + archive.size_bytes // _BYTES_PER_VALUE, _MAX_VALUES)
-    return read_json(archive.read(record), max_values=most)
+    max_values = min(_MIN_VALUES + archive.size_bytes // _BYTES_PER_VALUE, _MAX_VALUES)
+    return read_json(archive.read(record), max_values=max_values)
 
 
 def _records(archive: Archive) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
         kind=kind,
         shape=tuple(shown for shown, _ in sizes),
         dtype=dtype,
-        size_bytes=min(items_in(hint for _, hint in sizes) * item_bytes(dtype), LARGEST),
+        size_bytes=min(items_in(hint for _, hint in sizes) * item_bytes(dtype), MAX_SIZE),
         trainable=kind == "parameter" and meta.get("requires_grad") is True,
     )
 

@@ -42,6 +42,8 @@ from memopt_cli.training.user_step import Step, StepModels
 
 _SHOWN = 3
 """Names of weights that an error lists, of each kind."""
+_WITH_CODE: Final[Mapping[str, Format]] = {"TorchScript": TorchScript(), "a program of torch.export": Exported()}
+"""A kind of file that holds a model with its code -> its format."""
 
 
 def build(location: str) -> nn.Module:
@@ -113,7 +115,7 @@ def fill(model: nn.Module, file: ModelFile, location: str = "") -> tuple[str, ..
 
     The state dict may be an entry of a checkpoint, and its names may have the prefixes of wrappers (``module.``).  A
     saved module serves as its state dict: its tensors are made, and its class is not imported.
-    Raises :class:`FileFormatError` if no state dict fits; it names the classes beside the one at ``location``.
+    Raises :class:`FileFormatError` if no state dict fits; the error names the other classes in that file.
     """
     notes: list[str] = []
     with unseen():  # even if the model is built without data, the tensors of the file are read with theirs
@@ -177,10 +179,6 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
         pickled = replace(pickled, pickle=pickle)
     weights: Mapping[str, Tensor] = build_data(file, pickled, chosen)
     return weights
-
-
-_WITH_CODE: Final[Mapping[str, Format]] = {"TorchScript": TorchScript(), "a program of torch.export": Exported()}
-"""A kind of file that holds a model with its code -> its format."""
 
 
 def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:

@@ -50,6 +50,8 @@ _LONG_NAMES = {"b": "B", "batch": "B", "batch_size": "B", "seq": "S", "seq_len":
 
 _MAX_READ = 1 << 22
 """Maximum number of values in an input that is made with data in a dry run."""
+_APART_SHARE = 0.125
+"""Share of the numbers drawn that stand apart from the range, such as labels of -100, which a loss ignores."""
 
 
 def find_spec(
@@ -62,7 +64,7 @@ def find_spec(
     """Return the description of the inputs, from the first source that has one:
 
     1. ``given``, the user's, if it describes inputs and not only dimensions;
-    2. ``model.inputs.yaml`` beside ``model.pt``;
+    2. ``model.inputs.yaml`` next to ``model.pt``;
     3. ``remembered``, which the user gave for an earlier command;
     4. ``carried``, the example inputs in the model file;
     5. for ``model.memopt.pt`` and ``model.traced.ts``, ``model.inputs.yaml`` of the model that they were made from;
@@ -282,10 +284,6 @@ def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Gen
         stands_apart.view(-1)[:1] = False  # the mean of a loss that ignores all labels is NaN
         tensor[stands_apart] = apart
     return tensor
-
-
-_APART_SHARE = 0.125
-"""Share of the numbers drawn that stand apart from the range, such as labels of -100, which a loss ignores."""
 
 
 def range_like(example: Tensor) -> str:

@@ -43,9 +43,9 @@ _MIN_OPCODES = 100_000
 """Number of opcodes that any pickle may have."""
 _BYTES_PER_OPCODE = 2
 """Bytes of a pickle that allow one more opcode; ``pickle`` writes 3 to 5."""
-_LARGEST_STACK: Final = 100_000
+_MAX_STACK: Final = 100_000
 """Maximum number of values on the unpickler's stack: ``pickle`` moves 1,000 values at a time into containers."""
-_LONGEST_NAME: Final = 4096  # of a source file
+_MAX_NAME_LENGTH: Final = 4096  # of a source file
 _SNAPSHOT_HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
 
 
@@ -94,7 +94,7 @@ class _PlainUnpickler(_Unpickler):
             keys = self.stack[-2:-1] if code == pickle.SETITEM[0] else self.stack[::2]
             if not all(type(key) is str for key in keys):
                 return "a key in it is not text"
-        if len(self.stack) + len(self.metastack) > _LARGEST_STACK:
+        if len(self.stack) + len(self.metastack) > _MAX_STACK:
             return "it makes far more values than it stores"
         if self.opcodes > _MIN_OPCODES + self._size // _BYTES_PER_OPCODE:
             return f"it holds far more values than fit into its {self._size} bytes"
@@ -226,7 +226,7 @@ class _Reading:
         for frame in self._each(frames):
             name = _text(frame["filename"])
             if name.endswith(".py"):
-                line = f"{name[-_LONGEST_NAME:]}:{_amount(frame['line'])}"
+                line = f"{name[-_MAX_NAME_LENGTH:]}:{_amount(frame['line'])}"
                 if not _is_of_library(name):
                     return line
                 of_library = of_library or line

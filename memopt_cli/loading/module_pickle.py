@@ -52,8 +52,11 @@ from memopt_cli.text.units import format_some
 
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint allow all of them."""
-_LONGEST_FLAGS: Final = 4000
+_MAX_FLAGS_LENGTH: Final = 4000
 """Maximum number of characters of flags in a hint; in place of a longer hint, loading unchecked is advised."""
+_SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
+_BY_HAND: Final = "The file is damaged, or made by hand."
+_DAMAGED_HINT: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
 
 
 class ModulePickle:
@@ -82,9 +85,6 @@ class ModulePickle:
         return Loaded(module=model, notes=located.notes, wrappers=located.wrappers)
 
 
-_SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
-
-
 def load_tensors(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> Any:
     """Return the tensors and plain containers that ``torch.save`` wrote into ``data``, on the CPU.
 
@@ -103,7 +103,7 @@ def load_tensors(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> Any:
 
 
 def build_data(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
-    """Make the tensors and plain containers that ``root`` reaches.  Raises as :func:`load_tensors` does."""
+    """Make the tensors and plain containers that ``root`` reaches; the errors are those of :func:`load_tensors`."""
     nobody = Vouched(Trust(), UserCode(()))
     return _make(file, pickled, root, kinds_of_data(storages_of(pickled)), nobody)
 
@@ -275,8 +275,6 @@ def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, ObjectKind]])
 
 
 _MAX_NAMES, _MAX_IMPORTS = 2000, 100  # that a file may use, and modules of libraries that it may import
-_BY_HAND: Final = "The file is damaged, or made by hand."
-_DAMAGED_HINT: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
 
 
 def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
@@ -331,7 +329,7 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
     helps = None not in remedies  # flags for some of the names would not load the file
     together_with = together(remedy for remedy in remedies if remedy is not None)
     remedy = together_with if helps else Trust()
-    if len(remedy.flags) > _LONGEST_FLAGS:
+    if len(remedy.flags) > _MAX_FLAGS_LENGTH:
         helps, remedy = False, Trust()
     hint = (
         f"If you trust where it came from, add: {remedy.flags}"

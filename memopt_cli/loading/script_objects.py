@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard
 
-from memopt_cli.loading.pickles.names import LONGEST_ATTRIBUTE
+from memopt_cli.loading.pickles.names import MAX_ATTRIBUTE_LENGTH
 from memopt_cli.loading.pickles.nodes import DICT, LIST, Built, Global, Tuple, entries_of
 from memopt_cli.loading.pickles.packed_weights import NATIVE, is_packed
 from memopt_cli.runtime.script_code import UnsafeScriptError, attribute_types, parse_type
@@ -20,7 +20,7 @@ from memopt_cli.runtime.script_code import UnsafeScriptError, attribute_types, p
 TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
 """Functions that turn a list into one of a certain type."""
-_LONGEST_SOURCE: Final = 64 << 20
+_MAX_SOURCE_BYTES: Final = 64 << 20
 """Largest size of one source in bytes: its lines are stored once, and each may be used many times."""
 _RESTORING: Final = frozenset({"__getstate__", "__setstate__"})
 TENSORS: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
@@ -75,7 +75,7 @@ class ScriptObjects:
         base = ast.unparse(node.bases[0]) if node.bases else ""
         attributes = attribute_types(node)
         longest = max(map(len, attributes), default=0)
-        if longest > LONGEST_ATTRIBUTE:
+        if longest > MAX_ATTRIBUTE_LENGTH:
             raise ValueError(f"a class has an attribute with a name of {longest} characters")
         self._classes[name] = _Class(base, attributes, bool(methods & _RESTORING))
 
@@ -219,5 +219,5 @@ def _source_size(source: Tuple, sizes: list[int] | None) -> int:
             indices = _strip_type_tag(lines)
             if _is_plain(indices, LIST) and all(type(i) is int and 0 <= i < len(sizes) for i in indices.items):
                 size = sum(sizes[i] for i in indices.items)
-                return size if size <= _LONGEST_SOURCE else -1
+                return size if size <= _MAX_SOURCE_BYTES else -1
     return -1

@@ -37,6 +37,8 @@ from memopt_cli.runtime.private_torch import (
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.runtime.script_code import UnsafeScriptError
 
+_SHARED_TENSORS_NOTE = "The model stays TorchScript as a whole: what could not be lifted shares tensors with the rest."
+
 
 class TorchScript:
     """The format of ``torch.jit.save``; see :class:`memopt_cli.loading.interface.Format`."""
@@ -79,9 +81,6 @@ def lift_script(script: ScriptModule, unit: Any) -> Loaded:
         # Leaves are saved one by one, so tensors that share memory with another module would be saved as copies.
         return Loaded(module=ScriptLeaf(script), notes=(*lifting.notes, _SHARED_TENSORS_NOTE))
     return Loaded(module=lifted, notes=(*lifting.notes, *mode_notes(lifting.programs(), "Tracing")))
-
-
-_SHARED_TENSORS_NOTE = "The model stays TorchScript as a whole: what could not be lifted shares tensors with the rest."
 
 
 def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:

@@ -17,6 +17,8 @@ from memopt_cli.loading.user_code import command_line_of, import_failure, is_ses
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.misnamed import definitions
 
+_FUNCTION_HINT = "Give `file.py:function`."
+
 
 def user_function(
     reference: str, flag: str, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
@@ -41,7 +43,6 @@ def user_function(
     return function  # type: ignore[no-any-return]
 
 
-_FUNCTION_HINT = "Give `file.py:function`."
 TAKEN: Final = "memopt_user_"
 """Prefix of the name of a module whose file is named like another module: nothing can import it by that name."""
 _RAN: Final[dict[Path, tuple[ModuleType, tuple[int, int]]]] = {}

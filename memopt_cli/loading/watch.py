@@ -33,6 +33,7 @@ _VARIABLES: Final = ("os.putenv", "os.unsetenv")
 _GPU_CHECK: Final = b"PYTORCH_NVML_BASED_CUDA_CHECK"
 """A variable that accelerate sets before it asks PyTorch for a GPU, as some adapters do while they are built."""
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_IMPORT: Final = "importlib._bootstrap_external"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,9 +54,9 @@ _kept_bytecode = sys.dont_write_bytecode
 
 @contextmanager
 def watch_code(path: str, hint: str = TRUST_PICKLE_HINT) -> Iterator[None]:
-    """Raise :class:`UnsafeFileError` inside the block for programs, connections, pickles and changes of files.
+    """Raise :class:`UnsafeFileError` in the ``with`` block for programs, connections, pickles and changes of files.
 
-    The watch covers this thread, and threads that start inside the block.  ``path`` and ``hint`` are for the error.
+    The watch covers this thread, and threads that start in the block.  ``path`` and ``hint`` are for the error.
     """
     global _installed, _kept_bytecode
     if not _installed:
@@ -76,7 +77,7 @@ def watch_code(path: str, hint: str = TRUST_PICKLE_HINT) -> Iterator[None]:
 
 @contextmanager
 def suspend_watch() -> Iterator[None]:
-    """Suspend the watch for this thread inside the block, for code that the user vouched for."""
+    """Suspend the watch for this thread in the ``with`` block, for code that the user vouched for."""
     before = getattr(_trusting, "trusts", False)
     _trusting.trusts = True
     try:
@@ -109,9 +110,6 @@ def _is_importing() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-_IMPORT: Final = "importlib._bootstrap_external"
 
 
 def _writes(path: Any, mode: Any, flags: Any) -> bool:

@@ -46,6 +46,12 @@ from memopt_cli.records.progress import Ask, Progress
 TAKEN_OFF_NOTE = "The file carries a plan already; it was taken off first."
 LEFT_OUT_NOTE = "The model carries a plan already; it is left out here."
 """Note on an answer that changes no model, and is given without the plan that the model carries."""
+_COMPILER_BACKENDS: Final = ("inductor",)
+"""Backends of ``torch.compile`` that run a compiler of their own, for the CPU as for a GPU."""
+_MAX_LIBRARIES: Final = 50
+"""Maximum number of libraries that a subprocess may ask to import: a hostile model could name very many."""
+_READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}
+"""Format of a model's file -> the function that scripts read it with, where that cannot read pickled modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +212,7 @@ def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:
 
 
 def remembered_inputs(location: str) -> InputSpec | None:
-    """Return the inputs that were typed last for the model at ``location``; ``None`` if no file beside it has any.
+    """Return the inputs that were typed last for the model at ``location``; ``None`` if no file next to it has any.
 
     The plan, the summary and the frontier that ``memopt optimize`` wrote hold them.  These files may have come with the
     model, so only inputs that name no code and no other file are taken.  A file that cannot be read, or neither has the
@@ -216,7 +222,7 @@ def remembered_inputs(location: str) -> InputSpec | None:
     name = model_path.absolute().name
     names = {name, name.replace(".memopt.", ".")}  # an optimized model has the inputs of its original
     headers: list[tuple[float, FileHeader, Path]] = []
-    # The files beside an optimized model lie under its own name, and are about its original, whatever that is called.
+    # The files next to an optimized model lie under its own name, and are about its original, whatever that is called.
     own_files = tuple(model_path.parent / f"{model_path.stem}.{end}" for end in ("plan.yaml", "summary.json"))
     for path in (paths.plan, paths.summary, paths.frontier, *own_files):
         with contextlib.suppress(OSError, ValueError, MemoptError):
@@ -353,14 +359,6 @@ def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
     if reader is None:
         return ()
     return (f"{path.name} is a pickled module, which {reader} does not read: memopt_cli.load({str(path)!r}) does.",)
-
-
-_COMPILER_BACKENDS: Final = ("inductor",)
-"""Backends of ``torch.compile`` that run a compiler of their own, for the CPU as for a GPU."""
-_MAX_LIBRARIES: Final = 50
-"""Maximum number of libraries that a subprocess may ask to import: a hostile model could name very many."""
-_READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}
-"""Format of a model's file -> the function that scripts read it with, where that cannot read pickled modules."""
 
 
 def file_header(prepared: Prepared) -> FileHeader:

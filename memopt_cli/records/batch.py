@@ -216,7 +216,7 @@ class BatchRequest(StepRequest):
     replicas: DimRange | None = None
     """Numbers of copies of the model to try; ``None`` for a single model."""
     plan_path: str | None = None
-    """Path of a plan under which a batch is recommended as well.  ``None`` to recommend one without a plan only."""
+    """Path of a plan under which a batch is recommended as well; ``None`` to recommend one without a plan only."""
     lengths_path: str | None = None
     """Path of a file of sequence lengths; ``None`` if not given."""
     strategies: tuple[StrategyName, ...] = ()
@@ -234,7 +234,7 @@ class BatchRequest(StepRequest):
     backend: str | None = None
     """Backend of ``torch.compile`` that compiles the step; ``None`` for a step that is not compiled."""
     output: str | None = None
-    """Path of the batch configuration.  ``None`` to write none, or with a ``search`` one beside the model."""
+    """Path of the batch configuration; ``None`` to write none, or with a ``search`` one next to the model."""
     force: bool = False
     longest_step_s: float = LONGEST_STEP_S
     """Longest step that is run, in seconds."""

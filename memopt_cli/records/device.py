@@ -19,7 +19,7 @@ RATES: tuple[Rate, ...] = typing.get_args(Rate)
 
 _MAX = 2.0**60
 """Largest size in bytes, and largest rate, that is accepted."""
-LONGEST_NAME = 60
+MAX_NAME_LENGTH = 60
 """Maximum number of characters of a device's name, which must fit a line of a report."""
 
 
@@ -33,8 +33,8 @@ def check_amounts(record: Any, *, minimum: int) -> None:
 
 def _check_name(key: str, name: str) -> None:
     """Raise :class:`UsageError` for a ``name`` that does not fit a line of a report."""
-    if not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
-        raise UsageError(f"{key} is {shorten(name)}; it must be one line of 1 to {LONGEST_NAME} characters")
+    if not name.isprintable() or not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise UsageError(f"{key} is {shorten(name)}; it must be one line of 1 to {MAX_NAME_LENGTH} characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ class TooSlow:
 
     slowdown: float
     """Measured step time divided by the original's."""
-    most: float
+    max_slowdown: float
     """Largest slowdown that was allowed."""
     error: float = 0.0
     """Uncertainty of the slowdown, which may be larger by this amount; 0 if unknown."""
@@ -39,16 +39,16 @@ class TooSlow:
     def because(self) -> str:
         error = f" ± {self.error:.2f}" if self.upper > self.slowdown else ""
         takes = f"its step takes {self.slowdown:.2f}{error} times as long"
-        if self.slowdown <= self.most:
-            return f"{takes}, which may be more than the limit of {self.most:g}"
-        return f"{takes}, and {self.most:g} is the limit"
+        if self.slowdown <= self.max_slowdown:
+            return f"{takes}, which may be more than the limit of {self.max_slowdown:g}"
+        return f"{takes}, and {self.max_slowdown:g} is the limit"
 
     @property
     def remedy(self) -> str:
         allowed = f"`--max-slowdown {math.ceil(10 * self.upper) / 10 + 0.1:.1f}` allows it"
         return (
             f"{allowed}."
-            if self.slowdown > self.most
+            if self.slowdown > self.max_slowdown
             else f"On an idle machine it may stay within the limit; {allowed}."
         )
 

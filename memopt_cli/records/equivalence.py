@@ -19,7 +19,7 @@ class EquivalenceRequest:
     candidate: ModelSource
     """Candidate: the same model or step, trained in another way."""
     spec: InputSpec | None
-    """Inputs of both.  ``None`` to look for them beside the reference, then guess."""
+    """Inputs of both; ``None`` to look for them next to the reference, then guess."""
     settings: StepSettings = StepSettings()
     steps: int = 3
     """Number of consecutive steps, with an optimizer."""

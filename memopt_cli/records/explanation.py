@@ -22,7 +22,7 @@ class ExplainRequest:
     source: ModelSource | None
     """Model; ``None`` if there is only a log or a snapshot."""
     spec: InputSpec | None = None
-    """Inputs.  ``None`` to look for them beside the model, then guess."""
+    """Inputs; ``None`` to look for them next to the model, then guess."""
     settings: StepSettings = StepSettings()
     memory: int | float | None = None
     """Bytes, or a share of the free memory; ``None`` for the memory in the log or snapshot, or else 0.9."""

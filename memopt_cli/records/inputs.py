@@ -18,7 +18,7 @@ PADDED = "padded"
 RECORDED = "the baseline"
 """Source of inputs that a baseline describes."""
 REMEMBERED = "as typed last, from "
-"""Beginning of the source of inputs that were typed for an earlier command, and are kept in a file beside the model."""
+"""Beginning of the source of inputs that were typed for an earlier command and kept in a file next to the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from memopt_cli.records.verification import Verification
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownFrontier:
-    """The plans that ``--frontier`` showed, and the step that they were shown for; kept in a file beside the model."""
+    """The plans that ``--frontier`` showed, and the step that they were shown for; kept in a file next to the model."""
 
     header: FileHeader
     """Origin of the plans: the model and its inputs."""
@@ -47,14 +47,14 @@ class OptimizeRequest(StepRequest):
     search: ResolvedSearch
     goal: SearchGoal = SearchGoal()
     shown: ShownFrontier | None = None
-    """Frontier that an earlier command showed, from which the goal picks a plan.  ``None`` to search."""
+    """Frontier that an earlier command showed, from which the goal picks a plan; ``None`` to search."""
     dim_range: DimRange | None = None
     """Least and largest size of a dimension, for a plan by length within the goal's budget; the inputs have the largest
     size; ``None`` for a plan at one size."""
     lengths: str | Mapping[int, int] | None = None
     """Path of a file of the sizes in training, or size -> its count; ``None`` if all sizes are equally frequent."""
     output: str | None = None
-    """Path of the optimized model.  ``None`` to write it beside the original."""
+    """Path of the optimized model; ``None`` to write it next to the original."""
     dry_run: bool = False
     """Whether to search and report without writing anything."""
     card: DeviceProfile | None = None
@@ -179,7 +179,7 @@ class ApplyRequest(StepRequest):
 
     plan_path: str
     spec: InputSpec | None = None
-    """Inputs, which are needed only to verify or confirm.  ``None`` to look for them beside the model, then guess."""
+    """Inputs, which are needed only to verify or confirm; ``None`` to look for them next to the model, then guess."""
     settings: StepSettings = StepSettings()
     verify: bool = False
     """Whether to compare with the original first, and to write nothing if they differ."""

@@ -125,7 +125,7 @@ class MeasureRequest(StepRequest):
     """The options of ``memopt measure`` on one rank, resolved."""
 
     spec: InputSpec | None
-    """Inputs of one rank's step.  ``None`` to look for them beside the model, then guess."""
+    """Inputs of one rank's step; ``None`` to look for them next to the model, then guess."""
     settings: StepSettings = StepSettings()
     layout: RankLayout
     rank: int

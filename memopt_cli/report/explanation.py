@@ -13,7 +13,7 @@ from memopt_cli.report.recommendation import settings
 from memopt_cli.text.paths import gather_paths
 from memopt_cli.text.units import format_apart, format_bytes, format_seconds
 
-_LONGEST = 56
+_MAX_NAME_LENGTH = 56
 """Most characters of a name."""
 _SHOWN = 12
 """Most rows in a table."""
@@ -81,10 +81,10 @@ def _with_short_name(holder: Holder, empty: str) -> Holder:
 
 
 def _short(name: str) -> str:
-    """Return ``name`` relative to the working directory if it lies there, cut to :data:`_LONGEST` characters."""
+    """Return ``name`` relative to the working directory if it is in it, cut to :data:`_MAX_NAME_LENGTH` characters."""
     if os.path.isabs(name) and name.startswith(here := os.getcwd() + os.sep):
         name = name.removeprefix(here)
-    return name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
+    return name if len(name) <= _MAX_NAME_LENGTH else f"…{name[1 - _MAX_NAME_LENGTH :]}"
 
 
 def _holders(heading: str, holders: Sequence[Holder]) -> Table:

@@ -18,7 +18,7 @@ _SHOWN = 12
 """Maximum number of listed groups of tied tensors, and of listed parts of a file that has only weights."""
 _MAX_ROWS = 24
 """Most tensors of a file of weights alone that are listed one by one without ``-v``."""
-_LARGEST = 5
+_MAX_LISTED = 5
 """Tensors that are listed where all would be too many."""
 
 
@@ -53,7 +53,7 @@ def contents_tables(inspection: Inspection, *, verbose: bool) -> Iterator[Table]
     else:
         yield _part_table(inspection)
         largest = sorted(inspection.tensors, key=lambda tensor: -tensor.size_bytes)
-        yield _tensor_table("largest tensors", largest[:_LARGEST])
+        yield _tensor_table("largest tensors", largest[:_MAX_LISTED])
 
 
 def _is_long(inspection: Inspection) -> bool:

@@ -40,6 +40,8 @@ _DETAILS = ("tensor\npeak", "activation\npeak", "step\ntime")
 """Headings of the further columns of the table of levels with ``--verbose``."""
 _ROUGH = 0.15
 """A ratio of step times is called rough if their spread is more than this share of their median."""
+_OWN_CHECKPOINTS_LABEL = "the model's own checkpoints"
+_DRIFT_REASON = "two training runs drift apart; `--level 2` keeps the same bits"
 
 
 def headline(summary: MemOptSummary) -> str:
@@ -222,9 +224,6 @@ def rows_by_plan(summary: MemOptSummary) -> Iterator[tuple[str, list[int], Level
         levels = [row.level for row in rows]
         span = f"{levels[0]}–{levels[-1]}" if len(levels) > 1 else f"{levels[0]}"
         yield span, levels, max(rows, key=lambda row: (isinstance(row.outcome, Measurement), row.level))
-
-
-_OWN_CHECKPOINTS_LABEL = "the model's own checkpoints"
 
 
 def _own_row(summary: MemOptSummary) -> LevelRow | None:
@@ -636,9 +635,6 @@ def inexact(verification: Verification) -> Iterator[str]:
     if verification.inexact:
         names = ", ".join(verification.inexact)
         yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"
-
-
-_DRIFT_REASON = "two training runs drift apart; `--level 2` keeps the same bits"
 
 
 def _describe_tolerance(verification: Verification) -> str:

@@ -34,6 +34,10 @@ _SAVED = 10
 """Most rows in the table of saved tensors."""
 _SEGMENTS = 8
 """Most segments that the table of times names."""
+_ESTIMATE = (
+    "an estimate, from the step's operators on tensors without data: peaks in the blocks of the device's allocator, "
+    "with what its matrix library keeps and without other kernel workspace; times by a roofline"
+)
 
 
 def headline(profile: StepProfile) -> Iterator[str]:
@@ -288,12 +292,6 @@ def remarks(profile: StepProfile) -> Iterator[str]:
     if profile.estimate is not None:
         yield _ESTIMATE
     yield from others(profile.notes)
-
-
-_ESTIMATE = (
-    "an estimate, from the step's operators on tensors without data: peaks in the blocks of the device's allocator, "
-    "with what its matrix library keeps and without other kernel workspace; times by a roofline"
-)
 
 
 def _share(part: float, whole: float) -> str:

@@ -22,6 +22,7 @@ _BASE = 1 << 20
 _WORKSPACE = "kernel workspace"
 _UNKNOWN = "unknown"
 """Category that memory_viz expects to exist as soon as there are others."""
+_END = {"action": "snapshot", "category": _UNKNOWN, "addr": 0, "size": 0, "stream": 0, "time_us": 0, "frames": []}
 
 
 def snapshot_bytes(trace: StepTrace) -> bytes:
@@ -40,9 +41,6 @@ def snapshot(trace: StepTrace) -> dict[str, Any]:
         "segments": recorder.segments(),
         "allocator_settings": {},
     }
-
-
-_END = {"action": "snapshot", "category": _UNKNOWN, "addr": 0, "size": 0, "stream": 0, "time_us": 0, "frames": []}
 
 
 class _Recorder:

@@ -63,7 +63,7 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
     """
     folder = os.path.dirname(weights)
     if folder and os.path.isfile(os.path.join(folder, "config.json")):
-        return f"Its config.json lies beside it: give the folder, {quoted_path(folder + os.sep)}."
+        return f"Its config.json lies next to it: give the folder, {quoted_path(folder + os.sep)}."
     if builder := _builder_among(code_paths, names):
         which = _candidates(builder)
         return f"Name what builds the model{which}: {_with_weights(builder, weights)}"
@@ -234,7 +234,7 @@ def _builder_at(path: str, names: Collection[str] = ()) -> str:
     """Return what builds the model in the Python file at ``path``, as ``net.py:Net``; empty if nothing there does.
 
     It is a function whose name says so, unless importing the file fails for want of arguments.  Else it is a module
-    that can be made without arguments, there or in a file beside it that it imports from: the last that has all
+    that can be made without arguments, there or in a file next to it that it imports from: the last that has all
     attributes that tensors of ``names`` need, since inner modules come before outer ones.  If several may be it and
     none has them, the name is ``NAME``.
     """
@@ -251,7 +251,7 @@ def _builder_at(path: str, names: Collection[str] = ()) -> str:
 def _module_classes(path: str) -> list[str]:
     """Return the modules that can be made without arguments, as ``net.py:Net``, and that the file at ``path`` has.
 
-    Those that it imports from files beside it come first.  Its own are left out if there are such, and importing the
+    Those that it imports from files next to it come first.  Its own are left out if there are such, and importing the
     file would fail for want of arguments.
     """
     imported: list[str] = []

@@ -30,9 +30,9 @@ GROUPS: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP,
 
 MAX_RANKS: Final = 2**20
 """Maximum number of ranks of a layout."""
-LONGEST_S: Final = 1e6
+MAX_S: Final = 1e6
 """Largest number of seconds that an option takes."""
-_SECONDS = Real(0, LONGEST_S, unit="seconds")
+_SECONDS = Real(0, MAX_S, unit="seconds")
 _MODEL = (
     "A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or package.module:callable "
     "or file.py:function, which builds a model or a step of yours (memopt_cli.Step)."
@@ -164,7 +164,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Clip the gradients to this norm before the optimizer's step.", STEP, "NORM", Real(0, above=True)
     ),
     "seed": Option("Seed of inputs, dropout and the loss.", STEP, "N", Whole(0)),
-    "timeout": Option("Time limit for one measurement.", STEP, "SECONDS", Real(0.1, LONGEST_S, unit="seconds")),
+    "timeout": Option("Time limit for one measurement.", STEP, "SECONDS", Real(0.1, MAX_S, unit="seconds")),
     "card": Option(
         "Estimate for a GPU that is not here: a100-40gb, h100-80gb, rtx4090 … or a YAML file.",
         STEP,
@@ -442,7 +442,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Recommend no batch whose step takes longer than this.",
         ANSWER,
         "SECONDS",
-        Real(0.001, LONGEST_S, unit="seconds"),
+        Real(0.001, MAX_S, unit="seconds"),
     ),
     "log": Option(
         "The text of an out-of-memory error: a traceback, a log, the kernel's log; - reads standard input.",
@@ -520,7 +520,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "recommend_batch.output": Option(
-        "Also write the recommendation as YAML; with --search, its plan beside it.",
+        "Also write the recommendation as YAML; with --search, its plan next to it.",
         OUTPUT,
         "FILE",
         flags=("-o", "--output"),
@@ -542,7 +542,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Run the recommended batch, and no step that takes longer than this.",
         OUTPUT,
         "SECONDS",
-        Real(0.001, LONGEST_S, unit="seconds"),
+        Real(0.001, MAX_S, unit="seconds"),
         default="2.5 times the plan's step, at least 1 s (GPU: 5 s), at most 10 s",
     ),
     "html": Option("Also write a report as one HTML file. Needs memopt[html].", OUTPUT, "FILE", common=True, python=""),

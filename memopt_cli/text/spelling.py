@@ -32,7 +32,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
 
 @contextlib.contextmanager
 def with_python_spelling() -> Iterator[None]:
-    """Let errors in the context name arguments in place of flags.
+    """Let errors in the ``with`` block name arguments in place of flags.
 
     The errors that caused them are reworded as well, since a traceback shows these, too.
     """

@@ -183,7 +183,7 @@ def long_trace(count: int = 20_000) -> StepTrace:
 @pytest.mark.slow
 def test_thinning_keeps_what_can_be_seen() -> None:
     whole = timeline(long_trace())
-    few = thin_out(whole, most=200)
+    few = thin_out(whole, max_points=200)
     assert len(few.instants) <= 202
     exact = dict(zip(whole.instants, whole.totals, strict=True))
     assert all(exact[i] == total for i, total in zip(few.instants, few.totals, strict=True))
@@ -192,7 +192,7 @@ def test_thinning_keeps_what_can_be_seen() -> None:
         seen = [total for i, total in zip(few.instants, few.totals, strict=True) if start - 100 <= i < start + 300]
         assert max(seen) >= max(whole.totals[start : start + 200])
         assert min(seen) <= min(whole.totals[start : start + 200])
-    assert thin_out(whole, most=10**6) is whole
+    assert thin_out(whole, max_points=10**6) is whole
 
 
 def test_hovering_tells_operator_module_phase_and_bytes() -> None:

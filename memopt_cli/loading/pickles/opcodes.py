@@ -34,7 +34,7 @@ from memopt_cli.loading.pickles.nodes import (
 )
 from memopt_cli.loading.pickles.stack import Stack
 
-_LONGEST_INT = 2048
+_MAX_INT_BITS = 2048
 """Maximum number of bits in an integer."""
 
 
@@ -168,7 +168,7 @@ def _constant(value: object) -> Action:
 
 
 def _argument(machine: Machine, argument: Any) -> None:
-    if isinstance(argument, int) and argument.bit_length() > _LONGEST_INT:
+    if isinstance(argument, int) and argument.bit_length() > _MAX_INT_BITS:
         raise ValueError(f"it holds a number of {argument.bit_length()} bits")
     machine.stack.push(argument)
 

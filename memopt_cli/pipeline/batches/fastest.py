@@ -362,7 +362,7 @@ def larger_batch_notes(priced: Sequence[tuple[Plan, int]], runs: Sequence[PairRu
 def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> FastestTraining:
     """Find the pair of a batch and a plan that trains fastest, and write both to files.
 
-    Raises as :func:`fastest_prepared` does, and :class:`UsageError` if a file exists and may not be replaced.
+    Raises :class:`MemoptError`, among them :class:`UsageError` if a file exists and may not be replaced.
     """
     batch_path, plan_path = pair_paths(request.source.location, request.output)
     check_targets([batch_path, plan_path], force=request.force)

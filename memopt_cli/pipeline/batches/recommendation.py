@@ -69,7 +69,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
 
 
 def _unused_plan_notes(request: BatchRequest, facts: ModelFacts) -> Iterator[str]:
-    """Yield a note on how to use the plan beside the model, if ``memopt optimize`` wrote one for exactly this model.
+    """Yield a note on how to use the plan next to the model, if ``memopt optimize`` wrote one for exactly this model.
 
     The plan is not used by default: its file may have come with the model, and the user may train without it.
     """

@@ -18,7 +18,7 @@ _MAX_UPDATE_SHARE = 0.9
 """Upper limit on the share of a step that its update takes: the times come from different runs and may conflict."""
 
 Heads = tuple[SegmentPlan, ...]
-"""Segments of a plan that include the loss: they change the step's operators, so it is recorded anew with them."""
+"""Segments of a plan that include the loss: they change the step's operators, so it is recorded again with them."""
 
 
 @dataclass(slots=True, kw_only=True)

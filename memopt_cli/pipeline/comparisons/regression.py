@@ -50,6 +50,8 @@ from memopt_cli.text.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.text.writing import content, write_all
 
+_MAX_FLAG_CHARACTERS = 1000
+
 
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
     """Measure a training step and write what it needs."""
@@ -168,9 +170,6 @@ def _unsafe_error(request: CheckRequest, named_thing: str, missing: dict[str, st
         if len(flags) <= _MAX_FLAG_CHARACTERS
         else "Record a baseline of your own.",
     )
-
-
-_MAX_FLAG_CHARACTERS = 1000
 
 
 def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:

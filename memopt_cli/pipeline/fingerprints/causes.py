@@ -93,6 +93,8 @@ OTHER_VALUES = (
     "the module gives the same output and keeps other values: compare its settings, such as the momentum of a batch "
     "norm"
 )
+_TIE_DISTANCE = 1e-5
+"""Values at most this far apart, relatively, count as tied, where float32 was compared bit for bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,10 +316,6 @@ def _by_choice(pair: Pair) -> Cause | None:
             text = f"{TIES} ({choice.operator})"
             return Cause(module=repeated_choice.path, class_name=classes.get(repeated_choice.path, ""), text=text)
     return None
-
-
-_TIE_DISTANCE = 1e-5
-"""Values at most this far apart, relatively, count as tied, where float32 was compared bit for bit."""
 
 
 def _choices(pair: Pair) -> Iterator[tuple[ChoicePrint, ChoicePrint]]:

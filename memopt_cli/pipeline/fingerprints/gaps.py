@@ -27,6 +27,8 @@ _PARAMETER = "parameter "
 _BUFFER = "buffer "
 _NAME_PREFIXES = ("output", "input", "gradient", "buffer", "state", "the random", "parameter")
 """Beginnings of tensor names, in the order in which a step makes the tensors: an early gap may cause later ones."""
+_FLOAT64_EPSILON: Final = 2.0**-52
+"""Distance of 1 to the next number of float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +72,6 @@ def is_in_double(training: FollowedSteps) -> bool:
     """Return whether all tensors in ``training`` are in float64 already, so that no dtype compares more precisely."""
     tensors = (tensor for step in training.steps for tensor in step.effects if not tensor.name.startswith("input"))
     return all(tensor.epsilon in (0.0, _FLOAT64_EPSILON) for tensor in tensors)
-
-
-_FLOAT64_EPSILON: Final = 2.0**-52
-"""Distance of 1 to the next number of float64."""
 
 
 def is_nowhere_finite(tensor: TensorPrint) -> bool:

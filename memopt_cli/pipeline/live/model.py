@@ -207,7 +207,7 @@ def _before_sharding(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def refuse_recursion() -> Iterator[None]:
-    """Refuse calls of memopt, inside the block, by a Python module that is being imported.
+    """Refuse calls of memopt, in the ``with`` block, by a Python module that is being imported.
 
     Such a call, at the top level of the user's script, would recur without end: memopt's subprocesses import the script
     to load its classes, and this process may import it for the loss that it defines.
@@ -275,10 +275,7 @@ def _describe_input(name: str | None, value: Any) -> TensorSpec:
 
 
 def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
-    """Make a step of copies of ``model`` and ``inputs``, to be run in this process.
-
-    Raises as :func:`detached_copy`.
-    """
+    """Make a step of copies of ``model`` and ``inputs``.  Raises :class:`StepError` if the model cannot be copied."""
     model_copy = place(detached_copy(model), settings)
     input_copies = map_leaves(lambda leaf: _copy_leaf(leaf, settings.device), inputs)
     args, kwargs = ((), dict(input_copies)) if isinstance(input_copies, Mapping) else (input_copies, {})

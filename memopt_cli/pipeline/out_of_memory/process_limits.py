@@ -23,7 +23,7 @@ class ProcessLimit:
     size: str
     """Name of :attr:`size_bytes` in ``/proc/self/status``."""
     size_bytes: int
-    """Largest size inside the block; the size after the error if the process was larger before the block."""
+    """Largest size in the ``with`` block; the size after the error if the process was larger before the block."""
 
 
 _SIZES: Final = r", (?P<size>Vm\w+) (?P<size_bytes>\d+), before the block (?P<before_bytes>\d+)"

@@ -63,7 +63,7 @@ from memopt_cli.text.units import format_bytes
 
 _EVEN_LENGTHS = 64
 """Approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
-_FEWEST_LENGTHS = 8
+_MIN_INTERVALS = 8
 """Minimum number of intervals into which those lengths divide the range, unless the range holds fewer."""
 _MAX_ORIGINAL_RUNS = 3
 """Maximum number of lengths at which the original is run to see whether it fits."""
@@ -79,7 +79,7 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
     if request.lengths is None:
         low, high = varied.low, varied.high
         unit = math.gcd(low, high)  # 64:2048 suggests that all lengths are multiples of 64
-        while unit > 1 and high - low < unit * _FEWEST_LENGTHS:
+        while unit > 1 and high - low < unit * _MIN_INTERVALS:
             unit = unit // 2 if unit % 2 == 0 else 1  # 32:64 does not suggest that there is none between
         step = unit * max(1, -(-(high - low) // (unit * _EVEN_LENGTHS)))
         return dict.fromkeys((*range(low, high, step), high), 1.0)

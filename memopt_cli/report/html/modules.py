@@ -11,7 +11,7 @@ from memopt_cli.report.html.figure import INK, NEUTRAL, PALETTE, Figure, text
 from memopt_cli.report.profiling import below, nearest
 from memopt_cli.text.units import format_bytes
 
-_SMALLEST = 0.0005
+_MIN_SHARE = 0.0005
 """Parts of the treemap below this share of the whole are drawn as one."""
 _BULK = 0.9
 """A child above this share of its module stands for the module, so that colours are given to the child's parts."""
@@ -108,7 +108,7 @@ class _Sectors:
         colour = colours.get(module.path, colour)
         hover = f"{text(module.path or '(model)')}<br>{text(module.class_name)}"
         own = self.add(parent, module.name, module.nbytes, hover, colour)
-        least = _SMALLEST * self.total_bytes
+        least = _MIN_SHARE * self.total_bytes
         operators = [(name, nbytes) for name, nbytes in module.operators.most_common() if nbytes >= least]
         for i, (name, nbytes) in enumerate(operators):
             made = f"made by {text(name)}<br>in {text(module.path or '(model)')}"

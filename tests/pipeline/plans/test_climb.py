@@ -213,7 +213,7 @@ def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -
     assert asked == [600, 800]
     (dropped,) = found.search.findings.dropped
     assert dropped.plan == priced(600, 1.29).plan
-    assert dropped.why == TooSlow(slowdown=1.7, most=1.33)
+    assert dropped.why == TooSlow(slowdown=1.7, max_slowdown=1.33)
     assert dropped.found == "600 B of 1000 B"
 
 
@@ -302,7 +302,7 @@ def test_the_limit_is_held_by_the_slowdown_that_is_shown(step_times_s: tuple[flo
     is_applied = bool(found.rows()[-1].plan.segments)
     assert measured(600, *step_times_s).slowdown(measured(ORIGINAL)) == shown
     assert is_applied is (shown <= 1.33)
-    refused = [TooSlow(slowdown=shown, most=1.33)]
+    refused = [TooSlow(slowdown=shown, max_slowdown=1.33)]
     assert [dropped.why for dropped in found.search.findings.dropped] == ([] if is_applied else refused)
 
 

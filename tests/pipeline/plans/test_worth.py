@@ -29,7 +29,7 @@ def test_a_plan_that_may_be_slower_than_the_limit_is_not_applied(error: float, i
     dropped = drop_by_measurement(row, measured(8, 1.0), 1.33)
     assert (dropped is not None) == is_dropped
     if dropped is not None:
-        assert dropped.why == TooSlow(slowdown=1.3, most=1.33, error=error)
+        assert dropped.why == TooSlow(slowdown=1.3, max_slowdown=1.33, error=error)
         assert (
             dropped.why.because == "its step takes 1.30 ± 0.04 times as long, which may be more than the limit of 1.33"
         )

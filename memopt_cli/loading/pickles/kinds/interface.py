@@ -30,6 +30,8 @@ Role = Literal["data", "module", "callable", "hook", "named", "trusted"]
 - ``named``: as the class of a segment, and nothing else;
 - ``trusted``: for anything, since the user vouched for it.
 """
+_BECOMES: Final = "cls_to_become"
+"""The attribute that makes a lazy module change its class after its first run, unchecked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +220,6 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
         if (hides or (_is_method(own) and not graph.trusts(kind))) and not _is_own_method(value, name):
             return f"replaces its method {name} by an attribute"
     return ""
-
-
-_BECOMES: Final = "cls_to_become"
-"""The attribute that makes a lazy module change its class after its first run, unchecked."""
 
 
 def _is_method(attribute: Any) -> bool:

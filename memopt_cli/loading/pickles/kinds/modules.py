@@ -39,7 +39,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     set_attributes,
     shadowing,
 )
-from memopt_cli.loading.pickles.names import LONGEST_ATTRIBUTE
+from memopt_cli.loading.pickles.names import MAX_ATTRIBUTE_LENGTH
 from memopt_cli.loading.pickles.nodes import LIST, Built, Tuple, entries_of
 from memopt_cli.records import Trust
 from memopt_cli.runtime.module_state import RUNS_KEY, SEGMENT_KEY
@@ -78,6 +78,21 @@ LAYER_PACKAGES: Final = (
 file.  Classes of whole models may not: their constructors read files and fetch weights."""
 
 _MODELING: Final = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
+_LAYER_BASES: Final = (nn.Module, torch.optim.Optimizer)
+_REASONS: Final = {
+    "created": "is not an nn.Module class",
+    "called": "is called with arguments from the file",
+    "held": "is not a layer, but is stored as something to call",
+}
+_PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
+_COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
+"""Methods that run when an object is copied or saved, with content from the file."""
+_PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
+"""Modules in whose classes these methods only copy attributes."""
+_TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+"""Base classes of optimizers and schedulers, which some models keep as attributes."""
+_KERNELS: Final = ("_use_kernels", "kernel_config")
+"""Settings that make a model download code (kernels) from a hub."""
 
 
 def imported_libraries(names: Iterable[str]) -> tuple[str, ...]:
@@ -146,14 +161,6 @@ class Libraries:
         return Recipe(make=lambda: cls, role="named", kind=cls) if is_named else None
 
 
-_LAYER_BASES: Final = (nn.Module, torch.optim.Optimizer)
-_REASONS: Final = {
-    "created": "is not an nn.Module class",
-    "called": "is called with arguments from the file",
-    "held": "is not a layer, but is stored as something to call",
-}
-
-
 def _recipe_for_object(cls: type) -> Recipe | Denied | None:
     """Return the recipe for an object of ``cls``.
 
@@ -178,20 +185,11 @@ def _recipe_for_object(cls: type) -> Recipe | Denied | None:
     return None
 
 
-_PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
-_COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
-"""Methods that run when an object is copied or saved, with content from the file."""
-_PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
-"""Modules in whose classes these methods only copy attributes."""
-
-
 def _recipe_for_call(cls: type) -> Recipe | None:
     """Return the recipe for a call of ``cls`` if it is an enum, whose call returns a member; ``None`` otherwise."""
     return Recipe(make=lambda value: _member(cls, value), kind=cls) if issubclass(cls, enum.Enum) else None
 
 
-_TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-"""Base classes of optimizers and schedulers, which some models keep as attributes."""
 _HELPERS: Final = (
     *("torchvision.models.detection._utils", "torchvision.transforms", "timm.models._features"),
     *("torch.distributions", "transformers.core_model_loading"),
@@ -274,10 +272,6 @@ def _items_of(value: Any) -> list[Any] | None:
     return value.items if is_list else None
 
 
-_KERNELS: Final = ("_use_kernels", "kernel_config")
-"""Settings that make a model download code (kernels) from a hub."""
-
-
 def _check_hook(node: Built, graph: Graph) -> str:
     """Return the reason why a hook must not get its state; an empty string if it may."""
     roles = {name: graph.role_of(value) for name, value in plain_entries(node.state) or ()}
@@ -342,7 +336,7 @@ def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
             return f"has {name} that are none"
         pairs = value.entries
         longest = max((len(key) for key, _ in pairs if isinstance(key, str)), default=0)
-        if longest > LONGEST_ATTRIBUTE:
+        if longest > MAX_ATTRIBUTE_LENGTH:
             return f"has {what} with a name of {longest} characters"
         misnamed = next((key for key, _ in pairs if isinstance(key, str) and not _is_name(key)), None)
         if misnamed is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.torch_version import TorchVersion
 
-from memopt_cli.loading.pickles.described import LARGEST, STORAGE_DTYPES, STORAGE_MODULES, check_view
+from memopt_cli.loading.pickles.described import MAX_SIZE, STORAGE_DTYPES, STORAGE_MODULES, check_view
 from memopt_cli.loading.pickles.kinds.interface import (
     BrokenError,
     Graph,
@@ -56,7 +56,7 @@ class Stored:
     """Function that reads the bytes of a :data:`NESTED` storage: its identity, and the storages of its legacy file."""
 
     def claims(self, use: Use) -> bool:
-        """Return whether ``use`` is a storage beside the pickle, or inside it."""
+        """Return whether ``use`` is a storage next to the pickle, or inside it."""
         return (use.how == "stored" and use.name == PERSISTENT) or (use.how == "called" and use.name == NESTED)
 
     def recipe(self, use: Use) -> Recipe:
@@ -82,7 +82,7 @@ class Stored:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size <= LARGEST for size in value):
+    if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in value):
         raise BrokenError(f"a tensor has the shape, strides or offset {quote(value)}")
     return tuple(value)
 

@@ -38,7 +38,7 @@ UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
 """Name of a script in suggestions where the right one is not known: it may have been a session, which left none."""
 _MAX_SCRIPTS = 100
 """Maximum number of files of the current folder that are searched for a class."""
-_LONGEST_SCRIPT = 1 << 20
+_MAX_SCRIPT_BYTES = 1 << 20
 """Maximum number of bytes in each of these files."""
 _DEFINITION: Final = re.compile(rb"\b(?:class|def)[ \t]+(\w+)")
 """A definition, or text that looks like one.  Only a source that has one of the wanted name is parsed, since that takes
@@ -176,7 +176,7 @@ def defined_as(path: Path, wanted: Global) -> Definition:
 @functools.lru_cache(maxsize=2 * _MAX_SCRIPTS)
 def _possible_names(path: Path, mtime_ns: int, size: int) -> frozenset[bytes]:
     """Return the names that the source at ``path`` seems to define; time and size are the cache's key."""
-    if size > _LONGEST_SCRIPT or not path.is_file():
+    if size > _MAX_SCRIPT_BYTES or not path.is_file():
         return frozenset()
     return frozenset(_DEFINITION.findall(path.read_bytes()))
 
