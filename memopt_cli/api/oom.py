@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from memopt_cli.api.arguments import path_given
+from memopt_cli.api.arguments import check_path
 from memopt_cli.batching.memory import status_bytes
 from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 from memopt_cli.pipeline.out_of_memory.process_limits import ProcessLimit, limits_line
@@ -40,7 +40,7 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
     allocated what; stacks are recorded there for that.  Existing files are replaced.  A note on the error
     has the command to type.  Raises ``OptionError`` for a path of another type.
     """
-    base = path_given("path", path)
+    base = check_path("path", path)
     if not torch.cuda.is_available():
         # An optimizer loads much of PyTorch. Loaded here, it counts as held before the block, not as tensors' memory.
         torch.optim.SGD([torch.zeros(1, requires_grad=True, device="cpu")])

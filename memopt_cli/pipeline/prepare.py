@@ -23,6 +23,7 @@ from memopt_cli.measure.jobs import ORIGINAL, Answer, CompareJob, Data, Describe
 from memopt_cli.measure.runner import Session, import_path
 from memopt_cli.measure.sizes import is_confined
 from memopt_cli.pipeline.failures import raise_failure, require_answer
+from memopt_cli.pipeline.terms import SETTING_FLAGS, missing_settings
 from memopt_cli.records import (
     REMEMBERED,
     STEP,
@@ -287,16 +288,14 @@ def import_libraries(prepared: Prepared, names: Sequence[str]) -> None:
 
 def _refuse_settings(settings: StepSettings, location: str) -> None:
     """Raise :class:`UsageError` for options that the user's own step, at ``location``, decides itself."""
-    is_set = {
-        "`--precision`": settings.precision != "stored",
-        "`--loss`": settings.loss is not None,
-        "`--optimizer`": settings.optimizer not in ("", "none"),
-        "`--accumulate`, or `--global-batch`,": settings.micro_batches > 1,
-        "`--clip-norm`": settings.clip_norm is not None,
-    }
-    flag = next((flag for flag, is_given in is_set.items() if is_given), None)
-    if flag is not None:
-        raise UsageError(f"{flag} sets how a step is run, but {location} makes a step of its own", hint="Omit it.")
+    harmless = {"seed", "" if settings.has_optimizer else "optimizer"}
+    for name in missing_settings(StepSettings(), settings):
+        if name not in harmless:
+            also = ", or `--global-batch`," if name == "micro_batches" else ""
+            raise UsageError(
+                f"`{SETTING_FLAGS[name]}`{also} sets how a step is run, but {location} makes a step of its own",
+                hint="Omit it.",
+            )
 
 
 def open_model(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
-from memopt_cli.api.arguments import budget_of, checked_names, given_inputs, lengths_given
+from memopt_cli.api.arguments import check_budget, check_inputs_argument, check_lengths, check_names
 from memopt_cli.api.shown import Optimized
 from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.records import Budget
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_named(given: dict[str, Any], error: type[Exception], m
     [[64, 80, 64], {80: 1, 64: 2, 16: 0}, torch.tensor([64, 64, 80]), numpy.array([64, 80, 64]), iter((80, 64, 64))],
 )
 def test_lengths_are_counted(given: Any) -> None:
-    assert lengths_given(given) == {64: 2, 80: 1}
+    assert check_lengths(given) == {64: 2, 80: 1}
 
 
 def test_a_range_is_for_optimize_alone() -> None:
@@ -161,13 +161,13 @@ def test_a_check_that_could_not_fail_is_refused() -> None:
     ],
 )
 def test_a_budget_is_bytes_or_a_share(given: Any, budget: Budget | None) -> None:
-    assert budget_of(given) == budget
+    assert check_budget(given) == budget
 
 
 @pytest.mark.parametrize("text", ["0.6", "1e9", "-5%", "150%", ""])
 def test_text_that_is_no_amount(text: str) -> None:
     with pytest.raises(UsageError):
-        budget_of(text)
+        check_budget(text)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +175,12 @@ def test_text_that_is_no_amount(text: str) -> None:
     [("Block", ("Block",)), (nn.Linear, ("Linear",)), (["0", nn.Tanh], ("0", "Tanh")), ((), ())],
 )
 def test_one_name_or_several(given: Any, found: tuple[str, ...]) -> None:
-    assert checked_names("target", given) == found
+    assert check_names("target", given) == found
 
 
 @pytest.mark.parametrize("given", [(X,), {"input": X}])
 def test_values_are_taken_as_they_are(given: Any) -> None:
-    assert given_inputs(given, None) is given
-    taken = given_inputs(X, None)
+    assert check_inputs_argument(given, None) is given
+    taken = check_inputs_argument(X, None)
     assert isinstance(taken, tuple)
     assert isinstance(taken[0], Tensor)

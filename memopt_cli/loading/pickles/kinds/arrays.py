@@ -107,14 +107,13 @@ def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
 
 def _items(shape: tuple[Any, ...]) -> int:
     """Return the number of items of an array of ``shape``.  Raises :class:`BrokenError` for a shape that is too large,
-    even if one of its sizes is 0, or that holds other things than sizes."""
+    even if one of its sizes is 0, or that has other values than sizes."""
     try:
-        items, extent = items_in(shape), items_in(size or 1 for size in shape)
+        if items_in(size or 1 for size in shape) <= _MAX_ITEMS and len(shape) <= _MAX_SIZES:
+            return items_in(shape)
     except (TypeError, ValueError) as err:
         raise BrokenError(f"an array has a shape that is not made of sizes: {quote(shape)}") from err
-    if extent > _MAX_ITEMS or len(shape) > _MAX_SIZES:
-        raise BrokenError(f"an array has a shape that is too large: {quote(shape)}")
-    return items
+    raise BrokenError(f"an array has a shape that is too large: {quote(shape)}")
 
 
 _RECIPES: Final[dict[str, dict[str, Recipe]]] = {
