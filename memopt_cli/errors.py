@@ -156,14 +156,14 @@ class Interrupted(MemoptError):
     exit_code = 130
 
 
-def _tree(base: type[MemoptError]) -> Iterator[type[MemoptError]]:
+def _class_tree(base: type[MemoptError]) -> Iterator[type[MemoptError]]:
     """Yield ``base`` and all classes below it."""
     yield base
     for kind in base.__subclasses__():
-        yield from _tree(kind)
+        yield from _class_tree(kind)
 
 
-ERRORS: Final[Mapping[str, type[MemoptError]]] = {kind.__name__: kind for kind in _tree(MemoptError)}
+ERRORS: Final[Mapping[str, type[MemoptError]]] = {kind.__name__: kind for kind in _class_tree(MemoptError)}
 """Name -> class, for each class of the tree: a subprocess sends the name, and the parent raises the class again."""
 
 

@@ -175,7 +175,7 @@ def check_inputs_argument(inputs: Inputs, dims: Mapping[str, int] | None) -> Giv
     texts = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
         tensors = tuple(parse_tensor(str(text)) for text in texts)
-        sizes = _sizes(dims)
+        sizes = _check_dims(dims)
         check_inputs(tensors, sizes)
         require_used(sizes, tensors, "inputs")
         return InputSpec(tensors=tensors, dims=sizes, source="inputs")
@@ -193,13 +193,13 @@ def check_inputs_argument(inputs: Inputs, dims: Mapping[str, int] | None) -> Giv
     )
 
 
-def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
+def _check_dims(dims: Mapping[str, int] | None) -> dict[str, int]:
     if not isinstance(dims, Mapping | None):
         raise OptionError(f"dims is {for_message(dims)}", hint='Give the size of each symbol: {"B": 16}.')
-    return {name: _size(name, size) for name, size in (dims or {}).items()}
+    return {name: _check_dim(name, size) for name, size in (dims or {}).items()}
 
 
-def _size(name: str, given: object) -> int:
+def _check_dim(name: str, given: object) -> int:
     if isinstance(given, tuple | list):
         raise OptionError(f"dims[{name!r}] is {type_in_words(given)}; it must be one size", hint=_ONE_SIZE_HINT)
     size: int = check_option(f"dims[{name!r}]", given, Whole(1))

@@ -187,7 +187,7 @@ def optimize(
         given = check_inputs_argument(inputs, sizes)
         wants_batch = recommend_batch and card is None
         request = OptimizeRequest(
-            source=_source(model),
+            source=_source_of(model),
             spec=None,
             settings=step.settings,
             search=resolve_search(
@@ -249,7 +249,7 @@ def frontier(
     """
     step = check_step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     request = OptimizeRequest(
-        source=_source(model),
+        source=_source_of(model),
         spec=None,
         settings=step.settings,
         search=resolve_search(
@@ -304,7 +304,7 @@ def profile(
     limit_s = check_option("timeout", timeout)
     step = check_step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     request = ProfileRequest(
-        source=_source(model),
+        source=_source_of(model),
         spec=None,
         settings=step.settings,
         fake=fake,
@@ -370,7 +370,7 @@ def recommend_batch(
             "level, target, allow_inexact and search_time apply only to a search for plans", hint=_ADD_SEARCH_HINT
         )
     request = BatchRequest(
-        source=_source(model),
+        source=_source_of(model),
         spec=spec,
         settings=step.settings,
         memory=check_option("memory", memory),
@@ -420,7 +420,7 @@ def baseline(
     step = check_step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     with _prepare(model, _description(inputs, dims), step, limit_s, verbose) as prepared:
         request = BaselineRequest(
-            source=_source(model),
+            source=_source_of(model),
             spec=prepared.subject.spec,
             settings=step.settings,
             output=str(path),
@@ -456,7 +456,7 @@ def check(
     limit_s = check_option("timeout", timeout)
     spec = _description(inputs, dims)
     request = CheckRequest(
-        source=_source(model),
+        source=_source_of(model),
         baseline_path=str(check_path("baseline", baseline)),
         limits=limits,
         spec=spec,
@@ -520,7 +520,7 @@ def _prepare(
         yield prepared.with_progress(progress, timeout_s)
 
 
-def _source(model: nn.Module) -> ModelSource:
+def _source_of(model: nn.Module) -> ModelSource:
     return ModelSource(location=type(model).__name__)
 
 

@@ -67,16 +67,16 @@ def _is_of_loading(error: BaseException | None) -> bool:
 def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> str:
     """Write the files that explain ``error``, and return a note with the command to type, or why writing failed."""
     try:
-        files = _files(error, base, sizes_before)
+        files = _files_by_path(error, base, sizes_before)
         write_all({path: content(data) for path, (_, data) in files.items()}, force=True)
     except Exception as failed:  # such as a full disk, which must not hide the out-of-memory error
         return f"memopt could not write the files that explain it: {failed}"
     flags = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
     if _is_of_loading(error):
         return f"memopt explain {flags}"
-    model = _model(error)
+    model = _model_builder(error)
     command = " ".join(
-        filter(None, [f"memopt explain {model or 'MODEL'} -i SHAPE", _script(), _optimizer(error), flags])
+        filter(None, [f"memopt explain {model or 'MODEL'} -i SHAPE", _trust_script_flag(), _optimizer(error), flags])
     )
     meant = "MODEL is a saved model, or net.py:build for a function that makes it"
     if model:
@@ -86,11 +86,11 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
         f"and to find what would fit: {command}\n"
         f"{meant}; SHAPE a batch's shape, 64x3x224x224 or 64x128@int64=0..32000; "
         f"add {_OWN_LOSS} if it has a loss of its own"
-        f"{_guard()}"
+        f"{_missing_guard_line()}"
     )
 
 
-def _guard() -> str:
+def _missing_guard_line() -> str:
     """Return a line that asks for the guard of the running script, which the command imports; empty if it has one."""
     path = _running_script()
     try:
@@ -102,7 +102,7 @@ def _guard() -> str:
     return f'\nthe command imports {path}: first put what trains there under if __name__ == "__main__":'
 
 
-def _script() -> str:
+def _trust_script_flag() -> str:
     """Return the flag that lets classes of the running script be imported; empty in a notebook."""
     path = _running_script()
     return f"--code-path {quoted_path(path)}" if path else ""
@@ -113,7 +113,7 @@ def _running_script() -> str | None:
     return getattr(sys.modules.get("__main__"), "__file__", None)
 
 
-def _model(error: Exception) -> str:
+def _model_builder(error: Exception) -> str:
     """Return ``train.py:Net`` for the model that ran in ``error``, if the running script can make one; else empty.
 
     The model is the module with most parameters among the local variables of the error's frames.  The script can make
@@ -151,12 +151,12 @@ def _optimizer(error: Exception) -> str:
     return ""
 
 
-def _files(error: Exception, base: Path, sizes_before: dict[str, int]) -> dict[Path, tuple[str, bytes]]:
+def _files_by_path(error: Exception, base: Path, sizes_before: dict[str, int]) -> dict[Path, tuple[str, bytes]]:
     """Return path -> the flag of ``memopt explain`` that reads the file, and its contents, for ``error``."""
     log, snapshot = base.with_name(f"{base.name}.log"), base.with_name(f"{base.name}.snapshot.pickle")
     text = "".join(traceback.format_exception(error))
     if not isinstance(error, torch.OutOfMemoryError):  # the CPU's memory ran out
-        text += _limits(sizes_before)
+        text += _limits_line(sizes_before)
     files = {log: ("--log", text.encode(errors="backslashreplace"))}
     if torch.cuda.is_available():
         files[snapshot] = ("--snapshot", pickle.dumps(memory_snapshot()))
@@ -169,7 +169,7 @@ def _process_sizes() -> dict[str, int]:
     return {name: status_bytes(name) for name in names}
 
 
-def _limits(sizes_before: dict[str, int]) -> str:
+def _limits_line(sizes_before: dict[str, int]) -> str:
     """Return a line with this process's limits and sizes, now and before the block, that ``memopt explain`` reads."""
     if not sizes_before:
         return ""

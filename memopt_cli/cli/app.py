@@ -44,7 +44,7 @@ from memopt_cli.text.spelling import on_command_line
 
 
 class OutputError(MemoptError):
-    """Stdout or stderr cannot be written: the disk or quota behind it is full."""
+    """Stdout or stderr cannot be written: the disk or quota is full."""
 
 
 class ClosedOutputError(OutputError):

@@ -60,7 +60,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     if path is None:
         _refuse_code(context, file, data)
     context.obj = Config(
-        path=str(file), trust=_texts(file, "trust", data.pop("trust", [])), dims=_dims(file, data.pop("dims", {}))
+        path=str(file), trust=_flag_texts(file, "trust", data.pop("trust", [])), dims=_dims(file, data.pop("dims", {}))
     )
     context.default_map = _defaults(context, file, data)
     if path is None:
@@ -123,7 +123,7 @@ def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[
     """Return parameter name -> text or texts for this command; keys of other commands are left out."""
     flags = _flags(context.command)
     return {
-        flags[key].name: list(_texts(file, key, value)) if flags[key].multiple else _text(file, key, value)
+        flags[key].name: list(_flag_texts(file, key, value)) if flags[key].multiple else _flag_text(file, key, value)
         for key, value in data.items()
         if key in flags
     }
@@ -138,14 +138,14 @@ def _flags(command: Any) -> dict[str, Any]:
 def _dims(file: Path, dims: Any) -> tuple[str, ...]:
     if not isinstance(dims, dict):
         raise UsageError(f"{file}: dims must be names and sizes, not {shorten(dims)}", hint="Write dims: {B: 8}.")
-    return tuple(f"{name}={_text(file, 'dims', size)}" for name, size in dims.items())
+    return tuple(f"{name}={_flag_text(file, 'dims', size)}" for name, size in dims.items())
 
 
-def _texts(file: Path, key: str, value: Any) -> tuple[str, ...]:
-    return tuple(_text(file, key, item) for item in (value if isinstance(value, list) else [value]))
+def _flag_texts(file: Path, key: str, value: Any) -> tuple[str, ...]:
+    return tuple(_flag_text(file, key, item) for item in (value if isinstance(value, list) else [value]))
 
 
-def _text(file: Path, key: str, value: Any) -> str:
+def _flag_text(file: Path, key: str, value: Any) -> str:
     """Return a scalar as it is typed on the command line, so that the same code parses both."""
     if not isinstance(value, str | int | float):
         raise UsageError(f"{file}: {key} cannot be {shorten(value)}", hint="Write text, a number, true or false.")

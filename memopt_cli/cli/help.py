@@ -46,7 +46,7 @@ class GroupedCommand(TyperCommand):
         """Write a section for each group of options: the common ones, or all with ``--help-all``."""
         shown = [p for p in self.get_params(ctx) if _ALL in ctx.meta or self._is_common(p)]
         for group in GROUPS:
-            if rows := [_row(p, ctx) for p in shown if group_of(p) == group]:
+            if rows := [_option_cells(p, ctx) for p in shown if group_of(p) == group]:
                 with formatter.section(group):
                     formatter.write_dl(rows, col_max=_NAMES_WIDTH)
 
@@ -80,7 +80,7 @@ class RankCommand(GroupedCommand):
             )
 
 
-def _row(parameter: Any, ctx: Any) -> tuple[str, str]:
+def _option_cells(parameter: Any, ctx: Any) -> tuple[str, str]:
     """Return the two cells of ``parameter``, such as ``("-i, --input SPEC", "An input …")``."""
     names, text = parameter.get_help_record(ctx)
     if group_of(parameter) == ARGUMENTS:

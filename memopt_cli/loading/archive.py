@@ -1,6 +1,6 @@
 """Checking zip archives before any record is read, so that every reader finds the same bytes, and not too many.
 
-A zip file has a header before each record, a directory of all records behind them, and an end that points to the
+A zip file has a header before each record, a directory of all records after them, and an end that points to the
 directory.  Where these disagree, readers differ in which they believe.  An attacker could write a file in which
 Python's ``zipfile``, which checks it, sees different records from PyTorch's C++ reader, which loads it.  Therefore a
 file is refused unless all three agree: one directory, directly before the end, without duplicate names or overlaps.

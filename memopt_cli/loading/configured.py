@@ -124,7 +124,7 @@ def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
 def _length(module: nn.Module) -> int:
     """Return the largest power of two that ``module`` allows as a length, at most 1,024: for RoBERTa's 514, 512.
 
-    RoBERTa counts positions from the index behind the padding index, which its position embedding holds.
+    RoBERTa counts positions from the index after the padding index, which its position embedding holds.
     """
     config = _part_of(getattr(module, "config", None), "input_ids")
     tables = (part for name, part in module.named_modules() if name.endswith("position_embeddings"))

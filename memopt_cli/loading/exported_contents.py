@@ -77,7 +77,7 @@ def _contents(graph: Any, signature: Any, values: Any, records: dict[str, Any]) 
     for path in [tensor.name.rpartition(".")[0] for tensor in tensors]:
         classes.setdefault(checked_path(path), "?")  # a module whose tensors are used and whose forward is not called
     places: dict[str, int] = {}
-    for path in sorted(_with_parents(classes), key=_natural):
+    for path in sorted(_with_parents(classes), key=_natural_order):
         places[path] = len(places)
         contents.modules.append(StoredModule(path=path, class_name=classes.get(path, "?"), parameters=0, size_bytes=0))
         contents.parents.append(places[path.rpartition(".")[0]] if path else -1)
@@ -97,18 +97,18 @@ def _tensors(signature: Any, values: Any) -> Iterator[StoredTensor]:
     for spec in signature["input_specs"]:
         for what, (key, kind) in kinds.items():
             if what in spec:
-                yield _tensor(str(spec[what][key]), kind, values[spec[what]["arg"]["name"]])
+                yield _described_tensor(str(spec[what][key]), kind, values[spec[what]["arg"]["name"]])
 
 
 def _inputs(signature: Any, values: Any) -> Iterator[StoredTensor]:
     for spec in signature["input_specs"]:
         name = spec.get("user_input", {}).get("arg", {}).get("as_tensor", {}).get("name")
         if name is not None:
-            yield _tensor(str(name), "input", values[name])
+            yield _described_tensor(str(name), "input", values[name])
 
 
-def _tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
-    sizes = [_size(size) for size in meta["sizes"]]
+def _described_tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
+    sizes = [_read_size(size) for size in meta["sizes"]]
     dtype = DTYPE_NAMES.get(meta["dtype"], f"dtype {meta['dtype']}")
     return StoredTensor(
         name=printable(name),
@@ -120,7 +120,7 @@ def _tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
     )
 
 
-def _size(size: Any) -> tuple[int | str, int]:
+def _read_size(size: Any) -> tuple[int | str, int]:
     """Return ``size`` in two forms: a number or a symbol to show, and the number in the example inputs."""
     if "as_int" in size:
         return size["as_int"], size["as_int"]
@@ -159,7 +159,7 @@ def _with_parents(paths: Any) -> set[str]:
     return complete
 
 
-def _natural(path: str) -> list[tuple[bool, int, str]]:
-    """Return a key that sorts ``layers.10`` behind ``layers.9``, and parents before children."""
+def _natural_order(path: str) -> list[tuple[bool, int, str]]:
+    """Return a key that sorts ``layers.10`` after ``layers.9``, and parents before children."""
     parts = path.split(".") if path else []
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

@@ -112,7 +112,7 @@ class GraphReader:
         ops: list[Op] = []
         for node in graph["nodes"]:
             self._append_node(node, prefix, ops)
-        outputs = [self._operand(item, prefix, (), ops) for item in graph["outputs"]]
+        outputs = [self._read_operand(item, prefix, (), ops) for item in graph["outputs"]]
         return settle_sizes(ops), outputs
 
     def _append_node(self, node: Any, prefix: str, ops: list[Op]) -> None:
@@ -126,12 +126,12 @@ class GraphReader:
         function = _function_in(node.get("metadata", {}).get("stack_trace", ""))
         if function:
             self.functions.add(function)
-        arguments = {item["name"]: self._operand(item["arg"], prefix, stack, ops) for item in node["inputs"]}
+        arguments = {item["name"]: self._read_operand(item["arg"], prefix, stack, ops) for item in node["inputs"]}
         outputs, is_collection = self._outputs(node, prefix)
         if target in _NUMBERS:
             ops.append(Op("operator", _NUMBERS[target], tuple(arguments.values()), outputs, stack))
             return
-        key, operator = _find(node)
+        key, operator = _find_listed_operator(node)
         schema = schema_of(operator).arguments
         operands = tuple(
             arguments.get(a.name, (_as_stored(a.default_value),) if a.has_default_value() else (None,)) for a in schema
@@ -155,7 +155,7 @@ class GraphReader:
         kind, first = node["target"].removeprefix(_HIGHER_ORDER), len(ops)
         items = [item["arg"] for item in node["inputs"]]
         graphs = [item["as_graph"]["graph"] for item in items if "as_graph" in item]
-        rest = [self._operand(item, prefix, (), ops) for item in items if "as_graph" not in item]
+        rest = [self._read_operand(item, prefix, (), ops) for item in items if "as_graph" not in item]
         if kind == "wrap_with_set_grad_enabled":
             whole = Op("grad", bool(rest[0][0]), ())
             bound = rest[1:]
@@ -163,7 +163,7 @@ class GraphReader:
             whole = Op("if", None, (rest[0],))
             bound = [operand for op in ops[first:] if op.outputs == tuple(rest[1:]) for operand in op.operands]
         else:
-            raise NotAllowedError(f"the operator {kind} ({_where(node)})")
+            raise NotAllowedError(f"the operator {kind} ({_source_line_of(node)})")
         blocks = []
         for graph in graphs:
             inner, results = self.read(graph, f"*{next(self._fresh)}.", bound)
@@ -172,7 +172,7 @@ class GraphReader:
         ops[first:] = [replace(op, stack=stack) for op in ops[first:]]
         ops.append(replace(whole, outputs=self._outputs(node, prefix)[0], stack=stack, blocks=tuple(blocks)))
 
-    def _operand(self, item: Any, prefix: str, stack: tuple[Call, ...], ops: list[Op]) -> Operand:
+    def _read_operand(self, item: Any, prefix: str, stack: tuple[Call, ...], ops: list[Op]) -> Operand:
         ((kind, value),) = ((k, v) for k, v in item.items() if k.startswith("as_"))
         if kind in ("as_tensor", "as_sym_int", "as_sym_float", "as_sym_bool", "as_optional_tensor"):
             if "as_none" in value:
@@ -181,14 +181,14 @@ class GraphReader:
             return self._bound.get(prefix + name, prefix + name) if name else (next(iter(value.values())),)
         if kind in ("as_tensors", "as_optional_tensors", "as_sym_ints", "as_sym_floats", "as_nested_tensors"):
             inner = {"as_tensors": "as_tensor", "as_nested_tensors": "as_tensors"}.get(kind)
-            items = [self._operand({inner: v} if inner else _as_argument(v), prefix, stack, ops) for v in value]
+            items = [self._read_operand({inner: v} if inner else _as_argument(v), prefix, stack, ops) for v in value]
             ops.append(Op("list", None, tuple(items), (f"*{next(self._fresh)}",), stack))
             return ops[-1].outputs[0]
         if kind == "as_device":
             index = "" if value.get("index") is None else f":{value['index']}"
             ops.append(Op("home", f"{value['type']}{index}", (), (f"*{next(self._fresh)}",), stack))
             return ops[-1].outputs[0]
-        return (_constant(kind, value),)
+        return (_read_constant(kind, value),)
 
 
 def _as_argument(item: Any) -> Any:
@@ -204,7 +204,7 @@ def _argument_name(item: Any) -> str:
     return str(value.get("name", value.get("as_name", "")))
 
 
-def _constant(kind: str, value: Any) -> Any:
+def _read_constant(kind: str, value: Any) -> Any:
     if kind == "as_none":
         return None
     if kind == "as_scalar_type":
@@ -243,7 +243,7 @@ def _function_in(stack: str) -> str:
     return ""
 
 
-def _find(node: Any) -> tuple[str, Any]:
+def _find_listed_operator(node: Any) -> tuple[str, Any]:
     target = node["target"]
     parts = target.split(".")
     if parts[:2] == ["torch", "ops"] and len(parts) == 5:
@@ -251,10 +251,10 @@ def _find(node: Any) -> tuple[str, Any]:
         operator = find_operator(key)
         if operator is not None:
             return key, operator
-    raise NotAllowedError(f"the operator {target} ({_where(node)})")
+    raise NotAllowedError(f"the operator {target} ({_source_line_of(node)})")
 
 
-def _where(node: Any) -> str:
+def _source_line_of(node: Any) -> str:
     lines = re.findall(r'File "([^"]*)", line (\d+)', node.get("metadata", {}).get("stack_trace", ""))
     return f"{lines[-1][0]} line {lines[-1][1]}" if lines else "no source line"
 

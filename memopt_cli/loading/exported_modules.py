@@ -123,17 +123,17 @@ class Method:
                 self._child(call, group, depth, after)
             else:
                 for op in group:
-                    self._add(op, depth)
+                    self._append_op(op, depth)
 
-    def _add(self, op: Op, depth: int) -> None:
+    def _append_op(self, op: Op, depth: int) -> None:
         operands = tuple(map(self.operand, op.operands))
-        blocks = tuple(self._block(ops, results, depth) for ops, results in op.blocks)
+        blocks = tuple(self._inner_block(ops, results, depth) for ops, results in op.blocks)
         light = op.kind == "home" or (op.kind == "operator" and op.detail in EXPRESSIONS)
         hint = op.detail.partition("::")[2].partition(".")[0].strip("_") if op.kind == "operator" else ""
         outputs = tuple(self.value(name, hint, light=light) for name in op.outputs)
         self.nodes.append((op.kind, op.detail, operands, outputs, blocks))
 
-    def _block(self, ops: tuple[Op, ...], results: tuple[Operand, ...], depth: int) -> tuple[Any, ...]:
+    def _inner_block(self, ops: tuple[Op, ...], results: tuple[Operand, ...], depth: int) -> tuple[Any, ...]:
         returned = set(_names(results))
         for name in sorted({*_values_used(ops), *returned}):
             if name not in self._operands and self._builder.is_local(name, self._path):

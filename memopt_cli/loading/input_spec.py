@@ -51,7 +51,7 @@ _LONG_NAMES = {"b": "B", "batch": "B", "batch_size": "B", "seq": "S", "seq_len":
 _MAX_READ = 1 << 22
 """Maximum number of values in an input that is made with data in a dry run."""
 _APART_SHARE = 0.125
-"""Share of the numbers drawn that stand apart from the range, such as labels of -100, which a loss ignores."""
+"""Share of the numbers that stand apart from the range, such as labels of -100, which a loss ignores."""
 
 
 def find_spec(
@@ -80,7 +80,7 @@ def find_spec(
         stem = path.name if path.is_dir() else path.stem
         of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
         guessed = None if isinstance(module, StepModels) else guessed_spec(module)
-        described = _beside(source, stem) or remembered or carried or _beside(source, of_origin) or guessed
+        described = _spec_file_of(source, stem) or remembered or carried or _spec_file_of(source, of_origin) or guessed
         if described is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",
@@ -155,7 +155,7 @@ def _without_unused(spec: InputSpec) -> InputSpec:
     return replace(spec, dims=dims, optional_dims=())
 
 
-def _beside(source: ModelSource, stem: str) -> InputSpec | None:
+def _spec_file_of(source: ModelSource, stem: str) -> InputSpec | None:
     if is_factory(source.location):
         return None
     path = Path(source.location).with_name(f"{stem}.inputs.yaml")
@@ -203,7 +203,7 @@ def make_inputs(
     """Make the positional and keyword arguments of one step on ``device``.
 
     Random values come from generators of their own, so equal ``spec`` and ``seed`` give equal inputs.  A script may
-    draw from PyTorch's generator, which is seeded for it and restored.  Floating tensors are cast to ``dtype``,
+    use PyTorch's generator, which is seeded for it and restored.  Floating tensors are cast to ``dtype``,
     unless it is ``None``.
     Raises :class:`UsageError` for a data file or script that cannot be used.
     """
@@ -213,13 +213,15 @@ def make_inputs(
         inputs = _run_script(spec.script, spec.dims, seed)
     else:
         tensors = []
-        for place, t in enumerate(spec.tensors):  # a generator for each: a dry run draws only some of them
+        for place, t in enumerate(spec.tensors):  # a generator for each: a dry run makes only some of them
             generator = torch.Generator().manual_seed(seed + place)
             with with_data() if _may_be_read(t, spec.dims) else contextlib.nullcontext():
                 tensors.append((t.name, _make_tensor(t, spec.dims, generator)))
         positional = tuple(tensor for name, tensor in tensors if name is None)
-        return _place(positional, device, dtype), _place({n: t for n, t in tensors if n is not None}, device, dtype)
-    inputs = _place(inputs, device, dtype)
+        return _moved_to(positional, device, dtype), _moved_to(
+            {n: t for n, t in tensors if n is not None}, device, dtype
+        )
+    inputs = _moved_to(inputs, device, dtype)
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)), {}
@@ -243,24 +245,24 @@ def unnamed_arguments(model: nn.Module, kwargs: Iterable[str]) -> Iterator[str]:
             yield f"forward names no argument {printable(name)}{rest}; {meant}"
 
 
-def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
+def _moved_to(value: Any, device: str, dtype: torch.dtype | None) -> Any:
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=None if dtype is None else dtype_in(dtype, value))
     if isinstance(value, Mapping):
-        return {key: _place(item, device, dtype) for key, item in value.items()}
+        return {key: _moved_to(item, device, dtype) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_place(item, device, dtype) for item in value)
+        return type(value)(_moved_to(item, device, dtype) for item in value)
     return value
 
 
 def _may_be_read(spec: TensorSpec, dims: Mapping[str, int]) -> bool:
     """Return whether a model may read the values of an input, such as tokens, masks and lengths: dry runs need them."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    return not (dtype.is_floating_point or dtype.is_complex) and math.prod(_sizes(spec, dims)) <= _MAX_READ
+    return not (dtype.is_floating_point or dtype.is_complex) and math.prod(_resolved_shape(spec, dims)) <= _MAX_READ
 
 
 def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Generator) -> Tensor:
-    shape = _sizes(spec, dims)
+    shape = _resolved_shape(spec, dims)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if spec.values in ("zeros", "ones"):
         return torch.full(shape, int(spec.values == "ones"), dtype=dtype)
@@ -313,7 +315,7 @@ def _padded_mask(shape: tuple[int, ...]) -> Tensor:
     return (torch.arange(length) < lengths.unsqueeze(1)).reshape(shape)
 
 
-def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
+def _resolved_shape(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(dims[size] if isinstance(size, str) else size for size in spec.shape)
 
 
@@ -437,7 +439,7 @@ def batch_of(spec: InputSpec) -> int:
     if BATCH in spec.dims:
         return spec.dims[BATCH]
     if spec.tensors and spec.tensors[0].shape:
-        return _sizes(spec.tensors[0], spec.dims)[0]
+        return _resolved_shape(spec.tensors[0], spec.dims)[0]
     if spec.data_file is not None:
         made, where = _read_data(spec.data_file, spec.data_sha256), spec.data_file
         hint = "Save the arguments of forward in it, as a list or a dict of tensors."

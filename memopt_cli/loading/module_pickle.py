@@ -76,7 +76,7 @@ class ModulePickle:
             located = module_in(pickled.pickle.root, file.key, file.path, trust.code_paths)
         vouched = Vouched(trust, UserCode(trust.code_paths))
         try:
-            model = _make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
+            model = _audit_and_make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
         except ClassNotFoundError as err:
             err.hint = f"{err.hint} {moved_hint(file.path, (err.looked_in, *trust.code_paths))}".strip()
             raise
@@ -105,7 +105,7 @@ def load_tensors(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> Any:
 def build_data(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
     """Make the tensors and plain containers that ``root`` reaches; the errors are those of :func:`load_tensors`."""
     nobody = Vouched(Trust(), UserCode(()))
-    return _make(file, pickled, root, kinds_of_data(storages_of(pickled)), nobody)
+    return _audit_and_make(file, pickled, root, kinds_of_data(storages_of(pickled)), nobody)
 
 
 def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
@@ -200,7 +200,9 @@ def storages_of(pickled: PickledFile) -> Stored:
     return Stored(pickled.storages, functools.partial(nested_storage, scan=pickled.scan))
 
 
-def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched) -> Any:
+def _audit_and_make(
+    file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched
+) -> Any:
     """Audit everything that ``root`` reaches, then make it."""
     with suspend_collection():
         audit = audit_objects(file, pickled, root, kinds, vouched)
@@ -228,11 +230,11 @@ def audit_objects(
     _refuse_libraries(file, claims)
     verdicts = _unknown(unclaimed, vouched.code)
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
-        _refuse(file, verdicts, vouched.trust)  # before anything is imported
+        _refuse_denied(file, verdicts, vouched.trust)  # before anything is imported
     audit = Audit(root, claims, vouched.vouches)
-    _refuse(file, [*verdicts, *audit.refused], vouched.trust)
+    _refuse_denied(file, [*verdicts, *audit.refused], vouched.trust)
     _refuse_exhausting(file, audit)
-    _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()), vouched.trust)
+    _refuse_denied(file, ((name, Denied(reason)) for name, reason in audit.objections()), vouched.trust)
     return audit
 
 
@@ -303,7 +305,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
         )
 
 
-def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]], trust: Trust) -> None:
+def _refuse_denied(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]], trust: Trust) -> None:
     """Raise the error for ``verdicts``, if there are any; a missing library is reported only if nothing is denied.
 
     ``trust``: what the user vouches for already, which the file needs as well.
@@ -343,11 +345,11 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
 
 def list_names(denied: Mapping[Global, Denied]) -> str:
     """Return why the first few names in ``denied`` were denied, each reason once, and how many more there are."""
-    alike: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for name, verdict in denied.items():
-        alike.setdefault(verdict.reason, []).append(str(name))
+        by_reason.setdefault(verdict.reason, []).append(str(name))
     texts = [
         f"{name} {reason}" + (f" (as for {format_some(others, _SHOWN - 1)})" if others else "")
-        for reason, (name, *others) in alike.items()
+        for reason, (name, *others) in by_reason.items()
     ]
     return "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

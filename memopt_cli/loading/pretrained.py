@@ -155,7 +155,7 @@ def _model(folder: Path, digest: Any) -> nn.Module:
         )
     weights = _weights(folder, digest)
     _refuse_counts(folder, settings, weights)
-    with _building(folder, "transformers", weights), _quiet(transformers.logging):
+    with _building(folder, "transformers", weights), _silence(transformers.logging):
         config = kind.config_class.from_dict(settings)
         model, info = kind.from_pretrained(
             None,
@@ -210,7 +210,7 @@ def _building(folder: Path, library: str, weights: Mapping[str, Tensor]) -> Iter
 
 
 @contextmanager
-def _quiet(logging: Any) -> Iterator[None]:
+def _silence(logging: Any) -> Iterator[None]:
     """Silence a library that prints names in the file unescaped: they may be commands to a terminal or a CI system."""
     before, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)

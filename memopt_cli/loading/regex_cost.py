@@ -24,7 +24,7 @@ _PARSE_STEPS: Final = 50
 _COMPARE_STEPS: Final = 10
 """Steps to compare two names."""
 _SUFFIX_STEPS: Final = 10
-"""Steps to keep a character of a suffix: PEFT keeps all suffixes of a name that begin behind a dot."""
+"""Steps to keep a character of a suffix: PEFT keeps all suffixes of a name that begin after a dot."""
 _COMPILE_STEPS = 10_000
 """Steps to compile any expression."""
 _COMPILE_STEPS_PER_CHARACTER = 250
@@ -81,12 +81,12 @@ def _sequence(parts: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
     """Return the number of gaps in the sequence ``parts``, and the number of ways to match the other parts."""
     gaps, ways = 0, 1.0
     for kind, value in parts:
-        more_gaps, factor = _part(str(kind), value)
+        more_gaps, factor = _part_cost(str(kind), value)
         gaps, ways = gaps + more_gaps, ways * factor
     return gaps, ways
 
 
-def _part(kind: str, value: Any) -> tuple[int, float]:
+def _part_cost(kind: str, value: Any) -> tuple[int, float]:
     """Return the number of gaps in one part of an expression, and the number of ways to match the rest of it."""
     if kind in _SINGLE_CHARACTER or kind == "AT":
         return 0, 1

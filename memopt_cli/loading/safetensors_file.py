@@ -48,7 +48,7 @@ class Entry:
     start: int
     """Position of the tensor's first byte in the file."""
     end: int
-    """Position behind the tensor's last byte."""
+    """Position after the tensor's last byte."""
 
 
 class SafeTensors:
@@ -89,7 +89,7 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
             raise ValueError(f"its header of {start - _LENGTH} bytes does not fit")
         header = read_json(data[_LENGTH:start], unique=True)
         remarks = header.pop("__metadata__", {})
-        named = ((str(name), _entry(item, start)) for name, item in header.items())
+        named = ((str(name), _read_entry(item, start)) for name, item in header.items())
         entries = dict(sorted(named, key=lambda pair: (pair[1].start, pair[1].end)))
         for entry in entries.values():  # in the order of their bytes, so each must begin where the last one ended
             if entry.start != start:
@@ -103,7 +103,7 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
         raise FileFormatError(f"{path} is not a complete safetensors file: {reason}", hint=DOWNLOAD_AGAIN_HINT) from err
 
 
-def _entry(item: Any, start: int) -> Entry:
+def _read_entry(item: Any, start: int) -> Entry:
     dtype, shape, (begin, end) = _DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
     if not all(type(place) is int and 0 <= place <= MAX_SIZE for place in (begin, end)):
         raise ValueError("a position in its header is not a whole number")

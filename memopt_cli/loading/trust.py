@@ -1,6 +1,6 @@
 """Refusing names that a pickled file uses: the reason for the user, and the flag that would allow the name.
 
-A name is judged here before it is imported, since importing runs code.  The objects behind the names are judged by
+A name is judged here before it is imported, since importing runs code.  The objects of these names are judged by
 :mod:`memopt_cli.loading.pickles.kinds`.
 """
 

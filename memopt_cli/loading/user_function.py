@@ -73,7 +73,7 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
     assert spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # ``dataclass`` looks up the module of its class there
-    folder, stamp = str(file.parent), _stamp(file)
+    folder, stamp = str(file.parent), _file_stamp(file)
     sys.path.insert(0, folder)
     try:
         with command_line_of(path):
@@ -122,9 +122,9 @@ def _is_at(module: ModuleType, path: str) -> bool:
 def _unchanged(file: Path) -> ModuleType | None:
     """Return the module that ``file`` ran as, unless it has not run, or has changed since."""
     module, stamp = _RAN.get(file, (None, None))
-    return module if stamp == _stamp(file) else None
+    return module if stamp == _file_stamp(file) else None
 
 
-def _stamp(file: Path) -> tuple[int, int]:
+def _file_stamp(file: Path) -> tuple[int, int]:
     state = file.stat()
     return state.st_mtime_ns, state.st_size

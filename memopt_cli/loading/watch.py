@@ -60,7 +60,7 @@ def watch_code(path: str, hint: str = TRUST_PICKLE_HINT) -> Iterator[None]:
     """
     global _installed, _kept_bytecode
     if not _installed:
-        sys.addaudithook(_look)  # Python cannot remove it again
+        sys.addaudithook(_refuse_event)  # Python cannot remove it again
         _installed = True
     earlier = frozenset(thread.ident for thread in threading.enumerate() if thread.ident) - {threading.get_ident()}
     watch = _Watch(path, hint, earlier)
@@ -86,12 +86,12 @@ def suspend_watch() -> Iterator[None]:
         _trusting.trusts = before
 
 
-def _look(event: str, details: tuple[Any, ...]) -> None:
+def _refuse_event(event: str, details: tuple[Any, ...]) -> None:
     if not _watches or getattr(_trusting, "trusts", False):
         return
     if event in _VARIABLES and details[0] == _GPU_CHECK:
         return
-    is_refused = event in _REFUSED or (event == "open" and _writes(*details))
+    is_refused = event in _REFUSED or (event == "open" and _open_writes(*details))
     if not is_refused and (event not in _REFUSED_AFTER_IMPORTS or _is_importing()):
         return
     watch = next((watch for watch in _watches if threading.get_ident() not in watch.earlier_threads), None)
@@ -112,6 +112,6 @@ def _is_importing() -> bool:
     return False
 
 
-def _writes(path: Any, mode: Any, flags: Any) -> bool:
+def _open_writes(path: Any, mode: Any, flags: Any) -> bool:
     """Return whether an ``open`` writes; a file that is already open has a number for its ``path``, and is allowed."""
     return not isinstance(path, int) and isinstance(flags, int) and bool(flags & _WRITING)

@@ -117,7 +117,7 @@ class Prepared:
         Raises :class:`UsageError` where the batch of the inputs is fixed.
         """
         spec = with_batch(self.subject.spec, batch) if batch != self.batch else self.subject.spec
-        return self._with(spec, batch)
+        return self._with_spec(spec, batch)
 
     def with_compiler_cache(self, folders: contextlib.ExitStack) -> Prepared:
         """Return the model whose subprocesses share an empty folder for the compiler's caches, until ``folders`` ends.
@@ -131,9 +131,9 @@ class Prepared:
     def with_size(self, symbol: str, size: int) -> Prepared:
         """Return the model with inputs whose dimension ``symbol``, which is not the batch, has ``size``."""
         spec = replace(self.subject.spec, dims={**self.subject.spec.dims, symbol: size})
-        return self._with(spec, self.batch)
+        return self._with_spec(spec, self.batch)
 
-    def _with(self, spec: InputSpec, batch: int) -> Prepared:
+    def _with_spec(self, spec: InputSpec, batch: int) -> Prepared:
         """Return the model with the inputs of ``spec``, at other sizes of which the step was not measured."""
         subject, facts = replace(self.subject, spec=spec), replace(self.facts, spec=spec, batch=batch)
         own = self.own_checkpoints if spec == self.subject.spec else None

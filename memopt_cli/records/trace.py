@@ -75,7 +75,7 @@ class OpTrace:
     packs: bool = False
     """Whether the operator packs, unpacks or copies tensors for memopt, and is not the model's."""
     random: bool = False
-    """Whether the operator draws from a random generator."""
+    """Whether the operator uses a random generator."""
     flops: int = 0
     dtype: str = ""
     """Dtype of the first floating-point argument, ``bfloat16``; empty if there is none."""

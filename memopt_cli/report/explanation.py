@@ -35,10 +35,10 @@ def headline(explanation: Explanation) -> Iterator[str]:
         yield "memory runs out before the first operator runs"
     elif explanation.instant is not None:
         where = f" of {explanation.instant.module}" if explanation.instant.module else ""
-        line = f", {_short(explanation.line)}" if explanation.line else ""
+        line = f", {_short_name(explanation.line)}" if explanation.line else ""
         yield f"memory runs out in {explanation.instant.phase}{where}, while {explanation.instant.name} runs{line}"
     if explanation.raised_at:
-        yield f"the error was raised at {_short(explanation.raised_at)}"
+        yield f"the error was raised at {_short_name(explanation.raised_at)}"
 
 
 def _outcome(explanation: Explanation) -> str:
@@ -77,10 +77,10 @@ def tables(explanation: Explanation) -> Iterator[Table]:
 
 
 def _with_short_name(holder: Holder, empty: str) -> Holder:
-    return Holder(name=_short(holder.name) or empty, nbytes=holder.nbytes)
+    return Holder(name=_short_name(holder.name) or empty, nbytes=holder.nbytes)
 
 
-def _short(name: str) -> str:
+def _short_name(name: str) -> str:
     """Return ``name`` relative to the working directory if it is in it, cut to :data:`_MAX_NAME_LENGTH` characters."""
     if os.path.isabs(name) and name.startswith(here := os.getcwd() + os.sep):
         name = name.removeprefix(here)

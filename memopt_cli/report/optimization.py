@@ -219,8 +219,8 @@ def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
 
 def rows_by_plan(summary: MemOptSummary) -> Iterator[tuple[str, list[int], LevelRow]]:
     """Yield ``1–3``, the levels, and a row of theirs, for adjacent levels with one plan: the row measured, if any."""
-    for _, alike in groupby(summary.levels, key=lambda row: row.plan):
-        rows = list(alike)
+    for _, adjacent in groupby(summary.levels, key=lambda row: row.plan):
+        rows = list(adjacent)
         levels = [row.level for row in rows]
         span = f"{levels[0]}–{levels[-1]}" if len(levels) > 1 else f"{levels[0]}"
         yield span, levels, max(rows, key=lambda row: (isinstance(row.outcome, Measurement), row.level))
@@ -345,16 +345,16 @@ def distinct_labels(plans: Sequence[Plan]) -> list[str]:
     """
     words = list(map(in_words, plans))
     for same in {text for text in words if words.count(text) > 1}:
-        alike = [number for number, text in enumerate(words) if text == same]
-        shared = set.intersection(*(set(plans[number].everywhere) for number in alike))
-        own = [[_in_place(each) for each in plans[number].everywhere if each not in shared] for number in alike]
-        differences = [""] * len(alike)
+        numbers = [number for number, text in enumerate(words) if text == same]
+        shared = set.intersection(*(set(plans[number].everywhere) for number in numbers))
+        own = [[_in_place(each) for each in plans[number].everywhere if each not in shared] for number in numbers]
+        differences = [""] * len(numbers)
         # One segment distinguishes two plans; of three plans, two may share it, and differ in the next.
         for length in range(1, max(map(len, own)) + 1):
             differences = [", ".join(segments[:length]) for segments in own]
             if len(set(differences)) == len(differences):
                 break
-        for number, text in zip(alike, differences, strict=True):
+        for number, text in zip(numbers, differences, strict=True):
             words[number] = ": ".join(filter(None, [same, text]))
     return words
 
@@ -593,7 +593,7 @@ def verification(verification: Verification) -> str:
             f"verification failed: {verification.difference}, allowed {_describe_tolerance(verification)}, at {where}"
         )
     tolerance = _describe_tolerance(verification)
-    return f"verified: {verification.compared} tensors equal {tolerance}, at {where}{_further(verification)}"
+    return f"verified: {verification.compared} tensors equal {tolerance}, at {where}{_further_checks(verification)}"
 
 
 def _measured_steps(found: FingerprintCheck) -> str:
@@ -607,7 +607,7 @@ def _measured_steps(found: FingerprintCheck) -> str:
     return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
 
 
-def _further(verification: Verification) -> str:
+def _further_checks(verification: Verification) -> str:
     """Return the further checks of ``verification``: ``; then in the next step; left out: in eval mode (…)``."""
     tried = [check.name for check in verification.further if not check.not_tried]
     missing = [check for check in verification.further if check.skipped]

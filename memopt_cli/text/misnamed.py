@@ -103,7 +103,7 @@ def other_class_hint(location: str, names: Collection[str]) -> str:
     not ``names``; empty if there are none."""
     path, _, name = location.rpartition(":")
     others = [builder for builder in _module_classes(path) if builder != location]
-    if fitting := [builder for builder in others if _covers(builder, names)]:
+    if fitting := [builder for builder in others if _assigns_attributes(builder, names)]:
         return _did_you_mean(quoted_path(fitting[-1]))
     listed = format_some([builder.rpartition(":")[2] for builder in others], _SHOWN)
     return f"Beside {name}, {path} has {listed}." if others else ""
@@ -242,7 +242,7 @@ def _builder_at(path: str, names: Collection[str] = ()) -> str:
     classes = _module_classes(path)
     if functions and not (classes and _needs_arguments(path)):
         return functions[0]
-    fitting = [builder for builder in classes if _covers(builder, names)] if names else classes
+    fitting = [builder for builder in classes if _assigns_attributes(builder, names)] if names else classes
     if not fitting and len(classes) > 1:
         return f"{path}:{_ANY}"
     return next(reversed(fitting or classes), "")
@@ -285,7 +285,7 @@ def _is_required(call: ast.Call) -> bool:
     return keywords.get("nargs") not in ("'?'", "'*'") if is_positional else keywords.get("required") == "True"
 
 
-def _covers(builder: str, names: Collection[str]) -> bool:
+def _assigns_attributes(builder: str, names: Collection[str]) -> bool:
     """Return whether the class at ``builder``, ``net.py:Net``, assigns the attributes that tensors of ``names`` are in.
 
     A prefix that all names share, such as ``module.``, may be that of a wrapper.

@@ -59,7 +59,7 @@ class Option:
     flags: tuple[str, ...] = ()
     """Flags on the command line; empty for ``--`` and the option's name."""
     common: bool = False
-    """Whether the option is on the first screen of help; all others are behind ``--help-all``."""
+    """Whether the option is on the first screen of help; all others are shown by ``--help-all``."""
     python: str | None = None
     """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none.  ``trust.packages``:
     a field of :class:`memopt_cli.Trust`, the argument ``trust``."""

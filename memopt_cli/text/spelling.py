@@ -120,14 +120,14 @@ def _marked_in_python(marked: re.Match[str]) -> str:
     command, flags = typed
     if command == ["file.py:function"]:
         return "a function"
-    sizes = [_size(value) for flag, value in flags if flag == "--dim" and "=" in value]
+    sizes = [_size_argument(value) for flag, value in flags if flag == "--dim" and "=" in value]
     trusted = [(field, value) for flag, value in flags if (field := _field_of_trust(flag))]
     single = [(f, v) for f, v in flags if not _field_of_trust(f) and (f != "--dim" or "=" not in v)]
     arguments = [spelled for flag, value in single if (spelled := _argument(flag, value))]
     if sizes:
         arguments.append(f"dims={{{', '.join(sizes)}}}")
     if trusted:
-        arguments.append(_trust(trusted))
+        arguments.append(_trust_argument(trusted))
     if not arguments:
         return marked[1]
     if not command:
@@ -137,7 +137,7 @@ def _marked_in_python(marked: re.Match[str]) -> str:
     return f"memopt_cli.{name}({', '.join([*positional, *arguments])})"
 
 
-def _size(text: str) -> str:
+def _size_argument(text: str) -> str:
     name, _, size = text.partition("=")
     return f'"{name}": ({size.replace(":", ", ")})' if ":" in size else f'"{name}": {size}'
 
@@ -148,7 +148,7 @@ def _field_of_trust(flag: str) -> str:
     return field if argument == "trust" else ""
 
 
-def _trust(settings: list[tuple[str, str]]) -> str:
+def _trust_argument(settings: list[tuple[str, str]]) -> str:
     """Return the argument ``trust`` for ``settings``, by field: ``trust=memopt_cli.Trust(packages=("a", "b"))``.
 
     A field without a value is a switch.

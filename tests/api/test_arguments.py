@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy
@@ -11,14 +14,35 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
+from memopt_cli import ranks
 from memopt_cli.api.arguments import check_budget, check_inputs_argument, check_lengths, check_names
 from memopt_cli.api.shown import Optimized
+from memopt_cli.cli.options import StepOptions
 from memopt_cli.errors import OptionError, UsageError
-from memopt_cli.records import Budget
+from memopt_cli.pipeline.terms import SETTING_FLAGS, step_terms
+from memopt_cli.records import Budget, StepSettings
 
 MODEL, X = nn.Linear(4, 4), torch.ones(2, 4)
 RANGE = {"inputs": "SxFx4", "dims": {"F": 2, "S": (4, 8)}, "budget": 0.5}
 ADAMW = torch.optim.AdamW(MODEL.parameters())
+SETTINGS = {"precision": "bf16", "loss": "a.py:f", "optimizer": "sgd", "micro_batches": 2, "clip_norm": 1.0, "seed": 1}
+"""Field of :class:`StepSettings` -> a value other than the default."""
+STEP_CALLS = (
+    *(memopt_cli.optimize, memopt_cli.frontier, memopt_cli.profile, memopt_cli.recommend_batch, memopt_cli.baseline),
+    *(ranks.predict_rank, ranks.recommend_ranks, ranks.plan_rank),
+)
+
+
+@pytest.mark.parametrize("call", [StepOptions, *STEP_CALLS], ids=lambda call: call.__name__)
+def test_every_setting_of_a_step_is_an_argument(call: Callable[..., Any]) -> None:
+    arguments = {flag.removeprefix("--").replace("-", "_") for flag in SETTING_FLAGS.values()}
+    assert arguments - inspect.signature(call).parameters.keys() == set()
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(StepSettings) if field.name != "device"])
+def test_every_setting_of_a_step_is_compared_except_its_seed(name: str) -> None:
+    changed = replace(StepSettings(), **{name: SETTINGS[name]})
+    assert (step_terms(changed) == step_terms(StepSettings())) is (name == "seed")
 
 
 @pytest.mark.parametrize(

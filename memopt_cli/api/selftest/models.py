@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a feed-forward part, each behind a norm, with dropout."""
+    """Attention and a feed-forward part, each after a norm, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()

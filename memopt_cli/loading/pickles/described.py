@@ -183,20 +183,20 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
 def _plain_tensor(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
     match function, items:
         case "_rebuild_meta_tensor_no_storage", (Global(name=dtype), size, *_):
-            shape = _sizes(size)
+            shape = _read_sizes(size)
             return None if shape is None else PickledTensor(dtype=dtype, shape=shape)
         case "_rebuild_sparse_tensor", (_, Tuple(items=(_, Built(arguments=Tuple(items=values)), size, *_))):
-            stored, shape = _view("_rebuild_tensor_v2", values), _sizes(size)
+            stored, shape = _view_arguments("_rebuild_tensor_v2", values), _read_sizes(size)
             return None if stored is None or shape is None else PickledTensor(dtype=stored.dtype, shape=shape)
         case "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3" | "_rebuild_qtensor", _:
-            return _view(function, items)
+            return _view_arguments(function, items)
     return None
 
 
-def _view(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
+def _view_arguments(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
     match items:
         case stored, int(offset), size, stride, *rest:
-            storage, shape, strides = storage_of(stored), _sizes(size), _sizes(stride)
+            storage, shape, strides = storage_of(stored), _read_sizes(size), _read_sizes(stride)
             if storage is None or shape is None or strides is None:
                 return None
             typed = function == "_rebuild_tensor_v3" and len(rest) > 2 and isinstance(rest[2], Global)
@@ -211,7 +211,7 @@ def _view(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
     return None
 
 
-def _sizes(value: Any) -> tuple[int, ...] | None:
+def _read_sizes(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, Built) and str(value.callee) == "torch.Size" and isinstance(value.arguments, Tuple):
         value = value.arguments.items[0] if value.arguments.items else None
     is_plain = isinstance(value, Tuple) and all(isinstance(size, int) and abs(size) <= MAX_SIZE for size in value.items)

@@ -159,7 +159,7 @@ class BatchProbes:
     def count(self, batch: int) -> Counted | Failure:
         """Return the dry run of one copy at ``batch``, even where a line through others predicts its peak."""
         if batch not in self._counted:
-            self.progress.update(0, None, f"batch {self._where(batch)}, without data")
+            self.progress.update(0, None, f"batch {self._sizes_in_words(batch)}, without data")
             dry_run = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
             self._counted[batch] = dry_run
             self.inferred.pop(batch, None)
@@ -215,10 +215,10 @@ class BatchProbes:
         """Run a step at ``batch``, and return its allocated peak and its time."""
         if self.run is not None:
             return self.run(batch)
-        self.progress.update(0, None, f"running batch {self._where(batch)}")
+        self.progress.update(0, None, f"running batch {self._sizes_in_words(batch)}")
         answer = self.session().ask(self._job(batch))
         peak = format_bytes(answer.allocated_peak_bytes) if isinstance(answer, BatchProbe) else "cannot run"
-        self.progress.update(0, None, f"batch {self._where(batch)} · {peak}")
+        self.progress.update(0, None, f"batch {self._sizes_in_words(batch)} · {peak}")
         return answer
 
     def _job(self, batch: int) -> Job[BatchProbe]:
@@ -227,7 +227,7 @@ class BatchProbes:
             return ProbeJob(plan=plan, batch=batch, dims=dims, limit_bytes=limit_bytes)
         return ReplicasJob(plan=plan, batch=batch, dims=dims, limit_bytes=limit_bytes, replicas=self.replicas)
 
-    def _where(self, batch: int) -> str:
+    def _sizes_in_words(self, batch: int) -> str:
         copies = f"{self.replicas} × " if self.replicas > 1 else ""
         sizes = [str(batch), *(f"{symbol}={size}" for symbol, size in self.dims.items())]
         return copies + ", ".join(filter(None, [*sizes, self.place]))

@@ -234,7 +234,7 @@ class _BatchSearch:
         for kind in (BatchAdvice, BatchEstimate):
             if cases_of_kind := [case for case, outcome in outcomes if isinstance(outcome, kind)]:
                 rivals = [case for case in cases_of_kind if case.dims == cases_of_kind[0].dims]
-                return max(rivals, key=self._speed if self._is_memory_left(rivals) else self._worth)
+                return max(rivals, key=self._speed if self._is_memory_left(rivals) else self._rating)
         smallest = outcomes[-1][1]
         assert isinstance(smallest, NoBatchFits)
         copies = f" for {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
@@ -250,7 +250,7 @@ class _BatchSearch:
             + (". See memopt explain." if under_plan else ", or add `--plan` with a plan of memopt optimize."),
         )
 
-    def _worth(self, case: Case) -> float:
+    def _rating(self, case: Case) -> float:
         """Return the rating of ``case``: samples a second for ``throughput``, else the samples of a step that fits."""
         if self.request.aim == "throughput" and case.search.runs.fitting:
             return case.search.runs.fastest.samples_per_s

@@ -253,7 +253,7 @@ def _require_batch(inputs: Arguments) -> None:
 def describe_inputs(inputs: Arguments) -> InputSpec:
     """Describe ``inputs`` as on the command line: the first dimension of the first tensor is the batch.
 
-    Integers will be drawn from the range of :func:`~memopt_cli.loading.input_spec.range_like`.  Raises
+    Integers will be in the range of :func:`~memopt_cli.loading.input_spec.range_like`.  Raises
     :class:`OptionError` for an argument that is no tensor.
     """
     _require_batch(inputs)

@@ -276,12 +276,12 @@ class _ByLength:
         ``budget_bytes``: by default the budget of the request.
         """
         self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
-        request = self.request if budget_bytes is None else _within(self.request, budget_bytes)
+        request = self.request if budget_bytes is None else _with_budget(self.request, budget_bytes)
         findings = self.find_plan(request, self.prepared_at(length))
         self.interrupted |= findings.interrupted
         # A budget such as 50% is a share of the original's peak at the first, longest length: fix it in bytes.
         if budget_bytes is None and findings.budget_bytes is not None:
-            self.request = _within(self.request, findings.budget_bytes)
+            self.request = _with_budget(self.request, findings.budget_bytes)
         return findings
 
     def find_longest(self) -> Findings:
@@ -555,7 +555,7 @@ def _lengths_to_try(varied: DimRange, length: int) -> Iterator[int]:
     yield from dict.fromkeys(length - distance % step for step in (*steps, math.gcd(varied.low, varied.high)))
 
 
-def _within(request: OptimizeRequest, budget_bytes: int) -> OptimizeRequest:
+def _with_budget(request: OptimizeRequest, budget_bytes: int) -> OptimizeRequest:
     return replace(request, goal=SearchGoal(budget=Budget(nbytes=budget_bytes)))
 
 

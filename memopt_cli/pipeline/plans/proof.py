@@ -106,7 +106,7 @@ class Prover:
     def _narrow(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
         """Return ``best`` without the segments that differ, verified again; if that fails, ``best`` and ``failed``."""
         self.measurements.prepared.progress.stage("finding what differs")
-        plan, left_out = self._split(best.plan, failed)
+        plan, left_out = self._split_differing(best.plan, failed)
         self._drop(best, Differs(verification=failed, left_out=left_out))
         self.findings.faster = self.findings.smaller = None
         rows = self.findings.rows
@@ -167,7 +167,7 @@ class Prover:
             )
         )
 
-    def _split(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
+    def _split_differing(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
         """Split ``plan`` by :func:`agreeing_part`, at the sizes at which its verification ``failed``."""
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 

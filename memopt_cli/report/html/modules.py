@@ -50,9 +50,9 @@ def kept_by_module(trace: StepTrace) -> KeptByModule:
             module.name = below(path, above)
             tree[above].children.append(module)
     for nbytes, operator, path in _left_by_forward(trace):
-        tree[_nearest(path, tree)].operators[operator] += nbytes
+        tree[_self_or_nearest(path, tree)].operators[operator] += nbytes
     for op in trace.ops:
-        tree[_nearest(op.module, tree)].seconds += op.seconds
+        tree[_self_or_nearest(op.module, tree)].seconds += op.seconds
     _add_up(root)
     return root
 
@@ -65,10 +65,8 @@ def _left_by_forward(trace: StepTrace) -> Iterator[tuple[int, str, str]]:
             yield s.nbytes, trace.ops[s.born].name, s.module
 
 
-def _nearest(path: str, tree: dict[str, KeptByModule]) -> str:
-    while path not in tree:
-        path = path.rpartition(".")[0]
-    return path
+def _self_or_nearest(path: str, tree: dict[str, KeptByModule]) -> str:
+    return path if path in tree else nearest(path, tree)
 
 
 def _add_up(module: KeptByModule) -> None:

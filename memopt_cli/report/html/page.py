@@ -250,7 +250,7 @@ class _Page:
             total = sum(part.seconds for part in times)
             rows = [(name, format_seconds(s), f"{s / total:.0%}") for name, s in time_rows(times)]
             lead = "What a plan adds is apart from the model's own operators."
-            self.section("Time of the step", lead, _table(("part", "time", "of it"), rows))
+            self.section("Time of the step", lead, _table_html(("part", "time", "of it"), rows))
 
     def frontier(self, points: Sequence[FrontierPoint]) -> None:
         """Add the plot of peak against step time, if there are several ``points``."""
@@ -270,7 +270,7 @@ class _Page:
             for index, run in enumerate(training.runs)
             if isinstance(run.outcome, BatchProbe) and run.samples_per_s
         ]
-        table = _table(fastest.RUN_HEADINGS, (cells for _, cells in fastest.run_rows(training)))
+        table = _table_html(fastest.RUN_HEADINGS, (cells for _, cells in fastest.run_rows(training)))
         figure = self.figure("", frontier_figure(points, "time of a sample")) if points else ""
         lead = "Allocated peak against the time of a sample, of each batch and plan that were run together."
         self.section("Batches and plans", lead, figure, table)
@@ -282,13 +282,15 @@ class _Page:
         longest = f"{summary.plan.by.dim}={summary.plan.ranges[-1].up_to}"
         lead = "Each is verified at its largest length and run at a few more; "
         lead += f"all else on this page is of {escape(longest)}."
-        self.section("A plan for each range of lengths", lead, _table(range_headings(summary), range_rows(summary)))
+        self.section(
+            "A plan for each range of lengths", lead, _table_html(range_headings(summary), range_rows(summary))
+        )
 
     def saved(self, tensors: Sequence[SavedTensor]) -> None:
         """Add the table of ``tensors``, the largest that autograd keeps."""
         rows = [(format_bytes(s.nbytes), s.made_by or "an input", s.op, s.module or "(model)") for s in tensors]
         if rows:
-            table = _table(("bytes", "made by", "kept by", "in"), rows)
+            table = _table_html(("bytes", "made by", "kept by", "in"), rows)
             self.section(
                 "Largest tensors saved for backward",
                 "What autograd, or the plan in its place, holds until their gradients run.",
@@ -340,7 +342,7 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def _table_html(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,6 +1,6 @@
 """The search for the largest batch that fits (``memopt recommend-batch``).
 
-Dry runs estimate that batch, measured runs correct the estimate, and the last run confirms the answer.  ``_next``
+Dry runs estimate that batch, measured runs correct the estimate, and the last run confirms the answer.  ``_next_batch``
 decides the order of runs.
 """
 
@@ -49,7 +49,7 @@ class BatchSearch:
         """Run batches until the largest within the limits has run, or no runs are left."""
         max_bytes = min(self.runs.limits.budget_bytes, self.runs.limits.runnable_bytes)
         while len(self.runs) < self.runs.limits.probes:
-            candidate = self._next(max_bytes)
+            candidate = self._next_batch(max_bytes)
             if candidate is None:
                 break
             self.run(candidate)
@@ -124,7 +124,7 @@ class BatchSearch:
 
     # ------------------------------------------------------------------------------------------ the search
 
-    def _next(self, max_bytes: int) -> int | None:
+    def _next_batch(self, max_bytes: int) -> int | None:
         """Return the batch to run next within ``max_bytes``; ``None`` if the answer has run, or there is none."""
         unit = self.runs.limits.multiple_of
         best = self.runs.best

@@ -395,7 +395,7 @@ class CostModel:
             savers = [op for op in self._original.savers[index] if op < replayed.call.start]
             return any(not any(op in segment for segment in segments) for op in savers)
 
-        return set(filter(is_saved, (part for index in replayed.call.inputs for part in self._sources(index))))
+        return set(filter(is_saved, (part for index in replayed.call.inputs for part in self._source_storages(index))))
 
     def _bytes_at_end(self, call: ModuleCall) -> int:
         """Return the bytes of activations made in ``call`` that are alive at the end of the step."""
@@ -417,11 +417,11 @@ class CostModel:
         """Yield the calls that ``segment`` recomputes: of its module, or of the parts that the module splits into."""
         for call in self._calls[segment.path]:
             if segment.spatial_split:
-                yield from self._parts(call)
+                yield from self._child_calls(call)
             else:
                 yield call
 
-    def _parts(self, whole: ModuleCall) -> Iterator[ModuleCall]:
+    def _child_calls(self, whole: ModuleCall) -> Iterator[ModuleCall]:
         """Yield the calls directly below ``whole``."""
         end = whole.start
         calls = self.trace.calls
@@ -443,10 +443,12 @@ class CostModel:
         if codec != "parts":
             return packed
         storages = self.trace.storages
-        stored_bytes = {index: sum(storages[part].nbytes for part in self._sources(index) & stored) for index in packed}
+        stored_bytes = {
+            index: sum(storages[part].nbytes for part in self._source_storages(index) & stored) for index in packed
+        }
         return {index: max(0, storages[index].nbytes - nbytes) for index, nbytes in stored_bytes.items() if nbytes}
 
-    def _sources(self, storage: int) -> Set[int]:
+    def _source_storages(self, storage: int) -> Set[int]:
         """Return the storages from which an operator made ``storage``."""
         born = self.trace.storages[storage].born
         return set(self.trace.ops[born].reads) if born >= 0 else set()

@@ -65,10 +65,10 @@ def keep_names(calls: Sequence[CostlyCall], kept: Collection[int], inner_paths: 
     segments, at ``inner_paths``, are not numbered.
     """
     own_calls = [c for c in calls if not any(is_within(c.module, path) for path in inner_paths)]
-    return tuple(dict.fromkeys(_names(own_calls, kept)))
+    return tuple(dict.fromkeys(_kept_names(own_calls, kept)))
 
 
-def _names(calls: Sequence[CostlyCall], kept: Collection[int]) -> Iterator[str]:
+def _kept_names(calls: Sequence[CostlyCall], kept: Collection[int]) -> Iterator[str]:
     wholly_kept = {c.name for c in calls} - {c.name for c in calls if c.op not in kept}
     numbers: Counter[str] = Counter()
     for call in calls:

@@ -78,7 +78,7 @@ class ReplayedSegment:
     """Bytes of the attributes that one chunk passes to the next."""
     norms: tuple[int, ...] = ()
     """Operators that are batch norms with the statistics of all chunks.  A pass ends at each norm, with a link to the
-    next pass (drawn in :mod:`memopt_cli.runtime.batch_statistics`)."""
+    next pass (shown in :mod:`memopt_cli.runtime.batch_statistics`)."""
     keeps_graph: bool = False
     """Whether the state after the step refers to a part of the graph that backward does not reach."""
     self_and_enclosing: tuple[ReplayedSegment | None, ...] = ()
@@ -128,7 +128,7 @@ class Original:
 
 
 class _Order:
-    """The instants of a step under a plan, as the module's docstring draws them."""
+    """The instants of a step under a plan, as the module's docstring shows them."""
 
     def __init__(self, trace: StepTrace, replayed_segments: Sequence[ReplayedSegment]) -> None:
         """Put the recomputation of each of ``replayed_segments`` right before its backward.
@@ -312,7 +312,7 @@ class _Passes:
 
     Such a segment goes over its chunks once for each batch norm, up to that norm (a *pass*), before the run that
     computes its output.  Backward goes through the passes from the last to the first, over their links, which the head
-    of :mod:`memopt_cli.runtime.batch_statistics` draws.
+    of :mod:`memopt_cli.runtime.batch_statistics` shows.
     """
 
     def __init__(self, original: Original, order: _Order) -> None:
@@ -509,7 +509,7 @@ class Replay:
         for depth, replayed in enumerate(enclosing):
             if replayed is not None and storage.born >= replayed.stop:
                 continue  # its recomputation ends before it would make the storage
-            end, sent_end = self._ends(index, storage, savers, replayed)
+            end, sent_end = self._ends_of(index, storage, savers, replayed)
             if is_kept:  # made once, for the longest life; the first forward is the last of the loop
                 kept_end, held_until = max(kept_end, end, sent_end), end
                 continue
@@ -547,7 +547,7 @@ class Replay:
         self._ledger.add_bytes(parcel.fetch_at, end, nbytes, is_made=False)
         self.sent.append(SentTensor(parcel, begin, nbytes))
 
-    def _ends(
+    def _ends_of(
         self,
         index: int,
         storage: StorageTrace,

@@ -198,13 +198,13 @@ class Solver:
             # Count the segments on repeatedly called modules here, once each, and not at every call.
             is_counted = bounds.limits.are_set and choice.segment_paths
             counts = Counts(segments=len(choice.segment_paths)) if is_counted else NO_COUNTS
-            schedules = self._continue([Schedule(counts=counts)], self._root, bounds)
+            schedules = self._continue_through([Schedule(counts=counts)], self._root, bounds)
             schedule = min(schedules, key=lambda schedule: schedule.added_s, default=None)
             least_s = math.nextafter(max_added_s, math.inf) if schedule is None else schedule.added_s
             choice.answers[budget_bytes] = schedule, least_s
         return schedule if schedule is not None and schedule.added_s <= max_added_s else None
 
-    def _continue(self, before: list[Schedule], block: Block, bounds: Bounds) -> list[Schedule]:
+    def _continue_through(self, before: list[Schedule], block: Block, bounds: Bounds) -> list[Schedule]:
         """Return ``before``, schedules of the step up to ``block``, continued through ``block``.
 
         All peaks within the budget are equally good.  A block with parts is not solved by itself but part by part, so
@@ -221,7 +221,7 @@ class Solver:
                 run = [run[0].followed_by(schedules[0])] if run else schedules
                 continue
             plain = concatenate(plain, run, bounds) if run else plain
-            plain, run = self._continue(plain, child, bounds), []
+            plain, run = self._continue_through(plain, child, bounds), []
         plain = concatenate(plain, run, bounds) if run else plain
         segments = concatenate(before, self._segment_schedules(block, self._outside), bounds)
         return thin_out([*plain, *segments], MAX_SCHEDULES, bounds.budget_bytes)
@@ -278,11 +278,11 @@ class Solver:
         key = self._allowed.means, block, self._choice.kinds[block], context.recomputed
         if key not in self._cache.segments:
             choices = [frozenset[int](), *self._segments.kept_choices(block, context)]
-            schedules = [schedule for kept in choices for schedule in self._keeping(block, kept, context)]
+            schedules = [schedule for kept in choices for schedule in self._schedules_keeping(block, kept, context)]
             self._cache.segments[key] = thin_out(schedules, MAX_INNER_SCHEDULES)
         return self._cache.segments[key]
 
-    def _keeping(self, block: Block, kept: frozenset[int], context: Context) -> Iterator[Schedule]:
+    def _schedules_keeping(self, block: Block, kept: frozenset[int], context: Context) -> Iterator[Schedule]:
         """Yield the schedules with a segment on ``block`` that keeps the outputs of the costly calls ``kept``."""
         is_counted = not context.recomputed and block.path not in self._choice.segment_paths
         for inside in self._plain_schedules(block, Context(recomputed=True, kept=kept)):

@@ -41,7 +41,7 @@ class Allowed:
 
     @property
     def means(self) -> Means:
-        """Permissions that apply to all blocks alike; other permissions are part of a block's kind or context."""
+        """Permissions that apply to all blocks; other permissions are part of a block's kind or context."""
         return self.nested, self.compress, self.chunk_factor, self.keep, self.limits
 
 

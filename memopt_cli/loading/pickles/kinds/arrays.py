@@ -92,7 +92,7 @@ def _check_bytes(data: Any, dtype: Any, shape: Any) -> None:
     is_plain = isinstance(dtype, np.dtype) and not dtype.hasobject
     if not is_plain or type(data) not in (bytes, bytearray) or type(shape) is not tuple:
         raise BrokenError("an array is built from unexpected arguments")
-    if len(data) != _items(shape) * dtype.itemsize:
+    if len(data) != _count_items(shape) * dtype.itemsize:
         raise BrokenError(f"an array of shape {quote(shape)} has {len(data)} bytes")
 
 
@@ -101,11 +101,11 @@ def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
 
     if not isinstance(dtype, np.dtype) or not dtype.hasobject or type(shape) is not tuple:
         raise BrokenError("an array is built from unexpected arguments")
-    if len(data) != _items(shape):
+    if len(data) != _count_items(shape):
         raise BrokenError(f"an array of shape {quote(shape)} has {len(data)} items")
 
 
-def _items(shape: tuple[Any, ...]) -> int:
+def _count_items(shape: tuple[Any, ...]) -> int:
     """Return the number of items of an array of ``shape``.  Raises :class:`BrokenError` for a shape that is too large,
     even if one of its sizes is 0, or that has other values than sizes."""
     try:

@@ -250,12 +250,12 @@ class Listed:
 
     def claims(self, use: Use) -> bool:
         """Return whether the table for this way of use has the name of ``use``."""
-        return str(use.name) in self._table(use)
+        return str(use.name) in self._recipes_for(use)
 
     def recipe(self, use: Use) -> Recipe:
         """Return the recipe for ``use`` in its table."""
-        return self._table(use)[str(use.name)]
+        return self._recipes_for(use)[str(use.name)]
 
-    def _table(self, use: Use) -> Table:
+    def _recipes_for(self, use: Use) -> Table:
         tables: dict[str, Table] = {"called": self.called, "plain": self.called, "created": self.created}
         return tables.get(use.how, self.held if use.how == "held" else {})
