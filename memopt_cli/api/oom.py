@@ -173,7 +173,9 @@ def _limits_line(sizes_before: dict[str, int]) -> str:
     """Return a line with this process's limits and sizes, now and before the block, that ``memopt explain`` reads."""
     if not sizes_before:
         return ""
-    sizes, memory, (space, _) = _process_sizes(), device_capacity("cpu"), resource.getrlimit(resource.RLIMIT_AS)
+    sizes = _process_sizes()
+    memory = device_capacity("cpu")
+    (space, _) = resource.getrlimit(resource.RLIMIT_AS)
 
     def limit(name: str, limit_bytes: int, size: str, peak: str) -> ProcessLimit:
         # The error has freed memory on its way here, so the peak counts, unless it was reached before the block.

@@ -55,7 +55,9 @@ def check_paths(model: nn.Module, path: str) -> None:
     Each name is in the paths of all modules below it: 1,000 nested modules with names of 10,000 characters take 10 MB
     in the file, and 5 GB as paths.  Therefore this function makes no path, and only counts characters.
     """
-    pending, seen, characters_left = [(model, 0)], {id(model)}, _MAX_PATH_CHARACTERS
+    pending = [(model, 0)]
+    seen = {id(model)}
+    characters_left = _MAX_PATH_CHARACTERS
     while pending:
         owner, length = pending.pop()
         children = [(name, child) for name, child in children_of(owner).items() if child is not None]

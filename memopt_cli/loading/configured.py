@@ -113,7 +113,8 @@ def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
     elif kind.endswith("ForTokenClassification"):
         shape = ("B", "S")
     elif kind.endswith(("ForSequenceClassification", "ForImageClassification")):
-        shape, classes = ("B",), classes if _is_size(classes) and classes > 1 else None
+        shape = ("B",)
+        classes = classes if _is_size(classes) and classes > 1 else None
     else:
         return ()
     if not _is_size(classes) or not _takes(module, "labels"):

@@ -441,10 +441,12 @@ def batch_of(spec: InputSpec) -> int:
     if spec.tensors and spec.tensors[0].shape:
         return _resolved_shape(spec.tensors[0], spec.dims)[0]
     if spec.data_file is not None:
-        made, where = _read_data(spec.data_file, spec.data_sha256), spec.data_file
+        made = _read_data(spec.data_file, spec.data_sha256)
+        where = spec.data_file
         hint = "Save the arguments of forward in it, as a list or a dict of tensors."
     elif spec.script is not None:  # its function may give the size any name, so look at the returned tensors
-        made, where = _run_script(spec.script, spec.dims, seed=0), spec.script
+        made = _run_script(spec.script, spec.dims, seed=0)
+        where = spec.script
         hint = NO_BATCH_ARGUMENT
     else:
         hint = "Write it into a shape, as in `-i Bx3x224x224 --dim B=8`."

@@ -293,7 +293,8 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
             denied={name: attack(name) for name in attacks},
         )
     if attacks:
-        names, reasons = ", ".join(map(str, attacks[:_SHOWN])), {name: attack(name) for name in attacks}
+        names = ", ".join(map(str, attacks[:_SHOWN]))
+        reasons = {name: attack(name) for name in attacks}
         is_run = any(name in scan.called for name in attacks)
         raise UnvouchedError(
             f"{file.path} was not loaded: {list_names(reasons)}",

@@ -104,7 +104,9 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
 
 
 def _read_entry(item: Any, start: int) -> Entry:
-    dtype, shape, (begin, end) = _DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
+    dtype = _DTYPES[item["dtype"]]
+    shape = item["shape"]
+    (begin, end) = item["data_offsets"]
     if not all(type(place) is int and 0 <= place <= MAX_SIZE for place in (begin, end)):
         raise ValueError("a position in its header is not a whole number")
     if end - begin != items_in(shape) * dtype.itemsize:

@@ -291,7 +291,9 @@ def frontier(summary: MemOptSummary) -> Table:
                 ratio = f"{point.slowdown:.2f}×" if point.slowdown is not None else "–"
                 plot = " " * round(_PLOT_WIDTH * found.step_s / longest) + "●"
             case _:
-                cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
+                cells = ("–", "–")
+                ratio = "–"
+                plot = describe(point.outcome)
         peak = point.predicted_allocated_peak_bytes
         predicted = "–" if peak is None else format_bytes(peak)
         elsewhere = [_elsewhere(point)] if shows_elsewhere else []
@@ -324,7 +326,8 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
             allocated = format_bytes(highest.allocated_peak_bytes)
             if highest.length < row.up_to:
                 allocated += f" (at {highest.length})"
-            tensors, step = format_bytes(row.outcome.tensor_peak_bytes), format_seconds(row.outcome.step_s)
+            tensors = format_bytes(row.outcome.tensor_peak_bytes)
+            step = format_seconds(row.outcome.step_s)
             numbers = [allocated, tensors, step]
         yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, in_words(row.plan)
 
@@ -650,7 +653,8 @@ def _precision(verification: Verification) -> str:
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
     bare = ", without an optimizer's state (`--optimizer adamw` counts it)" if advice.without_optimizer else ""
     if isinstance(advice, BatchEstimate):
-        peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes) + bare
+        peak = format_bytes(advice.predicted_peak_bytes)
+        room = format_bytes(advice.budget_bytes) + bare
         if not advice.is_limited_by_memory:
             fits = f"about {advice.batch} is predicted to fit into {room}, but {advice.because}"
             return f"batch: as given; {fits}; `--recommend-batch` finds the largest in time"

@@ -56,7 +56,8 @@ def headline(profile: StepProfile) -> Iterator[str]:
             allocated = f"allocated peak {format_bytes(profile.peak.allocated_bytes)}"
             yield f"{allocated}, tensor peak {format_bytes(profile.tensor_peak_bytes)}: estimated, the step was not run"
     if profile.compiled is not None:
-        peak, step = format_bytes(profile.compiled.allocated_peak_bytes), format_seconds(profile.compiled.step_s)
+        peak = format_bytes(profile.compiled.allocated_peak_bytes)
+        step = format_seconds(profile.compiled.step_s)
         yield f"compiled by {profile.compiled.backend}: allocated peak {peak}, step {step}"
     yield f"the peak is reached {_when(profile)}"
 

@@ -114,7 +114,8 @@ def _replica_table(row: BatchRow) -> Table:
     table = plain_table("copies", "batch of each", "peak", "step", "samples/s", "of each", "route", words=["route"])
     budget_bytes = row.outcome.budget_bytes
     for run in row.replicas.probes if row.replicas is not None else ():
-        peak, step = format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s)
+        peak = format_bytes(run.allocated_peak_bytes)
+        step = format_seconds(run.step_s)
         each = rate(run.samples_per_s / run.replicas)
         route = run.route or "the model itself"
         if run.allocated_peak_bytes > budget_bytes:

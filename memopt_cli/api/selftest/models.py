@@ -93,7 +93,8 @@ class TwoStreams(nn.Module):
         """Return a tensor of the shape of ``x``."""
         if not x.is_cuda:
             return x + torch.tanh(self.here(x)) + torch.tanh(self.there(x))
-        side, main = _side_of(x.device), torch.cuda.current_stream(x.device)
+        side = _side_of(x.device)
+        main = torch.cuda.current_stream(x.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
             there = torch.tanh(self.there(x))

@@ -52,7 +52,9 @@ class Machine:
 
         Raises :class:`ValueError` for a pickle that is refused, and other exceptions of Python for a broken one.
         """
-        spend, read, check_size = self.scan.spend, stream.read, self.stack.check_size
+        spend = self.scan.spend
+        read = stream.read
+        check_size = self.stack.check_size
         code = b""
         while code != pickle.STOP:
             code = read(1)

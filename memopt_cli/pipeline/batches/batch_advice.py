@@ -174,7 +174,8 @@ def begin_advice(
     request: OptimizeRequest, prepared: Prepared, plan: Plan, measurement: Measurement, session: Sessions
 ) -> BegunAdvice:
     """Begin the search for the batch that fits under ``plan``; ``measurement``: of its step at the described batch."""
-    device, longest_s = prepared.subject.settings.device, request.longest_step_s
+    device = prepared.subject.settings.device
+    longest_s = request.longest_step_s
     if longest_s is None:
         least_s = _MIN_S if device == "cpu" else _MIN_GPU_S
         longest_s = max(min(max(_MAX_STEP_RATIO * measurement.step_s, least_s), _MAX_S), measurement.step_s)

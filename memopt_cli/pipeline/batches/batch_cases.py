@@ -136,7 +136,8 @@ class CaseSearch:
         if not (warning := loop_warning(case.probes)):
             return
         if runs.limits.probes:
-            longest_s, name = _LOOP_TIME_SHARE * runs.limits.longest_step_s, "a fiftieth of `--longest-step`"
+            longest_s = _LOOP_TIME_SHARE * runs.limits.longest_step_s
+            name = "a fiftieth of `--longest-step`"
             runs.limits = replace(runs.limits, longest_step_s=longest_s, time_name=name)
             warning += f" Its steps are kept to {longest_s:g} s, {name}."
         if warning not in self.notes:

@@ -97,7 +97,8 @@ def recommend_prepared(
     """
     started, note = time.monotonic(), LEFT_OUT_NOTE
     if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
-        plan, note = prepared.carried, "The model carries a plan: there are rows without the plan and with it."
+        plan = prepared.carried
+        note = "The model carries a plan: there are rows without the plan and with it."
     prepared = prepared.without_carried(note)
     if plan is not None and request.uncompiled:
         plan.require_eager(f"{request.uncompiled} measures or predicts steps without a compiler")
@@ -106,7 +107,8 @@ def recommend_prepared(
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
-    notes, device = [*prepared.notes, *optimizer_state_notes(prepared)], prepared.subject.settings.device
+    notes = [*prepared.notes, *optimizer_state_notes(prepared)]
+    device = prepared.subject.settings.device
     if request.card is not None:
         limits = limits_elsewhere(request.memory, request.card, request.multiple_of)
         prepared = replace(prepared, subject=replace(prepared.subject, card=request.card))

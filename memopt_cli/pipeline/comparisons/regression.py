@@ -213,7 +213,8 @@ def _spec(typed: InputSpec | None, recorded: InputSpec) -> InputSpec:
 
 def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepared) -> None:
     """Refuse a model if both its class and its file name differ from the baseline's; one of the two may change."""
-    location, class_name = request.source.location, prepared.facts.class_name
+    location = request.source.location
+    class_name = prepared.facts.class_name
     root = next((module.class_name for module in before.memory.modules if not module.path), class_name)
     if root != class_name and Path(location).name != Path(before.header.model).name:
         raise BaselineError(
@@ -244,7 +245,9 @@ def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline
 
 def _record_anew(request: CheckRequest, after: Baseline) -> str:
     """Return the hint with the command that records the step of ``after``, which was to be checked."""
-    source, plan, conditions = request.source, request.plan_path, after.conditions
+    source = request.source
+    plan = request.plan_path
+    conditions = after.conditions
     flags = [
         quoted_flag("--weights", source.weights) if source.weights else "",
         source.typed_trust.flags,

@@ -156,7 +156,8 @@ def record_step(
         session = sessions.smaller()
         traced = session.ask(job)
     if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measurement, Measurement):
-        predicted_bytes, measured_bytes = traced.dry_run_bytes, measurement.tensor_peak_bytes
+        predicted_bytes = traced.dry_run_bytes
+        measured_bytes = measurement.tensor_peak_bytes
         if abs(predicted_bytes - measured_bytes) > _TRUSTED_ERROR * measured_bytes:
             peaks = sorted([predicted_bytes, measured_bytes])
             in_words = dict(zip(peaks, format_apart(*peaks), strict=True))

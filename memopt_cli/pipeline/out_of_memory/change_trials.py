@@ -73,7 +73,9 @@ class ChangeTrials:
     ) -> None:
         """Prepare to try changes; ``counts_for_gpu``: an error of a GPU is explained by steps on the CPU."""
         self._counts_for_gpu = counts_for_gpu
-        self._request, self._prepared, self._limit_bytes = request, prepared, limit_bytes
+        self._request = request
+        self._prepared = prepared
+        self._limit_bytes = limit_bytes
         self.refused: list[str] = []
         self.notes: list[str] = []
 

@@ -91,7 +91,8 @@ def read_oom(text: str) -> OutOfMemoryText | None:
     if last.re in _WORKERS:
         return _of_loading(_KILLED_WORKER if last.groupdict().get("killed") else _NO_SHARED_MEMORY)
     before = text[max(0, last.start() - _MAX_TRACEBACK_CHARACTERS) : last.start()]
-    raised_at, asked_bytes = _innermost_line(before), _matched_bytes(last) if last.re in _ASKED else 0
+    raised_at = _innermost_line(before)
+    asked_bytes = _matched_bytes(last) if last.re in _ASKED else 0
     header = before.rfind(_TRACEBACK)
     if _IN_WORKER.search(before, max(0, header - _MAX_LINE_CHARACTERS), header):
         return _of_loading(_IN_LOADING, asked_bytes, raised_at)
@@ -109,7 +110,8 @@ def read_oom(text: str) -> OutOfMemoryText | None:
     held_before, limit = 0, ""
     if process := read_limit(text, last.end()):
         held_before, limit = process.before_bytes, process.name
-        allocated, free_bytes = process.size_bytes - held_before, max(0, process.limit_bytes - process.size_bytes)
+        allocated = process.size_bytes - held_before
+        free_bytes = max(0, process.limit_bytes - process.size_bytes)
     return OutOfMemoryText(
         asked_bytes=asked_bytes,
         free_bytes=free_bytes,

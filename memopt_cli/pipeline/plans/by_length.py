@@ -258,7 +258,8 @@ class _ByLength:
 
     def check_sizes(self, dimension: InputDimension) -> None:
         """Raise :class:`MemoptError` if the model fails at an end of the range, with a plan that reads the length."""
-        symbol, reads_length = self.varied.symbol, Plan(by=dimension, ranges=(PlanRange(up_to=self.varied.high),))
+        symbol = self.varied.symbol
+        reads_length = Plan(by=dimension, ranges=(PlanRange(up_to=self.varied.high),))
         lengths = dict.fromkeys((self.varied.low, self.varied.high))
         with self._sessions() as sessions:
             for length in lengths:
@@ -404,7 +405,8 @@ class _ByLength:
         """
         self.prepared.progress.stage("the original within the budget")
         candidates = [length for length in self.work.lengths if length < longest.up_to]
-        share, is_fake = _allocated_share(longest.original), _is_dry_run(longest.original)
+        share = _allocated_share(longest.original)
+        is_fake = _is_dry_run(longest.original)
         with self._dry_peaks(is_fake=is_fake) as peak:
             run_near = functools.partial(self._run_near, peak, 0)
             if self.request.card is not None:
@@ -460,7 +462,8 @@ class _ByLength:
         """
         run = next(self._runs_near(peak, above, length), None)
         if run is None:
-            symbol, tried = self.varied.symbol, [n for n in _lengths_to_try(self.varied, length) if n > above]
+            symbol = self.varied.symbol
+            tried = [n for n in _lengths_to_try(self.varied, length) if n > above]
             self.notes.append(
                 f"The model does not run at {symbol}={length}, nor at the shorter lengths that were tried "
                 f"({', '.join(map(str, tried[1:])) or 'none'}). Name the lengths that occur with "

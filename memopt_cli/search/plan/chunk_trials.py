@@ -90,7 +90,8 @@ class ChunkTrials:
         """
         rules = dict(self.rules)
         for path, module in self._proposals.modules.items():
-            lengths, norms = module.input_shape[:2], self._proposals.norms[path]
+            lengths = module.input_shape[:2]
+            norms = self._proposals.norms[path]
             length = max(lengths, default=0)
             if path not in self._decided and length > 1 and self.is_cuttable(path):
                 axis = lengths.index(length)

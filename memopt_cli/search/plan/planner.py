@@ -212,7 +212,8 @@ class Planner:
             error_bytes = priced.peak_bytes - space.proposals.predict_peak(priced.plan)
             for variant in sending_variants(priced.plan, self._place):
                 plan = self._fit_in_room(variant, space)
-                peak_bytes, slowdown = space.proposals.predict_peak(plan) + error_bytes, space.proposals.slowdown(plan)
+                peak_bytes = space.proposals.predict_peak(plan) + error_bytes
+                slowdown = space.proposals.slowdown(plan)
                 if plan.sends and slowdown <= max_slowdown:
                     candidates[plan] = slowdown if budget_bytes else 0.0, peak_bytes, plan, space
         runs, bias = 0, 1 - _SENDING_ERROR

@@ -316,7 +316,9 @@ class _Passes:
     """
 
     def __init__(self, original: Original, order: _Order) -> None:
-        self._original, self._trace, self._order = original, original.trace, order
+        self._original = original
+        self._trace = original.trace
+        self._order = order
 
     def linked_bytes(self, replayed: ReplayedSegment) -> int:
         """Return the bytes of the largest gradient that a link passes on: of one norm's input, in all chunks."""
@@ -505,7 +507,8 @@ class Replay:
         savers = self._lives.group_savers(index)
         is_kept = inner is not None and storage.born in inner.kept
         parcel = self._parcels.by_storage.get(index) if self._parcels else None
-        kept_end, held_until = self._order.recomputation_end(inner) if inner else 0, 0
+        kept_end = self._order.recomputation_end(inner) if inner else 0
+        held_until = 0
         for depth, replayed in enumerate(enclosing):
             if replayed is not None and storage.born >= replayed.stop:
                 continue  # its recomputation ends before it would make the storage

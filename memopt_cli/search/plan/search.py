@@ -103,7 +103,8 @@ class _Candidates:
         kinds: dict[Block, int] = {}
 
         def kind(block: Block) -> int:
-            may_be, must_be = self.may_be_segment(block, segment_paths), block.path in segment_paths
+            may_be = self.may_be_segment(block, segment_paths)
+            must_be = block.path in segment_paths
             permissions = may_be, must_be, self._allowed.chunks.get(block.path)
             kinds[block] = hash((block.signature, permissions, *map(kind, block.children)))
             return kinds[block]

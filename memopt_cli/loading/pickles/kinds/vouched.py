@@ -112,7 +112,8 @@ def needs_script(wanted: Global, source: Path) -> Denied:
     """Refuse ``wanted``, a name of ``__main__``, and suggest what defines it: this session, or ``source``, a script."""
     if _defined_here(wanted):
         return Denied("was defined in a session; this session defines it too", Trust(globals=(str(wanted),)))
-    reason, script = "was defined in the script that saved the file", source.with_suffix(".py").name
+    reason = "was defined in the script that saved the file"
+    script = source.with_suffix(".py").name
     if script == UNKNOWN_SCRIPT:
         reason = "was defined in the script or session that saved the file"
     if source.name != script:
@@ -167,7 +168,8 @@ def defined_as(path: Path, wanted: Global) -> Definition:
     """
     try:
         state = path.stat()
-        name, key = wanted.name.partition(".")[0], (path, state.st_mtime_ns, state.st_size)
+        name = wanted.name.partition(".")[0]
+        key = (path, state.st_mtime_ns, state.st_size)
         return _definitions(*key).get(name, "") if name.encode() in _possible_names(*key) else ""
     except (OSError, ValueError):
         return ""
