@@ -21,8 +21,8 @@ import typer
 from memopt_cli.cli.config import Config, read_config
 from memopt_cli.cli.help import show_all
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.retyped import is_typed
 from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.cli.typed_flags import is_typed
 from memopt_cli.cli.values import CHECKS, parsed_by
 from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import layout_of, parse_mesh, ranks_asked

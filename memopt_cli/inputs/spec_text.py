@@ -134,7 +134,7 @@ def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None
     names = [tensor.name for tensor in tensors if tensor.name is not None]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"the input '{name}' is given twice")
+            raise UsageError(f"the input '{name}' is given twice", hint="Give each input once.")
     for tensor in tensors:
         check_sizes(tensor, dims)
     require_sizes(tensors, dims)
@@ -154,7 +154,7 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
         if not name.isidentifier() or not _SIZE_PATTERN.fullmatch(size):
             raise UsageError(f"dimension {shorten(text)} is not NAME=SIZE", hint="Write for example `--dim B=8`.")
         if dims.setdefault(name, int(size)) != int(size):
-            raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}")
+            raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}", hint="Keep one of them.")
     return dims
 
 

@@ -16,7 +16,7 @@ from memopt_cli.runtime.lifted.operators import DTYPES, find_operator
 from memopt_cli.runtime.lifted.program import is_attribute, is_pure
 from memopt_cli.runtime.private_torch import schema_of
 
-Path = tuple[str, ...]
+ModulePath = tuple[str, ...]
 Operand = Any
 """Name of a value in the graph, or ``(constant,)``."""
 
@@ -64,7 +64,7 @@ class Call:
 
     key: str
     """Name that export gave this call; a module that is called twice has two."""
-    path: Path
+    path: ModulePath
     class_name: str
 
 

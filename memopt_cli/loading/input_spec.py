@@ -112,9 +112,9 @@ def read_spec_file(path: str | Path) -> InputSpec:
         _check_keys(data, ("inputs", "dims"), "the file")
         inputs, dims = data.get("inputs"), data.get("dims") or {}
         if not isinstance(inputs, list) or not inputs:
-            raise UsageError("'inputs' must be a list of at least one input")
+            raise UsageError("'inputs' must be a list of at least one input", hint="Write inputs: [{shape: BxS}].")
         if not isinstance(dims, dict):
-            raise UsageError(f"'dims' must map symbols to sizes, not {shorten(dims)}")
+            raise UsageError(f"'dims' must map symbols to sizes, not {shorten(dims)}", hint="Write dims: {B: 8}.")
         sizes = parse_dims([f"{symbol}={size}" for symbol, size in dims.items()])
         return InputSpec(tensors=tuple(_read_tensor(item) for item in inputs), dims=sizes, source=str(path))
     except UsageError as err:
@@ -126,7 +126,7 @@ def _read_tensor(item: Any) -> TensorSpec:
         return parse_tensor(item)
     _check_keys(item, ("name", "shape", "dtype", "values"), "an input")
     if "shape" not in item:
-        raise UsageError("an input lacks the key 'shape'")
+        raise UsageError("an input lacks the key 'shape'", hint="Write for example shape: BxS.")
     shape = item["shape"]
     name = item.get("name")
     dtype = parse_dtype(str(item.get("dtype", "float32")))

@@ -20,7 +20,7 @@ from memopt_cli.text.units import format_some
 from memopt_cli.training.module_calls import raised_at
 
 _SHOWN: Final = 8
-"""Most modules of a package that a hint lists."""
+"""Maximum number of modules of a package that a hint lists."""
 _COPIED: Final[dict[str, Any]] = {}
 """Name -> the definition that was copied to ``__main__``; the next script may replace it by its own."""
 

@@ -79,7 +79,7 @@ class DeviceProfile:
     """Precision -> rate of matrix products, a multiply-add counted as two.  ``fp32`` must be there, and is used for
     rates that are missing."""
     launch_s: float = 5e-6
-    """Least seconds of an operator, however small its tensors are: the host's time to launch it."""
+    """Minimum seconds of an operator, however small its tensors are: the host's time to launch it."""
     library_bytes: int = 0
     """Bytes that the matrix library keeps for products, once in forward and once in backward."""
     allocator: AllocatorRules = AllocatorRules()

@@ -23,7 +23,7 @@ class TooSlow:
 
     slowdown: float
     """Measured step time divided by the original's."""
-    max_slowdown: float
+    most: float
     """Largest slowdown that was allowed."""
     error: float = 0.0
     """Uncertainty of the slowdown, which may be larger by this amount; 0 if unknown."""
@@ -39,16 +39,16 @@ class TooSlow:
     def because(self) -> str:
         error = f" ± {self.error:.2f}" if self.upper > self.slowdown else ""
         takes = f"its step takes {self.slowdown:.2f}{error} times as long"
-        if self.slowdown <= self.max_slowdown:
-            return f"{takes}, which may be more than the limit of {self.max_slowdown:g}"
-        return f"{takes}, and {self.max_slowdown:g} is the limit"
+        if self.slowdown <= self.most:
+            return f"{takes}, which may be more than the limit of {self.most:g}"
+        return f"{takes}, and {self.most:g} is the limit"
 
     @property
     def remedy(self) -> str:
         allowed = f"`--max-slowdown {math.ceil(10 * self.upper) / 10 + 0.1:.1f}` allows it"
         return (
             f"{allowed}."
-            if self.slowdown > self.max_slowdown
+            if self.slowdown > self.most
             else f"On an idle machine it may stay within the limit; {allowed}."
         )
 
@@ -174,7 +174,7 @@ class Dropped:
     why: Reason
 
     @property
-    def found(self) -> str:
+    def in_words(self) -> str:
         """Plan in words: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
         if self.peak_bytes is None:
             return f"a plan of {format_count(len(self.plan.segments), 'segment')}"
@@ -190,7 +190,7 @@ class Dropped:
         """Sentence on why the plan is not applied."""
         if self.plan.in_backward:
             return f"The optimizer does not run in backward: {self.why.because}."
-        plan_in_words = self.found if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"
+        plan_in_words = self.in_words if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"
         return f"{plan_in_words[:1].upper()}{plan_in_words[1:]} is not applied: {self.why.because}."
 
 

@@ -49,8 +49,8 @@ class OptimizeRequest(StepRequest):
     shown: ShownFrontier | None = None
     """Frontier that an earlier command showed, from which the goal picks a plan; ``None`` to search."""
     dim_range: DimRange | None = None
-    """Least and largest size of a dimension, for a plan by length within the goal's budget; the inputs have the largest
-    size; ``None`` for a plan at one size."""
+    """Smallest and largest size of a dimension, for a plan by length within the goal's budget (the inputs have the
+    largest); ``None`` for a plan at one size."""
     lengths: str | Mapping[int, int] | None = None
     """Path of a file of the sizes in training, or size -> its count; ``None`` if all sizes are equally frequent."""
     output: str | None = None

@@ -110,7 +110,7 @@ class RanksRecommendation:
     rows: tuple[RanksRow, ...]
     """Answers by number of ranks, for each the one without the plan first."""
     fewest_ranks: int
-    """Least number of ranks tried on which a step of the smallest batch fits."""
+    """Smallest number of ranks tried on which a step of the smallest batch fits."""
     notes: tuple[str, ...]
     dry_runs: int
     spent_s: float

@@ -304,7 +304,7 @@ class MemOptSummary:
         if self.decisive is not None:
             dropped = self.decisive
             remedy = dropped.why.remedy + (slower if isinstance(dropped.why, SavesTooLittle) else "")
-            return f"found {dropped.found}, but {dropped.why.because}. The model stays as it is. {remedy}"
+            return f"found {dropped.in_words}, but {dropped.why.because}. The model stays as it is. {remedy}"
         if self.is_applied or original_may_do or not self.requested_level:
             return ""
         original = self.levels[0].outcome if self.levels else None

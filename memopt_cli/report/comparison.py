@@ -12,11 +12,11 @@ from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 _NAMES = {"peak": "tensor peak", "allocated": "allocated peak", "offloaded": "waiting elsewhere"}
 _MODULES = 10
-"""Most rows in the table of modules."""
+"""Maximum number of rows in the table of modules."""
 _NOTABLE = 0.01
 """The allocated peak, which does not repeat, is mentioned too if it changed by more than this share."""
 _NAMED = 3
-"""Most modules, segments or tensors that a sentence names."""
+"""Maximum number of modules, segments or tensors that a sentence names."""
 
 METRIC_HEADINGS = ("", "before", "now", "change")
 MODULE_HEADINGS = ("module", "", "before", "now", "change")

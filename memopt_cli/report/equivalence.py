@@ -9,7 +9,7 @@ from memopt_cli.records import Equivalence, Likeness, TensorGap
 from memopt_cli.text.units import format_seconds
 
 _SHOWN = 12
-"""Most rows in a table."""
+"""Maximum number of rows in a table."""
 
 HEADINGS = ("tensor", "differs by")
 

@@ -14,9 +14,9 @@ from memopt_cli.text.paths import gather_paths
 from memopt_cli.text.units import format_apart, format_bytes, format_seconds
 
 _MAX_NAME_LENGTH = 56
-"""Most characters of a name."""
+"""Maximum number of characters of a name."""
 _SHOWN = 12
-"""Most rows in a table."""
+"""Maximum number of rows in a table."""
 
 
 def headline(explanation: Explanation) -> Iterator[str]:

@@ -17,7 +17,7 @@ from memopt_cli.text.units import format_bytes, format_count
 _SHOWN = 12
 """Maximum number of listed groups of tied tensors, and of listed parts of a file that has only weights."""
 _MAX_ROWS = 24
-"""Most tensors of a file of weights alone that are listed one by one without ``-v``."""
+"""Maximum number of tensors of a file of weights alone that are listed one by one without ``-v``."""
 _MAX_LISTED = 5
 """Tensors that are listed where all would be too many."""
 

@@ -29,11 +29,11 @@ _ROWS = 6
 """Height of the plot in lines."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _MODULES = 24
-"""Most rows in the table of modules."""
+"""Maximum number of rows in the table of modules."""
 _SAVED = 10
-"""Most rows in the table of saved tensors."""
+"""Maximum number of rows in the table of saved tensors."""
 _SEGMENTS = 8
-"""Most segments that the table of times names."""
+"""Maximum number of segments that the table of times names."""
 _ESTIMATE = (
     "an estimate, from the step's operators on tensors without data: peaks in the blocks of the device's allocator, "
     "with what its matrix library keeps and without other kernel workspace; times by a roofline"

@@ -703,7 +703,7 @@ def test_the_neighbours_on_the_frontier_are_told(
 DROPPED_PLAN = Plan(segments=SEGMENTS)
 REASONS: list[tuple[Reason, str]] = [
     (
-        TooSlow(slowdown=1.62, max_slowdown=1.33),
+        TooSlow(slowdown=1.62, most=1.33),
         "found 147.0 MiB of 200.0 MiB, but its step takes 1.62 times as long, and 1.33 is the limit. The model stays "
         "as it is. --max-slowdown 1.8 allows it.",
     ),
@@ -767,13 +767,13 @@ def test_what_failed_verification_comes_before_what_was_slow(summary: MemOptSumm
     assert replace(summary, plan=Plan(), dropped=[differing, slow]).decisive == differing
     assert replace(summary, plan=Plan(), dropped=[slow]).decisive == slow
     assert replace(summary, dropped=[slow]).decisive is None
-    slower = replace(slow, why=TooSlow(slowdown=2.5, max_slowdown=1.33))
+    slower = replace(slow, why=TooSlow(slowdown=2.5, most=1.33))
     assert replace(summary, plan=Plan(), dropped=[slow, slower]).decisive == slow
 
 
 def test_a_smaller_plan_that_was_too_slow_is_named(summary: MemOptSummary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memopt_cli.report.lines.BUSY", 0.2)
-    why = TooSlow(slowdown=8.49, max_slowdown=1.33, waited=0.86)
+    why = TooSlow(slowdown=8.49, most=1.33, waited=0.86)
     smallest, smaller, larger = (
         Dropped(plan=Plan(segments=SEGMENTS), peak_bytes=mib * MIB, original_bytes=618 * MIB, why=why)
         for mib in (150, 200, 300)

@@ -1,4 +1,4 @@
-"""Finding the pair of a batch and a plan that trains most samples a second, for ``memopt recommend-batch --search``.
+"""Finding the pair of a batch and a plan that trains fastest, for ``memopt recommend-batch --search``.
 
 A plan makes each sample slower, but lets a larger batch fit, which makes each sample faster.  To find the best pair
 without running them all:

@@ -120,7 +120,7 @@ class _StrategySearch:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
         if findings.decisive is not None:
             dropped = findings.decisive
-            return StepFailed(message=f"found {dropped.found}, but {dropped.why.because}", hint=dropped.why.remedy)
+            return StepFailed(message=f"found {dropped.in_words}, but {dropped.why.because}", hint=dropped.why.remedy)
         self.notes.append(
             f"The plan was found by level {findings.applied_level} at {self._size_in_words(self.steps.low)}."
         )

@@ -333,6 +333,6 @@ def dropped_unmeasured(plan: Plan, failed: Verification) -> Dropped:
 def difference_error(dropped: Dropped) -> VerificationError:
     """Return the error to raise where the results of the plan in ``dropped`` differ from the original's."""
     return VerificationError(
-        f"the optimized model differs from the original: found {dropped.found}, but {dropped.why.because}",
+        f"the optimized model differs from the original: found {dropped.in_words}, but {dropped.why.because}",
         hint=f"The model is as it was. {dropped.why.remedy}",
     )

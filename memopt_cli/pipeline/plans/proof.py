@@ -59,7 +59,7 @@ class Prover:
     measurements: PlanMeasurements
     findings: Findings
     """Findings of the search, whose rows, dropped plans and neighbours are updated when the plan is replaced."""
-    takes_chosen: bool = False
+    always_applies_chosen: bool = False
     """Whether to apply the chosen row whatever it saves and costs, because the user has named its segments."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """Outcome of each verification so far."""
@@ -132,7 +132,7 @@ class Prover:
         """Return the row at index ``index`` if its plan is worth its time as measured, else the original's row."""
         rows = self.findings.rows
         max_slowdown = self.findings.resolved.options.max_slowdown or math.inf
-        if self.takes_chosen:
+        if self.always_applies_chosen:
             return row_to_apply(rows, rows[index])
         rows[index] = self.measurements.confirm(rows[index], max_slowdown)
         original = self.measurements.measure(ORIGINAL)
@@ -145,7 +145,7 @@ class Prover:
     def _unless_own_is_better(self, row: LevelRow) -> LevelRow:
         """Return ``row``, or the original's if the model's own checkpoints do better and the user did not pick it."""
         findings = self.findings
-        if self.takes_chosen or (findings.by_goal and findings.budget_bytes is None):
+        if self.always_applies_chosen or (findings.by_goal and findings.budget_bytes is None):
             return row
         original = self.measurements.measure(ORIGINAL)
         max_slowdown = findings.resolved.options.max_slowdown or math.inf

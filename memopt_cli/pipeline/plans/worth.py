@@ -52,9 +52,7 @@ def drop_by_measurement(row: LevelRow, original: Measurement | Failure, max_slow
         return None
     peaks = outcome.allocated_peak_bytes, original.allocated_peak_bytes
     slowdown = outcome.slowdown(original)
-    too_slow = TooSlow(
-        slowdown=slowdown, max_slowdown=max_slowdown, error=outcome.slowdown_error, waited=outcome.waited
-    )
+    too_slow = TooSlow(slowdown=slowdown, most=max_slowdown, error=outcome.slowdown_error, waited=outcome.waited)
     if too_slow.upper > max_slowdown:
         return _make_dropped(row.plan, too_slow, *peaks)
     return _make_dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)

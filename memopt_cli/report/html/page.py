@@ -38,7 +38,7 @@ from memopt_cli.report.profiling import time_rows
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _SAVED = 12
-"""Most rows in the table of saved tensors."""
+"""Maximum number of rows in the table of saved tensors."""
 
 
 def require_plotly() -> None:

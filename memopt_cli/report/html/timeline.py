@@ -27,7 +27,7 @@ CATEGORIES: dict[str, str] = {
 """Category -> colour, from the bottom of the stack to its top."""
 
 _POINTS = 1600
-"""Most instants that are drawn: a wide screen has hardly more columns."""
+"""Maximum number of instants that are plotted: a wide screen has hardly more columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

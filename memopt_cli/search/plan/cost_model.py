@@ -85,7 +85,7 @@ def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
     return nbytes / rate + trace.segment_overhead * tensors * PACKING_S
 
 
-def least_op_s(op: OpTrace) -> float:
+def min_op_s(op: OpTrace) -> float:
     """Return the fixed cost of ``op`` in seconds, on the machine on which the constants were measured."""
     if "convolution" in op.name:
         return OP_S + CONVOLUTION_S
@@ -114,8 +114,8 @@ class Rerun:
     """Seconds of the operators up to :attr:`stop`."""
     ops: int = 0
     """Number of operators of the whole forward."""
-    least_s: float = 0.0
-    """Seconds that these operators take however small their tensors are: see :func:`least_op_s`."""
+    min_s: float = 0.0
+    """Seconds that these operators take however small their tensors are: see :func:`min_op_s`."""
     modules: int = 0
     """Number of modules in the segment, its own included."""
     passes: Passes = Passes()
@@ -131,7 +131,7 @@ class Rerun:
         per_op_s = SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)
         watched_s = runs * (SEGMENT_S + self.modules * MODULE_S) + runs_per_op * self.ops * per_op_s
         # The first run is in the recorded times; each further one comes in forward, recomputation and backward.
-        chunked_s = 3 * (runs_per_op - 1) * self.least_s
+        chunked_s = 3 * (runs_per_op - 1) * self.min_s
         # One norm runs in the first pass, two in the second, and so on; all run in the last, which gathers nothing:
         # 1 + 2 + ... + n + n.
         norms_run = passes.norms * (passes.norms + 3) // 2
@@ -264,7 +264,7 @@ class CostModel:
         self.elapsed = [0.0, *accumulate(self.seconds)]
         """Seconds before each operator starts; the last entry is the total."""
         self.norms = norm_operators(trace)
-        self._least_s = [0.0, *accumulate(map(least_op_s, trace.ops))]
+        self._min_s = [0.0, *accumulate(map(min_op_s, trace.ops))]
         """Cumulative minimum seconds of the operators before each operator; the last entry is the total."""
         self._modules_in = Counter(path for module in trace.modules for path in ancestry(module.path))
         """Path -> number of modules in the module there, itself included."""
@@ -328,7 +328,7 @@ class CostModel:
                 stop=stop,
                 seconds=self.elapsed[stop] - self.elapsed[call.start],
                 ops=call.end - call.start,
-                least_s=self._least_s[call.end] - self._least_s[call.start],
+                min_s=self._min_s[call.end] - self._min_s[call.start],
                 modules=self._modules_in[call.path],
                 passes=statistics_passes(self.elapsed, self.norms, call.start, stop, trained_bytes),
                 scale=self.trace.segment_overhead,

@@ -22,7 +22,7 @@ class PricedPlan:
     plan: Plan
     counted: Counted
     level: int
-    """Least level that allows all that the plan does."""
+    """Lowest level that allows all that the plan does."""
     slowdown: float
     """Step time divided by the step time of the original."""
 

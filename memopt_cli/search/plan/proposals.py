@@ -150,7 +150,7 @@ class Proposals:
 
     def _solvers(self, allowed: Allowed, packings: Iterable[bool]) -> Solvers:
         targets = frozenset(filter(allowed.targets, self.modules))
-        key = allowed.means, targets, frozenset(allowed.chunks.items())
+        key = allowed.shared, targets, frozenset(allowed.chunks.items())
 
         def solver(packed: bool) -> Solver:
             if (key, packed) not in self._all_solvers:

@@ -33,7 +33,7 @@ from memopt_cli.search.plan.schedules import (
     concatenate,
     thin_out,
 )
-from memopt_cli.search.plan.segment_schedules import Allowed, Context, Means, Segments
+from memopt_cli.search.plan.segment_schedules import Allowed, Context, Segments, SharedPermissions
 
 _PRECISION = 1000
 """Reciprocal of the relative error allowed to a least peak: it is found to one part in a thousand."""
@@ -72,9 +72,9 @@ class _Choice:
 class SolvedBlocks:
     """Cache of the schedules of single blocks, shared by the solvers of one step."""
 
-    schedules: dict[tuple[Means, int, Context], tuple[Block, list[Schedule]]] = field(default_factory=dict)
+    schedules: dict[tuple[SharedPermissions, int, Context], tuple[Block, list[Schedule]]] = field(default_factory=dict)
     """Permissions, kind and context -> the block that was solved, and its Pareto set."""
-    segments: dict[tuple[Means, Block, int, bool], list[Schedule]] = field(default_factory=dict)
+    segments: dict[tuple[SharedPermissions, Block, int, bool], list[Schedule]] = field(default_factory=dict)
     """Permissions, block, kind, and whether the block lies in a segment -> the schedules with a segment on it."""
 
 
@@ -236,7 +236,7 @@ class Solver:
     def _schedules(self, block: Block, context: Context) -> list[Schedule]:
         """Return the Pareto set of ``block`` in ``context``; equal blocks are solved once."""
         context = context.narrow_to(block)
-        key = self._allowed.means, self._choice.kinds[block], context
+        key = self._allowed.shared, self._choice.kinds[block], context
         if key not in self._cache.schedules:
             self._cache.schedules[key] = block, self._solve(block, context)
         solved_block, schedules = self._cache.schedules[key]
@@ -276,7 +276,7 @@ class Solver:
         may_be = self._candidates.may_be_segment(block, self._choice.segment_paths)
         if not may_be or (context.recomputed and not self._allowed.nested):
             return []
-        key = self._allowed.means, block, self._choice.kinds[block], context.recomputed
+        key = self._allowed.shared, block, self._choice.kinds[block], context.recomputed
         if key not in self._cache.segments:
             choices = [frozenset[int](), *self._segments.kept_choices(block, context)]
             schedules = [schedule for kept in choices for schedule in self._schedules_keeping(block, kept, context)]

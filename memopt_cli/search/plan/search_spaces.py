@@ -25,7 +25,7 @@ from memopt_cli.search.plan.schedules import SegmentLimits
 from memopt_cli.search.plan.targets import find_named_modules
 
 _MIN_TIME_SAVED = 0.05
-"""Least share of the original step time that chunks must promise to save for modules to be tried in chunks, if a plan
+"""Minimum share of the original step time that chunks must promise to save for modules to be tried in chunks, if a plan
 without chunks fits already."""
 
 

@@ -12,8 +12,8 @@ from memopt_cli.search.plan.keeping import choices, keep_names, names_single_cal
 from memopt_cli.search.plan.replay import chunk_state_bytes
 from memopt_cli.search.plan.schedules import NO_COUNTS, Counts, Schedule, SegmentLimits, add_counts, count_cuts
 
-Means = tuple[bool, bool, int, bool, SegmentLimits]
-"""Permissions that are equal for all blocks: see :attr:`Allowed.means`."""
+SharedPermissions = tuple[bool, bool, int, bool, SegmentLimits]
+"""Permissions that are equal for all blocks: see :attr:`Allowed.shared`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Allowed:
     limits: SegmentLimits = field(default_factory=SegmentLimits)
 
     @property
-    def means(self) -> Means:
+    def shared(self) -> SharedPermissions:
         """Permissions that apply to all blocks; other permissions are part of a block's kind or context."""
         return self.nested, self.compress, self.chunk_factor, self.keep, self.limits
 

@@ -27,7 +27,7 @@ LINK_BYTES_PER_S: Final = 1e9
 NEVER_NEEDED: Final = sys.maxsize
 """Value of :attr:`SentParcel.needed_at` for a parcel to which nothing has been added."""
 SEND_S: Final = 0.3e-3
-"""Least seconds to send a tensor and to get it back, however small it is."""
+"""Minimum seconds to send a tensor and to get it back, however small it is."""
 
 
 @dataclass(slots=True, eq=False)

@@ -122,7 +122,7 @@ def test_what_computes_something_else_is_refused() -> None:
 
 
 def test_what_is_too_slow_when_confirmed_is_refused() -> None:
-    assert tried(1.0, 1.5) == TooSlow(slowdown=1.5, max_slowdown=1.33)
+    assert tried(1.0, 1.5) == TooSlow(slowdown=1.5, most=1.33)
 
 
 def test_what_saves_next_to_nothing_as_measured_is_refused() -> None:

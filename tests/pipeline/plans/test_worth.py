@@ -29,7 +29,7 @@ def test_a_plan_that_may_be_slower_than_the_limit_is_not_applied(error: float, i
     dropped = drop_by_measurement(row, measured(8, 1.0), 1.33)
     assert (dropped is not None) == is_dropped
     if dropped is not None:
-        assert dropped.why == TooSlow(slowdown=1.3, max_slowdown=1.33, error=error)
+        assert dropped.why == TooSlow(slowdown=1.3, most=1.33, error=error)
         assert (
             dropped.why.because == "its step takes 1.30 ± 0.04 times as long, which may be more than the limit of 1.33"
         )
@@ -57,7 +57,7 @@ def test_the_models_own_checkpoints_are_better(peak: int, step_s: float, budget:
     assert drop_if_own_wins(row, measured(2000, 0.5), None, budget) is None
     assert drop_if_own_wins(a_row(0, measured(1000, 1.0)), measured(1000), measured(peak, step_s), budget) is None
     if dropped is not None:
-        assert (dropped.found, decisive([dropped])) == ("1000 B of 2.0 KiB", dropped)
+        assert (dropped.in_words, decisive([dropped])) == ("1000 B of 2.0 KiB", dropped)
         assert dropped.why.because.startswith(f"the model's own checkpoints take {peak} B: ")
         assert from_data(Dropped, to_data(dropped)) == dropped
 

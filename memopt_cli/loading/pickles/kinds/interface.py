@@ -30,7 +30,7 @@ Role = Literal["data", "module", "callable", "hook", "named", "trusted"]
 - ``named``: as the class of a segment, and nothing else;
 - ``trusted``: for anything, since the user vouched for it.
 """
-_BECOMES: Final = "cls_to_become"
+_LAZY_CLASS_ATTRIBUTE: Final = "cls_to_become"
 """The attribute that makes a lazy module change its class after its first run, unchecked."""
 
 
@@ -132,8 +132,8 @@ TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
 def by_name(use: Use, target: Any) -> Trust | None:
     """Return the trust in the name of ``use`` alone, or ``None`` if it is an alias of something in :data:`TOO_WIDE`."""
     home = target.__name__ if isinstance(target, types.ModuleType) else getattr(target, "__module__", None)
-    is_theirs = {use.name.package, str(home).partition(".")[0]} & TOO_WIDE
-    return None if is_theirs else Trust(globals=(str(use.name),))
+    too_wide = {use.name.package, str(home).partition(".")[0]} & TOO_WIDE
+    return None if too_wide else Trust(globals=(str(use.name),))
 
 
 def is_within(module: str, package: str) -> bool:
@@ -213,7 +213,7 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
         runs = graph.role_of(value) in ("module", "callable", "hook", "named")
         if is_dunder(name) and (runs or not graph.trusts(kind)):
             return f"has {name} among its attributes"
-        if name == _BECOMES and not graph.trusts(kind):
+        if name == _LAZY_CLASS_ATTRIBUTE and not graph.trusts(kind):
             return f"has {name} among its attributes, a class that would replace its own"
         own = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         hides = runs and own is not None
