@@ -11,12 +11,12 @@
     │   ├── FileFormatError         3  the file is not a model that memopt can read
     │   ├── UnsafeFileError         4  reading the file would run code that the user has not vouched for
     │   ├── PlanError               3  a plan that does not fit the model
-    │   └── BaselineError           5  a baseline that is missing, or not comparable with what is measured now
+    │   └── BaselineError           5  a baseline that is missing, or not comparable with this measurement
     ├── StepError                   3  the model's training step cannot be run
     │   └── LossError               3  the user's loss raised an error
     ├── MeasurementError            3  a profiling subprocess gave no answer
     │   └── RankLostError           3  another rank of a group is gone, or does not answer
-    ├── ChangedFileError            3  the model's file is not what it was when the command began
+    ├── ChangedFileError            3  the model's file has changed since the command began
     ├── MemoryBudgetError           3  not even the smallest batch, or one copy of a tensor, fits in memory
     │   └── NothingFitsError        6  of all that was asked about, nothing fits the budget
     ├── WriteError                  3  the results could not be written

@@ -85,7 +85,7 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
-    make_importable(file.parent, first=False)  # for what its functions import when they are called
+    make_importable(file.parent, first=False)  # for the modules that its functions import when they are called
     _RAN[file] = module, stamp
     if not any(isinstance(finder, _ByOtherNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ByOtherNames())

@@ -122,7 +122,7 @@ class Prepared:
     def with_compiler_cache(self, folders: contextlib.ExitStack) -> Prepared:
         """Return the model whose subprocesses share an empty folder for the compiler's caches, until ``folders`` ends.
 
-        An empty cache makes compiled code and compile times independent of what was compiled before.
+        An empty cache makes compiled code and compile times independent of earlier compilations.
         """
         folder = Folder()
         folders.callback(folder.remove)

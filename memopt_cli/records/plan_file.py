@@ -28,7 +28,7 @@ TURNS_OFF = "turns_off"
 def save_plan(plan: Plan, path: Path, *, force: bool) -> None:
     """Write ``plan`` to ``path``, with a header that names no model and no inputs, since a plan knows neither.
 
-    Raises :class:`UsageError` for a plan whose file could not be read again, and what :func:`write_all` does.
+    Raises :class:`UsageError` for a plan whose file could not be read again, and the errors of :func:`write_all`.
     """
     header = FileHeader.make("(in memory)", InputSpec(source="Plan.save"), device="(not recorded)")
     text = plan_yaml(header, plan)

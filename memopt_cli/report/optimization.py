@@ -177,7 +177,7 @@ def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
 
 
 def compiled_table(summary: MemOptSummary) -> Table:
-    """Return the original and every plan that was measured for ``--compile``, with what was measured of it."""
+    """Return the original and every plan that was measured for ``--compile``, each with its measurement."""
     original = _outcome(summary, 0)
     table = plain_table("plan", "allocated\npeak", "step", "ratio", "", words=["plan", ""])
     rows: list[tuple[str, Plan | None, object, str]] = [(in_words(Plan()), Plan(), original, "")]
@@ -196,9 +196,9 @@ def compiled_table(summary: MemOptSummary) -> Table:
 
 
 def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
-    """Return a row for each different plan of ``summary``: what was measured of it, and what was predicted.
+    """Return a row for each different plan of ``summary``, with measurements and predictions.
 
-    ``verbose``: a row for each level, and further columns of what was measured.
+    ``verbose``: a row for each level, and further columns of measurements.
     """
     original = _outcome(summary, 0)
     shows_elsewhere = any(map(_elsewhere, summary.levels))

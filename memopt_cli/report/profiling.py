@@ -107,7 +107,7 @@ def plot(profile: StepProfile, columns: int) -> str:
     """
     seconds = [op.seconds for op in profile.trace.ops]
     has_times = any(seconds)
-    widths = [0.0, *seconds] if has_times else [1.0] * len(profile.live_bytes)  # what is alive before the step is first
+    widths = [0.0, *seconds] if has_times else [1.0] * len(profile.live_bytes)  # the first: before the step
     levels = _resample(profile.live_bytes, widths, min(columns, len(widths)))
     top = max(levels) or 1
     lines = []

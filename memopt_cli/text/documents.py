@@ -254,7 +254,7 @@ def read_json(
     """Read the plain values of a JSON document, whose numbers and depth must be reasonable.
 
     With ``unique``, no object may name a key twice.  With ``infinite``, ``Infinity`` and ``NaN`` are numbers.  The
-    document may have ``max_values`` separators.  Raises :class:`ValueError` that describes what is wrong with it.
+    document may have ``max_values`` separators.  Raises :class:`ValueError` that describes its first fault.
     """
     try:
         text = data.decode() if isinstance(data, bytes) else data

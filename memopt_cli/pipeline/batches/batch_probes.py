@@ -93,7 +93,7 @@ def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...
 
 
 def limit_text(limits: Limits, prepared: Prepared) -> str:
-    """Return the budget of ``limits`` in words, which end with what it leaves out."""
+    """Return the budget of ``limits`` in words, with the memory that it leaves out at their end."""
     if not optimizer_state_notes(prepared):
         return limits.text
     return f"{limits.text}, without an optimizer's state, which `--optimizer adamw` counts"
@@ -169,7 +169,7 @@ class BatchProbes:
         return self._counted[batch]
 
     def loss_notes(self, case_text: str = "") -> tuple[str, ...]:
-        """Return a sentence on the smallest batch whose loss raised in a dry run, which bounds what is predicted.
+        """Return a sentence on the smallest batch whose loss raised in a dry run, which bounds predictions.
 
         ``case_text``: the case in words.
         """

@@ -271,7 +271,7 @@ def _describe_input(name: str | None, value: Any) -> TensorSpec:
     values = range_like(value) if is_whole else "normal"
     dtype = dtype_name(value.dtype)
     tensor = TensorSpec(name=name, shape=tuple(value.shape), dtype=dtype, values=values)
-    return parse_tensor(format_tensor(tensor))  # refuses what cannot be described
+    return parse_tensor(format_tensor(tensor))  # refuses a tensor that cannot be described
 
 
 def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
@@ -304,7 +304,7 @@ def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def carried_note(carried: Plan, found: Plan) -> list[str]:
-    """Return a note on what became of the plan that the model ``carried``, beside the one ``found``; none for none."""
+    """Return a note on whether the plan ``found`` replaces the one that the model ``carried``, if there was one."""
     if carried.is_empty:
         return []
     if found.is_empty:

@@ -58,7 +58,7 @@ class ResultWriter:
     def result(self) -> OptimizeResult:
         """Write the plan, then the model, find the batch that fits, and record the steps; return the result.
 
-        Ctrl-C, a full disk or a model that cannot be saved ends this early; the result holds what was done before.
+        Ctrl-C, a full disk or a model that cannot be saved ends this early; the result holds all that was done before.
         """
         ended_by = self._ended_by()
         paths = [*self.paths.all(), frontier_path(self.request)]
@@ -174,7 +174,7 @@ class ResultWriter:
         if self.paths.model not in self.files or (kind in ("factory", "pretrained") and not script):
             return f"memopt_cli.apply_plan(model, {plan})"
         trust = source.trust  # memopt_cli.load has no sandbox to turn off
-        if script:  # what the class is made of may be defined next to it
+        if script:  # parts of the class may be defined next to it
             trust = replace(trust, code_paths=tuple(dict.fromkeys((*trust.code_paths, os.path.dirname(script) or "."))))
         trust = replace(trust, sandbox=True, code_paths=tuple(map(os.path.abspath, trust.code_paths)))
         trusting = "" if trust == Trust() else f", trust=memopt_cli.{trust.in_python}"

@@ -2,8 +2,9 @@
 
 ``replay.py`` predicts the bytes.  It changes when each recorded storage is alive, as the plan would.  The forward of a
 segment frees tensors that only autograd would have kept.  Right before the segment's backward its operators run once
-more, and what autograd saves then lives as long as before.  Segments nest: within a recomputation, an inner segment is
-in its first forward again.  Chunks run one after another, so of the tensors inside, one chunk's share is alive at once.
+more, and the tensors that autograd saves then live as long as before.  Segments nest: within a recomputation, an inner
+segment is in its first forward again.  Chunks run one after another, so of the tensors inside, one chunk's share is
+alive at once.
 
 The seconds are the sum of the recorded operators, recomputation, and overheads that the constants below describe.
 

@@ -8,7 +8,7 @@ therefore only needs its Pareto set, which is built from the sets of its childre
 checkpointing for heterogeneous chains", 2019, but over a tree of modules instead of a chain, with nested segments.
 
 A segment may also keep the outputs of some costly calls, which then do not run again.  Schedules inside of the segment
-have a fourth number for this: the bytes of the kept outputs, which are added to what the segment keeps.
+have a fourth number for this: the bytes of the kept outputs, which are added to those that the segment keeps.
 
 Equal blocks with equal permissions are solved once.  Pareto sets above a cap are thinned out, which may lose the best
 plan but never gives one that exceeds the budget.

@@ -80,8 +80,8 @@ class Segments:
     ) -> Iterator[Schedule]:
         """Yield schedules with a segment on ``block``, whose parts run by the schedule ``inside``.
 
-        ``kept`` are the costly calls whose outputs the segment keeps, and ``context`` tells what is around the block.
-        ``is_counted``: whether the segment counts towards :attr:`SegmentLimits.segments`.
+        ``kept`` are the costly calls whose outputs the segment keeps, ``context`` the segments around the block, and
+        ``is_counted`` whether the segment counts towards :attr:`SegmentLimits.segments`.
         """
         packs = self._allowed.compress and block.packed_input_bytes < block.input_bytes
         plain = SegmentPlan(path=block.path, compressor=block.compressor if packs else "null")
