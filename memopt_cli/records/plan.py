@@ -91,6 +91,8 @@ class SegmentPlan(ChunkRule):
     neither the whole output nor its gradient ever exists."""
     recompute_states: bool = False
     """Whether states that one chunk hands to the next in attributes are recomputed instead of held."""
+    compared: tuple[int, ...] = ()
+    """Shape of the first input with which ``optimize`` compared the chunks with the whole; empty if it did not."""
 
     @property
     def gathers(self) -> bool:
@@ -269,6 +271,12 @@ class Plan(_ShortRepr):
         return replace(self, in_backward=False)
 
     @property
+    def uncompared(self) -> Plan:
+        """Plan whose chunks were not compared with the whole: their first forward in training does that."""
+        ranges = (replace(part, segments=_uncompared(part.segments)) for part in self.ranges)
+        return replace(self, segments=_uncompared(self.segments), ranges=tuple(ranges))
+
+    @property
     def eager(self) -> Plan:
         """Plan without compiling."""
         return replace(self, compile=None)
@@ -299,3 +307,7 @@ class Refused:
     """The answer that a module cannot run in chunks, and why."""
 
     reason: str
+
+
+def _uncompared(segments: tuple[SegmentPlan, ...]) -> tuple[SegmentPlan, ...]:
+    return tuple(replace(segment, compared=()) for segment in segments)

@@ -160,8 +160,9 @@ def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     """Return which runs were within ``budget_bytes``; for a plan by length, name the lengths that were run."""
     original, planned = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     budget = f"the budget of {_beside_budget(summary, original, planned)[0]}"
-    segments = summary.plan.everywhere if summary.plan is not None else ()
-    if any(segment.chunks > 1 and not segment.inexact for segment in segments):
+    plan = summary.plan or Plan()
+    untried = (s for s in plan.everywhere if plan.ranges or not s.compared)
+    if any(segment.chunks > 1 and not segment.inexact for segment in untried):
         budget += " (the first step also checks the chunks, which may take more)"
     runs = sorted((run for row in summary.ranges for run in row.runs), key=lambda run: run.length)
     if not runs or summary.plan is None or summary.plan.by is None:

@@ -290,11 +290,19 @@ class _FirstChunk:
         if changed and not reason:
             reason = difference(self._module, changed, starting, self._run_whole, self._run_halves)
         if not reason and tries_rows and chunk_rows.is_due(self._module):
-            reason = chunk_rows.why_rows_mix(self._short_pieces(starting), self._piece(starting))
+            full = None if self._is_compared() else self._piece(starting)
+            reason = chunk_rows.why_rows_mix(self._module, self._short_pieces(starting), full)
         if reason:
             raise _NotInChunksError(
                 reason, functools.partial(self._start.restore, self._state_tensors, self._others), is_certain=True
             )
+
+    def _is_compared(self) -> bool:
+        """Return whether ``optimize`` has compared the chunks of an input of this shape with the whole."""
+        config, first = config_of(self._module), self._first[0]
+        shape = list(first.shape)
+        shape[config.axis] = self._length
+        return config.compared == tuple(shape)
 
     def _states_refusal(self, output: Any) -> Complaint:
         """Return why the next chunk cannot take the states in this chunk's ``output``."""

@@ -26,7 +26,8 @@ from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
 from memopt_cli.runtime.selective import keep_refusal, why_misspelled
 
-_KINDS: Final = {bool: "true or false", int: "a whole number", str: "text", tuple: "a tuple of names of operators"}
+_KINDS: Final = {bool: "true or false", int: "a whole number", str: "text"}
+_TUPLES: Final = {"keep": (str, "names of operators"), "compared": (int, "sizes")}
 
 
 def refusal(module: nn.Module) -> str:
@@ -88,11 +89,8 @@ def why_misplaced(module: nn.Module, config: SegmentConfig) -> str:
 
 def wrong_settings(config: SegmentConfig) -> str:
     """Return the reason why ``config`` is wrong for any module."""
-    for setting in fields(config):
-        value, kind = getattr(config, setting.name), type(setting.default)
-        is_of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if not is_of_kind or (kind is tuple and not all(isinstance(name, str) for name in value)):
-            return f"{setting.name} must be {_KINDS[kind]}, not {reprlib.repr(value)}"
+    if reason := _mistyped(config):
+        return reason
     compressors = (*COMPRESSORS, OWN_COMPRESSOR)
     if config.compressor not in compressors:
         return f"unknown compressor {reprlib.repr(config.compressor)}; known: {', '.join(compressors)}"
@@ -113,6 +111,19 @@ def wrong_settings(config: SegmentConfig) -> str:
     if config.inexact and (config.batch_statistics or config.chunks < 2):
         return "inexact is for two chunks or more whose batch statistics are not gathered"
     return why_misspelled(config.keep)
+
+
+def _mistyped(config: SegmentConfig) -> str:
+    """Return which setting of ``config`` has a value of a wrong type."""
+    for setting in fields(config):
+        value, kind = getattr(config, setting.name), type(setting.default)
+        if setting.name in _TUPLES:
+            element, described = _TUPLES[setting.name]
+            if not isinstance(value, tuple) or not all(isinstance(entry, element) for entry in value):
+                return f"{setting.name} must be a tuple of {described}, not {reprlib.repr(value)}"
+        elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            return f"{setting.name} must be {_KINDS[kind]}, not {reprlib.repr(value)}"
+    return ""
 
 
 def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:

@@ -51,6 +51,9 @@ class SegmentConfig:
     recompute_states: bool = False
     """Whether the states that chunks hand on in attributes are recomputed in backward.  It has no effect inside another
     segment, whose recomputation includes them, and under ``torch.compile``."""
+    compared: tuple[int, ...] = ()
+    """The shape of the first input with which ``optimize`` compared the chunks with the whole; empty if it did not.
+    The first forward on such an input needs no trial in full size, which takes more memory than the plan's peak."""
     path: str = field(default="", compare=False)
     """The path in the plan, by which messages name the segment."""
 

@@ -255,11 +255,19 @@ def test_a_peak_within_the_budget_does_not_look_like_the_budget(summary: MemOptS
     assert "within the budget of 1.38 GiB" in text
 
 
-@pytest.mark.parametrize(("chunks", "inexact", "says_so"), [(1, False, False), (2, False, True), (2, True, False)])
+@pytest.mark.parametrize(
+    ("settings", "says_so"),
+    [
+        ({"chunks": 1}, False),
+        ({"chunks": 2}, True),
+        ({"chunks": 2, "inexact": True}, False),
+        ({"chunks": 2, "compared": (4, 8)}, False),
+    ],
+)
 def test_a_budget_says_that_the_first_step_checks_chunks(
-    chunks: int, inexact: bool, says_so: bool, summary: MemOptSummary
+    settings: dict[str, Any], says_so: bool, summary: MemOptSummary
 ) -> None:
-    plan = Plan(segments=(SegmentPlan(path="blocks", chunks=chunks, inexact=inexact),))
+    plan = Plan(segments=(SegmentPlan(path="blocks", **settings),))
     found = shown(TextReport(), result(replace(summary, budget_bytes=2**30, plan=plan)))
     assert "within the budget of 1.0 GiB" in found
     assert ("the first step also checks the chunks, which may take more" in found) is says_so

@@ -225,6 +225,15 @@ def test_rows_that_mix_in_full_size_alone_are_noticed(module: nn.Module, shape: 
         net(torch.randn(shape, requires_grad=True))
 
 
+@pytest.mark.parametrize(("tokens", "is_tried"), [(8, False), (10, True)])
+def test_the_size_that_optimize_has_compared_is_not_tried_in_full(tokens: int, is_tried: bool) -> None:
+    net = in_chunks(Expert(nn.Linear(4, 4)), 2, compared=(6, 8, 4))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        net(torch.randn(6, tokens, 4, requires_grad=True))
+    assert bool(heard) == is_tried
+
+
 def test_nobody_hears_what_a_module_says_of_the_short_piece() -> None:
     class Picky(Parts, layer=GIVEN):
         def forward(self, x: Tensor) -> Tensor:

@@ -99,8 +99,16 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
         found = find_plan(request, prepared)
     else:
         found = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
+    verifications = (found.verification, *(row.verification for row in found.ranges))
+    if not request.runs or not all(map(_is_at_full_size, verifications)):
+        found.plan = found.plan.uncompared
     found.notes += [*heads_notes(found.plan), *prepared.messages]
     return found
+
+
+def _is_at_full_size(verification: Verification | None) -> bool:
+    """Return whether ``verification``, if there is one, compared steps on inputs of the sizes that were described."""
+    return verification is None or verification.full_size or verification.measured is not None
 
 
 def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
