@@ -80,7 +80,7 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
     )
     meant = "MODEL is a saved model, or net.py:build for a function that makes it"
     if model:
-        meant = f"{model} is made without arguments: else name a function of yours that makes it"
+        meant = f"{model} is made without arguments: else name your function that makes it"
     return (
         f"memopt explain {flags}\n"
         f"and to find what would fit: {command}\n"

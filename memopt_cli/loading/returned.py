@@ -64,7 +64,7 @@ def check_returned(path: str, source: ModelSource) -> int:
 def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str, bool]]:
     """Return the :func:`_classes` of the original.
 
-    TorchScript and exports have only those that a Sequential becomes; other modules of theirs become memopt's own.
+    TorchScript and exports have only those that a Sequential becomes; their other modules become memopt's own.
     """
     file, _ = read_same(source.location, None, source.sha256)
     return set(_classes(read_pickled(file), vouched)) if isinstance(format_of(file), ModulePickle) else _LIFTED

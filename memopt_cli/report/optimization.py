@@ -219,7 +219,7 @@ def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
 
 
 def rows_by_plan(summary: MemOptSummary) -> Iterator[tuple[str, list[int], LevelRow]]:
-    """Yield ``1–3``, the levels, and a row of theirs, for adjacent levels with one plan: the row measured, if any."""
+    """Yield ``1–3``, the levels, and one of their rows, for adjacent levels with one plan: the measured row, if any."""
     for _, adjacent in groupby(summary.levels, key=lambda row: row.plan):
         rows = list(adjacent)
         levels = [row.level for row in rows]

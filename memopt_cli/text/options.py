@@ -35,7 +35,7 @@ MAX_S: Final = 1e6
 _SECONDS = Real(0, MAX_S, unit="seconds")
 _MODEL = (
     "A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or package.module:callable "
-    "or file.py:function, which builds a model or a step of yours (memopt_cli.Step)."
+    "or file.py:function, which builds your model or your step (memopt_cli.Step)."
 )
 _DIM = "Size of a symbol in the shapes: B=8. {}Repeatable."
 _PLAN_FILE = ("FILE", "file")
@@ -140,8 +140,8 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "optimizer": Option(
-        "Count the memory of this optimizer: adamw, adamw:fused, sgd:foreach …, or FILE.py:NAME, a function of yours "
-        "that takes the model and returns one.",
+        "Count the memory of this optimizer: adamw, adamw:fused, sgd:foreach …, or FILE.py:NAME, your function that "
+        "takes the model and returns one.",
         STEP,
         "NAME",
         "optimizer",

@@ -156,12 +156,14 @@ class Prover:
         return findings.rows[0]
 
     def _drop(self, row: LevelRow, reason: Reason) -> None:
-        peaks = [outcome.allocated_peak_bytes for outcome in (row.outcome,) if isinstance(outcome, Measurement)]
+        peak_bytes = row.predicted_allocated_peak_bytes
+        if isinstance(row.outcome, Measurement):
+            peak_bytes = row.outcome.allocated_peak_bytes
         original = self.measurements.known(ORIGINAL)
         self.findings.drop(
             Dropped(
                 plan=row.plan,
-                peak_bytes=next(iter(peaks), row.predicted_allocated_peak_bytes),
+                peak_bytes=peak_bytes,
                 original_bytes=None if original is None else original.allocated_peak_bytes,
                 why=reason,
             )
