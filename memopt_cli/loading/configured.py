@@ -88,7 +88,7 @@ def _takes(module: nn.Module, name: str) -> bool:
 def _mask(module: nn.Module, names: Sequence[str | None]) -> tuple[TensorSpec, ...]:
     """Return the mask of padding that every collator of tokens passes; none if ``module`` takes none.
 
-    It has zeros, with which a step may take more memory: attention makes a mask of its own then.
+    It has zeros, with which a step may take more memory: attention then makes its own mask.
     """
     if "input_ids" not in names or not _takes(module, "attention_mask"):
         return ()

@@ -18,7 +18,7 @@ Registered = Mapping[str, Mapping[str, TensorKind]]
 """Class of a script -> attribute -> the kind of tensor that it is registered as."""
 
 _SCRIPT: Final = "__torch__"
-"""The class of a module that stayed TorchScript; its parts are in an archive of its own."""
+"""The class of a module that stayed TorchScript; its parts are in its own archive."""
 _RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
 """Maximum depth of nested modules and containers."""

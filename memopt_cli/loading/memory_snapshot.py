@@ -138,7 +138,7 @@ class _Reading:
     """The reading of one snapshot, with a bound on its work: a hostile one may refer to its parts again and again."""
 
     left: int
-    """Number of parts that may still be visited: in a real snapshot, each has an opcode of its own."""
+    """Number of parts that may still be visited: in a real snapshot, each has its own opcode."""
     known: dict[int, str] = field(default_factory=dict)
     """Identity of a stack, which blocks may share -> its source line."""
 

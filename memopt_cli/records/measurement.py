@@ -182,7 +182,7 @@ def slowdown_in(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return median, _NINE_OF_TEN * _STANDARD_ERROR * deviation / math.sqrt(len(ratios))
 
 
-# Each way in which a measurement may fail is a type of its own.
+# Each way in which a measurement may fail has its own type.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,7 @@ class SegmentPlan(ChunkRule):
     chunks: int = 1
     """Number of chunks; with 1 the input runs at once, and the fields of :class:`ChunkRule` have no effect."""
     spatial_split: bool = False
-    """Whether each module that ``__spatial_split__`` returns is a segment of its own."""
+    """Whether each module that ``__spatial_split__`` returns is a separate segment."""
     keep: tuple[str, ...] = ()
     """Operators whose outputs are kept, by :attr:`OpTrace.name`; all others are recomputed.  ``aten::convolution#2`` is
     the second such call in the segment, not counting calls in inner segments."""

@@ -61,7 +61,7 @@ class Option:
     common: bool = False
     """Whether the option is on the first screen of help; all others are shown by ``--help-all``."""
     python: str | None = None
-    """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none.  ``trust.packages``:
+    """Spelling in Python; ``None`` for an argument of the same name, empty where Python has none.  ``trust.packages``:
     a field of :class:`memopt_cli.Trust`, the argument ``trust``."""
     risk: Literal["data", "file", "code"] = "code"
     """Highest risk of a value: that it is data, names a file to read, or names code to run or to trust.
@@ -599,7 +599,7 @@ def check_option(name: str, value: object, kind: ValueKind | None = None) -> Any
     Raises :class:`OptionError` for a value that the option does not allow.
     """
     checked = kind or OPTIONS[name].kind
-    assert isinstance(checked, ValueKind), f"{name} has no check of its own"
+    assert isinstance(checked, ValueKind), f"{name} has no check"
     try:
         return checked.check(value)
     except ValueError as refusal:

@@ -83,7 +83,7 @@ def _side_of(device: torch.device) -> torch.cuda.Stream:
 
 
 class TwoStreams(nn.Module):
-    """Half of its work is on a stream of its own, where the device has streams."""
+    """Half of its work is on its own stream, where the device has streams."""
 
     def __init__(self) -> None:
         super().__init__()

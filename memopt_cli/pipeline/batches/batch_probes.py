@@ -119,7 +119,7 @@ class BatchProbes:
     operators: dict[int, int] = field(default_factory=dict)
     """Batch, of more than one sample -> number of operators in its dry run."""
     inferred: dict[int, float] = field(default_factory=dict)
-    """Batch -> peak in bytes read off a line through dry runs at other batches, without a dry run of its own."""
+    """Batch -> peak in bytes read off a line through dry runs at other batches, without a dry run at this one."""
     place: str = ""
     """Words that progress shows with a batch, such as "rank 0 of 8"."""
     _counted: dict[int, Counted | Failure] = field(default_factory=dict)

@@ -95,7 +95,7 @@ def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> 
 
 
 def _as_baseline(baseline: Baseline, step: ShorterStep) -> Baseline:
-    """Turn a step at shorter inputs into a baseline of its own."""
+    """Turn a step at shorter inputs into a separate baseline."""
     spec = baseline.header.spec
     header = replace(baseline.header, spec=replace(spec, dims={**spec.dims, step.dim: step.size}))
     return replace(baseline, header=header, memory=step.memory, shorter=())

@@ -30,7 +30,7 @@ class Improvements:
         """Yield variants of ``plan``, within the limits, with one change to how modules are split or cut.
 
         In each, ``rules`` cut a module at the peak in chunks, or all modules of a class.  One more variant splits every
-        module that defines a split of its own.
+        module that defines its own split.
         """
         allowed = self._proposals.allowed
         for variant in (*self._with_splits(plan), *self._with_other_chunks(plan, rules)):

@@ -93,7 +93,7 @@ class Segments:
         for segment in dict.fromkeys((plain, unpacked, *chunked)):
             if segment.batch_statistics and (kept or inside.has_segments):
                 # A norm in an inner segment cannot take part in the statistics of all chunks, and each of several
-                # passes over the chunks would keep outputs of its own.
+                # passes over the chunks would keep its own outputs.
                 continue
             packed = segment.compressor != "null"
             # During backward the packed input exists together with the unpacked one.

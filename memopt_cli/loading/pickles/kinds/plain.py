@@ -54,7 +54,7 @@ def _with_type_check(make: Callable[..., Any], *allowed_types: type, max_argumen
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Make bytes from ``text``, one for each character: pickle protocol 2 has no bytes of its own."""
+    """Make bytes from ``text``, one for each character: pickle protocol 2 has no bytes."""
     if encoding not in ("latin1", "latin-1"):
         raise BrokenError(f"bytes are encoded as {quote(encoding)}")
     return text.encode("latin1")
