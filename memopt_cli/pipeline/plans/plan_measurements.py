@@ -19,6 +19,8 @@ _DOUBT_SHARE = 0.1
 """A plan is timed again if its measured slowdown differs from the predicted one by more than this share."""
 _DOUBT_SHARE_WITHOUT_LIMIT = 0.2
 """Larger share for plans slower than predicted if any slowdown is allowed: the number is only reported then."""
+_LIMIT_SHARE = 0.95
+"""A plan whose measured slowdown is more than this share of the limit is timed again: it may be above the limit."""
 _UNUSABLE_SLOWDOWN = 10.0
 """If any slowdown is allowed, plans slower than this are not timed again: nobody needs the exact number."""
 
@@ -80,7 +82,7 @@ class PlanMeasurements:
         return answer
 
     def confirm(self, row: LevelRow, max_slowdown: float = math.inf) -> LevelRow:
-        """Return ``row``, timed again if its step seems slower than allowed, or far from its prediction.
+        """Return ``row``, timed again if its step seems slower than allowed or nearly so, or far from its prediction.
 
         The plan and the original take turns in one subprocess, so that a busy machine slows both down equally, and both
         keep these step times.  If that fails, the old times stay; a plan is not timed in turns twice.
@@ -140,7 +142,7 @@ def _is_in_doubt(row: LevelRow, original: Measurement, max_slowdown: float) -> b
         return False
     predicted = row.predicted_slowdown or slowdown
     slower_share = _DOUBT_SHARE_WITHOUT_LIMIT if math.isinf(max_slowdown) else _DOUBT_SHARE
-    return slowdown > max_slowdown or not 1 - _DOUBT_SHARE <= slowdown / predicted <= 1 + slower_share
+    return slowdown > _LIMIT_SHARE * max_slowdown or not 1 - _DOUBT_SHARE <= slowdown / predicted <= 1 + slower_share
 
 
 def measurement_in(answer: Measured | Failure) -> Measurement | Failure:
