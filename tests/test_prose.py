@@ -23,7 +23,7 @@ HABITS = re.compile(
     r"|Raises\s:class:`[\w.]+`(\sand\s:class:`[\w.]+`)?\.(\s|$)|,\salso\s(for|if|in|where|when)\b|``None``:\s"
     r"|(^|[.)]\s\s)(0|-1|Empty|Infinite):\s|^(Tell|Know|Mind)\s|\btells\swhether\b|\bRaises\s(what|as|whatever)\b"
     r"|[.)]\s\s(``None``|Empty|Infinite|0|-1)\s(if|for|where|until|without|with|to|by)\b"
-    r"|\b(inside|for\sthe\stime\sof)\sthe\sblock\b|\b(in|inside)\sthe\scontext\b|\banew\b|\bfewest\snumber)"
+    r"|\b(inside|for\sthe\stime\sof)\sthe\sblock\b|\bbeside\b|\binside\sthe\scontext\b|\bfewest\snumber)"
 )
 """Turns of phrase that make one read twice, among them errors without the reason why they are raised."""
 
