@@ -9,9 +9,7 @@ from memopt_cli.records import Crashed, Failure, OutOfMemory, StepFailed, TimedO
 
 Answer = TypeVar("Answer")
 
-SMALLER_INPUTS_HINT: Final = (
-    "Give smaller inputs (`--dim B=1` where the shape says B), or use a machine with more memory."
-)
+SMALLER_INPUTS_HINT: Final = "Give smaller inputs (`--dim B=1` where the shape says B), or a machine with more memory."
 
 
 def require_answer(answer: Answer | Failure, context: str = "") -> Answer:
