@@ -181,6 +181,8 @@ class StepTrace:
     """Maximum number of bytes that may wait in that place; ``None`` if unknown."""
     segment_overhead: float = 1.0
     """Overhead of a segment here, divided by that on the machine where the cost model's constants were measured."""
+    recompute_factor: float = 1.0
+    """Seconds of an operator that is recomputed, divided by its seconds in forward."""
 
 
 def ancestry(path: str) -> Iterator[str]:

@@ -163,7 +163,7 @@ class _Builder:
     def __init__(self, model: CostModel) -> None:
         self._model = model
         self._trace = model.trace
-        self._costly = costly_calls(model.trace, model.seconds)
+        self._costly = costly_calls(model.trace, [model.trace.recompute_factor * seconds for seconds in model.seconds])
         self._bytes = OperatorBytes(model.trace)
 
     def build(self) -> Block:

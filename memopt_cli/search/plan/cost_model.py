@@ -59,9 +59,9 @@ SEGMENT_OP_S = 3e-6
 """Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
 PACKING_S = 90e-6
 """Seconds to pack a small tensor and unpack it again; measured by ``benchmarks/overhead.py``."""
-INSPECTION_S = 60e-6
+INSPECTION_S = 75e-6
 """Seconds to find out that a tensor cannot be packed.  Measured: 21 µs with warm caches (``benchmarks/overhead.py``),
-40 µs in a BERT, 110 µs in a U-Net."""
+40 to 75 µs in a BERT, 90 µs in a GPT-2, 110 µs in a U-Net."""
 KEEP_OP_S = 10e-6
 """Seconds that a segment with kept outputs adds to each operator, in either run, by passing through Python; measured by
 ``benchmarks/overhead.py``."""
@@ -316,7 +316,7 @@ class CostModel:
 
     def _added_s(self, replayed: ReplayedSegment) -> float:
         rerun = self.rerun(replayed.call)
-        saved_s = sum(self.seconds[op] for op in replayed.kept)
+        saved_s = self.trace.recompute_factor * sum(self.seconds[op] for op in replayed.kept)
         packed_bytes = sum(self.trace.storages[s].packing_cost_bytes for s in replayed.packed)
         inputs_s = packing_s(self.trace, packed_bytes, len(replayed.packed))
         return rerun.seconds - saved_s + rerun.overhead_s(replayed.segment) + inputs_s
@@ -330,7 +330,7 @@ class CostModel:
             trained_bytes = trained_input_bytes(self.trace, call)
             self._reruns[key] = Rerun(
                 stop=stop,
-                seconds=self.elapsed[stop] - self.elapsed[call.start],
+                seconds=self.trace.recompute_factor * (self.elapsed[stop] - self.elapsed[call.start]),
                 ops=call.end - call.start,
                 min_s=self._min_s[call.end] - self._min_s[call.start],
                 modules=self._modules_in[call.path],
