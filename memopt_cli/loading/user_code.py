@@ -274,7 +274,8 @@ def find_spec(
     fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, *, without: object = None
 ) -> ModuleSpec | None:
     """Return the spec that Python finds for the module ``fullname``, but for the finder ``without``."""
-    found = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path) if finder is not without)
+    finders = [finder for finder in sys.meta_path if finder is not without and hasattr(finder, "find_spec")]
+    found = (finder.find_spec(fullname, path, target) for finder in finders)
     return next(filter(None, found), None)
 
 

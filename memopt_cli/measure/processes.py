@@ -33,7 +33,7 @@ IMPORT_LIBRARIES = b"m"
 """Message to the server: import the libraries of a model."""
 
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
-"""Settings with which glibc's malloc keeps freed memory, unless the user has set others.  Otherwise a step gets part of
+"""Settings with which glibc's malloc keeps freed memory, where the user has set none.  Otherwise a step gets part of
 its memory anew from the system, in some processes and not in others, which makes the original's step up to 7 % slower
 and a plan's slowdown seem smaller by as much."""
 
@@ -113,6 +113,7 @@ class ForkServer:
         self._user = os.getpid()
         ours, theirs = socket.socketpair()
         arguments = [role, str(theirs.fileno()), str(self._user)]
+        is_set = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
         path = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
         with theirs:
             # Its own session: Ctrl-C reaches memopt, which then ends the subprocesses itself.
@@ -124,7 +125,7 @@ class ForkServer:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 cwd=os.sep,  # not the user's folder: imports must neither find modules there nor write files
-                env={**_MALLOC, **os.environ, "PYTHONPATH": path},
+                env={**({} if is_set else _MALLOC), **os.environ, "PYTHONPATH": path},
             )
         self._control = ours
         weakref.finalize(self, _end_server, ours, self._process, self._user)

@@ -288,7 +288,7 @@ def import_libraries(prepared: Prepared, names: Sequence[str]) -> None:
 
 def _refuse_settings(settings: StepSettings, location: str) -> None:
     """Raise :class:`UsageError` for options that the user's own step, at ``location``, decides itself."""
-    harmless = {"seed", "" if settings.has_optimizer else "optimizer"}
+    harmless = {"seed"} if settings.has_optimizer else {"seed", "optimizer"}
     for name in missing_settings(StepSettings(), settings):
         if name not in harmless:
             also = ", or `--global-batch`," if name == "micro_batches" else ""

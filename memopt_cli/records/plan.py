@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -91,8 +91,8 @@ class SegmentPlan(ChunkRule):
     neither the whole output nor its gradient ever exists."""
     recompute_states: bool = False
     """Whether states that one chunk hands to the next in attributes are recomputed instead of held."""
-    compared: tuple[int, ...] = ()
-    """Shape of the first input with which ``optimize`` compared the chunks with the whole; empty if it did not."""
+    compared: str = field(default="", compare=False)
+    """Chunks that ``optimize`` compared with the whole, such as ``2 along axis 0 of 16x64x64``; empty if it did not."""
 
     @property
     def gathers(self) -> bool:
@@ -271,12 +271,6 @@ class Plan(_ShortRepr):
         return replace(self, in_backward=False)
 
     @property
-    def uncompared(self) -> Plan:
-        """Plan whose chunks were not compared with the whole: their first forward in training does that."""
-        ranges = (replace(part, segments=_uncompared(part.segments)) for part in self.ranges)
-        return replace(self, segments=_uncompared(self.segments), ranges=tuple(ranges))
-
-    @property
     def eager(self) -> Plan:
         """Plan without compiling."""
         return replace(self, compile=None)
@@ -307,7 +301,3 @@ class Refused:
     """The answer that a module cannot run in chunks, and why."""
 
     reason: str
-
-
-def _uncompared(segments: tuple[SegmentPlan, ...]) -> tuple[SegmentPlan, ...]:
-    return tuple(replace(segment, compared=()) for segment in segments)

@@ -45,7 +45,7 @@ class LevelRow:
     search_s: float
     """Seconds of the search at this level."""
     repeats: int | None = None
-    """Lower level whose plan this level repeats, since it found no better one; ``None`` for its own plan."""
+    """Lower level whose plan this level repeats, since it found no better one; ``None`` if it has its own."""
     predicted_slowdown: float | None = None
     """Step time divided by the original's, by the cost model; ``None`` if not predicted."""
 

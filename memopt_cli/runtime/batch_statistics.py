@@ -229,8 +229,9 @@ class BatchStatistics:
 def merge_statistics(parts: Sequence[Statistics]) -> Statistics:
     """Return the statistics of all values together, given the statistics of ``parts`` of them (Chan et al. 1979).
 
-    The mean is the mean of the means, weighted by counts.  The variance is the mean of the variances, weighted too,
-    plus the variance of the means.  Values 1, 3 and 5, 7: means 2 and 6, variances 1 and 1; together 4 and 1 + 4.
+    The mean is the mean of the means, weighted by counts.  The variance is the mean of the variances, with the same
+    weights, plus the variance of the means.  Values 1, 3 and 5, 7: means 2 and 6, variances 1 and 1; together 4 and
+    1 + 4.
     """
     count = sum(part.count for part in parts)
     mean = torch.stack([part.mean * (part.count / count) for part in parts]).sum(0)

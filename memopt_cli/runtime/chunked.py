@@ -52,7 +52,7 @@ from memopt_cli.runtime.running import (
     within_chunk,
 )
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, choose_codec, ignore_start, needs_gradient
-from memopt_cli.runtime.segment_config import SegmentConfig
+from memopt_cli.runtime.segment_config import SegmentConfig, describe_chunks
 from memopt_cli.runtime.segment_run import UnrepeatableError
 from memopt_cli.runtime.stand_ins import AbridgedCall, abridge_call, in_memory
 from memopt_cli.runtime.state import StartingState
@@ -290,19 +290,19 @@ class _FirstChunk:
         if changed and not reason:
             reason = difference(self._module, changed, starting, self._run_whole, self._run_halves)
         if not reason and tries_rows and chunk_rows.is_due(self._module):
-            full = None if self._is_compared() else self._piece(starting)
-            reason = chunk_rows.why_rows_mix(self._module, self._short_pieces(starting), full)
+            reason = chunk_rows.why_rows_mix(
+                self._short_pieces(starting), self._piece(starting), is_compared=self._is_compared()
+            )
         if reason:
             raise _NotInChunksError(
                 reason, functools.partial(self._start.restore, self._state_tensors, self._others), is_certain=True
             )
 
     def _is_compared(self) -> bool:
-        """Return whether ``optimize`` has compared the chunks of an input of this shape with the whole."""
-        config, first = config_of(self._module), self._first[0]
-        shape = list(first.shape)
+        """Return whether ``optimize`` has compared these chunks of an input of this shape with the whole."""
+        config, shape = config_of(self._module), list(self._first[0].shape)
         shape[config.axis] = self._length
-        return config.compared == tuple(shape)
+        return config.compared == describe_chunks(config.chunks, config.axis, shape)
 
     def _states_refusal(self, output: Any) -> Complaint:
         """Return why the next chunk cannot take the states in this chunk's ``output``."""

@@ -664,7 +664,11 @@ def constant_while_compiling(function: _C) -> _C:
 
 
 _AOT_BACKENDS: Final = (
-    *("inductor", "cudagraphs", "aot_eager", "aot_eager_decomp_partition", "aot_eager_default_partitioner"),
+    "inductor",
+    "cudagraphs",
+    "aot_eager",
+    "aot_eager_decomp_partition",
+    "aot_eager_default_partitioner",
 )
 """Names of the backends that derive backward ahead of time."""
 

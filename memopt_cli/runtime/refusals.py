@@ -26,8 +26,7 @@ from memopt_cli.runtime.runs import calls_in_turn
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
 from memopt_cli.runtime.selective import keep_refusal, why_misspelled
 
-_KINDS: Final = {bool: "true or false", int: "a whole number", str: "text"}
-_TUPLES: Final = {"keep": (str, "names of operators"), "compared": (int, "sizes")}
+_KINDS: Final = {bool: "true or false", int: "a whole number", str: "text", tuple: "a tuple of names of operators"}
 
 
 def refusal(module: nn.Module) -> str:
@@ -117,11 +116,8 @@ def _mistyped(config: SegmentConfig) -> str:
     """Return which setting of ``config`` has a value of a wrong type."""
     for setting in fields(config):
         value, kind = getattr(config, setting.name), type(setting.default)
-        if setting.name in _TUPLES:
-            element, described = _TUPLES[setting.name]
-            if not isinstance(value, tuple) or not all(isinstance(entry, element) for entry in value):
-                return f"{setting.name} must be a tuple of {described}, not {reprlib.repr(value)}"
-        elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        is_of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not is_of_kind or (kind is tuple and not all(isinstance(name, str) for name in value)):
             return f"{setting.name} must be {_KINDS[kind]}, not {reprlib.repr(value)}"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -51,11 +52,16 @@ class SegmentConfig:
     recompute_states: bool = False
     """Whether the states that chunks hand on in attributes are recomputed in backward.  It has no effect inside another
     segment, whose recomputation includes them, and under ``torch.compile``."""
-    compared: tuple[int, ...] = ()
-    """The shape of the first input with which ``optimize`` compared the chunks with the whole; empty if it did not.
-    The first forward on such an input needs no trial in full size, which takes more memory than the plan's peak."""
+    compared: str = field(default="", compare=False)
+    """The chunks that ``optimize`` compared with the whole, as :func:`describe_chunks` describes them; empty if it did
+    not.  The first forward on such chunks needs no trial in full size, which takes more memory than the plan's peak."""
     path: str = field(default="", compare=False)
     """The path in the plan, by which messages name the segment."""
+
+
+def describe_chunks(chunks: int, axis: int, shape: Sequence[int]) -> str:
+    """Describe ``chunks`` along ``axis`` of an input of ``shape``, such as ``2 along axis 0 of 16x64x64``."""
+    return f"{chunks} along axis {axis} of {'x'.join(map(str, shape))}"
 
 
 class Installed:

@@ -382,7 +382,7 @@ class _Repetition:
         if saved is not None:
             shape = self._shapes[index]
             if made.shape != shape:
-                raise self._error_if_differing(
+                raise self._stop_repeating(
                     f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(shape or ())}"
                 )
             saved.tensor = made
@@ -408,10 +408,10 @@ class _Repetition:
             if self._count < len(self._refs):
                 raise
         if self._count < len(self._refs):
-            raise self._error_if_differing(f"saves {self._count} tensors, and forward saved {len(self._refs)}")
+            raise self._stop_repeating(f"saves {self._count} tensors, and forward saved {len(self._refs)}")
 
-    def _error_if_differing(self, how: str) -> RuntimeError:
-        """Return the error for a run that differs from forward in ``how``; the module runs plainly from now on."""
+    def _stop_repeating(self, how: str) -> RuntimeError:
+        """Let the module run plainly from now on, and return the error for a run that differs in ``how``."""
         run_plainly(self._module, _DIFFERS, silently=True)
         return RuntimeError(
             f"{label_of(self._module)} {_DIFFERS}: it {how}. This step cannot be completed. From the next step on, "

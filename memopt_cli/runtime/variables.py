@@ -40,7 +40,7 @@ _searches: MutableMapping[Code, tuple[tuple[Owner, ...], bool]] = WeakKeyDiction
 _RANDOM: Final = ("random", "numpy.random")
 """Python modules of the global generators.  Code may name them otherwise: ``import numpy.random as npr``."""
 _WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
-"""Attributes in which decorated functions, methods, properties and partial functions keep the function inside."""
+"""Attributes in which decorated functions, methods, properties and partial functions hold what they wrap."""
 _INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)
 _DESCRIPTORS: Final = (
     *(*_INERT, types.FunctionType, functools.partialmethod, functools.singledispatchmethod),

@@ -167,7 +167,7 @@ def _argument(flag: str, value: str) -> str:
     """Return ``flag`` with ``value`` as an argument, such as ``level=3``; empty if no function takes it."""
     name, option = _OPTIONS[flag]
     spelled = name if option.python is None else option.python
-    if not spelled or not value or spelled.startswith("memopt_cli."):  # its own function
+    if not spelled or not value or spelled.startswith("memopt_cli."):  # a Python function with its own name
         return f"{name}=True" if option.takes is None and option.python is None else spelled
     if value == "none":
         return f"{spelled}={'math.inf' if isinstance(option.kind, Real) and option.kind.unlimited else 'None'}"

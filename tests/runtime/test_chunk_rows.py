@@ -227,7 +227,7 @@ def test_rows_that_mix_in_full_size_alone_are_noticed(module: nn.Module, shape: 
 
 @pytest.mark.parametrize(("tokens", "is_tried"), [(8, False), (10, True)])
 def test_the_size_that_optimize_has_compared_is_not_tried_in_full(tokens: int, is_tried: bool) -> None:
-    net = in_chunks(Expert(nn.Linear(4, 4)), 2, compared=(6, 8, 4))
+    net = in_chunks(Expert(nn.Linear(4, 4)), 2, compared="2 along axis 0 of 6x8x4")
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         net(torch.randn(6, tokens, 4, requires_grad=True))

@@ -37,11 +37,11 @@ class Pricing:
         step = f"a step of about {format_seconds(self.step_s(priced.plan, batch))}"
         plan = format_count(len(priced.plan.segments), "segment")
         self.progress.update(self.priced, None, f"batch {batch} · {plan}, {format_bytes(priced.peak_bytes)}, {step}")
-        return priced.plan.uncompared  # it may be verified at a smaller batch
+        return priced.plan
 
     def least(self, batch: int) -> Plan:
         """Return the plan of the lowest peak at ``batch``."""
-        return self._planner(batch).least(self.options.level).plan.uncompared
+        return self._planner(batch).least(self.options.level).plan
 
     def peak_bytes(self, plan: Plan, batch: int) -> int:
         """Return the computed allocated peak in bytes at ``batch`` of a ``plan`` that this pricing has found."""

@@ -173,7 +173,7 @@ def _module_changes(
 
 
 def _apart_from_step(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
-    """Yield ``modules``, with the tensors of the step that the root holds split off, as those of another module."""
+    """Yield ``modules``, and as one more module the step's tensors that the root holds."""
     for module in modules:
         of_step = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _OF_STEP}
         own = {kind: size for kind, size in module.held_bytes.items() if kind not in of_step}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.pipeline.batches.batch_advice import BegunAdvice
@@ -47,6 +47,8 @@ class Findings:
     rows: list[LevelRow] = field(default_factory=list)
     """One row for each level, the original's first; none where nothing was measured."""
     verification: Verification | None = None
+    input_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Path of a module -> shape of its first input in the recorded step."""
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     details: list[str] = field(default_factory=list)

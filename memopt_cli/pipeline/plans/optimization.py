@@ -45,6 +45,7 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.records.progress import Ask, Progress
+from memopt_cli.runtime.segment_config import describe_chunks
 from memopt_cli.search.plan.targets import describe_selection, loop_notes, refusal_notes
 from memopt_cli.text.units import exact_bytes
 from memopt_cli.text.writing import check_targets
@@ -53,6 +54,9 @@ _FAST_ENOUGH_SHARE = 0.03
 """A plan within a budget is fast enough if its step takes longer than the original's by at most this share.
 
 For a slower plan, a search that was ended by its time limit notes that a longer search may find a better plan."""
+
+_MAX_PROOF_TOLERANCE = 1e-3
+"""Maximum tolerance of fingerprints that prove chunks, relative to a tensor's norm."""
 
 
 def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -> OptimizeResult:
@@ -99,16 +103,8 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
         found = find_plan(request, prepared)
     else:
         found = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
-    verifications = (found.verification, *(row.verification for row in found.ranges))
-    if not request.runs or not all(map(_is_at_full_size, verifications)):
-        found.plan = found.plan.uncompared
     found.notes += [*heads_notes(found.plan), *prepared.messages]
     return found
-
-
-def _is_at_full_size(verification: Verification | None) -> bool:
-    """Return whether ``verification``, if there is one, compared steps on inputs of the sizes that were described."""
-    return verification is None or verification.full_size or verification.measured is not None
 
 
 def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
@@ -121,11 +117,31 @@ def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
     row = findings.rows[0]
     if request.goal.applies:
         row, findings.verification = job.prove()
-    findings.plan, findings.applied_level = row.plan, row.level
+    findings.plan, findings.applied_level = _marked_as_compared(row.plan, findings), row.level
     if row.plan.in_backward:
         findings.notes.append(IN_BACKWARD_NOTE)
     findings.notes += offload_folder_notes(row.plan, prepared.subject.offload_folder)
     return findings
+
+
+def _marked_as_compared(plan: Plan, findings: Findings) -> Plan:
+    """Return ``plan`` with a mark on its chunks if its verification compared them with the whole at full size.
+
+    The fingerprints of measured steps count if they had to agree in more digits than bfloat16 has.
+    """
+    verification, shapes = findings.verification, findings.input_shapes
+    if verification is None or not verification.passed or verification.whole:
+        return plan
+    steps = verification.measured
+    if not verification.full_size and (steps is None or steps.by_rounding or steps.tolerance > _MAX_PROOF_TOLERANCE):
+        return plan
+    compared = (
+        replace(segment, compared=describe_chunks(segment.chunks, segment.axis, shapes[segment.path]))
+        if segment.chunks > 1 and not segment.through_loss and shapes.get(segment.path)
+        else segment
+        for segment in plan.segments
+    )
+    return replace(plan, segments=tuple(compared))
 
 
 @dataclass(slots=True)

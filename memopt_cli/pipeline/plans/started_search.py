@@ -89,6 +89,7 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
         sessions=sessions,
         consequence="every plan is run to be counted",
     )
+    findings.input_shapes = {module.path: module.input_shape for module in traced.trace.modules}
     is_fake = traced.has_dry_runs
     answer = sessions().ask(CountJob(plan=ORIGINAL, fake=is_fake))
     original_count = require_answer(answer, "a step of the model could not be counted: ")

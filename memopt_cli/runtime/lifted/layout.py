@@ -152,7 +152,7 @@ class Needed:
         self._index = index
         self._outer = outer
         self.ending = ending
-        """Values whose last use in the ``with`` block is in the statement."""
+        """Values whose last use in the block is in the statement."""
 
     def __contains__(self, value: object) -> bool:
         return self._last.get(value, -1) > self._index or value in self._outer  # type: ignore[call-overload]

@@ -89,7 +89,7 @@ class _Job:
         self.address, self.nbytes, self.offset = address, nbytes, offset
         self.error: Exception | None = None
         self._claim = threading.Lock()
-        """A lock that is never released: the thread that does the job takes it, or before it a thread that cancels."""
+        """A lock that is never released: a thread takes it to do the job or to cancel it, whichever comes first."""
         self._done = threading.Event()
         self._is_cancelled = False
 

@@ -229,11 +229,8 @@ def longest_share(chunks: int, length: int) -> float:
 
 
 def cut_by(rule: ChunkRule, segment: SegmentPlan, chunks: int, input_shape: Sequence[int]) -> SegmentPlan:
-    """Return ``segment`` cut in ``chunks`` by ``rule``; its inputs are not packed where chunks of them cannot be.
-
-    A search keeps only plans that are compared with the original, so the segment says that it was.
-    """
-    cut = replace(rule.applied(segment, chunks), compared=tuple(input_shape))
+    """Return ``segment`` cut in ``chunks`` by ``rule``; its inputs are not packed where chunks of them cannot be."""
+    cut = rule.applied(segment, chunks)
     return replace(cut, compressor="null") if is_raw_in_chunks(cut, input_shape) else cut
 
 

@@ -54,7 +54,7 @@ class Solvers:
         return self._plan(schedule, packed) if schedule is not None else None
 
     def least(self, high_bytes: int, max_slowdown: float = math.inf) -> Plan | None:
-        """Return the smallest plan within ``high_bytes`` that costs at most ``max_slowdown``; ``None`` if none does."""
+        """Return the smallest plan within ``high_bytes`` that is no slower than ``max_slowdown``; else ``None``."""
         plans = (self._least_by(solver, packed, high_bytes, max_slowdown) for packed, solver in self._solvers.items())
         return min((plan for plan in plans if plan is not None), key=self._peak_and_time, default=None)
 

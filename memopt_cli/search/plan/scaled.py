@@ -9,6 +9,16 @@ from typing import Any
 from memopt_cli.records import UPDATE_PHASES, Plan, StepTrace, StorageTrace
 from memopt_cli.search.plan.cost_model import CostModel
 
+_RATES = (
+    "packing_bytes_per_s",
+    "out_bytes_per_s",
+    "in_bytes_per_s",
+    "copying_s_per_byte",
+    "segment_overhead",
+    "recompute_factor",
+)
+"""Fields of a record that describe the device, and only a timed record has."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledStep:
@@ -37,7 +47,8 @@ class ScaledStep:
         )
         pairs = zip(step.storages, self.small.storages, self.large.storages, strict=True)
         storages = tuple(_with_common_codec(*storage) for storage in pairs)
-        step = replace(step, batch=batch, ops=ops, storages=storages)
+        rates = {name: getattr(self.timed, name) for name in _RATES}
+        step = replace(step, batch=batch, ops=ops, storages=storages, **rates)
         return replace(step, allocated_peak_bytes=CostModel(step).predict(Plan()).allocated_peak_bytes)
 
 
