@@ -326,6 +326,8 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
             allocated = format_bytes(highest.allocated_peak_bytes)
             if highest.length < row.up_to:
                 allocated += f" (at {highest.length})"
+            elif not row.inside and row.low < row.up_to:
+                allocated += f" (run at {row.up_to} only)"
             tensors, step = format_bytes(row.outcome.tensor_peak_bytes), format_seconds(row.outcome.step_s)
             numbers = [allocated, tensors, step]
         yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, in_words(row.plan)
