@@ -660,7 +660,7 @@ def _batch(advice: BatchAdvice | BatchEstimate) -> str:
         peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes) + bare
         if not advice.is_limited_by_memory:
             fits = f"about {advice.batch} is predicted to fit into {room}, but {advice.because}"
-            return f"batch: as given; {fits}; `--recommend-batch` finds the largest in time"
+            return f"batch: as given; {fits}; `--recommend-batch` finds the largest by runs"
         if advice.is_measured:
             larger = "dry runs predict that no larger one does"
             return f"batch: {advice.batch} is the largest that fits (measured), {peak} of {room}; {larger}"
