@@ -291,7 +291,7 @@ class _ByLength:
         try:
             return self.find(self.varied.high)
         except NothingFitsError as err:
-            hint = f"Let the range end below {longest}. {err.hint}"
+            hint = f"Let the range end at another {self.varied.symbol}, usually a shorter one. {err.hint}"
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
     def all_ranges(self, longest: _Range, budget_bytes: int) -> list[_Range]:
