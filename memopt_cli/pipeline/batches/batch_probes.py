@@ -183,7 +183,8 @@ class BatchProbes:
         if run is None or isinstance(run, Counted):
             return ""
         what = "the loss" if isinstance(run, StepFailed) and run.in_loss else "a dry run"
-        return f"{what} fails at batch {batch}: {describe(run).splitlines()[0].removesuffix('.')}"
+        error = describe(run).splitlines()[0].removeprefix("the loss failed: ").removesuffix(".")
+        return f"{what} fails at batch {batch}: {error}"
 
     @property
     def operators_per_sample(self) -> float:
