@@ -95,7 +95,10 @@ def settings(training: FastestTraining) -> Iterator[str]:
     if not answer.plan.is_empty:
         given, where = ("plan", "plan is the result's .plan; ") if plan is None else (repr(plan), "")
         yield f"memopt_cli.apply_plan(model, {given})  # {where}before it trains"
-    yield from training_settings(answer.batch, answer.steps, training.step, training.step.device, training.call)
+    runs = (run.outcome for run in training.runs if run.plan == answer.plan and isinstance(run.outcome, BatchProbe))
+    over_limit = [run for run in runs if run.allocated_peak_bytes > training.budget_bytes]
+    device = training.step.device
+    yield from training_settings(answer.batch, answer.steps, training.step, device, training.call, over_limit)
 
 
 def remarks(training: FastestTraining) -> Iterator[str]:

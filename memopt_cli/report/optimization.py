@@ -327,6 +327,8 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
             allocated = format_bytes(highest.allocated_peak_bytes)
             if highest.length < row.up_to:
                 allocated += f" (at {highest.length})"
+            elif not row.inside and row.low < row.up_to:
+                allocated += f" (run at {row.up_to} only)"
             tensors = format_bytes(row.outcome.tensor_peak_bytes)
             step = format_seconds(row.outcome.step_s)
             numbers = [allocated, tensors, step]
@@ -658,7 +660,7 @@ def _batch(advice: BatchAdvice | BatchEstimate) -> str:
         room = format_bytes(advice.budget_bytes) + bare
         if not advice.is_limited_by_memory:
             fits = f"about {advice.batch} is predicted to fit into {room}, but {advice.because}"
-            return f"batch: as given; {fits}; `--recommend-batch` finds the largest in time"
+            return f"batch: as given; {fits}; `--recommend-batch` finds the largest by runs"
         if advice.is_measured:
             larger = "dry runs predict that no larger one does"
             return f"batch: {advice.batch} is the largest that fits (measured), {peak} of {room}; {larger}"

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from memopt_cli.records import ModelCall, StepSettings
+from memopt_cli.records import BatchProbe, ModelCall, StepSettings
+from memopt_cli.text.units import format_bytes
 
 _AUTOCASTS: Final = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _CASTS: Final = {"fp32": "model.float()", "fp64": "model.double()"}
 
 
-def training_settings(batch: int, steps: int, step: StepSettings, device: str, call: ModelCall) -> Iterator[str]:
+def training_settings(
+    batch: int, steps: int, step: StepSettings, device: str, call: ModelCall, over_limit: Sequence[BatchProbe] = ()
+) -> Iterator[str]:
     """Yield the lines for a model that trains with ``batch``, and ``steps`` passes for each step of the optimizer.
 
     ``step`` is how it was measured, ``device`` where it is to train, such as ``cuda:0``, and ``call`` how it is called.
+    ``over_limit``: runs that took more than the limit.  If one is of a smaller batch, the last batch of an epoch, which
+    may be smaller as well, is dropped: other kernels may run, which take more workspace.
     """
+    smaller = [run for run in over_limit if run.batch < batch]
+    if smaller:
+        took = ", ".join(f"batch {run.batch} took {format_bytes(run.allocated_peak_bytes)}" for run in smaller)
+        yield f"# drop_last: a smaller last batch may exceed the limit; {took}"
     if step.precision in _CASTS:
         yield _CASTS[step.precision]
-    whole = ", drop_last=True" if steps > 1 else ""  # a short last batch would weigh as much as the others
+    whole = ", drop_last=True" if steps > 1 or smaller else ""  # a short last batch would weigh as much as the others
     loader = f"loader = DataLoader(dataset, batch_size={batch}, shuffle=True{whole})"
     yield "# Lightning"
     yield loader
     yield f"trainer = Trainer({', '.join(_for_lightning(steps, step))})"
     yield "# Hugging Face"
-    yield f"arguments = TrainingArguments({', '.join(_for_hugging_face(batch, steps, step))})"
+    drops = ["dataloader_drop_last=True"] if smaller else []
+    yield f"arguments = TrainingArguments({', '.join([*_for_hugging_face(batch, steps, step), *drops])})"
     yield "# PyTorch"
     yield loader
     yield from loop_of(call, steps, step, device)

@@ -39,7 +39,10 @@ def headline(recommendation: BatchRecommendation) -> Iterator[str]:
 
 def _fitting_batch(recommendation: BatchRecommendation, main: BatchRow) -> str:
     """Return ``batch 40 fits at S=128, the largest that does (confirmed by a run)``, or that it is an estimate."""
-    where = _case_in_words(main) + (f", compiled by {recommendation.backend}" if recommendation.backend else "")
+    where = _case_in_words(main)
+    if any(row.dims != main.dims for row in recommendation.rows):
+        where += "".join(f" (other {symbol}: see the table)" for symbol in main.dims)
+    where += f", compiled by {recommendation.backend}" if recommendation.backend else ""
     if not main.planned and any(row.planned for row in recommendation.rows):
         where += ", without the plan"
     copies = f"{format_copies(main.replicas.fastest)} × " if main.replicas is not None else ""
@@ -133,7 +136,7 @@ def _case_table(recommendation: BatchRecommendation) -> Table:
     headings += ["largest\nbatch", "peak", "fastest\nbatch", "samples/s", "per sample", "limited by"]
     table = plain_table(*headings, names=["plan"], words=["limited by"])
     for row in recommendation.rows:
-        keys = [*(["with" if row.planned else "without"] if planned else []), *map(str, row.dims.values())]
+        keys = [*_plan_cell(row, planned), *map(str, row.dims.values())]
         keys += ["–" if row.replicas is None else str(row.replicas.fastest)] if copied else []
         table.add_row(*keys, *_cells(row))
     return table
@@ -165,15 +168,22 @@ def _estimate_beyond(advice: BatchAdvice) -> str:
 
 
 def _run_table(recommendation: BatchRecommendation) -> Table:
-    """Return a table of the batches that were run in the recommended case."""
-    table = plain_table("batch run", "peak", "step", "samples/s", "", words=[""])
-    outcome = _main_row(recommendation).outcome
-    if not isinstance(outcome, BatchAdvice):
-        return table
-    for run in outcome.probes:
-        cells = str(run.batch), format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s), _rate(run)
-        table.add_row(*cells, _verdict(run, outcome))
+    """Return a table of the batches that were run at the recommended sizes, without the plan and with it."""
+    planned = any(row.planned for row in recommendation.rows)
+    headings = [*(["plan"] if planned else []), "batch run", "peak", "step", "samples/s", ""]
+    table = plain_table(*headings, names=["plan"], words=[""])
+    for row in recommendation.rows:
+        if row.dims != _main_row(recommendation).dims or not isinstance(row.outcome, BatchAdvice):
+            continue
+        for run in row.outcome.probes:
+            cells = str(run.batch), format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s), _rate(run)
+            table.add_row(*_plan_cell(row, planned), *cells, _verdict(run, row.outcome))
     return table
+
+
+def _plan_cell(row: BatchRow, planned: bool) -> list[str]:
+    """Return the cell that says whether ``row`` is under the plan; none if no row of the answer is (``planned``)."""
+    return ["with" if row.planned else "without"] if planned else []
 
 
 def _verdict(run: BatchProbe, advice: BatchAdvice) -> str:
@@ -214,7 +224,7 @@ def settings(recommendation: BatchRecommendation, *, has_objective: bool = True)
         yield f"model.compile(backend={recommendation.backend!r})  # before it trains"
     fastest = _fastest(recommendation) if has_objective else None
     if fastest is not None and recommendation.objective == "max":
-        yield f"# for batch {batch}; the objective 'throughput' prints them for the {fastest}"
+        yield f"# for batch {batch}; `--objective throughput` prints them for the {fastest}"
     advice = _main_row(recommendation).replicas
     if advice is not None and advice.fastest > 1:
         yield from _replica_settings(advice, batch, steps, recommendation.step, device, recommendation.call)
@@ -225,7 +235,10 @@ def settings(recommendation: BatchRecommendation, *, has_objective: bool = True)
         yield from _sequence_settings(min(padded, key=lambda batching: batching.epoch_s))
         yield from loop_of(recommendation.call, steps, recommendation.step, device)
         return
-    yield from training_settings(batch, steps, recommendation.step, device, recommendation.call)
+    outcome = _main_row(recommendation).outcome
+    runs = outcome.probes if isinstance(outcome, BatchAdvice) else ()
+    over_limit = [run for run in runs if run.allocated_peak_bytes > outcome.budget_bytes]
+    yield from training_settings(batch, steps, recommendation.step, device, recommendation.call, over_limit)
 
 
 def _sequence_settings(batching: LengthBatching) -> Iterator[str]:

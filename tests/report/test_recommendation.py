@@ -83,7 +83,7 @@ def test_the_whole_report() -> None:
         "       20  52.0 MiB  100.0 ms        200",
         "       40  99.0 MiB  250.0 ms        160",
         "",
-        "# for batch 40; the objective 'throughput' prints them for the fastest of those run: batch 20, 200 samples/s; "
+        "# for batch 40; `--objective throughput` prints them for the fastest of those run: batch 20, 200 samples/s; "
         "batch 40: 160",
         "# Lightning",
         "loader = DataLoader(dataset, batch_size=40, shuffle=True)",
@@ -122,8 +122,9 @@ def test_accumulation_with_a_loss_of_the_users_own_says_what_loss_it_suits(
     loss: Any, steps: int, is_told: bool
 ) -> None:
     accumulation = Accumulation(global_batch=4 * steps, batch=4, steps=steps)
-    facts = cast(ModelFacts, SimpleNamespace(batch_norms=False))
-    notes = accumulation_notes(accumulation, facts, ModelCall(loss=loss))
+    facts = cast(ModelFacts, SimpleNamespace(batch_norms=False, trainable_bytes=MIB))
+    notes = [*accumulation_notes(accumulation, facts, ModelCall(loss=loss))]
+    assert notes[0].endswith(" its peak is up to 1.0 MiB lower.") is (steps == 1)
     assert ("Accumulation trains as one large batch does only if the loss is a mean over samples." in notes) is is_told
 
 
@@ -145,6 +146,13 @@ def test_the_fastest_run_may_be_one_without_the_plan() -> None:
     planned = BatchRow(planned=True, dims={}, outcome=replace(ADVICE, probes=slower, fastest_batch=40))
     lines = shown(replace(FOUND, rows=(*FOUND.rows, planned), chosen=1))
     assert lines[1] == ("fastest of those run: batch 20 without the plan, 200 samples/s; batch 40 under the plan: 80")
+    start = next(number for number, line in enumerate(lines) if "batch run" in line)
+    assert [line.split()[:2] for line in lines[start + 1 : start + 5]] == [
+        ["without", "20"],
+        ["without", "40"],
+        ["with", "20"],
+        ["with", "40"],
+    ]
 
 
 def test_a_batch_limited_by_a_failure_is_not_called_the_largest_that_fits() -> None:
@@ -170,6 +178,20 @@ def test_accumulation_as_code_runs() -> None:
     assert lines.index("optimizer.zero_grad()  # before each epoch: passes may be left over from the last one") > start
     assert "    (loss_function(model(inputs), targets) / 16).backward()" in lines
     assert "    if number % 16 == 0:" in lines
+
+
+def test_a_last_batch_that_would_exceed_the_limit_is_dropped() -> None:
+    over = BatchProbe(batch=10, allocated_peak_bytes=147 * MIB, step_s=0.1)
+    outcome = replace(ADVICE, probes=(over, *ADVICE.probes))
+    lines = shown(replace(FOUND, rows=(replace(FOUND.rows[0], outcome=outcome),)))
+    assert "# drop_last: a smaller last batch may exceed the limit; batch 10 took 147.0 MiB" in lines
+    assert lines.count("loader = DataLoader(dataset, batch_size=40, shuffle=True, drop_last=True)") == 2
+    trainer = next(line for line in lines if line.startswith("arguments = "))
+    assert trainer.endswith("gradient_accumulation_steps=1, dataloader_drop_last=True)")
+    larger = replace(ADVICE, probes=(*ADVICE.probes, replace(over, batch=48)))
+    assert not any(
+        "drop_last" in line for line in shown(replace(FOUND, rows=(replace(FOUND.rows[0], outcome=larger),)))
+    )
 
 
 def test_a_batch_that_fits_under_the_plan_alone_is_pasted_with_it() -> None:
@@ -199,8 +221,8 @@ def test_plans_sizes_and_what_was_not_run() -> None:
     )
     lines = shown(replace(FOUND, rows=rows))
     assert lines[0] == (
-        "about batch 55 fits at S=128, without the plan, as predicted; the largest that was run is 40, limited "
-        "by the time"
+        "about batch 55 fits at S=128 (other S: see the table), without the plan, as predicted; the largest that was "
+        "run is 40, limited by the time"
     )
     assert [" ".join(line.split()) for line in lines[5:9]] == [
         "plan S batch peak batch samples/s per sample limited by",

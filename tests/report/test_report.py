@@ -358,7 +358,7 @@ def test_another_search_is_told_how_to_replace_the_files_that_were_written(
             False,
             False,
             "batch: as given; about 37 is predicted to fit into 8.0 GiB, but its step would take about 2 min 0 s; "
-            "--recommend-batch finds the largest in time",
+            "--recommend-batch finds the largest by runs",
         ),
     ],
 )

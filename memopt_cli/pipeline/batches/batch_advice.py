@@ -10,6 +10,7 @@ from memopt_cli.pipeline.batches.batch_probes import (
     BatchProbes,
     check_varied,
     fixed_batch_reason,
+    limiting_note,
     one_batch_error,
     optimizer_state_notes,
 )
@@ -100,11 +101,11 @@ def _find_advice(
         if refusal := fixed_batch_reason(earlier_search.search, prepared):
             return refusal
         advice = (_advise_by_runs if request.confirm_batch else advise_by_dry_runs)(earlier_search.search)
-        if request.confirm_batch:
-            notes.extend(earlier_search.probes.loss_notes())
-        elif isinstance(advice, BatchEstimate) and advice.is_limited_by_memory and earlier_search.probes.failing_loss:
-            because = f"the loss fails at batch {earlier_search.probes.failing_loss}"
-            advice = replace(advice, is_limited_by_memory=False, because=because)
+        failure = earlier_search.probes.failure_in_words(earlier_search.search.model.limiting_dry_run())
+        if failure and request.confirm_batch:
+            notes.append(limiting_note(failure))
+        elif failure and isinstance(advice, BatchEstimate) and advice.is_limited_by_memory:
+            advice = replace(advice, is_limited_by_memory=False, because=failure)
         return advice
 
 

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import StepError
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.batches.batch_probes import BatchProbes, fixed_batch_reason, loop_warning, one_batch_error
+from memopt_cli.pipeline.batches.batch_probes import (
+    BatchProbes,
+    fixed_batch_reason,
+    limiting_note,
+    loop_warning,
+    one_batch_error,
+)
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import BatchProbe, BatchRow, Counted, Failure, OutOfMemory, Plan, ReplicaAdvice, describe
@@ -120,7 +126,8 @@ class CaseSearch:
             self._restrain_loop(case)
             case.search.find()
             self._require_runs(case)
-            self.notes.extend(case.probes.loss_notes(case.text))
+            if failure := case.probes.failure_in_words(case.search.model.limiting_dry_run()):
+                self.notes.append(limiting_note(failure, case.text))
             self.runs += len(case.search.runs)
             ratio = case.search.model.measured_ratio() if case.search.model.predict else 1.0
 

@@ -11,7 +11,7 @@ from memopt_cli.inputs.batch_axis import check_batch
 from memopt_cli.measure.jobs import CountJob, Job, ProbeJob, ReplicasJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan, StepFailed
+from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan, StepFailed, describe
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.batch_size.lines import fit_line, interpolate
 from memopt_cli.search.batch_size.runs import Limits
@@ -66,6 +66,15 @@ def one_batch_error(batch: int, failure: StepFailed, case_text: str = "") -> Ste
         f"the model runs at batch {batch} only{case_text}: {failure.message}",
         hint="Use x.shape[0] in its code, not a fixed batch size, and export it with dynamic_shapes.",
     )
+
+
+def limiting_note(failure: str, case_text: str = "") -> str:
+    """Return a sentence on a ``failure`` in a dry run that limits the batch, though memory may suffice.
+
+    ``case_text``: the case in words.
+    """
+    hint = " Let the loss hold as many targets as the largest batch has." if failure.startswith("the loss") else ""
+    return f"No larger batch is considered{case_text}, though memory may suffice: {failure}.{hint}"
 
 
 def loop_warning(probes: BatchProbes) -> str:
@@ -168,25 +177,14 @@ class BatchProbes:
                 self.operators[batch] = dry_run.operators
         return self._counted[batch]
 
-    def loss_notes(self, case_text: str = "") -> tuple[str, ...]:
-        """Return a sentence on the smallest batch whose loss raised in a dry run, which bounds predictions.
-
-        ``case_text``: the case in words.
-        """
-        batch = self.failing_loss
-        run = self._counted.get(batch)
-        if not isinstance(run, StepFailed):
-            return ()
-        return (
-            f"The loss fails at batch {batch}{case_text}, so no such batch is considered, though memory may suffice: "
-            f"{run.message.removesuffix('.')}. Let the loss hold as many targets as the largest batch has.",
-        )
-
-    @property
-    def failing_loss(self) -> int:
-        """Smallest batch whose loss raised in a dry run; 0 if there is none."""
-        failures = (batch for batch, run in self._counted.items() if isinstance(run, StepFailed) and run.in_loss)
-        return min(failures, default=0)
+    def failure_in_words(self, batch: int | None) -> str:
+        """Return that the dry run at ``batch`` failed, and the first line of its error; empty for no batch."""
+        run = self._counted.get(batch or 0)
+        if run is None or isinstance(run, Counted):
+            return ""
+        what = "the loss" if isinstance(run, StepFailed) and run.in_loss else "a dry run"
+        error = describe(run).splitlines()[0].removeprefix("the loss failed: ").removesuffix(".")
+        return f"{what} fails at batch {batch}: {error}"
 
     @property
     def operators_per_sample(self) -> float:

@@ -47,7 +47,7 @@ from memopt_cli.search.batch_size.length_strategies import read_lengths
 from memopt_cli.search.batch_size.memory_limit import compute_limits, limits_elsewhere
 from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.documents import quoted_flag
-from memopt_cli.text.units import format_copies
+from memopt_cli.text.units import format_bytes, format_copies
 from memopt_cli.text.writing import Fill, content, write_all
 
 
@@ -358,7 +358,10 @@ def accumulation_notes(
 ) -> Iterator[str]:
     """Yield notes on the differences of accumulation from the steps that were run, and from one large batch."""
     start = "Every step was run with" if was_run else "The peaks are of a step with"
-    yield f"{start} the gradients of earlier passes in memory, as in accumulation."
+    text = f"{start} the gradients of earlier passes in memory, as in accumulation."
+    if accumulation.steps == 1:
+        text += f" A single pass has none before it, so its peak is up to {format_bytes(facts.trainable_bytes)} lower."
+    yield text
     if accumulation.batch * accumulation.steps != accumulation.global_batch:
         yield (
             f"No number of equal passes from {accumulation.steps} to {2 * accumulation.steps} makes up "

@@ -51,17 +51,22 @@ def nothing_fits(
     stays: Sequence[str] = (),
     can_rise: bool = True,
     can_shrink: bool = True,
+    has_plan: bool = True,
 ) -> NothingFitsError:
     """Return the error to raise where no plan fits into ``budget_bytes``, with a hint at what would help.
 
     ``source``: words on the source of ``least_bytes``, such as ", as estimated".  ``stays``: sentences on the part that
     no plan makes smaller.  ``can_rise``: there is a higher level.  ``can_shrink``: the batch has several samples.
+    ``has_plan``: ``least_bytes`` is the peak of a plan; otherwise no plan was found, and it is the original's.
     """
     budget, smallest = format_apart(budget_bytes, least_bytes)
     flags = "`--budget` or `--level`" if can_rise else "`--budget`"
     smaller = ", or take a smaller batch (`--dim B=…` where the shape says B)" if can_shrink else ""
+    text = f"no plan found takes {budget} or less{source}; the smallest plan found takes about {smallest}"
+    if not has_plan:
+        text = f"no plan was found that takes less than the original{source}, {smallest}; the budget is {budget}"
     error = NothingFitsError(
-        f"no plan found takes {budget} or less{source}; the smallest plan found takes about {smallest}",
+        text,
         hint="\n".join([f"Raise {flags}{smaller}.", *stays]),
     )
     error.least_bytes = least_bytes
@@ -107,8 +112,9 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
     place = f", most of all {largest.name} in '{largest.module or '(root)'}'" if largest is not None else ""
     yield (
         f"Kernels hold {format_bytes(workspace_bytes)} of its peak as workspace{place}. Other kernels may take less, "
-        "or more, which memopt has not tried: another batch, another `--precision`, or a function that builds the "
-        "model (memopt optimize net.py:build) and returns model.to(memory_format=torch.channels_last)."
+        "or more, which memopt has not tried: another batch, other sizes of the inputs (larger ones may take less in "
+        "all), another `--precision`, or a function that builds the model (memopt optimize net.py:build) and returns "
+        "model.to(memory_format=torch.channels_last)."
     )
 
 

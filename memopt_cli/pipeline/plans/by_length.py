@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -291,7 +292,7 @@ class _ByLength:
         try:
             return self.find(self.varied.high)
         except NothingFitsError as err:
-            hint = f"Let the range end below {longest}. {err.hint}"
+            hint = f"Let the range end at another {self.varied.symbol}, usually a shorter one. {err.hint}"
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
     def all_ranges(self, longest: _Range, budget_bytes: int) -> list[_Range]:
@@ -332,29 +333,36 @@ class _ByLength:
     def _run_inside(self, ranges: list[_Range], budget_bytes: int) -> None:
         """Run the plan of each of ``ranges`` at a few shorter lengths; where one exceeds the budget, end a range there.
 
-        The new range has a plan that fits at its largest length, and is run at shorter lengths itself.
+        The new range has a plan that fits at its largest length.  Both parts are then run at a few lengths themselves.
         """
         index, is_fake = len(ranges) - 1, _is_dry_run(ranges[-1].original)
         while index >= 0 and not self.interrupted:
             above = ranges[index - 1].up_to if index else self.varied.low - 1
-            lengths = self._lengths_inside(above, ranges[index].up_to, is_fake=is_fake)
-            if not any(self._ends_range(ranges, index, length, budget_bytes) for length in reversed(lengths)):
-                index -= 1
+            run_already = {run.length for run in ranges[index].inside}
+            lengths = self._lengths_inside(above, ranges[index].up_to, is_fake=is_fake) - run_already
+            is_cut = any(
+                self._ends_range(ranges, index, length, budget_bytes) for length in sorted(lengths, reverse=True)
+            )
+            index += 1 if is_cut else -1
 
-    def _lengths_inside(self, above: int, up_to: int, *, is_fake: bool) -> list[int]:
-        """Return a few lengths between ``above`` and ``up_to`` at which the model runs, about evenly spaced.
+    def _lengths_inside(self, above: int, up_to: int, *, is_fake: bool) -> set[int]:
+        """Return a few lengths between ``above`` and ``up_to`` at which the model runs, one in each part of the range.
 
-        With ``--lengths``, they are lengths that occur.
+        With ``--lengths``, it is the most frequent length of its part.  Without, it is the one that powers of two
+        divide best, 32 rather than 31 or 34, since images and sequences are cut to such lengths.
         """
         occurring = range(above + 1, up_to) if self.request.lengths is None else sorted(self.counts)
         lengths = [length for length in occurring if above < length < up_to]
         count = min(_RUNS_INSIDE, len(lengths))
+        ends = [number * len(lengths) // count for number in range(count)] + [len(lengths)]
+
+        def likelihood(length: int) -> float:
+            return length & -length if self.request.lengths is None else self.counts[length]
+
+        likeliest = [max(lengths[start:end], key=likelihood) for start, end in itertools.pairwise(ends)]
         with self._dry_peaks(is_fake=is_fake) as peak:
-            runs = [
-                next(self._runs_near(peak, above, lengths[number * len(lengths) // count]), None)
-                for number in range(count)
-            ]
-        return sorted({run[0] for run in runs if run is not None})
+            runs = [next(self._runs_near(peak, above, length), None) for length in likeliest]
+        return {run[0] for run in runs if run is not None}
 
     def _ends_range(self, ranges: list[_Range], index: int, length: int, budget_bytes: int) -> bool:
         """Run the plan of ``ranges[index]`` at ``length``; return whether a range that ends there was inserted."""
@@ -366,10 +374,12 @@ class _ByLength:
             )
             return False
         peak_bytes = outcome.allocated_peak_bytes
+        run = LengthRun(length=length, allocated_peak_bytes=peak_bytes)
+        longer.inside.append(run)  # before the search: if that is interrupted, the run counts
         shorter = self._range_up_to(length, present_bytes=peak_bytes) if peak_bytes > budget_bytes else None
         if shorter is None or shorter.plan == longer.plan:
-            longer.inside.append(LengthRun(length=length, allocated_peak_bytes=peak_bytes))
             return False
+        longer.inside.remove(run)
         self.notes.append(
             f"A range ends at {symbol}={length}: the plan up to {symbol}={longer.up_to} takes "
             f"{format_bytes(peak_bytes)} there."
@@ -387,8 +397,10 @@ class _ByLength:
             findings = self.find(length, budget_bytes)
         except MemoptError as err:
             if isinstance(err, NothingFitsError) and 0 < err.least_bytes < present_bytes:
-                self.notes.append(f"At {self.varied.symbol}={length}, {err.message}: that is taken there.")
-                return self._range_up_to(length, budget_bytes=err.least_bytes)
+                smallest = self._range_up_to(length, budget_bytes=err.least_bytes)
+                if smallest is not None:
+                    self.notes.append(f"At {self.varied.symbol}={length}, {err.message}: that is taken there.")
+                return smallest
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
             return None
         if not _is_verified(findings):

@@ -155,7 +155,9 @@ def _search_plan(request: OptimizeRequest, search: StartedSearch) -> LevelRow:
     if findings.budget_bytes is not None:
         priced = planner.within(options.level, findings.budget_bytes)
         if priced is None:
-            raise nothing_fits(findings.budget_bytes, planner.least(options.level).peak_bytes, ", as estimated")
+            least = planner.least(options.level)
+            has_plan = not least.plan.is_empty
+            raise nothing_fits(findings.budget_bytes, least.peak_bytes, ", as estimated", has_plan=has_plan)
         require_fast(priced, request.search.asked_slowdown or math.inf, "is estimated to make")
     else:
         priced = planner.best(options.level, options.max_slowdown or math.inf)

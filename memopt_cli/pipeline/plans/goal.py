@@ -150,6 +150,7 @@ class GoalSearch:
             stays=tuple(unavoidable_parts(lowest.counted, trace.ops, frees_gradients=self.in_backward.is_allowed)),
             can_rise=self._level < KEPT,
             can_shrink=trace.batch > 1,
+            has_plan=bool(measured_bytes) or not lowest.plan.is_empty,
         )
 
     def _fastest(self, target_bytes: int) -> PricedPlan | None:

@@ -33,6 +33,7 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.terms import command_line
 from memopt_cli.records import (
     STEP,
+    Counted,
     Dropped,
     LevelRow,
     Measurement,
@@ -47,7 +48,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.runtime.segment_config import describe_chunks
 from memopt_cli.search.plan.targets import describe_selection, loop_notes, refusal_notes
-from memopt_cli.text.units import exact_bytes
+from memopt_cli.text.units import exact_bytes, format_bytes
 from memopt_cli.text.writing import check_targets
 
 _FAST_ENOUGH_SHARE = 0.03
@@ -254,10 +255,16 @@ class _PlanSearch:
         except (NothingFitsError, UsageError) as err:
             longer = "A longer search may find a better plan." if search.probes.over else ""
             hints = [err.hint, *search.obstacles(self.prepared.facts.sync_norms), longer, *self._explain_commands()]
-            message = "; ".join(filter(None, [err.message, search.probes.over]))
+            message = "; ".join(filter(None, [err.message, search.probes.over, self._carried_peak(search)]))
             err.message, err.hint = message, "\n".join(filter(None, hints))
             err.args = (message,)
             raise
+
+    def _carried_peak(self, search: StartedSearch) -> str:
+        """Return the peak under the plan that the model carries, which it keeps, in words; empty if it has none."""
+        counted = None if self.prepared.carried.is_empty else search.count_late(self.prepared.carried)
+        peak = format_bytes(counted.allocated_peak_bytes) if isinstance(counted, Counted) else ""
+        return peak and f"the plan on the model takes about {peak}"
 
     def _explain_commands(self) -> Iterator[str]:
         """Yield the command that explains why the step does not fit into the budget, where the shell can give it."""

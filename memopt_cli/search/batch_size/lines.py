@@ -23,7 +23,8 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int, eva
     reaches the bound, kept strictly inside the bracket: between the largest number known to be below the bound and the
     least known to be above.  Across a bend such steps hardly advance, so after a step that shrank the bracket by less
     than half, the bracket is halved instead.  Once a value is barely above the bound, the search aims slightly lower,
-    since otherwise every further number would be barely above as well.
+    since otherwise every further number would be barely above as well.  Below an infinite value, the next number is
+    the geometric mean of the bracket.
     """
     # An infinite value does not bound the answer from above: a batch norm refuses one sample and accepts two.
     values = {number: result for number in evaluated if math.isfinite(result := value(number))}
@@ -35,7 +36,10 @@ def largest_root(value: Callable[[int], float], bound: float, *, start: int, eva
             return low
         number = start
         if values:
-            number = (low + high) // 2 if is_bent else min(max(_crossing(values, aim), low + 1), high - 1)
+            number = (low + high) // 2 if is_bent else _crossing(values, aim)
+            if math.isinf(values.get(high, bound)):  # no line leads there, and it may be orders of magnitude too large
+                number = math.isqrt(max(1, low) * high)
+            number = min(max(number, low + 1), high - 1)
         values[number] = value(number)
         if values[number] <= bound:
             low = number

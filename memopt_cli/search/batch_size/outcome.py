@@ -57,7 +57,7 @@ def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) ->
         return f"a run at batch {min(failed)}: {runs.failure(min(failed))}", False
     best = runs.best
     if estimate < best + max(runs.limits.multiple_of, SAME_BATCH_SHARE * best):
-        failed_dry_run = model.failed_dry_run_above(max(best, estimate))
+        failed_dry_run = model.limiting_dry_run()
         if failed_dry_run is None:
             return runs.limits.name, False
         return f"a dry run at batch {failed_dry_run}, which failed", False

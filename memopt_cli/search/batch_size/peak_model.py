@@ -74,9 +74,10 @@ class PeakModel:
         self._predicted.add(batch)
         return self.predict(batch)
 
-    def failed_dry_run_above(self, batch: int) -> int | None:
-        """Return the next batch above ``batch`` that had a dry run, if this run failed; else ``None``."""
-        larger = min((other for other in self._predicted if other > batch), default=None)
+    def limiting_dry_run(self) -> int | None:
+        """Return the next batch above the answer that had a dry run, if this run failed; else ``None``."""
+        answer = max(self.runs.best, self.largest_within(self.runs.limits.budget_bytes))
+        larger = min((other for other in self._predicted if other > answer), default=None)
         return larger if larger is not None and math.isinf(self.predicted(larger)) else None
 
     @property

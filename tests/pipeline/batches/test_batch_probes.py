@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
+from memopt_cli.pipeline.batches.batch_advice import advise_by_dry_runs
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, loop_warning
-from memopt_cli.records import BatchProbe, Counted, Plan, SegmentPlan
+from memopt_cli.records import BatchEstimate, BatchProbe, Counted, Plan, SegmentPlan, StepFailed
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.batch_size.runs import Limits
 from tests.zoo.records import counted
@@ -76,6 +77,28 @@ def test_what_was_told_by_others_may_be_counted() -> None:
     assert isinstance(counted, Counted)
     assert counted.allocated_peak_bytes == probes.predict(30) == 4000
     assert session.asked == [10, 20, 40, 30]
+
+
+def test_inputs_that_run_out_limit_the_batch_and_are_named() -> None:
+    class FortySamples(Session):
+        def ask(self, job: Any) -> Any:
+            answer = super().ask(job)
+            return answer if job.batch <= 40 else StepFailed(message="IndexError: no sample 40\nin data.py")
+
+    probes = probes_of(session := FortySamples(operators_per_sample=0))
+    limits = Limits(budget_bytes=1 << 40, device_bytes=1 << 40, runnable_bytes=1 << 40, name="", longest_step_s=60.0)
+    search = probes.search(8, limits)
+    search.runs[8] = BatchProbe(batch=8, allocated_peak_bytes=1800, step_s=0.01)
+    found = advise_by_dry_runs(search)
+    assert isinstance(found, BatchEstimate)
+    assert found.batch == 40
+    assert len(session.asked) <= 20
+    assert probes.failure_in_words(search.model.limiting_dry_run()) == (
+        "a dry run fails at batch 41: IndexError: no sample 40"
+    )
+    search.runs.limits = replace(limits, budget_bytes=3000)  # which 20 samples take
+    assert advise_by_dry_runs(search) != found
+    assert search.model.limiting_dry_run() is None
 
 
 @pytest.mark.parametrize(

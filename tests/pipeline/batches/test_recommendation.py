@@ -372,7 +372,7 @@ class TestInProcess:
         location = saved(tmp_path / "net.pt", nn.Linear(16, 16))
         found = recommended(location, "8x16", memory=MIB, fake=True, settings=StepSettings(loss=f"{script}:loss"))
         assert found.batch == 24
-        assert any("The loss fails at batch 25, so no such batch is considered" in note for note in found.notes)
+        assert any(": the loss fails at batch 25: " in note for note in found.notes)
 
     @pytest.mark.slow
     def test_an_exported_program_of_fixed_sizes(self, tmp_path: Path) -> None:

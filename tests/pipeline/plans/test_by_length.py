@@ -8,6 +8,7 @@ import json
 import math
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -286,7 +287,7 @@ def test_what_does_not_fit_is_the_longest(optimize: Memopt) -> None:
     done = optimize(*RANGE, "--budget", "1KiB", "--level", "1")
     assert done.code == 6
     assert f"error: at S={HIGH} no plan found takes 1.0 KiB or less" in done.err
-    assert f"hint: Let the range end below S={HIGH}. Raise --budget" in done.err
+    assert "hint: Let the range end at another S, usually a shorter one. Raise --budget" in done.err
     assert "No plan can make these parts of its peak smaller: " in done.err
     assert f"memopt explain net.pt --input BxSx64 --dim B=4 --dim S={HIGH} --memory 1KiB" in done.err
 
@@ -396,10 +397,44 @@ def test_a_range_ends_where_the_plan_of_the_longest_exceeds_the_budget(monkeypat
     monkeypatch.setattr(by_length._ByLength, "_peak", lambda *given: 1.0)
     ranges = [by_length._range_of(100, found(search, 100))]
     search._run_inside(ranges, 100)
-    # 30, 50, 70 and 90 are run: at 90 a range ends, whose plan fits at 70 too.
-    assert [part.up_to for part in ranges] == [70, 100]
-    assert [[run.length for run in part.inside] for part in ranges] == [[50, 40, 20, 10], []]
-    assert by_length._over_budget(ranges[0], 100) == []
+    # 10, 30, 50 and 70 are run first: at 70 a range ends.  Above it 90 is run then, where another one ends.
+    assert [part.up_to for part in ranges] == [70, 90, 100]
+    assert [[run.length for run in part.inside] for part in ranges] == [[50, 40, 20, 10], [80], []]
+    assert [by_length._over_budget(part, 100) for part in ranges] == [[], [], []]
+
+    def interrupted(*given: Any, **limits: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(by_length._ByLength, "find", interrupted)
+    search.prepared = cast(Any, SimpleNamespace(progress=SimpleNamespace(interrupted=lambda text: None)))
+    search.notes.clear()
+    original = a_row(0, measured(200, 1.0), Plan(), dry_runs=0)
+    plan = Plan(segments=(SegmentPlan(path="for 100"),))
+    longest = by_length._Range(up_to=100, original=original, applied=replace(original, plan=plan))
+    assert search.all_ranges(longest, 100) == [longest]
+    assert [run.length for run in by_length._over_budget(longest, 150)] == [100]
+    assert [run.length for run in by_length._over_budget(longest, 100)] == [70, 100]
+    assert search.notes == []
+
+
+@pytest.mark.parametrize(
+    ("above", "up_to", "counts", "lengths"),
+    [
+        (15, 36, None, {16, 24, 28, 32}),
+        (28, 36, None, {29, 30, 32, 34}),
+        (63, 2048, None, {512, 1024, 1536, 1792}),
+        (28, 29, None, set()),
+        (15, 512, {16: 30, 40: 40, 90: 30, 200: 20, 330: 6, 500: 2}, {16, 40, 200, 330}),
+    ],
+)
+def test_lengths_in_use_are_run_before_others(
+    above: int, up_to: int, counts: dict[int, float] | None, lengths: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = searching(DimRange(symbol="S", low=above + 1, high=up_to))
+    search.request, search.counts = cast(Any, SimpleNamespace(lengths=counts)), counts or {}
+    monkeypatch.setattr(by_length._ByLength, "_sessions", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(by_length._ByLength, "_peak", lambda *given: 1.0)
+    assert search._lengths_inside(above, up_to, is_fake=True) == lengths
 
 
 @pytest.mark.parametrize(("least", "up_to"), [(110, [90, 100]), (130, [100])])

@@ -216,6 +216,11 @@ def test_nothing_fits() -> None:
     assert len(asked) <= 6
 
 
+def test_the_original_is_not_called_a_plan() -> None:
+    error = nothing_fits(200, 300, has_plan=False)
+    assert error.message == "no plan was found that takes less than the original, 300 B; the budget is 200 B"
+
+
 @pytest.mark.parametrize(
     ("can_rise", "can_shrink", "said"),
     [

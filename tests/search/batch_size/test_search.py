@@ -542,6 +542,18 @@ def test_a_peak_a_hair_above_the_bound_takes_one_question_more() -> None:
     assert 0.99 * 599_996 <= found <= 599_996
 
 
+def test_inputs_that_run_out_are_found_in_few_dry_runs() -> None:
+    """The memory would hold a million samples, and the data set has 40."""
+    asked: list[int] = []
+
+    def value(batch: int) -> float:
+        asked.append(batch)
+        return line(batch) if batch <= 40 else math.inf
+
+    assert largest_root(value, 30_000_530, start=8) == 40
+    assert len(asked) <= 14
+
+
 @pytest.mark.parametrize("runs", [range(1, 11), range(7, 100), [4, 8, 32]])
 def test_sizes_that_cannot_run(runs: Container[int]) -> None:
     machine = Machine(peak=lambda batch: batch, fails=lambda batch: batch not in runs)
