@@ -102,3 +102,15 @@ def test_a_codec_that_held_one_record_alone_holds_none() -> None:
     packed = tuple(replace(s, compressor="bit", packed_bytes=1) for s in chain(8).storages)
     found = of(chain(3), replace(chain(8), storages=packed)).scale_to(16, pace=1.0, update_pace=1.0)
     assert {(s.compressor, s.packed_bytes - s.nbytes) for s in found.storages} == {("null", 0)}
+
+
+def test_what_describes_the_device_is_that_of_the_timed_record() -> None:
+    untimed, large = chain(2), chain(4)
+    timed = replace(
+        large,
+        ops=tuple(replace(op, seconds=1.0) for op in large.ops),
+        packing_bytes_per_s=2.0e9,
+        recompute_factor=1.2,
+    )
+    scaled = of(untimed, timed).scale_to(64, pace=1.0, update_pace=1.0)
+    assert (scaled.packing_bytes_per_s, scaled.recompute_factor) == (2.0e9, 1.2)
