@@ -13,7 +13,7 @@ import re
 import shlex
 import zipfile
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, TypeGuard
 
 from memopt_cli.errors import UsageError
 from memopt_cli.text.documents import quoted_path, read_bytes
@@ -52,7 +52,8 @@ _MAX_HINT: Final = 10_000
 _ANY: Final = "NAME"
 """Stands for a name that the user has to choose."""
 _BUILDERS: Final = ("build", "make_model", "get_model", "create_model")
-_WRITE: Final = "build.py is a file that you write, of two lines: from net import Net; def build(): return Net()"
+_WRITE: Final = "build.py is a file that you write, of two lines: from {} import {}; def build(): return {}"
+_WRITE_ANY: Final = _WRITE.format("net", "Net", "Net()")
 
 
 def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[str] = ()) -> str:
@@ -68,7 +69,7 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
         which = _candidates(builder)
         return f"Name what builds the model{which}: {_with_weights(builder, weights)}"
     hint = "Name the function that builds the model, as build.py:build for build() in build.py"
-    return f"{hint}: {_suggest_weights(weights)}"
+    return f"{hint}: {_suggest_weights(weights, code_paths, names)}"
 
 
 def moved_hint(path: str, code_paths: Sequence[str] = ()) -> str:
@@ -77,7 +78,7 @@ def moved_hint(path: str, code_paths: Sequence[str] = ()) -> str:
     ``code_paths``: as for :func:`build_hint`.
     """
     builder = _builder_among(code_paths)
-    typed = _with_weights(builder, path) if builder else _suggest_weights(path)
+    typed = _with_weights(builder, path) if builder else _suggest_weights(path, code_paths)
     return f"If the class was moved or renamed, its weights can be read without it: {typed}"
 
 
@@ -128,8 +129,21 @@ def _with_weights(builder: str, weights: str) -> str:
     return f"{quoted_path(builder)} `--weights {quoted_path(weights)}`"
 
 
-def _suggest_weights(weights: str) -> str:
-    return f"{_with_weights('build.py:build', weights)}; {_WRITE}"
+def _suggest_weights(weights: str, code_paths: Sequence[str], names: Collection[str] = ()) -> str:
+    made = [_WRITE_ANY, *(_made_by_hand(path, node) for path in code_paths for node in _fitting_modules(path, names))]
+    return f"{_with_weights('build.py:build', weights)}; {made[-1]}"
+
+
+def _fitting_modules(path: str, names: Collection[str]) -> list[ast.ClassDef]:
+    """Return the classes of modules in the file at ``path`` with the attributes that tensors of ``names`` are in."""
+    return [node for node in _public_definitions_in(path) if _is_module(node) and _covers(f"{path}:{node.name}", names)]
+
+
+def _made_by_hand(path: str, node: ast.ClassDef) -> str:
+    """Return a sentence on the file that makes the class ``node`` of the file at ``path`` with its own arguments."""
+    module = os.path.basename(path).removesuffix(".py")
+    typed = ", ".join(f"{name}=…" for name in _needed_by(node))
+    return _WRITE.format(module, node.name, f"{node.name}({typed})")
 
 
 def missing_refusal(location: str) -> tuple[str, str]:
@@ -193,7 +207,7 @@ def folder_refusal(path: str) -> tuple[str, str]:
     return (
         "is a folder without config.json, not a model",
         "A folder of save_pretrained has config.json and model.safetensors. For weights alone, name the file: "
-        f"build.py:build `--weights FOLDER/model.safetensors`; {_WRITE}",
+        f"build.py:build `--weights FOLDER/model.safetensors`; {_WRITE_ANY}",
     )
 
 
@@ -237,15 +251,18 @@ def _builder_at(path: str, names: Collection[str] = ()) -> str:
 
     It is a function whose name says so, unless importing the file fails for want of arguments.  Else it is a module
     that can be made without arguments, there or in a file beside it that it imports from: the last that has all
-    attributes that tensors of ``names`` need, since inner modules come before outer ones.  If several may be it and
-    none has them, the name is ``NAME``.
+    attributes that tensors of ``names`` need, since inner modules come before outer ones; without ``names``, the last
+    that makes layers.  Empty if only a class that needs arguments has them.  If several may be it and none has them,
+    the name is ``NAME``.
     """
     functions = [f"{path}:{node.name}" for node in _public_definitions_in(path) if node.name in _BUILDERS]
     classes = _module_classes(path)
     if functions and not (classes and _needs_arguments(path)):
         return functions[0]
-    fitting = [builder for builder in classes if _covers(builder, names)] if names else classes
-    if not fitting and len(classes) > 1:
+    fitting = [builder for builder in classes if (_covers(builder, names) if names else _makes_layers(builder))]
+    if names and not fitting and _fitting_modules(path, names):
+        return ""
+    if names and not fitting and len(classes) > 1:
         return f"{path}:{_ANY}"
     return next(reversed(fitting or classes), "")
 
@@ -324,15 +341,40 @@ def _attributes_of(definitions: dict[str, _Definition], name: str) -> set[str]:
     return found
 
 
+def _is_module(node: ast.FunctionDef | ast.ClassDef) -> TypeGuard[ast.ClassDef]:
+    """Return whether ``node`` looks like a class of modules."""
+    return isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Module") for base in node.bases)
+
+
 def _makes_module(node: ast.FunctionDef | ast.ClassDef) -> bool:
     """Return whether ``node`` looks like a class of modules whose ``__init__`` needs no arguments."""
-    if not isinstance(node, ast.ClassDef) or not any(ast.unparse(base).endswith("Module") for base in node.bases):
-        return False
-    made = [inner.args for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
-    return all(
-        len(args.posonlyargs) + len(args.args) - len(args.defaults) <= 1 and None not in args.kw_defaults
-        for args in made
-    )
+    return _is_module(node) and not _needed_by(node)
+
+
+def _needed_by(node: ast.ClassDef) -> list[str]:
+    """Return the names of the arguments that ``__init__`` of the class ``node`` needs, after ``self``."""
+    found = []
+    for args in (inner.args for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"):
+        placed = [*args.posonlyargs, *args.args]
+        found += placed[1 : len(placed) - len(args.defaults)]
+        found += [each for each, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
+    return [each.arg for each in found]
+
+
+def _makes_layers(builder: str) -> bool:
+    """Return whether the class at ``builder``, ``net.py:Net``, makes other modules or parameters, as a loss does not.
+
+    They are recognized by calls of classes; a module of ``nn.CrossEntropyLoss`` is a loss, too.
+    """
+    path, _, name = builder.rpartition(":")
+    called = [
+        ast.unparse(inner.func).rpartition(".")[2]
+        for node in definitions_in(path)
+        if node.name == name
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Call)
+    ]
+    return any(each[:1].isupper() and not each.endswith("Loss") for each in called)
 
 
 def refuse_misspelt(path: str, name: str) -> None:

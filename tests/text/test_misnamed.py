@@ -99,6 +99,24 @@ def test_the_class_with_the_attributes_of_the_weights_builds_the_model(prefix: s
     assert other_class_hint(f"{source}:Net", ["layer.weight"]) == f"Beside Net, {source} has BaseModule, Loss, Other."
 
 
+def test_a_script_is_asked_for_its_model_and_not_for_its_loss(tmp_path: Path) -> None:
+    source = tmp_path / "train.py"
+    source.write_text(
+        "class Net(nn.Module):\n    def __init__(self): self.layers = nn.Linear(2, 2)\n"
+        "class Loss(nn.Module):\n    def __init__(self, gamma=2.0): self.gamma, self.ce = gamma, nn.CrossEntropyLoss()\n"
+    )
+    _, hint = file_refusal(str(source), b"") or ("", "")
+    assert f"without arguments: {source}:Net." in hint
+
+
+@pytest.mark.parametrize("others", ["", "class Loss(nn.Module): ...\n"])
+def test_a_class_that_needs_arguments_is_made_in_a_file_to_write(others: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NET.replace("width=2", "width, *, depth, deep=False") + others)
+    hint = build_hint("sd.pt", [f"{tmp_path}/train.py"], NAMES)
+    assert hint.endswith("two lines: from train import Net; def build(): return Net(width=…, depth=…)")
+    assert builder_in(hint, "sd.pt") == "build.py:build"
+
+
 def test_classes_are_listed_if_none_has_the_attributes_of_the_weights(tmp_path: Path) -> None:
     source = tmp_path / "net.py"
     source.write_text(NET)
