@@ -62,8 +62,8 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
     ``code_paths``: files and folders of ``--code-path``; a file there may define what builds the model; ``names``: the
     names of the tensors, by which the class of the model is told from others.
     """
-    folder = os.path.dirname(weights)
-    if folder and os.path.isfile(os.path.join(folder, "config.json")):
+    folder = os.path.dirname(weights) or os.curdir
+    if os.path.isfile(os.path.join(folder, "config.json")):
         return f"Its config.json lies beside it: give the folder, {quoted_path(folder + os.sep)}."
     if builder := _builder_among(code_paths, names):
         which = _candidates(builder)
@@ -135,7 +135,7 @@ def _suggest_weights(weights: str, code_paths: Sequence[str], names: Collection[
 
 
 def _fitting_modules(path: str, names: Collection[str]) -> list[ast.ClassDef]:
-    """Return the classes of modules in the file at ``path`` with the attributes that tensors of ``names`` are in."""
+    """Return the classes of modules in the file at ``path`` whose attributes hold tensors of ``names``."""
     return [node for node in _public_definitions_in(path) if _is_module(node) and _covers(f"{path}:{node.name}", names)]
 
 
@@ -180,6 +180,10 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
         return _ONNX
     if data.startswith(b"PK"):
         return _archive_refusal(data)
+    if path.endswith(".json"):
+        folder, name = os.path.split(path)
+        typed = quoted_path(os.path.join(folder or os.curdir, ""))
+        return "is JSON, not a saved model", f"Give its folder, {typed}." if name == "config.json" else ""
     if path.endswith(".py"):
         return "is Python code, not a saved model", _callable_hint(path)
     if refusal := notebook_refusal(f"{path}:FUNCTION"):

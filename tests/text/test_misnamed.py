@@ -26,6 +26,8 @@ def zipped(*names: str) -> bytes:
         ("graph.bin", b"\x08\x08\x12\x07pytorch\x1a", "ONNX"),
         ("page.pt", b"\n<!DOCTYPE html>\n<html>", "a web page: the download failed"),
         ("pointer.pt", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        ("gpt/config.json", b"{}", "is JSON, not a saved model Give its folder, gpt/."),
+        ("model.safetensors.index.json", b"{}", "is JSON, not a saved model"),
         ("photos.zip", zipped("a.png"), "without a model It contains a.png."),
     ],
 )
@@ -57,10 +59,14 @@ def test_the_only_file_of_weights_in_a_folder_is_taken(tmp_path: Path) -> None:
     assert weights_in(str(tmp_path)) == f"{tmp_path}/model.safetensors"
 
 
-def test_weights_beside_their_configuration_are_named_by_the_folder(tmp_path: Path) -> None:
+def test_weights_beside_their_configuration_are_named_by_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert build_hint(f"{tmp_path}/model.safetensors").endswith(f"give the folder, {tmp_path}/.")
     assert "build.py:build" in build_hint("model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert build_hint("model.safetensors").endswith("give the folder, ./.")
 
 
 def test_a_class_that_needs_no_arguments_builds_the_model(tmp_path: Path) -> None:
@@ -103,7 +109,7 @@ def test_a_script_is_asked_for_its_model_and_not_for_its_loss(tmp_path: Path) ->
     source = tmp_path / "train.py"
     source.write_text(
         "class Net(nn.Module):\n    def __init__(self): self.layers = nn.Linear(2, 2)\n"
-        "class Loss(nn.Module):\n    def __init__(self, gamma=2.0): self.gamma, self.ce = gamma, nn.CrossEntropyLoss()\n"
+        "class Loss(nn.Module):\n    def __init__(self, gamma=2.0): self.ce = nn.CrossEntropyLoss()\n"
     )
     _, hint = file_refusal(str(source), b"") or ("", "")
     assert f"without arguments: {source}:Net." in hint
