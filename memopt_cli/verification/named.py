@@ -41,7 +41,7 @@ def _walk_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, inner in value.items():
             is_plain = (
                 isinstance(key, str) and key.isidentifier()
-            )  # else 1 and "1", or "a.b" and a.b, would be one name
+            )  # else 1 and "1" would share a name
             yield from _walk_leaves(f"{name}.{key}" if is_plain else f"{name}[{key!r}]", inner)
     elif isinstance(value, list | tuple | deque):
         for index, inner in enumerate(value):
