@@ -25,7 +25,7 @@ from memopt_cli.text.units import format_some
 from memopt_cli.training.module_calls import raised_at
 
 _SHOWN: Final = 8
-"""Most modules of a package that a hint lists."""
+"""Maximum number of modules of a package that a hint lists."""
 IMPORTED_HINT: Final = (
     "A script is imported for what it defines: code that parses arguments, trains or saves belongs under "
     'if __name__ == "__main__":.'
@@ -118,7 +118,7 @@ class UserCode:
             for part in wanted.name.split("."):
                 value = getattr(value, part, None)
             home = sys.modules.get(getattr(value, "__module__", None) or "")
-            if value is not None and (home is module or home is sys.modules["__main__"] or self._owns(home)):
+            if value is not None and (home is module or home is sys.modules["__main__"] or self._owns_module(home)):
                 return value
         names = ", ".join(path.name for path in self._paths)
         error = ClassNotFoundError(f"{names} defines no {wanted.name}, which the file was saved with")
@@ -196,7 +196,7 @@ class UserCode:
                 return file.resolve()
         return None
 
-    def _owns(self, module: ModuleType | None) -> bool:
+    def _owns_module(self, module: ModuleType | None) -> bool:
         file = _file(module)
         return file is not None and any(file == path or path in file.parents for path in self._paths)
 
@@ -213,7 +213,7 @@ def file_in(folder: Path, module: str) -> Path | None:
 
 @contextlib.contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Run code of the user's with the command line of ``python name``: memopt's arguments mean nothing to its parser.
+    """Run the user's code with the command line of ``python name``: memopt's arguments mean nothing to its parser.
 
     Raises :class:`RuntimeError` if a file that it imports trains a model, before the first step of the optimizer: a
     script that trains saves, too, perhaps over the weights that memopt was given.  If the code exits, the error gets a

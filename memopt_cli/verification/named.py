@@ -39,9 +39,7 @@ def _walk_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            is_plain = (
-                isinstance(key, str) and key.isidentifier()
-            )  # else 1 and "1" would share a name
+            is_plain = isinstance(key, str) and key.isidentifier()  # else 1 and "1" would share a name
             yield from _walk_leaves(f"{name}.{key}" if is_plain else f"{name}[{key!r}]", inner)
     elif isinstance(value, list | tuple | deque):
         for index, inner in enumerate(value):
