@@ -255,8 +255,8 @@ def _builder_at(path: str, names: Collection[str] = ()) -> str:
     It is a function whose name says so, unless importing the file fails for want of arguments.  Else it is a module
     that can be made without arguments, there or in a file next to it that it imports from: the last that has all
     attributes that tensors of ``names`` need, since inner modules come before outer ones; without ``names``, the last
-    that makes layers.  Empty if only a class that needs arguments has them.  If several may be it and none has them,
-    the name is ``NAME``.
+    that makes layers.  It is empty if only a class that needs arguments has them.  If several may be it and none has
+    them, the name is ``NAME``.
     """
     functions = [f"{path}:{node.name}" for node in _public_definitions_in(path) if node.name in _BUILDERS]
     classes = _module_classes(path)
