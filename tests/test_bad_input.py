@@ -49,7 +49,8 @@ def folder(memopt: Memopt, tmp_path: Path, user_code: str, monkeypatch: pytest.M
     Path("taken.pt").write_text("somebody's")
     Path("config.yaml").write_text("lvl: 3\n")
     functions = "def mean(output): return output.mean()", "def endless(output): return output.mean() / 0"
-    Path("loss.py").write_text("\n".join([*functions, "def against(output, target): ...", ""]))
+    functions += "def against(output, target): ...", "from torch.nn import CrossEntropyLoss", ""
+    Path("loss.py").write_text("\n".join(functions))
     Path("plan.yaml").write_text("segments: [\n")
     os.mkdir("a_folder")
     Path("graph.onnx").write_bytes(ONNX)
@@ -212,6 +213,11 @@ IN_A_STEP = [
     ("optimize good.pt -i 2x3 --loss loss.py:median", 2, ["loss.py has no function median"]),
     ("optimize good.pt -i 2x3 --loss loss.py:endless", 3, ["the loss is NaN or infinite", "Check the input values"]),
     ("optimize good.pt -i 2x3 --loss loss.py:against", 3, ["the loss failed", "'target'", "the model's output"]),
+    (
+        "optimize good.pt -i 2x3 --loss loss.py:CrossEntropyLoss",
+        3,
+        ["CrossEntropyLoss, is a class", "def loss(output): return CrossEntropyLoss()(output, targets[: len(output)])"],
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from memopt_cli.errors import UsageError, shorten
 from memopt_cli.records import (
@@ -47,6 +48,8 @@ MODEL_SETTINGS = "config.json"
 ADAPTER_SETTINGS = "adapter_config.json"
 """File of an adapter's settings in such a folder."""
 
+USUAL_SIZES: Final[Mapping[str, int]] = {"S": 128}
+"""Symbol -> the size that a hint suggests, where it is not 8: a sequence is longer than a batch."""
 _SYMBOL_PATTERN = re.compile(r"[A-Z][A-Za-z0-9_]*", re.ASCII)
 _SIZE_PATTERN = re.compile(r"0*[1-9][0-9]{0,17}", re.ASCII)
 _RANGE_PATTERN = re.compile(r"(?:(-?[0-9]{1,19}),)?(-?[0-9]{1,19})\.\.(-?[0-9]{1,19})", re.ASCII)
@@ -120,7 +123,7 @@ def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Non
     """Raise :class:`UsageError` that names every symbol in the shapes without a size in ``dims``."""
     symbols = [size for tensor in tensors for size in tensor.shape if isinstance(size, str)]
     if unsized := [symbol for symbol in dict.fromkeys(symbols) if symbol not in dims]:
-        flags = " ".join(f"--dim {symbol}=8" for symbol in unsized)
+        flags = " ".join(f"--dim {symbol}={USUAL_SIZES.get(symbol, 8)}" for symbol in unsized)
         hint = f"Add for example `{flags}`."
         for name in dims.keys() - symbols:
             if name[0].upper() in unsized:  # ``b`` or ``batch`` for ``B``

@@ -28,7 +28,7 @@ from memopt_cli.loading.pickles.entries import (
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.loading.safetensors_file import is_safetensors, read_safetensors
 from memopt_cli.loading.torchscript import TorchScript
-from memopt_cli.loading.user_code import UserCode, command_line_of, file_in, import_failure, make_importable
+from memopt_cli.loading.user_code import UserCode, file_in, import_failure, make_importable, user_code
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import FIRST_USED
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
@@ -66,7 +66,7 @@ def build(location: str) -> nn.Module:
 def _import_module(location: str) -> Callable[[], Any]:
     module, _, name = location.partition(":")
     try:
-        with command_line_of(module):
+        with user_code(module):
             factory: Any = importlib.import_module(module)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         reason, hint = import_failure(err)
@@ -98,7 +98,7 @@ def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # every subprocess must build the same parameters
-            with command_line_of(location.partition(":")[0]):
+            with user_code(location.partition(":")[0]):
                 product = factory()
     except MemoptError:
         raise

@@ -21,6 +21,7 @@ from memopt_cli.errors import FileFormatError, UsageError, first_line, shorten
 from memopt_cli.inputs.batch_axis import BATCH, NO_BATCH_ARGUMENT
 from memopt_cli.inputs.spec_text import (
     MAX_INPUTS,
+    USUAL_SIZES,
     check_spec,
     is_factory,
     parse_dims,
@@ -415,7 +416,8 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
             parameter.POSITIONAL_OR_KEYWORD,
             parameter.KEYWORD_ONLY,
         ):
-            hint = f"Add for example `--dim {_LONG_NAMES.get(name, name)}=8`"
+            symbol = _LONG_NAMES.get(name, name)
+            hint = f"Add for example `--dim {symbol}={USUAL_SIZES.get(symbol, 8)}`."
             raise UsageError(f"`{quoted_flag('--input-script', script)}` needs the size of {name}", hint=hint)
     if unused := dims.keys() - _sizes_taken(parameters):
         raise UsageError(

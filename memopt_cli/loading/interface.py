@@ -82,4 +82,8 @@ def no_model(path: str, names: Collection[str], code_paths: Sequence[str]) -> Wi
 def require_same(path: str, sha256: str, expected_sha256: str | None) -> None:
     """Raise :class:`ChangedFileError` if ``sha256`` is not the expected hash, unless that is ``None``."""
     if expected_sha256 not in (None, sha256):
-        raise ChangedFileError(f"{path} changed while memopt ran", hint="Run it again when nothing writes to the file.")
+        hint = (
+            "Run it again when nothing writes to the file. If a script that memopt imports writes it, put that code "
+            'under if __name__ == "__main__":.'
+        )
+        raise ChangedFileError(f"{path} changed while memopt ran", hint=hint)

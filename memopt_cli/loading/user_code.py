@@ -15,14 +15,21 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, Final, TextIO
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickles.nodes import Global
+from memopt_cli.loading.watch import is_importing
 from memopt_cli.text.optimizer_text import notebook_refusal
 from memopt_cli.text.units import format_some
 from memopt_cli.training.module_calls import raised_at
 
 _SHOWN: Final = 8
 """Maximum number of modules of a package that a hint lists."""
+IMPORTED_HINT: Final = (
+    "A script is imported for what it defines: code that parses arguments, trains or saves belongs under "
+    'if __name__ == "__main__":.'
+)
 _COPIED: Final[dict[str, Any]] = {}
 """Name -> the definition that was copied to ``__main__``; the next script may replace it by its own."""
 
@@ -37,8 +44,7 @@ def import_failure(error: BaseException) -> tuple[str, str]:
         return reason, f"Add the folder that has {missing}: `--code-path FOLDER`; if it is a package, install it."
     if isinstance(error, ImportError | SyntaxError):
         return reason, "Plain Python fails there, too: correct that line."
-    guard = 'code that parses arguments, trains or saves belongs under if __name__ == "__main__":.'
-    return reason, f"It is imported for what it defines: {guard}"
+    return reason, IMPORTED_HINT
 
 
 def modules_beside(module: str) -> str:
@@ -171,7 +177,7 @@ class UserCode:
     def _import(self, name: str) -> ModuleType:
         path = self._file_of(name)
         try:
-            with command_line_of(str(path)):
+            with user_code(str(path)):
                 module = importlib.import_module(name)
         except (Exception, SystemExit) as err:  # the user's module may raise anything
             reason, hint = import_failure(err)
@@ -206,23 +212,39 @@ def file_in(folder: Path, module: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def command_line_of(name: str) -> Iterator[None]:
-    """Show code the command line of ``python name``, since memopt's own arguments mean nothing to its parser.
+def user_code(name: str) -> Iterator[None]:
+    """Run the user's code with the command line of ``python name``: memopt's arguments mean nothing to its parser.
 
-    If the code exits, the error gets a note with the last line that it wrote to stderr, which tells why.
+    Raises :class:`RuntimeError` if a file that it imports trains a model, before the first step of the optimizer: a
+    script that trains saves, too, perhaps over the weights that memopt was given.  If the code exits, the error gets a
+    note with the last line that it wrote to stderr, which tells why.
     """
     arguments, sys.argv = sys.argv, [name]
     stream, sys.stderr = sys.stderr, (heard := _Heard(sys.stderr))
+    guard = register_optimizer_step_pre_hook(_refuse_training)
     try:
         yield
+    except _TrainingError as err:
+        reason = "a file that is imported trains a model; memopt stopped it before the optimizer's first step"
+        raise RuntimeError(reason).with_traceback(err.__traceback__) from None
     except SystemExit as err:
         if written := heard.text.strip():
             err.add_note(written.splitlines()[-1])
         raise
     finally:
+        guard.remove()
         sys.argv = arguments
         if sys.stderr is heard:
             sys.stderr = stream
+
+
+class _TrainingError(BaseException):
+    """A file that is imported trains; not an ``Exception``, which the training loop might catch and go on."""
+
+
+def _refuse_training(*_: object) -> None:
+    if is_importing():
+        raise _TrainingError
 
 
 class _Heard:

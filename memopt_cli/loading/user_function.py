@@ -13,7 +13,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
 from memopt_cli.errors import UsageError
-from memopt_cli.loading.user_code import command_line_of, find_spec, import_failure, is_session, make_importable
+from memopt_cli.loading.user_code import find_spec, import_failure, is_session, make_importable, user_code
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.misnamed import definitions
 
@@ -76,7 +76,7 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
     folder, stamp = str(file.parent), _file_stamp(file)
     sys.path.insert(0, folder)
     try:
-        with command_line_of(path):
+        with user_code(path):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         sys.modules.pop(name, None)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final
 
 from memopt_cli.errors import UnsafeFileError
@@ -92,7 +93,7 @@ def _refuse_event(event: str, details: tuple[Any, ...]) -> None:
     if event in _VARIABLES and details[0] == _GPU_CHECK:
         return
     is_refused = event in _REFUSED or (event == "open" and _open_writes(*details))
-    if not is_refused and (event not in _REFUSED_AFTER_IMPORTS or _is_importing()):
+    if not is_refused and (event not in _REFUSED_AFTER_IMPORTS or is_importing()):
         return
     watch = next((watch for watch in _watches if threading.get_ident() not in watch.earlier_threads), None)
     if watch is not None:
@@ -102,13 +103,13 @@ def _refuse_event(event: str, details: tuple[Any, ...]) -> None:
         )
 
 
-def _is_importing() -> bool:
+def is_importing() -> bool:
     """Return whether an import is running somewhere up the stack."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "exec_module" and frame.f_globals.get("__name__") == _IMPORT:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

@@ -13,7 +13,7 @@ import re
 import shlex
 import zipfile
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, TypeGuard
 
 from memopt_cli.errors import UsageError
 from memopt_cli.text.documents import quoted_path, read_bytes
@@ -52,7 +52,8 @@ _MAX_HINT: Final = 10_000
 _ANY: Final = "NAME"
 """Stands for a name that the user has to choose."""
 _BUILDERS: Final = ("build", "make_model", "get_model", "create_model")
-_WRITE: Final = "build.py is a file that you write, of two lines: from net import Net; def build(): return Net()"
+_WRITE: Final = "build.py is a file that you write, of two lines: from {} import {}; def build(): return {}"
+_WRITE_ANY: Final = _WRITE.format("net", "Net", "Net()")
 
 
 def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[str] = ()) -> str:
@@ -61,14 +62,14 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
     ``code_paths``: files and folders of ``--code-path``; a file there may define what builds the model; ``names``: the
     names of the tensors, by which the class of the model is told from others.
     """
-    folder = os.path.dirname(weights)
-    if folder and os.path.isfile(os.path.join(folder, "config.json")):
+    folder = os.path.dirname(weights) or os.curdir
+    if os.path.isfile(os.path.join(folder, "config.json")):
         return f"Its config.json lies next to it: give the folder, {quoted_path(folder + os.sep)}."
     if builder := _builder_among(code_paths, names):
         which = _candidates(builder)
         return f"Name what builds the model{which}: {_with_weights(builder, weights)}"
     hint = "Name the function that builds the model, as build.py:build for build() in build.py"
-    return f"{hint}: {_suggest_weights(weights)}"
+    return f"{hint}: {_suggest_weights(weights, code_paths, names)}"
 
 
 def moved_hint(path: str, code_paths: Sequence[str] = ()) -> str:
@@ -77,7 +78,7 @@ def moved_hint(path: str, code_paths: Sequence[str] = ()) -> str:
     ``code_paths``: as for :func:`build_hint`.
     """
     builder = _builder_among(code_paths)
-    typed = _with_weights(builder, path) if builder else _suggest_weights(path)
+    typed = _with_weights(builder, path) if builder else _suggest_weights(path, code_paths)
     return f"If the class was moved or renamed, its weights can be read without it: {typed}"
 
 
@@ -126,8 +127,22 @@ def _with_weights(builder: str, weights: str) -> str:
     return f"{quoted_path(builder)} `--weights {quoted_path(weights)}`"
 
 
-def _suggest_weights(weights: str) -> str:
-    return f"{_with_weights('build.py:build', weights)}; {_WRITE}"
+def _suggest_weights(weights: str, code_paths: Sequence[str], names: Collection[str] = ()) -> str:
+    made = [_WRITE_ANY, *(_made_by_hand(path, node) for path in code_paths for node in _fitting_modules(path, names))]
+    return f"{_with_weights('build.py:build', weights)}; {made[-1]}"
+
+
+def _fitting_modules(path: str, names: Collection[str]) -> list[ast.ClassDef]:
+    """Return the classes of modules in the file at ``path`` whose attributes hold tensors of ``names``."""
+    classes = filter(_is_module, _public_definitions_in(path))
+    return [node for node in classes if _assigns_attributes(f"{path}:{node.name}", names)]
+
+
+def _made_by_hand(path: str, node: ast.ClassDef) -> str:
+    """Return a sentence on the file that makes the class ``node`` of the file at ``path`` with its own arguments."""
+    module = os.path.basename(path).removesuffix(".py")
+    typed = ", ".join(f"{name}=…" for name in _needed_by(node))
+    return _WRITE.format(module, node.name, f"{node.name}({typed})")
 
 
 def missing_refusal(location: str) -> tuple[str, str]:
@@ -164,6 +179,10 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
         return _ONNX
     if data.startswith(b"PK"):
         return _archive_refusal(data)
+    if path.endswith(".json"):
+        folder, name = os.path.split(path)
+        typed = quoted_path(os.path.join(folder or os.curdir, ""))
+        return "is JSON, not a saved model", f"Give its folder, {typed}." if name == "config.json" else ""
     if path.endswith(".py"):
         return "is Python code, not a saved model", _callable_hint(path)
     if refusal := notebook_refusal(f"{path}:FUNCTION"):
@@ -191,7 +210,7 @@ def folder_refusal(path: str) -> tuple[str, str]:
     return (
         "is a folder without config.json, not a model",
         "A folder of save_pretrained has config.json and model.safetensors. For weights alone, name the file: "
-        f"build.py:build `--weights FOLDER/model.safetensors`; {_WRITE}",
+        f"build.py:build `--weights FOLDER/model.safetensors`; {_WRITE_ANY}",
     )
 
 
@@ -235,15 +254,18 @@ def _builder_at(path: str, names: Collection[str] = ()) -> str:
 
     It is a function whose name says so, unless importing the file fails for want of arguments.  Else it is a module
     that can be made without arguments, there or in a file next to it that it imports from: the last that has all
-    attributes that tensors of ``names`` need, since inner modules come before outer ones.  If several may be it and
-    none has them, the name is ``NAME``.
+    attributes that tensors of ``names`` need, since inner modules come before outer ones; without ``names``, the last
+    that makes layers.  It is empty if only a class that needs arguments has them.  If several may be it and none has
+    them, the name is ``NAME``.
     """
     functions = [f"{path}:{node.name}" for node in _public_definitions_in(path) if node.name in _BUILDERS]
     classes = _module_classes(path)
     if functions and not (classes and _needs_arguments(path)):
         return functions[0]
-    fitting = [builder for builder in classes if _assigns_attributes(builder, names)] if names else classes
-    if not fitting and len(classes) > 1:
+    fitting = [each for each in classes if (_assigns_attributes(each, names) if names else _makes_layers(each))]
+    if names and not fitting and _fitting_modules(path, names):
+        return ""
+    if names and not fitting and len(classes) > 1:
         return f"{path}:{_ANY}"
     return next(reversed(fitting or classes), "")
 
@@ -322,15 +344,40 @@ def _attributes_of(definitions: dict[str, _Definition], name: str) -> set[str]:
     return found
 
 
+def _is_module(node: ast.FunctionDef | ast.ClassDef) -> TypeGuard[ast.ClassDef]:
+    """Return whether ``node`` looks like a class of modules."""
+    return isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Module") for base in node.bases)
+
+
 def _makes_module(node: ast.FunctionDef | ast.ClassDef) -> bool:
     """Return whether ``node`` looks like a class of modules whose ``__init__`` needs no arguments."""
-    if not isinstance(node, ast.ClassDef) or not any(ast.unparse(base).endswith("Module") for base in node.bases):
-        return False
-    made = [inner.args for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
-    return all(
-        len(args.posonlyargs) + len(args.args) - len(args.defaults) <= 1 and None not in args.kw_defaults
-        for args in made
-    )
+    return _is_module(node) and not _needed_by(node)
+
+
+def _needed_by(node: ast.ClassDef) -> list[str]:
+    """Return the names of the arguments that ``__init__`` of the class ``node`` needs, after ``self``."""
+    found = []
+    for args in (inner.args for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"):
+        placed = [*args.posonlyargs, *args.args]
+        found += placed[1 : len(placed) - len(args.defaults)]
+        found += [each for each, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
+    return [each.arg for each in found]
+
+
+def _makes_layers(builder: str) -> bool:
+    """Return whether the class at ``builder``, ``net.py:Net``, makes other modules or parameters, as a loss does not.
+
+    They are recognized by calls of classes; a module of ``nn.CrossEntropyLoss`` is a loss, too.
+    """
+    path, _, name = builder.rpartition(":")
+    called = [
+        ast.unparse(inner.func).rpartition(".")[2]
+        for node in definitions_in(path)
+        if node.name == name
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Call)
+    ]
+    return any(each[:1].isupper() and not each.endswith("Loss") for each in called)
 
 
 def refuse_misspelt(path: str, name: str) -> None:

@@ -25,6 +25,8 @@ _HINTS: Final = {
     "more than 1 value per channel": "Batch normalization trains on several samples: give a batch of at least 2.",
     "positional arguments but": "Each input is an argument of forward: leave targets out, and use them in the loss, "
     "`--loss file.py:function`.",
+    "Sizes of tensors must match except in dimension": "The model joins tensors of different sizes. If it "
+    "halves its input, as a U-Net does, try sides that are multiples of 32; else check the sizes of the inputs.",
 }
 """Words of an error -> the hint on it."""
 GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."
@@ -151,8 +153,19 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
     reason = f"{first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
     hint = next((hint for words, hint in _HINTS.items() if words in str(error)), GIVE_ACCEPTED)
-    hint = _dtype_hint(last, stack[0].inputs) or hint
+    hint = _dtype_hint(last, stack[0].inputs) or _mapping_hint(error, stack[0].inputs) or hint
     return InputsRejectedError(f"{where} rejected its input {_shapes(last.inputs)}: {reason}", hint=hint)
+
+
+def _mapping_hint(error: Exception, model_inputs: Any) -> str:
+    """Return the hint on a batch of ``(inputs, targets)`` whose inputs are a dictionary; empty if there is none."""
+    positional, _ = model_inputs
+    if not (isinstance(error, TypeError) and len(positional) > 1 and isinstance(positional[0], Mapping)):
+        return ""
+    return (
+        f"The inputs are {len(positional)} positional arguments, and the first is a dictionary. Give that alone, and "
+        "its entries are passed by name; leave targets out, and use them in the loss, `--loss file.py:function`."
+    )
 
 
 def _dtype_hint(call: RunningCall, model_inputs: Any) -> str:

@@ -375,8 +375,14 @@ def _finite_loss(loss: Callable[[Any], Tensor], output: Any) -> Tensor:
 def _call_loss(loss: Callable[[Any], Any], output: Any) -> Any:
     """Return the user's ``loss`` of ``output``.
 
-    Raises :class:`LossError` if it fails, but not for a lack of memory or, in a dry run, of data.
+    Raises :class:`LossError` if it is a class or fails, but not for a lack of memory or, in a dry run, of data.
     """
+    if isinstance(loss, type):
+        raise LossError(
+            f"the loss, {loss.__name__}, is a class, which would only be made from the model's output",
+            hint="Write a function of the output, with the targets in the same file, one for each sample: "
+            f"def loss(output): return {loss.__name__}()(output, targets[: len(output)]).",
+        )
     try:
         return loss(output)
     except Exception as error:  # the user's code may raise anything

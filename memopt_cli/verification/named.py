@@ -39,7 +39,8 @@ def _walk_leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _walk_leaves(f"{name}.{key}", inner)
+            is_plain = isinstance(key, str) and key.isidentifier()  # else 1 and "1" would share a name
+            yield from _walk_leaves(f"{name}.{key}" if is_plain else f"{name}[{key!r}]", inner)
     elif isinstance(value, list | tuple | deque):
         for index, inner in enumerate(value):
             yield from _walk_leaves(f"{name}[{index}]", inner)

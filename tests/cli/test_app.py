@@ -113,7 +113,7 @@ def test_verbosity_ends_with_the_command(pipeline: Any, capsys: pytest.CaptureFi
         ("optimize model.pt --input-script loss.py:1", "file.py:function"),
         ("optimize model.pt -i 4xq", "'q'"),
         ("optimize model.pt -i 4 --input-data x.pt", "twice"),
-        ("optimize model.pt -i BxS --dim B=4", "--dim S=8"),
+        ("optimize model.pt -i BxS --dim B=4", "--dim S=128"),
         ("optimize model.pt -i x:4 -i x:4", "twice"),
         ("optimize model.pt -i 4 --dim B", "'B'"),
         ("optimize model.pt -i 4x3 --dim B=8", "no input has a dimension B; they are 4x3 (--input)"),

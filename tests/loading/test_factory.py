@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from memopt_cli.errors import FileFormatError, MemoptError, StepError, UnsafeFileError, UsageError
+from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError, StepError, UnsafeFileError, UsageError
 from memopt_cli.loading import factory, load_model
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.nodes import Global
@@ -66,6 +66,42 @@ def test_a_script_that_fails_as_it_trains_is_asked_for_a_guard(folder: Path) -> 
     assert raised.value.hint.endswith('trains or saves belongs under if __name__ == "__main__":.')
 
 
+_TRAINS = f"""{CODE}
+import torch
+net = make()
+net(torch.ones(1, 2)).sum().backward()
+try:
+    torch.optim.SGD(net.parameters(), 0.1).step()
+except Exception:
+    pass
+torch.save(net.state_dict(), "w.pth")
+"""
+
+
+@pytest.mark.parametrize("location", ["user_training.py:make", "user_training:make", "user_build.py:make"])
+def test_a_script_that_trains_where_it_is_imported_is_stopped_before_it_saves(folder: Path, location: str) -> None:
+    torch.save(nn.Linear(2, 3).state_dict(), "w.pth")
+    before = Path("w.pth").read_bytes()
+    (folder / "user_training.py").write_text(_TRAINS)
+    (folder / "user_build.py").write_text("def make():\n    from user_training import make\n    return make()")
+    sys.modules.pop("user_training", None)
+    with pytest.raises(MemoptError, match=r"imported trains a model; .* first step \(.*user_training.py, line 22\)"):
+        load_model(ModelSource(location=location, weights="w.pth"))
+    assert Path("w.pth").read_bytes() == before
+    with pytest.raises(MemoptError, match="imported trains a model"):
+        UserCode(("user_training.py",)).run_scripts()
+    net = nn.Linear(2, 3)
+    torch.optim.SGD(net.parameters(), 0.1).step()  # outside of the import
+
+
+def test_a_script_that_writes_the_weights_where_it_is_imported_is_named(folder: Path) -> None:
+    torch.save(nn.Linear(2, 3).state_dict(), "w.pth")
+    os.utime("w.pth", (0, 0))
+    (folder / "user_saving.py").write_text(f"{CODE}\nimport torch\ntorch.save(make().state_dict(), 'w.pth')")
+    with pytest.raises(ChangedFileError, match=r"w.pth was written over while memopt imported user_saving.py:make"):
+        load_model(ModelSource(location="user_saving.py:make", weights="w.pth"))
+
+
 @pytest.mark.parametrize("location", ["user_training.py:make", "user_training:make"])
 @pytest.mark.parametrize(
     ("line", "reason", "hint"),
@@ -76,7 +112,7 @@ def test_a_script_that_fails_as_it_trains_is_asked_for_a_guard(folder: Path) -> 
         ("import user_kws.old", "ModuleNotFoundError", "user_kws has no module old; it has deep, layers."),
         ("import user_kws.deep.old", "ModuleNotFoundError", "user_kws.deep has no module old."),
         ("import user_blocks.old", "ModuleNotFoundError", "Add the folder that has user_blocks"),
-        ("import json; json.loads('')", "JSONDecodeError", "It is imported for what it defines"),
+        ("import json; json.loads('')", "JSONDecodeError", "A script is imported for what it defines"),
     ],
 )
 def test_an_error_of_an_imported_file_names_its_line(

@@ -213,7 +213,7 @@ def test_no_guess_shows_the_line_to_type() -> None:
 def test_a_symbol_without_a_size_names_the_flag() -> None:
     with pytest.raises(UsageError, match="S") as error:
         find_spec(ModelSource(location="m.pt"), nn.ReLU(), spec("BxS", dims={"B": 2}))
-    assert "--dim S=8" in error.value.hint
+    assert "--dim S=128" in error.value.hint
 
 
 def test_a_spec_file(tmp_path: Path) -> None:

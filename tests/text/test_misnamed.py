@@ -26,6 +26,8 @@ def zipped(*names: str) -> bytes:
         ("graph.bin", b"\x08\x08\x12\x07pytorch\x1a", "ONNX"),
         ("page.pt", b"\n<!DOCTYPE html>\n<html>", "a web page: the download failed"),
         ("pointer.pt", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
+        ("gpt/config.json", b"{}", "is JSON, not a saved model Give its folder, gpt/."),
+        ("model.safetensors.index.json", b"{}", "is JSON, not a saved model"),
         ("photos.zip", zipped("a.png"), "without a model It contains a.png."),
     ],
 )
@@ -57,10 +59,14 @@ def test_the_only_file_of_weights_in_a_folder_is_taken(tmp_path: Path) -> None:
     assert weights_in(str(tmp_path)) == f"{tmp_path}/model.safetensors"
 
 
-def test_weights_beside_their_configuration_are_named_by_the_folder(tmp_path: Path) -> None:
+def test_weights_beside_their_configuration_are_named_by_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert build_hint(f"{tmp_path}/model.safetensors").endswith(f"give the folder, {tmp_path}/.")
     assert "build.py:build" in build_hint("model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert build_hint("model.safetensors").endswith("give the folder, ./.")
 
 
 def test_a_class_that_needs_no_arguments_builds_the_model(tmp_path: Path) -> None:
@@ -97,6 +103,24 @@ def test_the_class_with_the_attributes_of_the_weights_builds_the_model(prefix: s
     assert builder_in(build_hint("sd.pt", [str(source)], names), "sd.pt") == f"{source}:Net"
     assert other_class_hint(f"{source}:Loss", names) == f"Did you mean {source}:Net?"
     assert other_class_hint(f"{source}:Net", ["layer.weight"]) == f"Beside Net, {source} has BaseModule, Loss, Other."
+
+
+def test_a_script_is_asked_for_its_model_and_not_for_its_loss(tmp_path: Path) -> None:
+    source = tmp_path / "train.py"
+    source.write_text(
+        "class Net(nn.Module):\n    def __init__(self): self.layers = nn.Linear(2, 2)\n"
+        "class Loss(nn.Module):\n    def __init__(self, gamma=2.0): self.ce = nn.CrossEntropyLoss()\n"
+    )
+    _, hint = file_refusal(str(source), b"") or ("", "")
+    assert f"without arguments: {source}:Net." in hint
+
+
+@pytest.mark.parametrize("others", ["", "class Loss(nn.Module): ...\n"])
+def test_a_class_that_needs_arguments_is_made_in_a_file_to_write(others: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NET.replace("width=2", "width, *, depth, deep=False") + others)
+    hint = build_hint("sd.pt", [f"{tmp_path}/train.py"], NAMES)
+    assert hint.endswith("two lines: from train import Net; def build(): return Net(width=…, depth=…)")
+    assert builder_in(hint, "sd.pt") == "build.py:build"
 
 
 def test_classes_are_listed_if_none_has_the_attributes_of_the_weights(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from torch import Tensor, nn, ones, zeros_like
+from torch import Tensor, cat, nn, ones, zeros_like
 
 from memopt_cli.errors import StepError
 from memopt_cli.training.module_calls import InputsRejectedError, failed_step, running_calls, skipped_layers_notes
@@ -41,7 +43,7 @@ class Complains(nn.Module):
         raise self.complaint
 
 
-def error_of(model: nn.Module, *inputs: Tensor) -> StepError:
+def error_of(model: nn.Module, *inputs: Any) -> StepError:
     with pytest.raises(Exception, match=r"\w") as caught:
         model(*inputs)
     return failed_step(caught.value, model)
@@ -70,6 +72,15 @@ def test_an_error_that_speaks_of_an_input_has_a_hint_on_inputs(complaint: str) -
 def test_hints_on_a_batch_of_one_and_on_a_target_among_the_inputs() -> None:
     assert "a batch of at least 2" in error_of(nn.Sequential(nn.BatchNorm1d(3)), ones(1, 3)).hint
     assert "leave targets out" in error_of(nn.Linear(3, 3), ones(2, 3), ones(2)).hint
+
+
+def test_hints_on_a_dictionary_beside_targets_and_on_sizes_that_do_not_halve() -> None:
+    lacking = Complains(TypeError("forward() missing 1 required positional argument: 'num'"))
+    hint = error_of(lacking, {"x": ones(2), "num": ones(2)}, {"y": ones(2)}).hint
+    assert hint.startswith("The inputs are 2 positional arguments, and the first is a dictionary. Give that alone")
+    with pytest.raises(RuntimeError) as caught:
+        cat([ones(2, 1, 6), ones(2, 1, 7)], 1)
+    assert "multiples of 32" in error_of(Complains(caught.value), ones(2, 1, 30)).hint
 
 
 def test_layers_without_gradients_beside_others_like_them_are_skipped() -> None:
