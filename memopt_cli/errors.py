@@ -173,7 +173,7 @@ def sent_class(error: MemoptError) -> type[MemoptError]:
 
 
 class Terminated(KeyboardInterrupt):
-    """Another process asked this one to end: unlike after Ctrl-C, the best plan so far is not measured and verified."""
+    """Another process asked this one to end, as ``timeout``, Slurm and ``torchrun`` do."""
 
 
 def error_chain(error: BaseException) -> Iterator[BaseException]:

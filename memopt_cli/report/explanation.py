@@ -50,7 +50,8 @@ def _outcome(explanation: Explanation) -> str:
     has_failed = explanation.asked_bytes or explanation.event
     if has_failed and not explanation.limit_bytes:
         step = "" if explanation.header is None else f". This step needs about {needed}"
-        return f"memory ran out, and the error does not say how much there was: add `--memory 16GiB`{step}"
+        how = "add `--memory 16GiB`, or give the `--log` that explain_oom wrote"
+        return f"memory ran out, and the error does not say how much there was: {how}{step}"
     if explanation.header is None:
         return f"{needed} were in use of {there}"
     if explanation.instant is not None:

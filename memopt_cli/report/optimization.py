@@ -244,7 +244,7 @@ def _measured_cells(row: LevelRow, original: object) -> tuple[str, str]:
     """Return the measured peak of ``row``, and its step as a ratio to ``original`` (in seconds if that did not run)."""
     match row.outcome, original:
         case Measurement() as found, Measurement() as base:
-            return format_bytes(found.allocated_peak_bytes), _slowdown(found, base)
+            return format_bytes(found.allocated_peak_bytes), _as_ratio(found.slowdown(base), row.plan)
         case Measurement() as found, _:
             return format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s)
         case None, _:
@@ -289,7 +289,7 @@ def frontier(summary: MemOptSummary) -> Table:
         match point.outcome:
             case Measurement() as found:
                 cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
-                ratio = f"{point.slowdown:.2f}×" if point.slowdown is not None else "–"
+                ratio = _as_ratio(point.slowdown, point.plan) if point.slowdown is not None else "–"
                 plot = " " * round(_PLOT_WIDTH * found.step_s / longest) + "●"
             case _:
                 cells = ("–", "–")
@@ -670,6 +670,12 @@ def _batch(advice: BatchAdvice | BatchEstimate) -> str:
     if advice.estimated_batch == advice.recommended_batch:
         return text
     return f"{text}; extrapolated from {len(advice.probes)} runs, about {advice.estimated_batch} would fit"
+
+
+def _as_ratio(slowdown: float, plan: Plan) -> str:
+    """Return ``slowdown`` as ``1.37×``; as ``~0.39×`` if ``plan`` only adds work, so that it is rough."""
+    adds_work = not plan.has_chunks and plan.compile is None and not plan.in_backward
+    return f"{'~' if adds_work and slowdown < 1 - _ROUGH else ''}{slowdown:.2f}×"
 
 
 def _slowdown(measurement: Measurement, original: Measurement) -> str:

@@ -50,7 +50,7 @@ _SEGMENT_FIELDS = [field.name for field in fields(SegmentPlan) if field.name != 
 """Fields that an entry of a plan shares with the configuration of its segment."""
 _ROOT = "(root)"
 """Path of the model itself in messages."""
-_REMOVE_FIRST = "Remove the plan that the model has: memopt_cli.remove_plan(model)."
+_REMOVE_FIRST = "Take that plan off before you apply another: memopt_cli.remove_plan(model)"
 
 
 def apply_plan(model: nn.Module, plan: Plan, optimizer: Optimizer | None = None) -> nn.Module:
@@ -297,7 +297,9 @@ def _install_segment(module: nn.Module, config: SegmentConfig | ConfigsByLength)
         install_segment(module, config)
     except ValueError as reason:
         if settings_of(module) is not None:
-            raise PlanError("the model has a plan already: memopt_cli.plan_of(model)", hint=_REMOVE_FIRST) from reason
+            raise PlanError(
+                "the model has a plan already, which memopt_cli.plan_of(model) returns", hint=_REMOVE_FIRST
+            ) from reason
         hint = f"Change the entry of '{config.path}' in the plan, or remove it."
         if isinstance(config, ConfigsByLength) and config.length is not None and not any(config.configs):
             hint = "A plan by length looks at the inputs of the whole model; use a plan without ranges."

@@ -9,6 +9,7 @@ import contextlib
 import re
 import sysconfig
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from memopt_cli.errors import StepError, first_line
+from memopt_cli.records.progress import Report
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import tensors_of
 
@@ -106,6 +108,39 @@ def skipped_layers_notes(model: nn.Module) -> list[str]:
         "all of them needs more memory."
         for group in groups
     ]
+
+
+@contextlib.contextmanager
+def one_step_noted(model: nn.Module, report: Report) -> Iterator[None]:
+    """Call ``report`` with a note if the ``with`` block, one step, calls neurons that run one time step only once each.
+
+    The loop over time steps is then probably in the user's script, and memopt does not see it.
+    """
+    calls: Counter[nn.Module] = Counter()
+    handles = [
+        module.register_forward_pre_hook(lambda module, _: calls.update([module]))
+        for module in model.modules()
+        if _runs_one_time_step(module)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if calls and max(calls.values()) == 1:
+        report(
+            "The step that was run is of one time step: it calls each spiking neuron once. If your script loops over "
+            "time steps, memory, time and the batch that fits are those of one turn of the loop, not of training. Give "
+            "memopt the whole loop as a step of your own, as docs/spiking.md shows."
+        )
+
+
+def _runs_one_time_step(module: nn.Module) -> bool:
+    """Return whether a call of ``module`` is one time step: a neuron in SpikingJelly's step mode s, or one of snnTorch
+    that keeps its membrane (``init_hidden``)."""
+    attributes = vars(module)  # ``getattr`` would run a property, which may be the user's code
+    in_mode_s = attributes.get("_step_mode") == "s" and "v" in attributes.get("_memories", ())
+    return in_mode_s or attributes.get("init_hidden") is True
 
 
 def _has_any(ran: Mapping[str, bool], prefix: str) -> bool:

@@ -282,6 +282,15 @@ def test_the_frontier_says_which_plans_keep_the_bits(summary: MemOptSummary) -> 
     assert [row.split()[8] for row in rows] == ["same", "same", "rounded", "rounded"]
 
 
+def test_a_plan_that_only_adds_work_is_not_said_to_be_much_faster(summary: MemOptSummary) -> None:
+    fast, slow = a_point(measured(300, 0.39), summary), a_point(measured(300, 0.9), summary)
+    plain, cut = Plan(packed=True), Plan(segments=SEGMENTS)
+    summary.frontier = [replace(fast, plan=plain), replace(fast, plan=cut), replace(slow, plan=plain)]
+    summary.verification = None
+    rows = shown(TextReport(), result(summary)).partition("pick")[2].splitlines()[1:4]
+    assert [row.split()[7] for row in rows] == ["~0.39×", "0.39×", "0.90×"]
+
+
 def test_levels_that_give_one_plan_share_a_row(summary: MemOptSummary) -> None:
     predicted = replace(row(1, measured(300, 1.0), Plan(segments=SEGMENTS)), outcome=None, predicted_slowdown=1.25)
     summary.levels = [summary.levels[0], predicted, replace(predicted, level=2), summary.levels[-1]]

@@ -8,7 +8,13 @@ import pytest
 from torch import Tensor, cat, nn, ones, zeros_like
 
 from memopt_cli.errors import StepError
-from memopt_cli.training.module_calls import InputsRejectedError, failed_step, running_calls, skipped_layers_notes
+from memopt_cli.training.module_calls import (
+    InputsRejectedError,
+    failed_step,
+    one_step_noted,
+    running_calls,
+    skipped_layers_notes,
+)
 from tests.zoo.models import Parts
 
 
@@ -111,3 +117,26 @@ def test_a_layer_that_ran_in_part_is_not_skipped() -> None:
     model[0][1].zero_grad()
     (note,) = skipped_layers_notes(model)
     assert note.startswith("Of '*.*', the step")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "calls", "is_noted"),
+    [
+        ("spikingjelly.activation_based.neuron.LIFNode", {}, 1, True),
+        ("spikingjelly.activation_based.neuron.LIFNode", {}, 3, False),
+        ("spikingjelly.activation_based.neuron.LIFNode", {"step_mode": "m"}, 1, False),
+        ("spikingjelly.activation_based.layer.Dropout", {}, 1, False),
+        ("snntorch.Leaky", {"beta": 0.5, "init_hidden": True}, 1, True),
+        ("snntorch.Leaky", {"beta": 0.5, "init_hidden": True}, 3, False),
+    ],
+)
+def test_neurons_that_are_called_once_run_one_time_step(
+    name: str, settings: dict[str, Any], calls: int, is_noted: bool
+) -> None:
+    package, _, class_name = name.rpartition(".")
+    module = pytest.importorskip(package)
+    net, notes = nn.Sequential(nn.Linear(3, 3), getattr(module, class_name)(**settings)), list[str]()
+    with one_step_noted(net, notes.append):
+        for _ in range(calls):
+            net(ones(2, 3))
+    assert [note.startswith("The step that was run is of one time step") for note in notes] == [True] * is_noted

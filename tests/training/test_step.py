@@ -98,8 +98,8 @@ SPEC = InputSpec(tensors=(TensorSpec(shape=("B", 64)),), dims={"B": 32}, source=
 REQUEST: dict[str, Any] = {"source": ModelSource(location="-"), "settings": StepSettings(), "spec": SPEC}
 
 
-def notes_of(command: str, tmp_path: Any) -> Any:
-    prepared = prepare_here(WithLoss, SPEC, 32)
+def notes_of(command: str, tmp_path: Any, build: Callable[[], nn.Module] = WithLoss) -> Any:
+    prepared = prepare_here(build, SPEC, 32)
     match command:
         case "profile":
             return profile_prepared(ProfileRequest(**REQUEST), prepared, plan=prepared.carried).notes
@@ -112,12 +112,29 @@ def notes_of(command: str, tmp_path: Any) -> Any:
         case "baseline":
             request = BaselineRequest(**REQUEST, output=str(tmp_path / "b.json"))
             return record_prepared(request, prepared).notes
-    return compare_prepared(prepared, prepare_here(WithLoss, SPEC, 32), 1).notes
+    return compare_prepared(prepared, prepare_here(build, SPEC, 32), 1).notes
 
 
 @pytest.mark.parametrize("command", ["profile", "optimize", "recommend-batch", "baseline", "verify"])
 def test_each_report_says_which_output_is_the_loss(command: str, tmp_path: Any) -> None:
     assert list(notes_of(command, tmp_path)).count(SAID) == 1
+
+
+class Neuron(nn.Module):
+    """Neuron in SpikingJelly's step mode s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step_mode, self._memories = "s", {"v": 0.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+
+@pytest.mark.parametrize("command", ["profile", "optimize", "recommend-batch", "baseline"])
+def test_each_report_says_that_the_step_is_of_one_time_step(command: str, tmp_path: Any) -> None:
+    notes = notes_of(command, tmp_path, lambda: nn.Sequential(nn.Linear(64, 64), Neuron()))
+    assert sum("the step that was run is of one time step" in note.lower() for note in notes) == 1
 
 
 class TakingAnything(nn.Linear):

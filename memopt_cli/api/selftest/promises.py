@@ -10,7 +10,7 @@ from typing import get_args
 
 import torch
 
-from memopt_cli.errors import MemoptError, Terminated, first_line
+from memopt_cli.errors import MemoptError, first_line
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.conditions import conditions_of
 from memopt_cli.measure.devices import resolve_device
@@ -129,8 +129,8 @@ def selftest(device: str, *, progress: Progress) -> SelftestReport:
     try:
         for case, test in _tests(device):
             rows.extend(_try_case(case, test, device, progress))
-    except KeyboardInterrupt as err:
-        if isinstance(err, Terminated) or not rows:
+    except KeyboardInterrupt:
+        if not rows:
             raise
         interrupted = True
     return SelftestReport(

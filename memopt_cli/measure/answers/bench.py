@@ -31,7 +31,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import forget_unsafe
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.training.apply import apply_plan, in_backward_error, remove_segments
-from memopt_cli.training.module_calls import skipped_layers_notes
+from memopt_cli.training.module_calls import one_step_noted, skipped_layers_notes
 from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step, begin, input_dtype, make_scaler
@@ -214,6 +214,10 @@ class Bench:
         """Note the layers that the step whose gradients are in memory has skipped."""
         for note in skipped_layers_notes(self.model):
             self.messages.setdefault(note)
+
+    def one_step_noted(self) -> contextlib.AbstractContextManager[None]:
+        """Note if the step in the ``with`` block is one time step of a loop that the user's script runs."""
+        return one_step_noted(self.model, self.messages.setdefault)
 
     def step_at(self, batch: int, dims: Mapping[str, int]) -> Step:
         """Make a step at the sizes ``batch`` and ``dims``; of inputs from a file it takes the first samples."""

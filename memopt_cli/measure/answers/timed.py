@@ -263,7 +263,8 @@ def measure_peak_and_time(bench: Bench, step: Step) -> tuple[int, float]:
     if any(not optimizer.state for optimizer in step.optimizers()):
         _time_step(bench, step)  # the optimizer makes its state in its first update
     try:
-        allocated = allocated_by(bench, step)
+        with bench.one_step_noted():
+            allocated = allocated_by(bench, step)
     except Exception as error:
         if not is_out_of_memory(error):
             bench.begin(step)
@@ -341,7 +342,8 @@ def _take_checked(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
         output = step.run_checked_with(used.collect)
         updates |= used.gradients
     else:
-        output = step.run_checked()
+        with bench.one_step_noted():
+            output = step.run_checked()
         step.unscale_and_clip()
         step.update()
     synchronize(bench.settings.device)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from memopt_cli.errors import NothingFitsError, Terminated, VerificationError
+from memopt_cli.errors import NothingFitsError, VerificationError
 from memopt_cli.files.contents import fastest_data
 from memopt_cli.files.outputs import pair_paths
 from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
@@ -103,8 +103,8 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
     try:
         with session:
             job.search()
-    except KeyboardInterrupt as err:  # leaving the session has ended its subprocess
-        if isinstance(err, Terminated) or not job.runs.usable():
+    except KeyboardInterrupt:  # leaving the session has ended its subprocess
+        if not job.runs.usable():
             raise
         prepared.progress.interrupted("The search is interrupted: the best so far is verified. Ctrl-C again: stop.")
         job.interrupted = True

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from memopt_cli.errors import NothingFitsError, Terminated, UsageError
+from memopt_cli.errors import NothingFitsError, UsageError
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, advise_by_dry_runs, begin_advice
@@ -179,8 +179,8 @@ class _PlanSearch:
                 rows = [search.original, *self._search_plans(search)]
                 if search.traced.has_dry_runs:
                     self._begin_advice(rows, sessions)
-        except KeyboardInterrupt as err:  # leaving the sessions has ended their subprocess
-            if search is None or self._is_the_end(err):
+        except KeyboardInterrupt:  # leaving the sessions has ended their subprocess
+            if search is None or self._is_the_end:
                 raise
             rows = [search.original, *self._rows_so_far(search)]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # it may have been timed again in turns
@@ -195,17 +195,18 @@ class _PlanSearch:
         """
         try:
             return self.prover.prove(self.applied)
-        except KeyboardInterrupt as err:
+        except KeyboardInterrupt:
             has_searched = self.request.shown is None and any(not row.plan.is_empty for row in self.findings.rows)
-            if not has_searched or self.prover.has_failed or self._is_the_end(err):
+            if not has_searched or self.prover.has_failed or self._is_the_end:
                 raise
             self.prepared.progress.interrupted("Interrupted: the plan that was found is verified. Ctrl-C again: stop.")
             self.findings.interrupted = True
             return self.prover.prove(self.applied)
 
-    def _is_the_end(self, interruption: KeyboardInterrupt) -> bool:
-        """Return whether ``interruption`` ends the command: the second Ctrl-C, or the first where none is expected."""
-        return self.findings.interrupted or not self.request.interruptible or isinstance(interruption, Terminated)
+    @property
+    def _is_the_end(self) -> bool:
+        """Whether Ctrl-C or another signal ends the command now: a second one, or the first where none is expected."""
+        return self.findings.interrupted or not self.request.interruptible
 
     def _measure_picked(self, frontier: ShownFrontier, original: LevelRow) -> list[LevelRow]:
         """Measure the plan picked from ``frontier``, and return two rows: the original's and the plan's."""
@@ -240,8 +241,8 @@ class _PlanSearch:
             self.findings.advice = advice
         except UsageError:  # the advice says so
             return
-        except KeyboardInterrupt as err:
-            if self._is_the_end(err):
+        except KeyboardInterrupt:
+            if self._is_the_end:
                 raise
             prepared.progress.interrupted(NO_BATCH)
             self.findings.interrupted = True

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from memopt_cli.errors import Interrupted, MemoptError, NothingFitsError, Terminated
+from memopt_cli.errors import Interrupted, MemoptError, NothingFitsError
 from memopt_cli.files.contents import recommended_data, summary_json
 from memopt_cli.files.outputs import OutputPaths
 from memopt_cli.inputs.spec_text import parse_factory
@@ -74,9 +74,7 @@ class ResultWriter:
     def _ended_by(self) -> MemoptError | None:
         try:
             self._run_stages()
-        except KeyboardInterrupt as err:
-            if isinstance(err, Terminated):
-                raise
+        except KeyboardInterrupt:
             return self._with_hint(Interrupted("interrupted; what had been found is kept"))
         except MemoptError as err:
             return self._with_hint(err)

@@ -171,7 +171,10 @@ ON_A_GPU = (
     "capacity of 1.00 GiB of which 16.00 MiB is free. Of the allocated memory 512.00 MiB is allocated by PyTorch, and "
     "128.00 MiB is reserved by PyTorch but unallocated"
 )
-NO_LIMIT = "memory ran out, and the error does not say how much there was: add `--memory 16GiB`"
+NO_LIMIT = (
+    "memory ran out, and the error does not say how much there was: add `--memory 16GiB`, or give the `--log` that "
+    "explain_oom wrote"
+)
 ON_THE_CPU = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12"
 
 

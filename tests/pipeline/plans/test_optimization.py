@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -661,17 +661,13 @@ def test_ctrl_c_again_once_the_batch_is_given_up_stops(optimize: Memopt, monkeyp
     assert os.listdir() == ["net.pt"]
 
 
-def press(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def ended_once_lowered(answered: Callable[..., None], end: Callable[[], object]) -> list[int]:
-    """Call ``end`` in the dry run after the first that lowers the peak; return the peaks that were counted."""
+def ended_once_lowered(answered: Callable[..., None], sent: signal.Signals) -> list[int]:
+    """Send a signal in the dry run after the first that lowers the peak; return the peaks that were counted."""
     counted: list[int] = []
 
     def count(session: LocalSession, job: CountJob, ask: Callable[[CountJob], Any]) -> Any:
         if len(counted) > 1 and counted[-1] < counted[0]:
-            end()
+            signal.raise_signal(sent)
         found = ask(job)
         counted.append(found.allocated_peak_bytes)
         return found
@@ -681,12 +677,19 @@ def ended_once_lowered(answered: Callable[..., None], end: Callable[[], object])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("goal", [("--level", "4", "--max-slowdown", "none"), ("--budget", "55%"), ("--frontier",)])
-def test_ctrl_c_in_a_search_keeps_the_best_so_far(
-    goal: tuple[str, ...], optimize: Memopt, answered: Callable[..., None]
+@pytest.mark.parametrize(
+    ("sent", "goal"),
+    [
+        (signal.SIGTERM, ("--level", "4", "--max-slowdown", "none")),
+        (signal.SIGINT, ("--budget", "55%")),
+        (signal.SIGINT, ("--frontier",)),
+    ],
+)
+def test_a_signal_in_a_search_keeps_the_best_so_far(
+    sent: signal.Signals, goal: tuple[str, ...], optimize: Memopt, answered: Callable[..., None]
 ) -> None:
     torch.save(deep_net(), "net.pt")
-    counted = ended_once_lowered(answered, press)
+    counted = ended_once_lowered(answered, sent)
     done = optimize("net.pt", *SPEC, *goal, "--no-recommend-batch", "--json")
     assert done.code == 130
     found = "the frontier is made" if "--frontier" in goal else "the plan is the best"
@@ -701,15 +704,6 @@ def test_ctrl_c_in_a_search_keeps_the_best_so_far(
     if goal != ("--frontier",):
         assert summary.verification.passed
         assert segments(memopt_cli.load("net.memopt.pt"))
-
-
-@pytest.mark.slow
-def test_a_search_that_is_told_to_terminate_ends(optimize: Memopt, answered: Callable[..., None]) -> None:
-    torch.save(deep_net(), "net.pt")
-    ended_once_lowered(answered, lambda: signal.raise_signal(signal.SIGTERM))
-    done = optimize("net.pt", *SPEC, "--max-slowdown", "none")
-    assert (done.code, done.out) == (130, "")
-    assert os.listdir() == ["net.pt"]
 
 
 @pytest.mark.slow

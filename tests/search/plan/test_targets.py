@@ -124,6 +124,7 @@ def test_a_loop_over_several_layers_is_noted() -> None:
     looped = [root, *(replace(layer, calls=10) for layer in layers)]
     (note,) = loop_notes(looped)
     assert note.startswith("forward calls conv, cell, fc at least 10 times each, as a loop over time steps does.")
+    assert note.endswith("(docs/spiking.md has an example).")
     assert loop_notes([*looped[:-1], replace(layers[-1], calls=1)]) == []
     assert loop_notes(looped[:-1]) == []  # two layers alone
 
