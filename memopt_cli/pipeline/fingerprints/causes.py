@@ -47,8 +47,8 @@ EARLY_STOP = (
 )
 DRAWS = "the reference and the candidate draw different random numbers: seed both alike, and draw in the same order"
 OTHER_DRAWING = (
-    "the module returns a different output for the same input and the same random numbers: compare its settings, such "
-    "as the rate of a dropout, and how it draws"
+    "the module returns a different output for the same input and the same random numbers: compare its code and its "
+    "settings, such as the rate of a dropout, and how it draws"
 )
 DRAWS_COMPILED = (
     "torch.compile draws different random numbers from the uncompiled model; with the same ones "
