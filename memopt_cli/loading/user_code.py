@@ -73,7 +73,7 @@ class ClassNotFoundError(FileFormatError):
 class UserCode:
     """Files and folders whose classes are trusted.
 
-    A folder is put on ``sys.path``; for a file, its folder is.  A module that two of them have is imported from the first.
+    A folder is put on ``sys.path``; for a file, its folder is.  Of two modules of one name, the first is imported.
     Raises :class:`UsageError` for a path that is missing.
     """
 

@@ -320,8 +320,8 @@ def test_a_length_of_several_axes_and_inputs_is_read_at_all_of_them() -> None:
         TensorSpec(shape=("B",)),
         TensorSpec(shape=("B", "S"), name="mask"),
     )
-    for count, argument, axis in ((1, 0, (2, 3)), (2, 0, (2, 3)), (3, (0, 0, "mask"), (2, 3, 1))):
-        spec = InputSpec(tensors=tensors[:count], dims={"B": 1, "S": 8}, source="--input")
+    for number, argument, axis in ((1, 0, (2, 3)), (2, 0, (2, 3)), (3, (0, 0, "mask"), (2, 3, 1))):
+        spec = InputSpec(tensors=tensors[:number], dims={"B": 1, "S": 8}, source="--input")
         dimension = by_length.dimension_of(spec, "S")
         assert (dimension.argument, dimension.axis) == (argument, axis)
 
