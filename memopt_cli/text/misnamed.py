@@ -54,6 +54,9 @@ _ANY: Final = "NAME"
 _BUILDERS: Final = ("build", "make_model", "get_model", "create_model")
 _WRITE: Final = "build.py is a file that you write, of two lines: from net import Net; def build(): return Net()"
 
+_LONGEST_NAME: Final = 60
+"""Maximum number of characters of a class that a hint names."""
+
 
 def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[str] = ()) -> str:
     """Return a hint for ``weights``, a file that has no model: to name the folder, if it holds a model of a library.
@@ -68,16 +71,16 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
         which = _candidates(builder)
         return f"Name what builds the model{which}: {_with_weights(builder, weights)}"
     hint = "Name the function that builds the model, as build.py:build for build() in build.py"
-    return f"{hint}: {_suggest_weights(weights)}"
+    return f"{hint}: {suggest_weights(weights)}"
 
 
-def moved_hint(path: str, code_paths: Sequence[str] = ()) -> str:
+def moved_hint(path: str, code_paths: Sequence[str] = (), class_name: str = "") -> str:
     """Return a hint for the file at ``path``, whose model has a class that is not found.
 
-    ``code_paths``: as for :func:`build_hint`.
+    ``code_paths``: as for :func:`build_hint`; ``class_name``: of the model, with its module; empty if not known.
     """
     builder = _builder_among(code_paths)
-    typed = _with_weights(builder, path) if builder else _suggest_weights(path)
+    typed = _with_weights(builder, path) if builder else suggest_weights(path, class_name)
     return f"If the class was moved or renamed, its weights can be read without it: {typed}"
 
 
@@ -128,8 +131,11 @@ def _with_weights(builder: str, weights: str) -> str:
     return f"{quoted_path(builder)} `--weights {quoted_path(weights)}`"
 
 
-def _suggest_weights(weights: str) -> str:
-    return f"{_with_weights('build.py:build', weights)}; {_WRITE}"
+def suggest_weights(weights: str, class_name: str = "") -> str:
+    """Return what to type for the file ``weights``, and a function to write for ``class_name``, if that is known."""
+    name = class_name.rpartition(".")[2]
+    write = _WRITE.replace("Net", name) if name.isidentifier() and len(name) <= _LONGEST_NAME else _WRITE
+    return f"{_with_weights('build.py:build', weights)}; {write}"
 
 
 def missing_refusal(location: str) -> tuple[str, str]:
