@@ -333,7 +333,7 @@ RIGHT = {
 WRONG = {
     "RReLU in a checkpoint": Pair(rrelu, checkpointed, ROWS, "the recomputation stops before"),
     "dropout, compiled within a memory budget": Pair(
-        net(dropout=0.3), within_budget, ROWS, "torch.compile draws different"
+        net(dropout=0.3), within_budget, ROWS, "torch.compile uses different"
     ),
     "batch norm in a checkpoint": Pair(net(norm=True), checkpointed, ROWS, "a second time"),
     "adapters under a reentrant checkpoint": Pair(adapters, reentrant_adapters, IDS, "a reentrant checkpoint"),
@@ -342,7 +342,7 @@ WRONG = {
         net(dropout=0.3),
         functools.partial(checkpointed, use_reentrant=False, preserve_rng_state=False),
         ROWS,
-        "draws different random numbers",
+        "uses different random numbers",
     ),
 }
 

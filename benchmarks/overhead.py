@@ -255,8 +255,8 @@ def _chunked_row(norms: int, rounds: int) -> list[str]:
     chunk_s = (added_s + forward_s) / _CHUNKS
     # A layer is three operators; the pass up to norm number ``before`` ends with a convolution and that norm.
     passes = Passes(norms=norms, ops=sum(3 * before + 2 for before in range(norms)))
-    least_s = len(layers) * OP_S + norms * CONVOLUTION_S
-    rerun = Rerun(ops=len(layers), least_s=least_s, modules=len(layers) + 1, passes=passes)
+    min_s = len(layers) * OP_S + norms * CONVOLUTION_S
+    rerun = Rerun(ops=len(layers), min_s=min_s, modules=len(layers) + 1, passes=passes)
     # Norms run in all passes: 1 + 2 + ... + n in those that gather statistics, and n in the last.
     met = norms * (norms + 3) / 2
     left_s = chunk_s - rerun.overhead_s(segment) / _CHUNKS + met * NORM_S

@@ -90,7 +90,7 @@ def __dir__() -> list[str]:
 
 
 def _import_module(module: str) -> ModuleType:
-    # A name may first be used within a training, and rich, which the reports use, draws numbers when it is imported.
+    # A name may first be used within a training, and rich, for reports, uses random numbers when it is imported.
     position = random.getstate()
     try:
         return importlib.import_module(module)

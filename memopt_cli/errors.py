@@ -11,12 +11,12 @@
     │   ├── FileFormatError         3  the file is not a model that memopt can read
     │   ├── UnsafeFileError         4  reading the file would run code that the user has not vouched for
     │   ├── PlanError               3  a plan that does not fit the model
-    │   └── BaselineError           5  a baseline that is missing, or not comparable with what is measured now
+    │   └── BaselineError           5  a baseline that is missing, or not comparable with this measurement
     ├── StepError                   3  the model's training step cannot be run
     │   └── LossError               3  the user's loss raised an error
     ├── MeasurementError            3  a profiling subprocess gave no answer
     │   └── RankLostError           3  another rank of a group is gone, or does not answer
-    ├── ChangedFileError            3  the model's file is not what it was when the command began
+    ├── ChangedFileError            3  the model's file has changed since the command began
     ├── MemoryBudgetError           3  not even the smallest batch, or one copy of a tensor, fits in memory
     │   └── NothingFitsError        6  of all that was asked about, nothing fits the budget
     ├── WriteError                  3  the results could not be written
@@ -35,6 +35,8 @@ from typing import Final
 
 CHECK_FAILED: Final = 1
 """Exit code of a command whose report is negative: a limit was exceeded, or two steps differ."""
+_MAX_LINE_LENGTH = 2000
+"""Maximum number of characters that a line quotes: an error's text may hold a whole file."""
 
 
 class MemoptError(Exception):
@@ -154,14 +156,14 @@ class Interrupted(MemoptError):
     exit_code = 130
 
 
-def _tree(base: type[MemoptError]) -> Iterator[type[MemoptError]]:
+def _class_tree(base: type[MemoptError]) -> Iterator[type[MemoptError]]:
     """Yield ``base`` and all classes below it."""
     yield base
     for kind in base.__subclasses__():
-        yield from _tree(kind)
+        yield from _class_tree(kind)
 
 
-ERRORS: Final[Mapping[str, type[MemoptError]]] = {kind.__name__: kind for kind in _tree(MemoptError)}
+ERRORS: Final[Mapping[str, type[MemoptError]]] = {kind.__name__: kind for kind in _class_tree(MemoptError)}
 """Name -> class, for each class of the tree: a subprocess sends the name, and the parent raises the class again."""
 
 
@@ -186,13 +188,13 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return ``error`` as one line: its type, and the first line of its text, cut to :data:`_LONGEST_LINE` characters.
+    """Return ``error`` as one line: its type and the first line of its text, cut to :data:`_MAX_LINE_LENGTH`.
 
     A line that ends with a colon is joined with the next: ``backend='tvm' raised:`` says nothing by itself.  The file
     of a SyntaxError is named with its folder, which its own text leaves out.
     """
     if isinstance(error, SystemExit):
-        written = "".join(f": {note[:_LONGEST_LINE]}" for note in getattr(error, "__notes__", ()))
+        written = "".join(f": {note[:_MAX_LINE_LENGTH]}" for note in getattr(error, "__notes__", ()))
         return f"it called sys.exit({shorten(error.code)}){written}"
     whole, text = str(error), ""
     if isinstance(error, SyntaxError) and error.filename:
@@ -201,11 +203,7 @@ def first_line(error: BaseException) -> str:
         text = f"{text} {line}".lstrip()
         if not line.endswith(":"):
             break
-    return f"{type(error).__name__}: {text[:_LONGEST_LINE]}" if text else type(error).__name__
-
-
-_LONGEST_LINE = 2000
-"""Maximum number of characters that a line quotes: an error's text may hold a whole file."""
+    return f"{type(error).__name__}: {text[:_MAX_LINE_LENGTH]}" if text else type(error).__name__
 
 
 def printable(text: str) -> str:
@@ -231,10 +229,10 @@ class _Spelled:
 _SPELLED: Final = _Spelled()
 
 
-def shorten(value: object, most: int = 60) -> str:
-    """Return the ``repr`` of ``value``, from a file, cut to ``most`` characters for a message."""
-    text = repr(value[: most + 1]) if isinstance(value, str | bytes) else _REPR.repr(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def shorten(value: object, max_length: int = 60) -> str:
+    """Return the ``repr`` of ``value``, from a file, cut to ``max_length`` characters for a message."""
+    text = repr(value[: max_length + 1]) if isinstance(value, str | bytes) else _REPR.repr(value)
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
 def type_in_words(given: object) -> str:

@@ -19,13 +19,13 @@ from memopt_cli.api.arguments import (
     Loss,
     Named,
     Optimizer,
-    budget_of,
-    card_given,
-    checked_function,
-    functions_given,
-    given_inputs,
-    search_of,
-    settings_of,
+    StepArguments,
+    check_budget,
+    check_card,
+    check_function,
+    check_inputs_argument,
+    check_step,
+    resolve_search,
 )
 from memopt_cli.api.shown import Optimized, RanksRecommended
 from memopt_cli.errors import OptionError
@@ -116,7 +116,8 @@ def predict_rank(
     chosen = Plan() if plan is None else load_plan(plan)
     layout = layout_of(check_option("ranks", ranks), spreader.reference, mesh)
     ranks_asked(layout, check_option("rank", rank))
-    rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
+    step = check_step(loss, optimizer, accumulate, clip_norm, precision, "cpu", seed)
+    rank_step = _rank_step(build, inputs, dims, spreader, step)
     subject = replace(rank_step.subject, layout=layout, rank=rank)
     with (
         log_progress(verbose),
@@ -159,9 +160,10 @@ def recommend_ranks(
     """
     spreader = _function("parallelize", parallelize, "function")
     limit_s = check_option("timeout", timeout)
-    card = card_given(for_device, None)
+    card = check_card(for_device, None)
     chosen = None if plan is None else load_plan(plan)
-    rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
+    step = check_step(loss, optimizer, accumulate, clip_norm, precision, "cpu", seed)
+    rank_step = _rank_step(build, inputs, dims, spreader, step)
     request = BatchRequest(
         source=rank_step.subject.source,
         spec=rank_step.subject.spec,
@@ -217,15 +219,16 @@ def plan_rank(
     started, limit_s = time.monotonic(), check_option("timeout", timeout)
     spreader = _function("parallelize", parallelize, "function")
     layout = layout_of(check_option("ranks", ranks), spreader.reference, mesh)
-    rank_step = _rank_step(build, inputs, dims, spreader, loss, optimizer, accumulate, clip_norm, precision, seed)
+    step = check_step(loss, optimizer, accumulate, clip_norm, precision, "cpu", seed)
+    rank_step = _rank_step(build, inputs, dims, spreader, step)
     request = OptimizeRequest(
         source=rank_step.subject.source,
         spec=rank_step.subject.spec,
         settings=rank_step.subject.settings,
-        search=search_of(level=level, max_slowdown=max_slowdown, target=target, allow_inexact=allow_inexact),
-        goal=SearchGoal(budget=budget_of(budget)),
+        search=resolve_search(level=level, max_slowdown=max_slowdown, target=target, allow_inexact=allow_inexact),
+        goal=SearchGoal(budget=check_budget(budget)),
         search_limit_s=check_option_if_given("search_time", search_time),
-        card=card_given(for_device, None),
+        card=check_card(for_device, None),
         layout=layout,
         plan_only=True,
         unverified=unverified,
@@ -253,31 +256,26 @@ def _rank_step(
     inputs: Inputs,
     dims: Mapping[str, int] | None,
     spreader: UserFunction,
-    loss: Loss | None,
-    optimizer: Optimizer,
-    accumulate: int,
-    clip_norm: float | None,
-    precision: Precision,
-    seed: int,
+    step: StepArguments,
 ) -> _RankStep:
-    model, functions = _function("build", build, "model"), functions_given(loss, optimizer)
+    model = _function("build", build, "model")
     if model.function is None and not is_factory(model.reference):
         raise OptionError(f"build is {build!r}, which names no function", hint='Write "package.module:callable".')
-    spec_or_inputs = given_inputs(inputs, dims)
+    spec_or_inputs = check_inputs_argument(inputs, dims)
     subject = Subject(
         source=ModelSource(location=model.reference),
         spec=spec_or_inputs if isinstance(spec_or_inputs, InputSpec) else describe_inputs(spec_or_inputs),
-        settings=settings_of(*functions, accumulate, clip_norm, precision, "cpu", seed),
+        settings=step.settings,
         data="none",
     )
-    return _RankStep(subject=subject, model=model, functions=(spreader, *functions))
+    return _RankStep(subject=subject, model=model, functions=(spreader, *step.functions))
 
 
 def _function(name: str, value: Any, role: str) -> UserFunction:
     if value is None or isinstance(value, nn.Module):
         kind = "None" if value is None else f"a model ({type(value).__name__})"
         raise OptionError(f"{name} is {kind}, not a function", hint="Give a function, or text that names one.")
-    return locate_function(checked_function(name, value), role)
+    return locate_function(check_function(name, value), role)
 
 
 def _numbers(ranks: int | tuple[int, int]) -> tuple[int, ...]:

@@ -322,7 +322,7 @@ def _search_and_apply(
         )
         with replacing_plan(net) as carried:
             findings = find_and_verify(request, prepared, find_plan)
-            apply_plan(net, findings.plan)  # within the block, so that the old plan goes back on if this fails
+            apply_plan(net, findings.plan)  # in the with block, so that the old plan goes back on if this fails
         findings.notes[:0] = carried_note(carried, findings.plan)
         if resolved.options.warmup_in_main_process:
             progress.stage("warming up")
@@ -441,10 +441,7 @@ def _instance_paths(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[
 
 
 def _missing_segment_notes(net: nn.Module, instance: type | tuple[type, ...], findings: Findings) -> list[str]:
-    """Return a note for each class without a module that became a segment.
-
-    Empty if the plan has segments, or at level 0.
-    """
+    """Return a note for each class without a module that became a segment; none if the plan has any, or at level 0."""
     if findings.plan.segments or findings.selection is None:
         return []
     kinds = instance if isinstance(instance, tuple) else (instance,)

@@ -94,16 +94,21 @@ BEFORE_A_STEP = [
     ("compare good.pt plan.yaml", 5, ["good.pt is not a baseline: it is not JSON"]),
     ("compare plan.yaml good.pt", 5, ["plan.yaml is not a baseline: it is not JSON"]),
     ("optimize weights.pt", 3, ["2 tensors but no model", "build.py:build --weights weights.pt; build.py is a file"]),
-    ("optimize weights.pt -q", 3, ["In full: memopt optimize build.py:build --weights weights.pt -q"]),
+    ("optimize weights.pt -q", 3, ["The whole command: memopt optimize build.py:build --weights weights.pt -q"]),
     (
         "optimize weights.pt --code-path loss.py --code-path net.py",
         3,
         [
             "Name what builds the model: net.py:build --weights weights.pt\n",
-            "In full: memopt optimize net.py:build --weights weights.pt --code-path loss.py --code-path net.py\n",
+            "The whole command: memopt optimize net.py:build --weights weights.pt --code-path loss.py "
+            "--code-path net.py\n",
         ],
     ),
-    ("optimize one_file/model.safetensors --code-path net.py", 3, ["In full: memopt optimize net.py:build --weights"]),
+    (
+        "optimize one_file/model.safetensors --code-path net.py",
+        3,
+        ["The whole command: memopt optimize net.py:build --weights"],
+    ),
     ("optimize lost.pt --code-path net.py", 3, ["read without it: net.py:build --weights lost.pt\n"]),
     ("optimize lost.pt --code-path loss.py", 3, ["--code-path loss.py has no module lostpk", "--weights lost.pt"]),
     ("optimize https://a.b/model.pt", 2, ["memopt downloads nothing", "curl -LO https://a.b/model.pt"]),

@@ -125,7 +125,7 @@ IN_A_SUBPROCESS = [
     ("exits, its own child does not", "optimize faulty:LeavesOneBehind -i 2x3", 3, ["exit code 7"]),
     ("closes its pipe", "optimize faulty:ClosesItsPipe -i 2x3", 3, ["closed its pipe without an answer"]),
     ("sleeps for ever", "optimize faulty:Sleeps -i 2x3 --timeout 4", 3, ["time limit of 4 s", "--timeout"]),
-    ("runs out of memory", "optimize faulty:Starves -i 2x3 --level 0", 3, ["out of memory", "smaller batch"]),
+    ("runs out of memory", "optimize faulty:Starves -i 2x3 --level 0", 3, ["out of memory", "smaller inputs"]),
     ("raises", "optimize faulty:Raises -i 2x3", 3, ["forward of Raises raised ValueError: the model's own complaint"]),
     ("is killed", "baseline faulty:Killed -i 2x3", 3, ["the profiling subprocess was killed", "memory"]),
     ("runs out of memory", "check faulty:Starves --baseline Starves.json", 3, ["out of memory", "smaller inputs"]),
@@ -454,7 +454,7 @@ def test_fault_full_stdout(
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         done = memopt(*command.split())
-    said = ["the output could not be written in full: No space left on device", "Make room"]
+    said = ["the output could not be written in full: No space left on device", "Free space"]
     assert_failed(done, 3, said, written=written)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,9 +50,18 @@ Given = tuple[Any, ...] | Mapping[str, Any] | InputSpec
 """Inputs as positional or keyword values, or a description of their shapes."""
 
 _Function = TypeVar("_Function", bound="str | Callable[..., Any] | None")
+_ONE_SIZE_HINT = "Only memopt_cli.optimize takes a range, such as (64, 2048)."
+_LENGTHS_HINT = (
+    "Give the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
+)
+_LOSS_HINT = 'Give a function of the model\'s output, or the name of one, "file.py:function".'
+_OPTIMIZER_HINT = (
+    'Give text such as "adamw:fused", or a function that makes one for a model: '
+    "lambda model: torch.optim.AdamW(model.parameters())."
+)
 
 
-def checked_model(model: nn.Module) -> nn.Module:
+def check_model(model: nn.Module) -> nn.Module:
     """Return ``model`` if it is a model in memory.
 
     Raises :class:`OptionError` for any other object, and :class:`UsageError` for a BatchModule.
@@ -67,41 +77,52 @@ def checked_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def functions_given(loss: Loss | None, optimizer: Optimizer) -> tuple[UserFunction, UserFunction]:
+def check_functions(loss: Loss | None, optimizer: Optimizer) -> tuple[UserFunction, UserFunction]:
     """Return ``loss`` and ``optimizer`` as profiling jobs refer to them.
 
     Raises :class:`OptionError` for an object that cannot be called.
     """
-    return locate_function(checked_function("loss", loss), "loss"), locate_function(
-        checked_function("optimizer", optimizer), "optimizer"
+    return locate_function(check_function("loss", loss), "loss"), locate_function(
+        check_function("optimizer", optimizer), "optimizer"
     )
 
 
-def settings_of(
-    loss: UserFunction,
-    optimizer: UserFunction,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArguments:
+    """Settings of a step, and the user's functions that it calls: loss and optimizer."""
+
+    settings: StepSettings
+    functions: tuple[UserFunction, UserFunction]
+
+
+def check_step(
+    loss: Loss | None,
+    optimizer: Optimizer,
     accumulate: int,
     clip_norm: float | None,
     precision: Precision,
     device: str | torch.device | None,
     seed: int,
-) -> StepSettings:
-    """Return the settings of a step with these arguments.
+) -> StepArguments:
+    """Return the settings and functions of a step with these arguments.
 
-    Raises :class:`OptionError` for a value out of its range, and :class:`UsageError` for an unknown device.
+    Raises :class:`OptionError` for a value of a wrong type or out of its range, :class:`UsageError` for an unknown
+    device.
     """
-    return StepSettings(
+    functions = check_functions(loss, optimizer)
+    settings = StepSettings(
         device=process_device() if device is None else resolve_device(parse_device(str(device))),
         precision=check_option("precision", precision),
-        loss=loss.reference or None,
-        optimizer=optimizer.reference,
+        loss=functions[0].reference or None,
+        optimizer=functions[1].reference,
         micro_batches=check_option("accumulate", accumulate),
         clip_norm=check_option_if_given("clip_norm", clip_norm),
         seed=check_option("seed", seed),
     )
+    return StepArguments(settings=settings, functions=functions)
 
 
-def card_given(
+def check_card(
     for_device: str | os.PathLike[str] | DeviceProfile | None, device: str | torch.device | None
 ) -> DeviceProfile | None:
     """Return the card that ``for_device`` names, a device that this machine need not have; ``None`` if it is ``None``.
@@ -122,7 +143,7 @@ def card_given(
     return card
 
 
-def search_of(
+def resolve_search(
     *,
     level: int | None,
     max_slowdown: float | None = None,
@@ -136,7 +157,7 @@ def search_of(
     return resolve(
         SearchOverrides(
             level=level,
-            targets=checked_names("target", target),
+            targets=check_names("target", target),
             allow_inexact=bool(allow_inexact),
             max_slowdown=max_slowdown,
             offload=offload,
@@ -146,7 +167,7 @@ def search_of(
     )
 
 
-def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
+def check_inputs_argument(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
     """Return ``inputs`` as arguments of ``forward``, or, if they are text, as a description with the sizes ``dims``.
 
     Raises :class:`OptionError` for values of other types, :class:`UsageError` for text that is not a description.
@@ -154,7 +175,7 @@ def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
     texts = [inputs] if isinstance(inputs, str) else inputs
     if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
         tensors = tuple(parse_tensor(str(text)) for text in texts)
-        sizes = _sizes(dims)
+        sizes = _check_dims(dims)
         check_inputs(tensors, sizes)
         require_used(sizes, tensors, "inputs")
         return InputSpec(tensors=tensors, dims=sizes, source="inputs")
@@ -172,20 +193,17 @@ def given_inputs(inputs: Inputs, dims: Mapping[str, int] | None) -> Given:
     )
 
 
-def _sizes(dims: Mapping[str, int] | None) -> dict[str, int]:
+def _check_dims(dims: Mapping[str, int] | None) -> dict[str, int]:
     if not isinstance(dims, Mapping | None):
         raise OptionError(f"dims is {for_message(dims)}", hint='Give the size of each symbol: {"B": 16}.')
-    return {name: _size(name, size) for name, size in (dims or {}).items()}
+    return {name: _check_dim(name, size) for name, size in (dims or {}).items()}
 
 
-def _size(name: str, given: object) -> int:
+def _check_dim(name: str, given: object) -> int:
     if isinstance(given, tuple | list):
-        raise OptionError(f"dims[{name!r}] is {type_in_words(given)}; it must be one size", hint=_ONE_SIZE)
+        raise OptionError(f"dims[{name!r}] is {type_in_words(given)}; it must be one size", hint=_ONE_SIZE_HINT)
     size: int = check_option(f"dims[{name!r}]", given, Whole(1))
     return size
-
-
-_ONE_SIZE = "Only memopt_cli.optimize takes a range, such as (64, 2048)."
 
 
 def split_range(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | None, DimRange | None]:
@@ -211,7 +229,7 @@ def split_range(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | Non
     return dict(dims), None
 
 
-def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
+def check_lengths(given: Lengths | None) -> str | dict[int, int] | None:
     """Return ``given`` as the path of a file, or as length -> number of its inputs.
 
     Raises :class:`OptionError` if it is neither a path nor whole numbers.
@@ -231,33 +249,28 @@ def lengths_given(given: Lengths | None) -> str | dict[int, int] | None:
     return dict(sorted(counts.items()))
 
 
-_LENGTHS_HINT = (
-    "Give the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
-)
-
-
-def budget_of(given: str | float | None) -> Budget | None:
+def check_budget(given: str | float | None) -> Budget | None:
     """Return ``given`` as a budget; ``None`` if it is ``None``."""
     return None if given is None else Budget.from_amount(check_option("budget", given))
 
 
-def path_given(name: str, given: str | os.PathLike[str]) -> Path:
+def check_path(name: str, given: str | os.PathLike[str]) -> Path:
     """Return ``given``, the argument ``name``, as a path.  Raises :class:`OptionError` if it cannot be one."""
     if not isinstance(given, str | os.PathLike):
         raise OptionError(f"{name} is {for_message(given)}", hint="Give the path of a file.")
     return Path(given)
 
 
-def checked_names(name: str, given: object) -> tuple[str, ...]:
+def check_names(name: str, given: object) -> tuple[str, ...]:
     """Return the name or names in ``given``, where a class gives its own name.
 
     Raises :class:`OptionError` for other types.
     """
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    return tuple(checked_text(name, each) for each in several)
+    return tuple(check_text(name, each) for each in several)
 
 
-def checked_text(name: str, given: object) -> str:
+def check_text(name: str, given: object) -> str:
     """Return ``given`` if it is text, or its name if it is a class.  Raises :class:`OptionError` for anything else."""
     text = given.__name__ if isinstance(given, type) else given
     if not isinstance(text, str):
@@ -265,7 +278,7 @@ def checked_text(name: str, given: object) -> str:
     return text
 
 
-def checked_function(name: str, given: _Function) -> _Function:
+def check_function(name: str, given: _Function) -> _Function:
     """Return ``given`` if it is a function, text that names one, or ``None``.
 
     Raises :class:`OptionError` for anything else, even a model or a class of optimizers: ``torch.optim.AdamW`` can
@@ -274,13 +287,6 @@ def checked_function(name: str, given: _Function) -> _Function:
     is_class = isinstance(given, type) and issubclass(given, torch.optim.Optimizer | nn.Module)
     is_wrong = given is not None and not isinstance(given, str) and (is_class or not callable(given))
     if is_wrong or (name == "loss" and isinstance(given, str) and ":" not in given):
-        hint = _MAKE_OPTIMIZER if name == "optimizer" else _LOSS
+        hint = _OPTIMIZER_HINT if name == "optimizer" else _LOSS_HINT
         raise OptionError(f"{name} is {for_message(given)}", hint=hint)
     return given
-
-
-_LOSS = 'Give a function of the model\'s output, or the name of one, "file.py:function".'
-_MAKE_OPTIMIZER = (
-    'Give text such as "adamw:fused", or a function that makes one for a model: '
-    "lambda model: torch.optim.AdamW(model.parameters())."
-)

@@ -31,10 +31,10 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     head = ["# Left out, having no plain form:", *left_out, ""] if left_out else []
     source = inspect.getsource(plain)
     table = {s.path: () if _keeps_around_others(s, plan) else s.keep for s in plan.segments if not s.through_loss}
-    return "\n".join([*head, source.replace(": dict[str, tuple[str, ...]] = {}", _table(table), 1)])
+    return "\n".join([*head, source.replace(": dict[str, tuple[str, ...]] = {}", _table_code(table), 1)])
 
 
-def _table(rows: Mapping[str, tuple[str, ...]]) -> str:
+def _table_code(rows: Mapping[str, tuple[str, ...]]) -> str:
     """Return the code `` = {…}`` of a dictionary with ``rows``, which replaces the empty one of ``SEGMENTS``."""
     lines = (f"    {key!r}: {value!r},\n" for key, value in rows.items())
     return " = {\n" + "".join(lines) + "}" if rows else " = {}"

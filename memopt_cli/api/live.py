@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -23,17 +23,18 @@ from memopt_cli.api.arguments import (
     Loss,
     Named,
     Optimizer,
-    budget_of,
-    card_given,
-    checked_model,
-    checked_names,
-    checked_text,
-    functions_given,
-    given_inputs,
-    lengths_given,
-    path_given,
-    search_of,
-    settings_of,
+    StepArguments,
+    check_budget,
+    check_card,
+    check_functions,
+    check_inputs_argument,
+    check_lengths,
+    check_model,
+    check_names,
+    check_path,
+    check_step,
+    check_text,
+    resolve_search,
     split_range,
 )
 from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
@@ -42,7 +43,6 @@ from memopt_cli.files.contents import load_plan
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.measure.devices import resolve_device
-from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, advise
 from memopt_cli.pipeline.batches.fastest import fastest_prepared
 from memopt_cli.pipeline.batches.recommendation import recommend_prepared
@@ -70,7 +70,6 @@ from memopt_cli.records import (
     Precision,
     ProfileRequest,
     SearchGoal,
-    StepSettings,
 )
 from memopt_cli.records.progress import log_progress
 from memopt_cli.runtime.places.disk import set_offload_folder
@@ -78,6 +77,8 @@ from memopt_cli.text.options import check_option, check_option_if_given
 from memopt_cli.text.spelling import warn_if_unchanged, with_python_spelling
 from memopt_cli.text.writing import check_targets
 from memopt_cli.training.apply import apply_plan, replacing_plan
+
+_ADD_SEARCH_HINT = "Add search=True."
 
 
 @with_python_spelling()
@@ -161,8 +162,8 @@ def optimize(
     device:
         The device to measure on.  By default this process's, as its launcher set it.
     process_group:
-        A group whose ranks all make this call, each with its copy of the model.  The first rank searches; all ranks get
-        its plan and check that they have the same.  An error on one rank is raised on all.  ``None`` for no group.
+        A group whose ranks all make this call, each with its copy of the model; ``None`` for no group.  The first rank
+        searches; all ranks get its plan and check that they have the same.  An error on one rank is raised on all.
     timeout:
         Seconds that each answer of a profiling subprocess may take.
     verbose:
@@ -179,17 +180,17 @@ def optimize(
     """
 
     def optimized() -> Optimized:
-        card = card_given(for_device, device)
-        step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
+        card = check_card(for_device, device)
+        step = check_step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
         limit_s = check_option("timeout", timeout)
         sizes, varied = split_range(dims)
-        given = given_inputs(inputs, sizes)
+        given = check_inputs_argument(inputs, sizes)
         wants_batch = recommend_batch and card is None
         request = OptimizeRequest(
-            source=_source(model),
+            source=_source_of(model),
             spec=None,
             settings=step.settings,
-            search=search_of(
+            search=resolve_search(
                 level=level,
                 max_slowdown=max_slowdown,
                 target=target,
@@ -198,11 +199,11 @@ def optimize(
                 host_memory=host_memory,
                 optimizer_in_backward=optimizer_in_backward,
             ),
-            goal=SearchGoal(budget=budget_of(budget)),
+            goal=SearchGoal(budget=check_budget(budget)),
             dim_range=varied,
-            lengths=lengths_given(lengths),
+            lengths=check_lengths(lengths),
             search_limit_s=check_option_if_given("search_time", search_time),
-            backend=None if compile is None else checked_text("compile", compile),
+            backend=None if compile is None else check_text("compile", compile),
             recommend_batch=wants_batch,
             confirm_batch=wants_batch,
             card=card,
@@ -210,7 +211,7 @@ def optimize(
         )
         return _search(request, model, given, step, limit_s, verbose)
 
-    result = on_every_rank(checked_model(model), process_group, optimized, lambda result: result.plan)
+    result = on_every_rank(check_model(model), process_group, optimized, lambda result: result.plan)
     warn_if_unchanged(result.summary.unchanged)
     return result
 
@@ -246,12 +247,12 @@ def frontier(
     function leaves the model as it is.  ``max_slowdown``: by default 10.  For other arguments and
     errors, see ``optimize``.
     """
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    step = check_step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     request = OptimizeRequest(
-        source=_source(model),
+        source=_source_of(model),
         spec=None,
         settings=step.settings,
-        search=search_of(
+        search=resolve_search(
             level=level,
             max_slowdown=max_slowdown,
             target=target,
@@ -261,13 +262,13 @@ def frontier(
             optimizer_in_backward=optimizer_in_backward,
         ),
         goal=SearchGoal(frontier=True),
-        backend=None if compile is None else checked_text("compile", compile),
+        backend=None if compile is None else check_text("compile", compile),
         search_limit_s=check_option_if_given("search_time", search_time),
         recommend_batch=False,
         interruptible=True,
     )
     limit_s = check_option("timeout", timeout)
-    return _search(request, model, given_inputs(inputs, dims), step, limit_s, verbose)
+    return _search(request, model, check_inputs_argument(inputs, dims), step, limit_s, verbose)
 
 
 @with_python_spelling()
@@ -299,19 +300,19 @@ def profile(
 
     For other arguments and errors, see ``optimize``.
     """
-    card = card_given(for_device, device)
+    card = check_card(for_device, device)
     limit_s = check_option("timeout", timeout)
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
+    step = check_step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     request = ProfileRequest(
-        source=_source(model),
+        source=_source_of(model),
         spec=None,
         settings=step.settings,
         fake=fake,
         card=card,
-        backend=None if compile is None else checked_text("compile", compile),
+        backend=None if compile is None else check_text("compile", compile),
     )
     chosen = Plan() if plan is None else load_plan(plan)
-    with _prepare(model, given_inputs(inputs, dims), step, limit_s, verbose) as prepared:
+    with _prepare(model, check_inputs_argument(inputs, dims), step, limit_s, verbose) as prepared:
         return Profiled(profile_prepared(request, prepared.without_carried(LEFT_OUT_NOTE), chosen))
 
 
@@ -355,11 +356,11 @@ def recommend_batch(
     ``torch.compile``, to find the batch whose compiled step fits.  ``for_device``: estimate the largest batch on a GPU
     that is not here, as ``--for``, without running anything.  For other arguments and errors, see ``optimize``.
     """
-    card = card_given(for_device, device)
+    card = check_card(for_device, device)
     limit_s = check_option("timeout", timeout)
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
+    step = check_step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
     spec = _description(inputs, dims)
-    plans = search_of(level=level, target=target, allow_inexact=allow_inexact)
+    plans = resolve_search(level=level, target=target, allow_inexact=allow_inexact)
     if search and plan is not None:
         raise OptionError(
             "`--search` looks for the plan: `--plan` cannot be combined with it", hint="Leave one of them out."
@@ -369,7 +370,7 @@ def recommend_batch(
             "level, target, allow_inexact and search_time apply only to a search for plans", hint=_ADD_SEARCH_HINT
         )
     request = BatchRequest(
-        source=_source(model),
+        source=_source_of(model),
         spec=spec,
         settings=step.settings,
         memory=check_option("memory", memory),
@@ -380,7 +381,7 @@ def recommend_batch(
         search_limit_s=check_option_if_given("search_time", search_time),
         longest_step_s=check_option("longest_step", longest_step),
         card=card,
-        backend=None if compile is None else checked_text("compile", compile),
+        backend=None if compile is None else check_text("compile", compile),
     )
     chosen = None if plan is None else load_plan(plan)
     with _prepare(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
@@ -413,13 +414,13 @@ def baseline(
     used, as in ``recommend_batch``.  ``force``: replace an existing file.
     For other arguments and errors, see ``optimize``.
     """
-    path = path_given("output", output)
+    path = check_path("output", output)
     limit_s = check_option("timeout", timeout)
     check_targets([path], force=force)
-    step = _step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
+    step = check_step(loss, optimizer, accumulate, clip_norm, precision, device, seed)
     with _prepare(model, _description(inputs, dims), step, limit_s, verbose) as prepared:
         request = BaselineRequest(
-            source=_source(model),
+            source=_source_of(model),
             spec=prepared.subject.spec,
             settings=step.settings,
             output=str(path),
@@ -448,52 +449,28 @@ def check(
     metric grew by more than that; ``result.exceeded`` lists those that did.  Raises ``BaselineError`` if the baseline
     is missing, or describes another step.
     """
-    limits = tuple(map(parse_limit, checked_names("fail_on", fail_on)))
+    limits = tuple(map(parse_limit, check_names("fail_on", fail_on)))
     if not limits:
         raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
-    functions = functions_given(loss, optimizer)
+    functions = check_functions(loss, optimizer)
     limit_s = check_option("timeout", timeout)
     spec = _description(inputs, dims)
     request = CheckRequest(
-        source=_source(model),
-        baseline_path=str(path_given("baseline", baseline)),
+        source=_source_of(model),
+        baseline_path=str(check_path("baseline", baseline)),
         limits=limits,
         spec=spec,
         loss=functions[0].reference or None,
         optimizer=functions[1].reference or None,
     )
     before, request, settings = step_of_baseline(request)
-    step = _Step(settings=replace(settings, device=resolve_device(settings.device)), functions=functions)
+    step = StepArguments(settings=replace(settings, device=resolve_device(settings.device)), functions=functions)
     with _prepare(model, spec, step, limit_s, verbose) as prepared:
         return Checked(check_prepared(request, before, prepared))
 
 
-_ADD_SEARCH_HINT = "Add search=True."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """Settings of a step, and the user's functions that it calls: loss and optimizer."""
-
-    settings: StepSettings
-    functions: tuple[UserFunction, UserFunction]
-
-
-def _step(
-    loss: Loss | None,
-    optimizer: Optimizer,
-    accumulate: int,
-    clip_norm: float | None,
-    precision: Precision,
-    device: str | torch.device | None,
-    seed: int,
-) -> _Step:
-    functions = functions_given(loss, optimizer)
-    return _Step(settings=settings_of(*functions, accumulate, clip_norm, precision, device, seed), functions=functions)
-
-
 def _search(
-    request: OptimizeRequest, model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool
+    request: OptimizeRequest, model: nn.Module, given: Given, step: StepArguments, timeout_s: float, verbose: bool
 ) -> Optimized:
     started = time.monotonic()
     with _prepare(model, given, step, timeout_s, verbose) as prepared:
@@ -535,16 +512,18 @@ def _replace_plan(model: nn.Module, findings: Findings) -> None:
 
 
 @contextlib.contextmanager
-def _prepare(model: nn.Module, given: Given, step: _Step, timeout_s: float, verbose: bool) -> Iterator[Prepared]:
-    prepare = prepared_model(checked_model(model), given, step.settings, step.functions)
+def _prepare(
+    model: nn.Module, given: Given, step: StepArguments, timeout_s: float, verbose: bool
+) -> Iterator[Prepared]:
+    prepare = prepared_model(check_model(model), given, step.settings, step.functions)
     with log_progress(verbose) as progress, processes.keep_server(), prepare as prepared:
         yield prepared.with_progress(progress, timeout_s)
 
 
-def _source(model: nn.Module) -> ModelSource:
+def _source_of(model: nn.Module) -> ModelSource:
     return ModelSource(location=type(model).__name__)
 
 
 def _description(inputs: Inputs, dims: Mapping[str, int] | None) -> InputSpec:
-    given = given_inputs(inputs, dims)
+    given = check_inputs_argument(inputs, dims)
     return given if isinstance(given, InputSpec) else describe_inputs(given)

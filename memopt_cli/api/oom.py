@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from memopt_cli.api.arguments import path_given
+from memopt_cli.api.arguments import check_path
 from memopt_cli.batching.memory import status_bytes
 from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 from memopt_cli.pipeline.out_of_memory.process_limits import ProcessLimit, limits_line
@@ -30,17 +30,17 @@ _OWN_LOSS = "--loss train.py:loss"
 
 @contextlib.contextmanager
 def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
-    """Write files that explain an out-of-memory error inside the block, and raise the error again.
+    """Write files that explain an out-of-memory error in the ``with`` block, and raise the error again.
 
     Use it as ``with memopt_cli.explain_oom(): train()`` under ``if __name__ == "__main__":``, or as
     ``@memopt_cli.explain_oom()`` above a function.
 
     ``path``: the files' path without ending.  ``.log`` gets the traceback, and on Linux the process's size and limits
     if the CPU's memory ran out.  On a GPU, ``.snapshot.pickle`` gets the allocator's snapshot: which line of code
-    allocated what; stacks are recorded inside the block for that.  Existing files are replaced.  A note on the error
+    allocated what; stacks are recorded there for that.  Existing files are replaced.  A note on the error
     has the command to type.  Raises ``OptionError`` for a path of another type.
     """
-    base = path_given("path", path)
+    base = check_path("path", path)
     if not torch.cuda.is_available():
         # An optimizer loads much of PyTorch. Loaded here, it counts as held before the block, not as tensors' memory.
         torch.optim.SGD([torch.zeros(1, requires_grad=True, device="cpu")])
@@ -67,30 +67,30 @@ def _is_of_loading(error: BaseException | None) -> bool:
 def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> str:
     """Write the files that explain ``error``, and return a note with the command to type, or why writing failed."""
     try:
-        files = _files(error, base, sizes_before)
+        files = _files_by_path(error, base, sizes_before)
         write_all({path: content(data) for path, (_, data) in files.items()}, force=True)
     except Exception as failed:  # such as a full disk, which must not hide the out-of-memory error
         return f"memopt could not write the files that explain it: {failed}"
     flags = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
     if _is_of_loading(error):
         return f"memopt explain {flags}"
-    model = _model(error)
+    model = _model_builder(error)
     command = " ".join(
-        filter(None, [f"memopt explain {model or 'MODEL'} -i SHAPE", _script(), _optimizer(error), flags])
+        filter(None, [f"memopt explain {model or 'MODEL'} -i SHAPE", _trust_script_flag(), _optimizer(error), flags])
     )
     meant = "MODEL is a saved model, or net.py:build for a function that makes it"
     if model:
-        meant = f"{model} is made without arguments: else name a function of yours that makes it"
+        meant = f"{model} is made without arguments: else name your function that makes it"
     return (
         f"memopt explain {flags}\n"
         f"and to find what would fit: {command}\n"
         f"{meant}; SHAPE a batch's shape, 64x3x224x224 or 64x128@int64=0..32000; "
         f"add {_OWN_LOSS} if it has a loss of its own"
-        f"{_guard()}"
+        f"{_missing_guard_line()}"
     )
 
 
-def _guard() -> str:
+def _missing_guard_line() -> str:
     """Return a line that asks for the guard of the running script, which the command imports; empty if it has one."""
     path = _running_script()
     try:
@@ -102,7 +102,7 @@ def _guard() -> str:
     return f'\nthe command imports {path}: first put what trains there under if __name__ == "__main__":'
 
 
-def _script() -> str:
+def _trust_script_flag() -> str:
     """Return the flag that lets classes of the running script be imported; empty in a notebook."""
     path = _running_script()
     return f"--code-path {quoted_path(path)}" if path else ""
@@ -113,7 +113,7 @@ def _running_script() -> str | None:
     return getattr(sys.modules.get("__main__"), "__file__", None)
 
 
-def _model(error: Exception) -> str:
+def _model_builder(error: Exception) -> str:
     """Return ``train.py:Net`` for the model that ran in ``error``, if the running script can make one; else empty.
 
     The model is the module with most parameters among the local variables of the error's frames.  The script can make
@@ -151,12 +151,12 @@ def _optimizer(error: Exception) -> str:
     return ""
 
 
-def _files(error: Exception, base: Path, sizes_before: dict[str, int]) -> dict[Path, tuple[str, bytes]]:
+def _files_by_path(error: Exception, base: Path, sizes_before: dict[str, int]) -> dict[Path, tuple[str, bytes]]:
     """Return path -> the flag of ``memopt explain`` that reads the file, and its contents, for ``error``."""
     log, snapshot = base.with_name(f"{base.name}.log"), base.with_name(f"{base.name}.snapshot.pickle")
     text = "".join(traceback.format_exception(error))
     if not isinstance(error, torch.OutOfMemoryError):  # the CPU's memory ran out
-        text += _limits(sizes_before)
+        text += _limits_line(sizes_before)
     files = {log: ("--log", text.encode(errors="backslashreplace"))}
     if torch.cuda.is_available():
         files[snapshot] = ("--snapshot", pickle.dumps(memory_snapshot()))
@@ -169,11 +169,13 @@ def _process_sizes() -> dict[str, int]:
     return {name: status_bytes(name) for name in names}
 
 
-def _limits(sizes_before: dict[str, int]) -> str:
+def _limits_line(sizes_before: dict[str, int]) -> str:
     """Return a line with this process's limits and sizes, now and before the block, that ``memopt explain`` reads."""
     if not sizes_before:
         return ""
-    sizes, memory, (space, _) = _process_sizes(), device_capacity("cpu"), resource.getrlimit(resource.RLIMIT_AS)
+    sizes = _process_sizes()
+    memory = device_capacity("cpu")
+    (space, _) = resource.getrlimit(resource.RLIMIT_AS)
 
     def limit(name: str, limit_bytes: int, size: str, peak: str) -> ProcessLimit:
         # The error has freed memory on its way here, so the peak counts, unless it was reached before the block.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from memopt_cli.api.arguments import budget_of, search_of
+from memopt_cli.api.arguments import check_budget, resolve_search
 from memopt_cli.measure import processes
 from memopt_cli.measure.devices import process_device
 from memopt_cli.pipeline.live.model import find_and_verify, refuse_recursion
@@ -64,8 +64,8 @@ def optimize_step(
         source=ModelSource(location=STEP),
         spec=None,
         settings=settings,
-        search=search_of(level=level, max_slowdown=max_slowdown, offload=offload, host_memory=host_memory),
-        goal=SearchGoal(budget=budget_of(budget)),
+        search=resolve_search(level=level, max_slowdown=max_slowdown, offload=offload, host_memory=host_memory),
+        goal=SearchGoal(budget=check_budget(budget)),
         recommend_batch=False,
         interruptible=True,
     )

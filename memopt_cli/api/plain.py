@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 SEGMENTS: dict[str, tuple[str, ...]] = {}
-"""Path of what is run again in backward, a module or layers as ``features.0-2`` -> operators whose outputs are kept."""
+"""Path of a module, or of layers as ``features.0-2``, that backward runs again -> operators whose outputs are kept."""
 
 
 def checkpoint_segments(model: nn.Module) -> nn.Module:
     """Make segments of what the table names in ``model``, in place: all, or with an error none."""
-    segments = [(*_find(model, path), kept) for path, kept in SEGMENTS.items()]
+    segments = [(*_find_layers(model, path), kept) for path, kept in SEGMENTS.items()]
     runs: dict[nn.Module, list[tuple[str, str, tuple[str, ...]]]] = {}
     for module, run, kept in segments:
         if run is not None:
@@ -42,7 +42,7 @@ def _names_in(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
 
 
-def _find(model: nn.Module, path: str) -> tuple[nn.Module, tuple[str, str] | None]:
+def _find_layers(model: nn.Module, path: str) -> tuple[nn.Module, tuple[str, str] | None]:
     """Find the module at ``path``; or an nn.Sequential, and its first and last layer that are one segment."""
     module, run = model, None
     for name in path.split(".") if path else ():
@@ -91,7 +91,7 @@ def _contexts(
     buffers = _Buffers(modules)
     if not kept:
         return buffers.first_run(), buffers.second_run()
-    first, second = create_selective_checkpoint_contexts(_policy(kept))
+    first, second = create_selective_checkpoint_contexts(_keeping_policy(kept))
     return _both(buffers.first_run(), first), _both(buffers.second_run(), second)
 
 
@@ -113,17 +113,17 @@ class _Buffers:
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
-        begun = {place: self._at(place) for place in self._places}
+        begun = {place: self._buffer_at(place) for place in self._places}
         values = {place: None if buffer is None else buffer.clone() for place, buffer in begun.items()}
         yield
         for place, value in values.items():
-            buffer = self._at(place)
+            buffer = self._buffer_at(place)
             if buffer is not begun[place] or (buffer is not None and value is not None and not buffer.equal(value)):
                 self._before[place] = value
 
     @contextmanager
     def second_run(self) -> Iterator[None]:
-        now = {place: self._at(place) for place in self._places}
+        now = {place: self._buffer_at(place) for place in self._places}
         try:
             for (part, name), value in self._before.items():
                 part._buffers[name] = None if value is None else value.clone()
@@ -133,12 +133,12 @@ class _Buffers:
                 part._buffers[name] = buffer
 
     @staticmethod
-    def _at(place: tuple[nn.Module, str]) -> Tensor | None:
+    def _buffer_at(place: tuple[nn.Module, str]) -> Tensor | None:
         part, name = place
         return part._buffers[name]
 
 
-def _policy(kept: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
+def _keeping_policy(kept: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
     """Return the policy that keeps the outputs of the operators ``kept``: ``aten::addmm#2`` is a run's second call."""
     calls: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 

@@ -15,20 +15,19 @@ from memopt_cli.api.arguments import (
     Inputs,
     Loss,
     Optimizer,
-    checked_model,
-    functions_given,
-    given_inputs,
-    settings_of,
+    StepArguments,
+    check_inputs_argument,
+    check_model,
+    check_step,
 )
 from memopt_cli.api.shown import Shown
 from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.measure import processes
-from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.equivalence import compare_prepared
 from memopt_cli.pipeline.live.model import also_prepared_model, refuse_recursion
 from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import Equivalence, InputSpec, Precision, StepSettings
+from memopt_cli.records import Equivalence, InputSpec, Precision
 from memopt_cli.records.progress import log_progress
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
 from memopt_cli.text.options import check_option
@@ -86,16 +85,15 @@ def verify(
     parameters or the reference cannot be trained, and other errors of ``memopt_cli.errors``.
     """
     started = time.monotonic()
-    functions = functions_given(loss, optimizer)
-    settings = settings_of(*functions, 1, clip_norm, precision, device, seed)
+    step = check_step(loss, optimizer, 1, clip_norm, precision, device, seed)
     count, limit_s = check_option("steps", steps), check_option("timeout", timeout)
-    given = given_inputs(inputs, dims)
+    given = check_inputs_argument(inputs, dims)
     with (
         log_progress(verbose) as progress,
         processes.keep_server(),
         refuse_recursion(),
-        _prepare("reference", reference, given, settings, functions) as one,
-        _prepare("candidate", candidate, given, settings, functions) as other,
+        _prepare("reference", reference, given, step) as one,
+        _prepare("candidate", candidate, given, step) as other,
     ):
         one, other = (replace(side, timeout_s=limit_s, progress=progress) for side in (one, other))
         equivalence = compare_prepared(one, other, count)
@@ -106,14 +104,12 @@ def verify(
 
 
 @contextlib.contextmanager
-def _prepare(
-    name: str, trained: Trained, given: Given, settings: StepSettings, functions: tuple[UserFunction, UserFunction]
-) -> Iterator[Prepared]:
+def _prepare(name: str, trained: Trained, given: Given, step: StepArguments) -> Iterator[Prepared]:
     if isinstance(trained, nn.Module):
-        model = checked_model(trained)
+        model = check_model(trained)
         _refuse_hooks_on_gradients(name, model)
         obstacle = "a file holds no compiled model" if any(map(is_compiled, model.modules())) else ""
-        with also_prepared_model(model, given, settings, functions, obstacle) as prepared:
+        with also_prepared_model(model, given, step.settings, step.functions, obstacle) as prepared:
             source = replace(prepared.subject.source, keeps_compiled=True)
             subject = replace(prepared.subject, source=source)
             yield replace(prepared, subject=subject)
@@ -126,7 +122,7 @@ def _prepare(
         raise OptionError(
             f"the {name} makes a step, whose inputs cannot be text", hint="Give tensors: inputs=(x, targets)."
         )
-    with prepared_step(trained, given, settings) as prepared:
+    with prepared_step(trained, given, step.settings) as prepared:
         yield prepared
 
 

@@ -92,7 +92,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 @contextlib.contextmanager
 def _off_the_last_step(model: nn.Module) -> Iterator[None]:
-    """Detach the state of ``model`` from the previous step's graph inside the block, and restore it afterwards.
+    """Detach the state of ``model`` from the previous step's graph in the ``with`` block, and restore it afterwards.
 
     Membrane voltages of a spiking network that was trained and not reset still have that graph, which PyTorch has
     freed: backward of the first step here would fail ("Trying to backward through the graph a second time").
@@ -107,7 +107,7 @@ def _off_the_last_step(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hint_on_verify(args: tuple[Any, ...]) -> Iterator[None]:
-    """Let the hint of a model that fails on its arguments ``args`` in the block speak of ``verify``."""
+    """Let the hint of a model that fails on its arguments ``args`` in the ``with`` block speak of ``verify``."""
     try:
         yield
     except StepError as err:

@@ -44,24 +44,26 @@ from memopt_cli.text.spelling import on_command_line
 
 
 class OutputError(MemoptError):
-    """Stdout or stderr cannot be written: the disk or quota behind it is full."""
+    """Stdout or stderr cannot be written: the disk or quota is full."""
 
 
 class ClosedOutputError(OutputError):
     """Broken pipe: the reader of the output, such as ``head``, has closed it.  memopt then ends silently."""
 
-    exit_code = 128 + 13  # what a shell gives for a program that SIGPIPE ended
+    exit_code = 128 + 13  # the exit code that a shell reports for a program that SIGPIPE ended
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the system errors for a full disk, an exhausted quota and a file of the largest size."""
+_MAX_MESSAGE_LENGTH: Final = 20_000
+"""Maximum number of characters of a message that are printed: it may quote a whole file."""
 
 
 class JudgingCommand(GroupedCommand):
     """Command that reports its failures, wrong arguments included, in the format that ``--format`` names."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Return the context for ``args``.  Raises what is wrong with them, once it is reported."""
+        """Return the context for ``args``; if they are wrong, report the error in the chosen format, then raise it."""
         given = list(args)  # parsing empties args
         try:
             return super().make_context(info_name, args, parent, **extra)
@@ -73,7 +75,7 @@ class JudgingCommand(GroupedCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command.  Raises what it raises, once it is reported."""
+        """Run the command; report an error in the chosen format before raising it."""
         try:
             return super().invoke(ctx)
         except typer.Exit:
@@ -152,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _guarded_streams() -> Iterator[None]:
-    """Guard stdout and stderr inside the block: spell options, and escape lines that a CI system would obey.
+    """Guard stdout and stderr in the ``with`` block: spell options, and escape lines that a CI system would obey.
 
     GitHub Actions runs a line that begins with ``::`` as a command, and a model file could hold such text.
     """
@@ -191,10 +193,11 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
             return ClosedOutputError("broken pipe (SIGPIPE)")
         case OSError(errno=number, filename=None) if number in _FULL:  # an error with a filename is not about stdout
             return OutputError(
-                f"the output could not be written in full: {err.strerror}", hint="Make room, or send it elsewhere."
+                f"the output could not be written in full: {err.strerror}",
+                hint="Free space on that disk, or redirect the output to another one.",
             )
         case ModuleNotFoundError(name=str(name)):
-            hint = f"pip install {name.partition('.')[0]}, or the package that it comes with."
+            hint = f"Run pip install {name.partition('.')[0]}, or install the package that provides it."
             return MemoptError(f"cannot import {name}: it is not installed", hint=hint)
         case _:
             text = " ".join(str(err).split())
@@ -215,7 +218,7 @@ def _suggest_retry(failure: MemoptError, given: Sequence[str]) -> str:
     for place, word in enumerate(given):
         if builder := builder_in(failure.hint, word):
             filled = ["memopt", *given[:place], builder, "--weights", *given[place:]]
-            return f"In full: {shlex.join(filled)}"
+            return f"The whole command: {shlex.join(filled)}"
     return ""
 
 
@@ -226,7 +229,7 @@ def _usage_hint(err: TyperException) -> str:
     if taking := _commands_with(getattr(err, "option_name", "")):
         return f"{taking}. See {context.command_path} --help."
     in_file = parameter is not None and parameter.name in (context.default_map or {})
-    return f"See {context.command_path} --help.{f' A value for it is in {context.obj.path}.' if in_file else ''}"
+    return f"See {context.command_path} --help.{f' {context.obj.path} also sets it.' if in_file else ''}"
 
 
 def _commands_with(flag: str) -> str:
@@ -244,15 +247,11 @@ def _print_failure(failure: MemoptError, err: BaseException) -> None:
         for part in traceback.format_exception(err):
             print(*map(printable, part.rstrip("\n").split("\n")), sep="\n", file=sys.stderr)
     for kind, text in (("error", failure.message), ("hint", failure.hint)):
-        first, *more = abridge(text, _LONGEST).splitlines() or [""]
+        first, *more = abridge(text, _MAX_MESSAGE_LENGTH).splitlines() or [""]
         if first:
             print(f"{kind}: {printable(first)}", file=sys.stderr)
         for line in more:
             print(f"  | {printable(line)}" if kind == "error" else f"      {printable(line)}", file=sys.stderr)
-
-
-_LONGEST: Final = 20_000
-"""Maximum number of characters of a message that are printed: it may quote a whole file."""
 
 
 def _drop_stdout() -> None:

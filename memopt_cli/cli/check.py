@@ -16,7 +16,7 @@ from memopt_cli.cli.options import (
     SpreadOptions,
     with_options,
 )
-from memopt_cli.cli.retyped import typed_flags
+from memopt_cli.cli.typed_flags import typed_flags
 from memopt_cli.errors import CHECK_FAILED
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes

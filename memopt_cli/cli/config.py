@@ -26,6 +26,8 @@ _COMMAND_LINE_ONLY = {"help", "help-all", "config", "trust-pickle", "force", "ou
 _RUNS_CODE = {"trust", "sandbox", "no-sandbox"}
 """Keys that vouch for code, which only a file named by ``--config`` may set."""
 
+_CONTROL = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff]")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -58,7 +60,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     if path is None:
         _refuse_code(context, file, data)
     context.obj = Config(
-        path=str(file), trust=_texts(file, "trust", data.pop("trust", [])), dims=_dims(file, data.pop("dims", {}))
+        path=str(file), trust=_flag_texts(file, "trust", data.pop("trust", [])), dims=_dims(file, data.pop("dims", {}))
     )
     context.default_map = _defaults(context, file, data)
     if path is None:
@@ -76,10 +78,12 @@ def _refuse_code(context: typer.Context, file: Path, data: dict[str, Any]) -> No
     }
     unsafe = sorted(key for key, value in data.items() if key in code or _names_function(value))
     if unsafe:
-        raise UnsafeFileError(
-            f"{file} was found here, and its '{unsafe[0]}' could run or allow code, or write elsewhere",
-            hint=f"If the file is yours, add `{quoted_flag('--config', str(file))}`.",
-        )
+        raise _unsafe(file, f"sets '{unsafe[0]}', which may run or trust code, or write to another folder")
+
+
+def _unsafe(file: Path, problem: str) -> UnsafeFileError:
+    hint = f"If the file is yours, add `{quoted_flag('--config', str(file))}`."
+    return UnsafeFileError(f"{file} in this folder {problem}", hint=hint)
 
 
 def _option(command: Any, parameter: Any) -> Option:
@@ -100,10 +104,7 @@ def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> N
     for key, parameter in _flags(context.command).items():
         is_file = _option(context.command, parameter).checked_risk == "file"
         if key in data and is_file and not kept_below(str(data[key]), file.parent):
-            raise UnsafeFileError(
-                f"{file} was found here, and its '{key}' is not in this folder: {str(data[key])[:200]}",
-                hint=f"If the file is yours, add `{quoted_flag('--config', str(file))}`.",
-            )
+            raise _unsafe(file, f"sets '{key}' to a path outside of it: {str(data[key])[:200]}")
 
 
 def _refuse_unknown(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
@@ -122,7 +123,7 @@ def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[
     """Return parameter name -> text or texts for this command; keys of other commands are left out."""
     flags = _flags(context.command)
     return {
-        flags[key].name: list(_texts(file, key, value)) if flags[key].multiple else _text(file, key, value)
+        flags[key].name: list(_flag_texts(file, key, value)) if flags[key].multiple else _flag_text(file, key, value)
         for key, value in data.items()
         if key in flags
     }
@@ -137,21 +138,18 @@ def _flags(command: Any) -> dict[str, Any]:
 def _dims(file: Path, dims: Any) -> tuple[str, ...]:
     if not isinstance(dims, dict):
         raise UsageError(f"{file}: dims must be names and sizes, not {shorten(dims)}", hint="Write dims: {B: 8}.")
-    return tuple(f"{name}={_text(file, 'dims', size)}" for name, size in dims.items())
+    return tuple(f"{name}={_flag_text(file, 'dims', size)}" for name, size in dims.items())
 
 
-def _texts(file: Path, key: str, value: Any) -> tuple[str, ...]:
-    return tuple(_text(file, key, item) for item in (value if isinstance(value, list) else [value]))
+def _flag_texts(file: Path, key: str, value: Any) -> tuple[str, ...]:
+    return tuple(_flag_text(file, key, item) for item in (value if isinstance(value, list) else [value]))
 
 
-def _text(file: Path, key: str, value: Any) -> str:
+def _flag_text(file: Path, key: str, value: Any) -> str:
     """Return a scalar as it is typed on the command line, so that the same code parses both."""
     if not isinstance(value, str | int | float):
-        raise UsageError(f"{file}: {key} cannot be {shorten(value)}")
+        raise UsageError(f"{file}: {key} cannot be {shorten(value)}", hint="Write text, a number, true or false.")
     text = str(value)
     if _CONTROL.search(text):
-        raise UsageError(f"{file}: {key} cannot be {shorten(text)}, which has control characters")
+        raise UsageError(f"{file}: the value of {key} has control characters: {shorten(text)}", hint="Remove them.")
     return text
-
-
-_CONTROL = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff]")

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from memopt_cli.cli.options import DESCRIBING, DisplayOptions, InputOptions, LoadingOptions, StepOptions, with_options
-from memopt_cli.cli.retyped import typed_flags
+from memopt_cli.cli.typed_flags import typed_flags
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.measure import processes
 from memopt_cli.records import ExplainRequest

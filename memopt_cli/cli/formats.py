@@ -24,7 +24,7 @@ def report_in(
 ) -> VerdictReport:
     """Return the report format ``name``; with ``verdict_only``, the table is a single line.
 
-    ``baseline``: the file that the answer is judged by, beside which GitHub may show it.  ``command``: the name of the
+    ``baseline``: the file that the answer is judged by, next to which GitHub may show it.  ``command``: the name of the
     command, for the report that it ended in an error.
     """
     match name:

@@ -17,7 +17,11 @@ from memopt_cli.errors import UsageError
 from memopt_cli.text.options import ARGUMENTS, GROUPS, OTHERS, find_option
 
 _NAMES_WIDTH: Final = 26
-"""Characters; a longer name has a line of its own."""
+"""Characters; a longer name has its own line."""
+_ONE_SCREEN: Final = 9
+"""Maximum number of parameters of a command whose help shows all of them at once; its ``--help-all`` is the same."""
+_ALL: Final = "memopt.help_all"
+"""Key in ``ctx.meta`` that is set when ``--help-all`` was given."""
 
 
 class GroupedCommand(TyperCommand):
@@ -42,7 +46,7 @@ class GroupedCommand(TyperCommand):
         """Write a section for each group of options: the common ones, or all with ``--help-all``."""
         shown = [p for p in self.get_params(ctx) if _ALL in ctx.meta or self._is_common(p)]
         for group in GROUPS:
-            if rows := [_row(p, ctx) for p in shown if group_of(p) == group]:
+            if rows := [_option_cells(p, ctx) for p in shown if group_of(p) == group]:
                 with formatter.section(group):
                     formatter.write_dl(rows, col_max=_NAMES_WIDTH)
 
@@ -52,12 +56,6 @@ class GroupedCommand(TyperCommand):
         if group_of(parameter) == ARGUMENTS or parameter.name == "help":
             return True
         return self.callback is not None and find_option(self.callback.__name__, parameter.name).common
-
-
-_ONE_SCREEN: Final = 9
-"""Maximum number of parameters of a command whose help shows all of them at once; its ``--help-all`` is the same."""
-_ALL: Final = "memopt.help_all"
-"""Key in ``ctx.meta`` that is set when ``--help-all`` was given."""
 
 
 def show_all(context: typer.Context, wanted: bool) -> None:
@@ -82,7 +80,7 @@ class RankCommand(GroupedCommand):
             )
 
 
-def _row(parameter: Any, ctx: Any) -> tuple[str, str]:
+def _option_cells(parameter: Any, ctx: Any) -> tuple[str, str]:
     """Return the two cells of ``parameter``, such as ``("-i, --input SPEC", "An input …")``."""
     names, text = parameter.get_help_record(ctx)
     if group_of(parameter) == ARGUMENTS:

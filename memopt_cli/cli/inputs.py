@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from memopt_cli.cli.config import Config
-from memopt_cli.cli.retyped import is_typed
+from memopt_cli.cli.typed_flags import is_typed
 from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import check_inputs, parse_dims, parse_tensor, require_used
 from memopt_cli.records import InputSpec

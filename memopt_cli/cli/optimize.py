@@ -16,7 +16,7 @@ from memopt_cli.cli.options import (
     with_options,
 )
 from memopt_cli.cli.report_files import ReportFiles
-from memopt_cli.cli.retyped import typed_flags
+from memopt_cli.cli.typed_flags import typed_flags
 from memopt_cli.errors import CHECK_FAILED, UsageError
 from memopt_cli.inputs.spec_text import split_dims
 from memopt_cli.measure import processes

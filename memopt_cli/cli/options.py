@@ -21,8 +21,8 @@ import typer
 from memopt_cli.cli.config import Config, read_config
 from memopt_cli.cli.help import show_all
 from memopt_cli.cli.inputs import input_spec
-from memopt_cli.cli.retyped import is_typed
 from memopt_cli.cli.terminal import shown_progress
+from memopt_cli.cli.typed_flags import is_typed
 from memopt_cli.cli.values import CHECKS, parsed_by
 from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import layout_of, parse_mesh, ranks_asked
@@ -46,6 +46,15 @@ from memopt_cli.text.options import ARGUMENTS, OPTIONS, find_option
 from memopt_cli.text.values import Choice
 
 _LOG = logging.getLogger("memopt_cli")
+_TRUSTS: Final = {
+    "allow_package": "packages",
+    "allow_global": "globals",
+    "code_path": "code_paths",
+    "trust_pickle": "pickle",
+    "sandbox": "sandbox",
+}
+"""Option by which a user trusts code -> field of :class:`Trust`."""
+_NO_DEFAULT: Final = inspect.Parameter.empty
 
 
 def is_verbose() -> bool:
@@ -108,16 +117,6 @@ class LoadingOptions:
         return ModelSource(location=model, key=self.key, weights=self.weights, trust=trust, typed_trust=typed_trust)
 
 
-_TRUSTS: Final = {
-    "allow_package": "packages",
-    "allow_global": "globals",
-    "code_path": "code_paths",
-    "trust_pickle": "pickle",
-    "sandbox": "sandbox",
-}
-"""Option by which a user trusts code -> field of :class:`Trust`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
     """Options for the way a step is run."""
@@ -159,7 +158,7 @@ class DisplayOptions:
     verbose: bool = False
 
     def progress(self) -> AbstractContextManager[tuple[Progress, Ask | None]]:
-        """Show the progress of a long job on stderr, inside the block."""
+        """Show the progress of a long job on stderr, in the ``with`` block."""
         return shown_progress(quiet=self.quiet, verbose=self.verbose)
 
     def report(self) -> Report:
@@ -328,9 +327,6 @@ def _fields(group: Any) -> Iterator[inspect.Parameter]:
             yield inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, _NO_DEFAULT), annotation=hint
             )
-
-
-_NO_DEFAULT: Final = inspect.Parameter.empty
 
 
 def _annotate(command: str, parameter: inspect.Parameter) -> inspect.Parameter:

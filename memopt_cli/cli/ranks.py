@@ -34,13 +34,13 @@ def find_launch() -> Launch | None:
     """
     if "RANK" not in os.environ:
         return None
-    rank, ranks = _number("RANK"), _number("WORLD_SIZE", 1)
+    rank, ranks = _number_in_environment("RANK"), _number_in_environment("WORLD_SIZE", 1)
     if rank >= ranks:
         raise UsageError(f"RANK is {rank}, and WORLD_SIZE {ranks}", hint="Ranks are numbered from 0.")
-    return Launch(rank=rank, ranks=ranks, local_rank=_number("LOCAL_RANK", rank))
+    return Launch(rank=rank, ranks=ranks, local_rank=_number_in_environment("LOCAL_RANK", rank))
 
 
-def _number(name: str, default: int | None = None) -> int:
+def _number_in_environment(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdigit()):
         raise UsageError(f"{name} is {text!r}, which is not a number", hint="A launcher such as torchrun sets it.")

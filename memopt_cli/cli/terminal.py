@@ -91,7 +91,7 @@ class BarProgress(_TerminalProgress):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the bar inside the block, so that a question on the terminal stays readable."""
+        """Stop the bar in the ``with`` block, so that a question on the terminal stays readable."""
         self._bar.stop()
         try:
             yield
@@ -117,7 +117,7 @@ def shown_progress(*, quiet: bool, verbose: bool) -> Iterator[tuple[Progress, As
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
-    """Raise :class:`KeyboardInterrupt` on Ctrl-C, SIGTERM and SIGHUP inside the block, so that ``finally`` blocks run.
+    """Raise :class:`KeyboardInterrupt` on Ctrl-C, SIGTERM and SIGHUP in the ``with`` block, so that ``finally`` runs.
 
     They end subprocesses and remove partial files.  Signals that the caller ignores (``nohup``) stay ignored.
     """

@@ -26,7 +26,7 @@ from memopt_cli.text.values import ValueKind, Whole
 
 @contextlib.contextmanager
 def _told_by_typer() -> Iterator[None]:
-    """Turn a :class:`UsageError` in the block into Typer's error, whose message names the option."""
+    """Turn a :class:`UsageError` in the ``with`` block into Typer's error, whose message names the option."""
     try:
         yield
     except UsageError as err:
@@ -137,14 +137,14 @@ def check_code(path: str) -> str:
     return path
 
 
-def _range_of(symbol: str, most: int = 2**63 - 1) -> Callable[[str], DimRange]:
-    """Return a parser of ranges of ``symbol`` such as ``1:64``, or of one number, up to ``most``."""
+def _range_of(symbol: str, maximum: int = 2**63 - 1) -> Callable[[str], DimRange]:
+    """Return a parser of ranges of ``symbol`` such as ``1:64``, or of one number, up to ``maximum``."""
 
     def parse(text: str) -> DimRange:
         match = re.fullmatch(r"(\d+)(?::(\d+))?", text.replace(" ", ""), re.ASCII)
         if match is None:
             raise typer.BadParameter(f"'{text}' is not LOW:HIGH, as in 1:64")
-        low, high = (parsed_by(Whole(1, most))(number) for number in (match[1], match[2] or match[1]))
+        low, high = (parsed_by(Whole(1, maximum))(number) for number in (match[1], match[2] or match[1]))
         if low > high:
             raise typer.BadParameter(f"the range {text} is empty; write the smaller number first")
         return DimRange(symbol=symbol, low=low, high=high)

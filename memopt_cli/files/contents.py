@@ -55,7 +55,7 @@ _PLAN_OR_PATH = "Give a memopt_cli.Plan, such as the .plan of a result, or the p
 _PLAN_HINT = "Give a *.plan.yaml that memopt optimize wrote, with its header."
 _POSITIVE_FIELDS = ("step_times_s", "original_step_s", "predicted_slowdown")
 _MAX_LEVELS = 200  # of nested modules in a baseline
-_FRONTIER_HINT = "`memopt optimize --frontier --force` writes it anew."
+_FRONTIER_HINT = "`memopt optimize --frontier --force` writes it again."
 _HEADER_KEYS = [f.name for f in fields(FileHeader)]
 
 
@@ -153,7 +153,7 @@ def read_frontier(path: Path) -> ShownFrontier:
         raise
     except (OSError, ValueError, UsageError) as err:
         raise UsageError(
-            f"{path} does not hold the plans of a frontier: {_reason(err)}",
+            f"{path} does not hold the plans of a frontier: {_reason_unreadable(err)}",
             hint=_FRONTIER_HINT,
         ) from err
     if any(point.plan.by is not None for point in shown.points):
@@ -190,7 +190,7 @@ def read_measured(path: str | os.PathLike[str], step: str = "") -> Baseline:
         header, parts = _read_parts(path, since=1)
         if "summary" in parts:
             summary = from_data(MemOptSummary, parts["summary"], where="summary")
-            shorter = tuple(_shorter(summary))
+            shorter = tuple(_shorter_steps(summary))
             return _measurable(
                 Baseline(header=header, conditions=None, memory=_step_of_summary(summary), shorter=shorter)
             )
@@ -200,7 +200,9 @@ def read_measured(path: str | os.PathLike[str], step: str = "") -> Baseline:
     except FileNotFoundError as err:
         raise BaselineError(f"there is no baseline at {path}", hint=_record_hint(path, step)) from err
     except (OSError, ValueError, UsageError) as err:
-        raise BaselineError(f"{path} is not a baseline: {_reason(err)}", hint=_record_hint("FILE", step)) from err
+        raise BaselineError(
+            f"{path} is not a baseline: {_reason_unreadable(err)}", hint=_record_hint("FILE", step)
+        ) from err
 
 
 def _record_hint(path: str | os.PathLike[str], step: str) -> str:
@@ -223,7 +225,7 @@ def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader
     return header, {key: data[key] for key in data if key not in _HEADER_KEYS}
 
 
-def _reason(err: OSError | ValueError | UsageError) -> object:
+def _reason_unreadable(err: OSError | ValueError | UsageError) -> object:
     return err.message if isinstance(err, UsageError) else getattr(err, "strerror", None) or err
 
 
@@ -314,7 +316,7 @@ def _step_of_summary(summary: MemOptSummary) -> StepMemory:
     return _as_measured(summary.plan or Plan(), measured)
 
 
-def _shorter(summary: MemOptSummary) -> Iterator[ShorterStep]:
+def _shorter_steps(summary: MemOptSummary) -> Iterator[ShorterStep]:
     """Yield a step for each range of a plan by length except the longest."""
     by = None if summary.plan is None else summary.plan.by
     if by is not None:

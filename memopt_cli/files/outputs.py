@@ -64,7 +64,8 @@ class OutputPaths:
 def pair_paths(location: str, output: str | None) -> tuple[Path, Path]:
     """Return the paths of a batch and of the plan that goes with it: ``fast.batch.yaml`` and ``fast.plan.yaml``.
 
-    ``output`` is the path of the batch; ``None`` puts both beside the model.  Raises what :func:`output_paths` does.
+    ``output`` is the path of the batch; ``None`` puts both next to the model.  Raises :class:`UsageError` as
+    :func:`output_paths` does.
     """
     paths = output_paths(location, output)
     if output is None:
@@ -76,10 +77,10 @@ def pair_paths(location: str, output: str | None) -> tuple[Path, Path]:
 def output_paths(location: str, output: str | None, *, plan_only: bool = False) -> OutputPaths:
     """Return the paths for an optimization of the model at ``location``.
 
-    ``model.pt`` gives ``model.memopt.pt`` beside it, ``package.module:build`` gives ``module.memopt.pt`` in the working
-    directory, and ``train.py:Net``, one class of several in a file, ``train.Net.memopt.pt``.  ``output`` names the
-    model's file instead; the other three follow its stem.  Raises :class:`UsageError` if ``output`` names no file, or
-    the original model.
+    ``model.pt`` gives ``model.memopt.pt`` in its folder, ``package.module:build`` gives ``module.memopt.pt`` in the
+    working directory, and ``train.py:Net``, one class of several in a file, ``train.Net.memopt.pt``.  ``output`` names
+    the model's file instead; the other three follow its stem.  Raises :class:`UsageError` if ``output`` names no file,
+    or the original model.
     """
     file = file_of(location)
     model = _output_path(Path(file), location.removeprefix(file).removeprefix(":")) if output is None else Path(output)
@@ -104,7 +105,7 @@ def _require_other(file: str, path: Path) -> None:
 
 
 def _output_path(file: Path, builder: str) -> Path:
-    """Return the path of the optimized model: beside ``file``, or in the working directory if it has a ``builder``."""
+    """Return the path of the optimized model: next to ``file``, or in the working directory if it has a ``builder``."""
     if builder:
         kind = f".{builder}" if builder[:1].isupper() else ""
         return Path(f"{file.stem if file.suffix == '.py' else file.name.rpartition('.')[2]}{kind}.memopt.pt")

@@ -56,6 +56,15 @@ _TIME_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s)", re.ASCII)
 _FACTORY_PATTERN = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 _DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d{1,4})?", re.ASCII)
 _TENSOR_HINT = "Write [name:]SHAPE[@dtype][=values], for example 4x3x224x224 or input_ids:8x128@int64=0..32000."
+_MAX_SIZES = 64
+"""Maximum number of dimensions of a tensor, since few PyTorch operators take more."""
+_ITEM_BYTES = 8
+"""Maximum number of bytes of an item."""
+_DIMENSIONS_HINT = f"An input may have at most {_MAX_SIZES} dimensions."
+MAX_INPUTS = 1000
+"""Maximum number of inputs of a step."""
+_MAX_ITEMS = 10**18  # bound of one size, which then fits into 64 bits
+_SIZE_HINT = "A size is a whole number such as 8, or a symbol such as B."
 
 
 def parse_tensor(text: str) -> TensorSpec:
@@ -125,7 +134,7 @@ def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None
     names = [tensor.name for tensor in tensors if tensor.name is not None]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"the input '{name}' is given twice")
+            raise UsageError(f"the input '{name}' is given twice", hint="Give each input once.")
     for tensor in tensors:
         check_sizes(tensor, dims)
     require_sizes(tensors, dims)
@@ -145,7 +154,7 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
         if not name.isidentifier() or not _SIZE_PATTERN.fullmatch(size):
             raise UsageError(f"dimension {shorten(text)} is not NAME=SIZE", hint="Write for example `--dim B=8`.")
         if dims.setdefault(name, int(size)) != int(size):
-            raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}")
+            raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}", hint="Keep one of them.")
     return dims
 
 
@@ -228,10 +237,7 @@ def parse_device(text: str) -> str:
 
 
 def parse_factory(text: str) -> tuple[str, str] | None:
-    """Split ``"package.module:callable"`` or ``"file.py:function"`` into the module or file, and the name in it.
-
-    ``None`` if ``text`` has another form.
-    """
+    """Split ``"package.module:callable"`` or ``"file.py:function"`` at the colon; ``None`` for other text."""
     match = _FACTORY_PATTERN.fullmatch(text)
     if match:
         return match[1], match[2]
@@ -302,10 +308,7 @@ def parse_values(text: str, dtype: str) -> str:
 
 
 def parse_range(text: str) -> tuple[int | None, int, int] | None:
-    """Parse ``LOW..HIGH`` or ``APART,LOW..HIGH`` to the number that stands apart, and the bounds.
-
-    ``None`` if ``text`` has another form.
-    """
+    """Return the numbers of ``text``, ``LOW..HIGH`` or ``APART,LOW..HIGH``, in its order; ``None`` for other text."""
     match = _RANGE_PATTERN.fullmatch(text)
     if match is None:
         return None
@@ -323,13 +326,6 @@ def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
         raise UsageError(
             f"input {format_tensor(tensor)!r} is larger than any tensor can be", hint="Choose smaller sizes."
         )
-
-
-_MAX_SIZES = 64
-"""Maximum number of dimensions of a tensor, since few PyTorch operators take more."""
-_ITEM_BYTES = 8
-"""Maximum number of bytes of an item."""
-_DIMENSIONS_HINT = f"An input may have at most {_MAX_SIZES} dimensions."
 
 
 def check_spec(spec: InputSpec) -> None:
@@ -351,10 +347,6 @@ def _require_few(tensors: Sequence[TensorSpec]) -> None:
         raise UsageError(f"there are {len(tensors)} inputs; memopt accepts at most {MAX_INPUTS}")
 
 
-MAX_INPUTS = 1000
-"""Maximum number of inputs of a step."""
-
-
 def _check_tensor(tensor: TensorSpec) -> None:
     for size in tensor.shape:
         is_size = size.isidentifier() if isinstance(size, str) else type(size) is int and 0 <= size < _MAX_ITEMS
@@ -363,10 +355,6 @@ def _check_tensor(tensor: TensorSpec) -> None:
     if tensor.name is not None:
         _parse_name(tensor.name)
     parse_values(tensor.values, parse_dtype(tensor.dtype))
-
-
-_MAX_ITEMS = 10**18  # bound of one size, which then fits into 64 bits
-_SIZE_HINT = "A size is a whole number such as 8, or a symbol such as B."
 
 
 def _default_values(dtype: str) -> str:
@@ -430,10 +418,10 @@ def layout_of(ranks: int, parallel: str, mesh: Mapping[str, int] | None = None) 
             f"the mesh has {lengths} = {product} ranks, not {ranks}",
             hint=f"The product of its lengths must be {ranks}. {_REMAINDER_HINT}",
         )
-    most = {"ddp": 1, "fsdp": 2}.get(parallel, len(axes))
-    if len(axes) > most:
+    max_axes = {"ddp": 1, "fsdp": 2}.get(parallel, len(axes))
+    if len(axes) > max_axes:
         raise UsageError(
-            f"{parallel} takes a mesh of at most {most} {'axis' if most == 1 else 'axes'}, not of {len(axes)}",
+            f"{parallel} takes a mesh of at most {max_axes} {'axis' if max_axes == 1 else 'axes'}, not of {len(axes)}",
             hint="For other meshes, write a function that spreads the model: `--parallel file.py:function`.",
         )
     return RankLayout(ranks=ranks, parallel=parallel, mesh=axes)

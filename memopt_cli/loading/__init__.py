@@ -39,6 +39,9 @@ __all__ = ["format_of", "load", "load_model", "read_file", "read_same"]
 
 _FORMATS: Final[tuple[Format, ...]] = (TorchScript(), Exported(), SafeTensors(), ModulePickle())
 """The formats, in the order in which a file is tried; :class:`ModulePickle` accepts every file, so it comes last."""
+_FROM_A_SESSION = """
+If it came from a session without a script: define its classes and build the model here, load its weights
+(model.load_state_dict), and apply its plan (memopt_cli.apply_plan)."""
 
 
 def load_model(source: ModelSource) -> LoadedModel:
@@ -125,11 +128,6 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
     except WithoutModel as err:
         err.hint = "Build the model, and fill it: model.load_state_dict(weights)."
         raise
-
-
-_FROM_A_SESSION = """
-If it came from a session without a script: define its classes and build the model here, load its weights
-(model.load_state_dict), and apply its plan (memopt_cli.apply_plan)."""
 
 
 def read_same(path: str, key: str | None, expected_sha256: str | None) -> tuple[ModelFile, str]:

@@ -1,6 +1,6 @@
 """Checking zip archives before any record is read, so that every reader finds the same bytes, and not too many.
 
-A zip file has a header before each record, a directory of all records behind them, and an end that points to the
+A zip file has a header before each record, a directory of all records after them, and an end that points to the
 directory.  Where these disagree, readers differ in which they believe.  An attacker could write a file in which
 Python's ``zipfile``, which checks it, sees different records from PyTorch's C++ reader, which loads it.  Therefore a
 file is refused unless all three agree: one directory, directly before the end, without duplicate names or overlaps.
@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<4s22x2H")
 """The header of a record: its signature, and the lengths of its name and of its extra fields."""
 _LONG = 1000
 """Minimum bytes of a record that is not a short text."""
-_LONGEST_NAME = 80
+_MAX_NAME_LENGTH = 80
 """Maximum number of characters of a name in messages."""
 
 
@@ -52,7 +52,7 @@ _SUSPICIOUS_FILE_HINT = "If it is your own, save it again, without compression; 
 class Archive:
     """A checked zip archive; names of records are without the folder of the whole archive.
 
-    Raises as :func:`check_archive` does.
+    Raises :class:`ValueError` as :func:`check_archive` does.
     """
 
     def __init__(self, data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> None:
@@ -90,7 +90,7 @@ class Archive:
                 raise ValueError("the record has another checksum")
             return stored
         except Exception as err:
-            reason = f"its record {name[:_LONGEST_NAME]} is missing or damaged"
+            reason = f"its record {name[:_MAX_NAME_LENGTH]} is missing or damaged"
             raise FileFormatError(f"{self._path} cannot be read: {reason}", hint=DOWNLOAD_AGAIN_HINT) from err
 
     def read(self, name: str) -> bytes:
@@ -162,7 +162,7 @@ def _check_fields(extra: bytes) -> None:
         seen.add(kind)
 
 
-_LONGEST_END = _END.size + 0xFFFF
+_MAX_END_BYTES = _END.size + 0xFFFF
 """Maximum number of bytes of an archive's end, with its comment."""
 
 
@@ -177,7 +177,7 @@ def _count_records(data: bytes) -> int:
         signature64, *_, count, size, start = _END64.unpack_from(data, end)
         if position != end or signature64 != b"PK\x06\x06":
             raise ValueError("the archive is damaged: it has two ends")
-    if data.startswith(b"PK\x03\x04") and b"PK\x05\x06" not in data[-_LONGEST_END:]:
+    if data.startswith(b"PK\x03\x04") and b"PK\x05\x06" not in data[-_MAX_END_BYTES:]:
         raise ValueError(TRUNCATED_REASON)
     if signature != b"PK\x05\x06" or comment or start + size != end:
         raise ValueError("the archive is damaged: its end is not where it should be")

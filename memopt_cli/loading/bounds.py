@@ -37,6 +37,8 @@ _WEIGHT_BYTES_PER_S = 50_000_000
 
 limits_process = False
 """Whether this process exists only to load and run a model, so that limits may be set for the whole process."""
+_MAX_PATH_CHARACTERS: Final = 1 << 24
+"""Maximum number of characters of all paths: 100,000 modules and tensors of real models have some 6 million."""
 
 
 class TooLargeError(Exception):
@@ -53,7 +55,9 @@ def check_paths(model: nn.Module, path: str) -> None:
     Each name is in the paths of all modules below it: 1,000 nested modules with names of 10,000 characters take 10 MB
     in the file, and 5 GB as paths.  Therefore this function makes no path, and only counts characters.
     """
-    pending, seen, characters_left = [(model, 0)], {id(model)}, _MAX_PATH_CHARACTERS
+    pending = [(model, 0)]
+    seen = {id(model)}
+    characters_left = _MAX_PATH_CHARACTERS
     while pending:
         owner, length = pending.pop()
         children = [(name, child) for name, child in children_of(owner).items() if child is not None]
@@ -69,13 +73,9 @@ def check_paths(model: nn.Module, path: str) -> None:
         pending += [(child, length + len(name) + 1) for name, child in unseen_children]
 
 
-_MAX_PATH_CHARACTERS: Final = 1 << 24
-"""Maximum number of characters of all paths: 100,000 modules and tensors of real models have some 6 million."""
-
-
 @contextmanager
 def bound_weights(tensors: int, nbytes: int) -> Iterator[None]:
-    """Raise :class:`TooLargeError` in the block for modules and tensors far larger than ``tensors`` of ``nbytes``."""
+    """Raise :class:`TooLargeError` in the ``with`` block for many more modules or bytes than such weights need."""
     allowance = {
         "modules": _FREE_MODULES + _MODULES_PER_TENSOR * tensors,
         "bytes": _FREE_BYTES + _BYTES_PER_WEIGHT_BYTE * nbytes,
@@ -108,7 +108,7 @@ def bound_weights(tensors: int, nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def bound_memory(nbytes: int) -> Iterator[None]:
-    """Raise :class:`TooLargeError` inside the block for far more memory or CPU time than ``nbytes`` of weights need.
+    """Raise :class:`TooLargeError` in the ``with`` block for far more memory or time than weights of ``nbytes`` need.
 
     It catches memory and work outside of modules, such as long lists, unseen by :func:`bound_weights`.  It does
     nothing unless :data:`limits_process`, since the kernel's limits are for the whole process.

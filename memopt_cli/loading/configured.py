@@ -15,7 +15,7 @@ from torch import nn
 from memopt_cli.records import GUESS, PADDED, InputSpec, TensorSpec
 
 _BATCH: Final = 2  # batch norms need more than one sample
-_LONGEST: Final = 1024
+_MAX_TOKENS: Final = 1024
 """Maximum number of tokens in a guessed input: some models take 100,000, but nobody begins with as many."""
 _LENGTHS: Final = (
     "max_position_embeddings",
@@ -88,7 +88,7 @@ def _takes(module: nn.Module, name: str) -> bool:
 def _mask(module: nn.Module, names: Sequence[str | None]) -> tuple[TensorSpec, ...]:
     """Return the mask of padding that every collator of tokens passes; none if ``module`` takes none.
 
-    It has zeros, with which a step may take more memory: attention makes a mask of its own then.
+    It has zeros, with which a step may take more memory: attention then makes its own mask.
     """
     if "input_ids" not in names or not _takes(module, "attention_mask"):
         return ()
@@ -113,7 +113,8 @@ def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
     elif kind.endswith("ForTokenClassification"):
         shape = ("B", "S")
     elif kind.endswith(("ForSequenceClassification", "ForImageClassification")):
-        shape, classes = ("B",), classes if _is_size(classes) and classes > 1 else None
+        shape = ("B",)
+        classes = classes if _is_size(classes) and classes > 1 else None
     else:
         return ()
     if not _is_size(classes) or not _takes(module, "labels"):
@@ -124,14 +125,14 @@ def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
 def _length(module: nn.Module) -> int:
     """Return the largest power of two that ``module`` allows as a length, at most 1,024: for RoBERTa's 514, 512.
 
-    RoBERTa counts positions from the index behind the padding index, which its position embedding holds.
+    RoBERTa counts positions from the index after the padding index, which its position embedding holds.
     """
     config = _part_of(getattr(module, "config", None), "input_ids")
     tables = (part for name, part in module.named_modules() if name.endswith("position_embeddings"))
     paddings = (getattr(table, "padding_idx", None) for table in tables)
     unused = max((1 + padding for padding in paddings if type(padding) is int), default=0)
     lengths: list[int] = [size for name in _LENGTHS if _is_size(size := getattr(config, name, None))]
-    return 1 << (min([_LONGEST, *(length - unused for length in lengths)]).bit_length() - 1)
+    return 1 << (min([_MAX_TOKENS, *(length - unused for length in lengths)]).bit_length() - 1)
 
 
 def _by_timm(module: nn.Module) -> tuple[TensorSpec, ...]:

@@ -18,13 +18,13 @@ Registered = Mapping[str, Mapping[str, TensorKind]]
 """Class of a script -> attribute -> the kind of tensor that it is registered as."""
 
 _SCRIPT: Final = "__torch__"
-"""The class of a module that stayed TorchScript; its parts are in an archive of its own."""
+"""The class of a module that stayed TorchScript; its parts are in its own archive."""
 _RECONSTRUCTORS: Final = (*map(str, RESTORE_SEGMENTS), "copyreg._reconstructor")
 DEEPEST = 100
 """Maximum depth of nested modules and containers."""
 _MAX_PLACES = 1_000_000
 """Maximum number of visited values."""
-_LONGEST_NAME = 200
+_MAX_NAME_LENGTH = 200
 """Maximum number of characters in a listed name."""
 _RUNS: Final = "_memopt_runs"
 """The attribute in which a Sequential keeps its runs of layers; they are not among its children."""
@@ -120,10 +120,10 @@ class _Walk:
                 raise ValueError(f"it is nested deeper than {DEEPEST} modules or containers")
             if looked > _MAX_PLACES:
                 raise ValueError(f"it names more than {_MAX_PLACES} modules and tensors")
-            pending.extend(reversed(list(self._look(place))))
+            pending.extend(reversed(list(self._list_value(place))))
         return self._found
 
-    def _look(self, place: _Place) -> Iterator[_Place]:
+    def _list_value(self, place: _Place) -> Iterator[_Place]:
         """Add the value of ``place`` to the contents, and yield the places inside it."""
         tensor = tensor_of(place.value)
         if tensor is not None:
@@ -180,19 +180,19 @@ class _Walk:
         registers: dict[str, TensorKind] = {"_parameters": "parameter", "_buffers": "buffer"}
         for register, kind in registers.items():
             for name, value in entries_of(attributes.get(register)):
-                yield _Place(_join(place.path, name), value, kind, home, place.depth + 1)
+                yield _Place(_joined_path(place.path, name), value, kind, home, place.depth + 1)
         for name, value in attributes.items():
             if tensor_of(value) is not None:
-                yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
+                yield _Place(_joined_path(place.path, name), value, "attribute", home, place.depth + 1)
         for register in ("_modules", _RUNS):  # children before runs, which hold the same layers: the first path counts
             for name, value in entries_of(attributes.get(register)):
-                yield _Place(_join(place.path, name), value, "attribute", home, place.depth + 1)
+                yield _Place(_joined_path(place.path, name), value, "attribute", home, place.depth + 1)
 
     def _inside_script(self, place: _Place, attributes: Mapping[str, Any]) -> Iterator[_Place]:
         home = self._add_module(place)
         kinds = self._registered.get(class_of(place.value), {})
         for name, value in attributes.items():
-            yield _Place(_join(place.path, name), value, kinds.get(name, "attribute"), home, place.depth + 1)
+            yield _Place(_joined_path(place.path, name), value, kinds.get(name, "attribute"), home, place.depth + 1)
 
 
 def _inside_container(place: _Place) -> Iterator[_Place]:
@@ -207,7 +207,7 @@ def _inside_container(place: _Place) -> Iterator[_Place]:
         items = entries_of(value)
     for name, item in items:
         if isinstance(item, Built | Tuple) and isinstance(name, str | int):
-            yield _Place(_join(place.path, name), item, place.kind, -1, place.depth + 1)
+            yield _Place(_joined_path(place.path, name), item, place.kind, -1, place.depth + 1)
 
 
 def _arguments_of(value: Built) -> tuple[Any, ...]:
@@ -275,12 +275,12 @@ def class_of(value: Any) -> str:
     arguments = _arguments_of(value)
     if _is_lifted(value):
         program = arguments[0].items if isinstance(arguments[0], Tuple) else ()
-        return printable(str(program[1])[:_LONGEST_NAME]) if len(program) > 1 else "Lifted"
+        return printable(str(program[1])[:_MAX_NAME_LENGTH]) if len(program) > 1 else "Lifted"
     if str(value.callee) in _RECONSTRUCTORS and arguments and isinstance(arguments[0], Global):
         return str(arguments[0])
     return str(value.callee) if isinstance(value.callee, Global) else ""
 
 
-def _join(path: str, name: Any) -> str:
-    own = printable(str(name)[:_LONGEST_NAME])
+def _joined_path(path: str, name: Any) -> str:
+    own = printable(str(name)[:_MAX_NAME_LENGTH])
     return f"{path}.{own}" if path else own

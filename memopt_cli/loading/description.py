@@ -91,7 +91,8 @@ def _pickle(file: ModelFile) -> _Found:
     wrapped = bool(contents.modules) and contents.modules[0].path != ""
     notes = tuple[str, ...]()
     if wrapped:
-        what, notes = "container of a module", (f"Its module is the entry {contents.modules[0].path!r}.",)
+        what = "container of a module"
+        notes = (f"Its module is the entry {contents.modules[0].path!r}.",)
     elif contents.modules:
         what = "module"
     elif not contents.tensors:
@@ -102,7 +103,8 @@ def _pickle(file: ModelFile) -> _Found:
         what = "state dict"
     else:
         entries = [(name,) for name, _ in container_entries(pickled.pickle.root)]
-        what, notes = "container of tensors", (f"Its entries are {list_paths(entries)}; none of them is a module.",)
+        what = "container of tensors"
+        notes = (f"Its entries are {list_paths(entries)}; none of them is a module.",)
     return _Found(
         format=f"pickled {what} ({pickled.form})",
         contents=contents,

@@ -56,7 +56,7 @@ _RECORDS: Final = re.compile(
     re.ASCII,
 )
 """Names of the records of a program, as PyTorch writes them since 2.8 and before; none holds compiled code."""
-_LONGEST_NAME: Final = 80  # of a record, in a message
+_MAX_NAME_LENGTH: Final = 80  # of a record, in a message
 _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
@@ -79,7 +79,7 @@ class Exported:
     def load(self, file: ModelFile, trust: Trust) -> Loaded:
         archive = Archive(file.data, file.path)
         if unknown := [name for name in archive.sizes if not _RECORDS.fullmatch(name)]:
-            name = unknown[0][:_LONGEST_NAME]
+            name = unknown[0][:_MAX_NAME_LENGTH]
             raise UnsafeFileError(
                 f"{file.path} was not loaded: it has a record named {name}, which memopt does not know",
                 hint="Export the model alone: torch.export.save(torch.export.export(model, inputs), path).",
@@ -143,7 +143,7 @@ class _Program:
         reader = GraphReader()
         ops, results = reader.read(self._graph)
         constants = frozenset(name for name, (kind, _) in self._names.items() if kind == "tensor_constant")
-        builder = Builder(reader, self._places(), constants)
+        builder = Builder(reader, self._input_paths(), constants)
         root = builder.scope((), self._class_name())
         arguments = self._arguments()
         mutations, results = self._mutations(results)
@@ -173,7 +173,7 @@ class _Program:
                 if record not in stored:
                     stored[record] = self._tensor_or_bytes(f"data/{folder}/{record}", entry)
                 if key not in shared:
-                    shared[key] = self._tensor(stored[record], entry)
+                    shared[key] = self._stored_tensor(stored[record], entry)
                 read[name] = shared[key]
         return read
 
@@ -201,7 +201,7 @@ class _Program:
     def _load_weights(self, record: str) -> Any:
         return load_tensors(self._archive.read(record), f"{self._path} ({record})", NESTED_TENSORS_LIMIT)
 
-    def _tensor(self, stored: Tensor | bytearray, entry: Any) -> Tensor:
+    def _stored_tensor(self, stored: Tensor | bytearray, entry: Any) -> Tensor:
         meta = entry["tensor_meta"]
         if isinstance(stored, Tensor):
             tensor = stored
@@ -216,7 +216,7 @@ class _Program:
             return nn.Parameter(tensor, requires_grad=bool(meta["requires_grad"]))
         return tensor
 
-    def _places(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+    def _input_paths(self) -> dict[str, tuple[tuple[str, ...], ...]]:
         """Map each input of the graph to all paths of its tensor in the model, the input's own path first."""
         shared: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
@@ -280,7 +280,7 @@ class _Program:
         for index, (name, tree) in enumerate(trees):
             if not is_parameter(name):
                 raise ValueError(f"an argument is named {name!r}")
-            inputs = tuple(_leaf(next(leaves)) for _ in range(tree.leaves()))
+            inputs = tuple(_spec_operand(next(leaves)) for _ in range(tree.leaves()))
             arguments.append(_Argument(name, tree, inputs, keyword=index >= len(positional.children)))
         return arguments
 
@@ -346,7 +346,7 @@ class _Argument:
         return all(type(leaf) is tuple for leaf in self.leaves)
 
 
-def _leaf(spec: Any) -> Operand:
+def _spec_operand(spec: Any) -> Operand:
     if "constant_input" in spec:
         ((kind, value),) = spec["constant_input"]["value"].items()
         return (None if kind == "as_none" else value,)
@@ -443,10 +443,10 @@ def _tensor_spec(name: str | None, meta: Any, symbols: Mapping[str, str], exampl
     if dtype not in INPUT_DTYPES:
         raise ValueError(f"an input has dtype {dtype}")
     shape = tuple(symbols.get(text, hint) for text, hint in _hints(meta))
-    return TensorSpec(name=name, shape=shape, dtype=dtype, values=_values(dtype, example))
+    return TensorSpec(name=name, shape=shape, dtype=dtype, values=_values_like(dtype, example))
 
 
-def _values(dtype: str, example: Tensor | None) -> str:
+def _values_like(dtype: str, example: Tensor | None) -> str:
     """Return the ``values`` of an input (``normal``, ``0..2``) whose random numbers are most like ``example``."""
     floating = getattr(torch, dtype).is_floating_point
     if example is None or not example.numel():

@@ -9,7 +9,7 @@ from typing import Any, Final
 from memopt_cli.loading.archive import NESTED_TENSORS_LIMIT, Archive
 from memopt_cli.loading.contents import DEEPEST, FileContents, contents_of
 from memopt_cli.loading.interface import ModelFile
-from memopt_cli.loading.pickles.described import LARGEST, item_bytes, items_in
+from memopt_cli.loading.pickles.described import MAX_SIZE, item_bytes, items_in
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 from memopt_cli.text.documents import printable, read_json
@@ -55,8 +55,8 @@ def read_exported(archive: Archive) -> tuple[FileContents, dict[str, str], tuple
 
 def read_program(archive: Archive, record: str) -> Any:
     """Return the JSON in ``record``.  Raises :class:`ValueError` if it is broken, or too large for its file."""
-    most = min(_MIN_VALUES + archive.size_bytes // _BYTES_PER_VALUE, _MAX_VALUES)
-    return read_json(archive.read(record), max_values=most)
+    max_values = min(_MIN_VALUES + archive.size_bytes // _BYTES_PER_VALUE, _MAX_VALUES)
+    return read_json(archive.read(record), max_values=max_values)
 
 
 def _records(archive: Archive) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _contents(graph: Any, signature: Any, values: Any, records: dict[str, Any]) 
     for path in [tensor.name.rpartition(".")[0] for tensor in tensors]:
         classes.setdefault(checked_path(path), "?")  # a module whose tensors are used and whose forward is not called
     places: dict[str, int] = {}
-    for path in sorted(_with_parents(classes), key=_natural):
+    for path in sorted(_with_parents(classes), key=_natural_order):
         places[path] = len(places)
         contents.modules.append(StoredModule(path=path, class_name=classes.get(path, "?"), parameters=0, size_bytes=0))
         contents.parents.append(places[path.rpartition(".")[0]] if path else -1)
@@ -97,30 +97,30 @@ def _tensors(signature: Any, values: Any) -> Iterator[StoredTensor]:
     for spec in signature["input_specs"]:
         for what, (key, kind) in kinds.items():
             if what in spec:
-                yield _tensor(str(spec[what][key]), kind, values[spec[what]["arg"]["name"]])
+                yield _described_tensor(str(spec[what][key]), kind, values[spec[what]["arg"]["name"]])
 
 
 def _inputs(signature: Any, values: Any) -> Iterator[StoredTensor]:
     for spec in signature["input_specs"]:
         name = spec.get("user_input", {}).get("arg", {}).get("as_tensor", {}).get("name")
         if name is not None:
-            yield _tensor(str(name), "input", values[name])
+            yield _described_tensor(str(name), "input", values[name])
 
 
-def _tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
-    sizes = [_size(size) for size in meta["sizes"]]
+def _described_tensor(name: str, kind: TensorKind, meta: Any) -> StoredTensor:
+    sizes = [_read_size(size) for size in meta["sizes"]]
     dtype = DTYPE_NAMES.get(meta["dtype"], f"dtype {meta['dtype']}")
     return StoredTensor(
         name=printable(name),
         kind=kind,
         shape=tuple(shown for shown, _ in sizes),
         dtype=dtype,
-        size_bytes=min(items_in(hint for _, hint in sizes) * item_bytes(dtype), LARGEST),
+        size_bytes=min(items_in(hint for _, hint in sizes) * item_bytes(dtype), MAX_SIZE),
         trainable=kind == "parameter" and meta.get("requires_grad") is True,
     )
 
 
-def _size(size: Any) -> tuple[int | str, int]:
+def _read_size(size: Any) -> tuple[int | str, int]:
     """Return ``size`` in two forms: a number or a symbol to show, and the number in the example inputs."""
     if "as_int" in size:
         return size["as_int"], size["as_int"]
@@ -159,7 +159,7 @@ def _with_parents(paths: Any) -> set[str]:
     return complete
 
 
-def _natural(path: str) -> list[tuple[bool, int, str]]:
-    """Return a key that sorts ``layers.10`` behind ``layers.9``, and parents before children."""
+def _natural_order(path: str) -> list[tuple[bool, int, str]]:
+    """Return a key that sorts ``layers.10`` after ``layers.9``, and parents before children."""
     parts = path.split(".") if path else []
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

@@ -1,6 +1,6 @@
 """Reading the graphs of ``torch.export`` from JSON, as flat lists of operators, each with the modules that it ran in.
 
-Every operator must be on memopt's list.  Its arguments become names of values, or constants in a tuple of one.
+Every operator must be on memopt's list.  Its arguments become names of values, or one-element tuples with a constant.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memopt_cli.runtime.lifted.operators import DTYPES, find_operator
 from memopt_cli.runtime.lifted.program import is_attribute, is_pure
 from memopt_cli.runtime.private_torch import schema_of
 
-Path = tuple[str, ...]
+ModulePath = tuple[str, ...]
 Operand = Any
 """Name of a value in the graph, or ``(constant,)``."""
 
@@ -47,9 +47,11 @@ _CHECKS: Final = (
     "_assert_scalar _assert_async _assert_tensor_metadata sym_constrain_range sym_constrain_range_for_size"
 ).split()
 """Operators that check the assumptions of export; the lifted module does not need them."""
-_HIGHER: Final = "torch.ops.higher_order."
-_PLACE = re.compile(r'File "([^"]*)", line (\d+), in ')
-_APPLY = re.compile(r"\b(\w+)\.apply\(")
+_HIGHER_ORDER: Final = "torch.ops.higher_order."
+"""Prefix of operators such as ``torch.cond``."""
+_SOURCE_LINE = re.compile(r'File "([^"]*)", line (\d+), in ')
+_APPLY_CALL = re.compile(r"\b(\w+)\.apply\(")
+"""A call of an autograd function."""
 
 
 class NotAllowedError(Exception):
@@ -62,7 +64,7 @@ class Call:
 
     key: str
     """Name that export gave this call; a module that is called twice has two."""
-    path: Path
+    path: ModulePath
     class_name: str
 
 
@@ -109,27 +111,27 @@ class GraphReader:
             self.sizes[prefix + name] = size_text(size)
         ops: list[Op] = []
         for node in graph["nodes"]:
-            self._node(node, prefix, ops)
-        outputs = [self._operand(item, prefix, (), ops) for item in graph["outputs"]]
+            self._append_node(node, prefix, ops)
+        outputs = [self._read_operand(item, prefix, (), ops) for item in graph["outputs"]]
         return settle_sizes(ops), outputs
 
-    def _node(self, node: Any, prefix: str, ops: list[Op]) -> None:
+    def _append_node(self, node: Any, prefix: str, ops: list[Op]) -> None:
         target, stack = node["target"], _stack(node.get("metadata", {}))
         short = target.removeprefix("torch.ops.aten.").partition(".")[0]
         if target.startswith("torch.ops.aten.") and short in _CHECKS:
             return
-        if target.startswith(_HIGHER):
-            self._higher(node, prefix, ops)
+        if target.startswith(_HIGHER_ORDER):
+            self._append_higher_order(node, prefix, ops)
             return
         function = _function_in(node.get("metadata", {}).get("stack_trace", ""))
         if function:
             self.functions.add(function)
-        arguments = {item["name"]: self._operand(item["arg"], prefix, stack, ops) for item in node["inputs"]}
+        arguments = {item["name"]: self._read_operand(item["arg"], prefix, stack, ops) for item in node["inputs"]}
         outputs, is_collection = self._outputs(node, prefix)
         if target in _NUMBERS:
             ops.append(Op("operator", _NUMBERS[target], tuple(arguments.values()), outputs, stack))
             return
-        key, operator = _find(node)
+        key, operator = _find_listed_operator(node)
         schema = schema_of(operator).arguments
         operands = tuple(
             arguments.get(a.name, (_as_stored(a.default_value),) if a.has_default_value() else (None,)) for a in schema
@@ -148,11 +150,12 @@ class GraphReader:
         names = tuple(prefix + _argument_name(item) if "as_none" not in item else "*none" for item in items)
         return names, len(names) > 1
 
-    def _higher(self, node: Any, prefix: str, ops: list[Op]) -> None:
-        kind, first = node["target"].removeprefix(_HIGHER), len(ops)
+    def _append_higher_order(self, node: Any, prefix: str, ops: list[Op]) -> None:
+        """Append the operator of ``node``, which runs inner graphs, to ``ops``."""
+        kind, first = node["target"].removeprefix(_HIGHER_ORDER), len(ops)
         items = [item["arg"] for item in node["inputs"]]
         graphs = [item["as_graph"]["graph"] for item in items if "as_graph" in item]
-        rest = [self._operand(item, prefix, (), ops) for item in items if "as_graph" not in item]
+        rest = [self._read_operand(item, prefix, (), ops) for item in items if "as_graph" not in item]
         if kind == "wrap_with_set_grad_enabled":
             whole = Op("grad", bool(rest[0][0]), ())
             bound = rest[1:]
@@ -160,7 +163,7 @@ class GraphReader:
             whole = Op("if", None, (rest[0],))
             bound = [operand for op in ops[first:] if op.outputs == tuple(rest[1:]) for operand in op.operands]
         else:
-            raise NotAllowedError(f"the operator {kind} ({_where(node)})")
+            raise NotAllowedError(f"the operator {kind} ({_source_line_of(node)})")
         blocks = []
         for graph in graphs:
             inner, results = self.read(graph, f"*{next(self._fresh)}.", bound)
@@ -169,7 +172,7 @@ class GraphReader:
         ops[first:] = [replace(op, stack=stack) for op in ops[first:]]
         ops.append(replace(whole, outputs=self._outputs(node, prefix)[0], stack=stack, blocks=tuple(blocks)))
 
-    def _operand(self, item: Any, prefix: str, stack: tuple[Call, ...], ops: list[Op]) -> Operand:
+    def _read_operand(self, item: Any, prefix: str, stack: tuple[Call, ...], ops: list[Op]) -> Operand:
         ((kind, value),) = ((k, v) for k, v in item.items() if k.startswith("as_"))
         if kind in ("as_tensor", "as_sym_int", "as_sym_float", "as_sym_bool", "as_optional_tensor"):
             if "as_none" in value:
@@ -178,14 +181,14 @@ class GraphReader:
             return self._bound.get(prefix + name, prefix + name) if name else (next(iter(value.values())),)
         if kind in ("as_tensors", "as_optional_tensors", "as_sym_ints", "as_sym_floats", "as_nested_tensors"):
             inner = {"as_tensors": "as_tensor", "as_nested_tensors": "as_tensors"}.get(kind)
-            items = [self._operand({inner: v} if inner else _as_argument(v), prefix, stack, ops) for v in value]
+            items = [self._read_operand({inner: v} if inner else _as_argument(v), prefix, stack, ops) for v in value]
             ops.append(Op("list", None, tuple(items), (f"*{next(self._fresh)}",), stack))
             return ops[-1].outputs[0]
         if kind == "as_device":
             index = "" if value.get("index") is None else f":{value['index']}"
             ops.append(Op("home", f"{value['type']}{index}", (), (f"*{next(self._fresh)}",), stack))
             return ops[-1].outputs[0]
-        return (_constant(kind, value),)
+        return (_read_constant(kind, value),)
 
 
 def _as_argument(item: Any) -> Any:
@@ -201,7 +204,7 @@ def _argument_name(item: Any) -> str:
     return str(value.get("name", value.get("as_name", "")))
 
 
-def _constant(kind: str, value: Any) -> Any:
+def _read_constant(kind: str, value: Any) -> Any:
     if kind == "as_none":
         return None
     if kind == "as_scalar_type":
@@ -233,14 +236,14 @@ def _function_in(stack: str) -> str:
     """
     lines = stack.split("\n")
     for place, call, below in zip(lines, lines[1:], lines[2:], strict=False):
-        where = _PLACE.search(place) if below.endswith(", in forward") else None
-        name = _APPLY.search(call) if where else None
+        where = _SOURCE_LINE.search(place) if below.endswith(", in forward") else None
+        name = _APPLY_CALL.search(call) if where else None
         if where and name:
             return f"{name[1]} ({where[1]} line {where[2]})"
     return ""
 
 
-def _find(node: Any) -> tuple[str, Any]:
+def _find_listed_operator(node: Any) -> tuple[str, Any]:
     target = node["target"]
     parts = target.split(".")
     if parts[:2] == ["torch", "ops"] and len(parts) == 5:
@@ -248,10 +251,10 @@ def _find(node: Any) -> tuple[str, Any]:
         operator = find_operator(key)
         if operator is not None:
             return key, operator
-    raise NotAllowedError(f"the operator {target} ({_where(node)})")
+    raise NotAllowedError(f"the operator {target} ({_source_line_of(node)})")
 
 
-def _where(node: Any) -> str:
+def _source_line_of(node: Any) -> str:
     lines = re.findall(r'File "([^"]*)", line (\d+)', node.get("metadata", {}).get("stack_trace", ""))
     return f"{lines[-1][0]} line {lines[-1][1]}" if lines else "no source line"
 
@@ -280,7 +283,7 @@ def common(stacks: Iterable[tuple[Call, ...]]) -> tuple[Call, ...]:
 
 
 def settle_sizes(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Return ``ops`` with each operator on sizes in the module of its neighbours, since export names none for it."""
+    """Return ``ops`` with each size computation in the module of its neighbours: export records no module for it."""
     movable = [not op.stack and is_pure(op.kind, op.detail) for op in ops]
     following: list[tuple[Call, ...]] = [()]
     """From the end: the calls of the next operator that does not move."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memopt_cli.loading.exported_graph import Call, GraphReader, Op, Operand, Path
+from memopt_cli.loading.exported_graph import Call, GraphReader, ModulePath, Op, Operand
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS
 from memopt_cli.runtime.lifted.program import VERSION, is_name, without_unused
 
@@ -51,25 +51,27 @@ class Scope:
 class Builder:
     """A builder of the programs of all modules."""
 
-    def __init__(self, reader: GraphReader, tensors: dict[str, tuple[Path, ...]], constants: frozenset[str]) -> None:
-        self.scopes: dict[Path, Scope] = {}
+    def __init__(
+        self, reader: GraphReader, tensors: dict[str, tuple[ModulePath, ...]], constants: frozenset[str]
+    ) -> None:
+        self.scopes: dict[ModulePath, Scope] = {}
         self.sizes = reader.sizes
         self.shapes = reader.shapes
         self.constants = constants
         self._tensors = tensors
 
-    def attribute(self, name: str, scope: Path) -> Path | None:
+    def attribute(self, name: str, scope: ModulePath) -> ModulePath | None:
         """Return the path of the tensor ``name`` inside the module ``scope``, or ``None`` if it is not in there."""
         for path in self._tensors.get(name, ()):
             if path[: len(scope)] == scope and len(path) > len(scope):
                 return path[len(scope) :]
         return None
 
-    def is_local(self, name: str, scope: Path) -> bool:
+    def is_local(self, name: str, scope: ModulePath) -> bool:
         """Return whether the module ``scope`` finds the value ``name`` by itself."""
         return name in self.constants or self.attribute(name, scope) is not None
 
-    def scope(self, path: Path, class_name: str) -> Scope:
+    def scope(self, path: ModulePath, class_name: str) -> Scope:
         """Return the module at ``path``, made at its first call."""
         return self.scopes.setdefault(path, Scope(class_name))
 
@@ -77,7 +79,7 @@ class Builder:
 class Method:
     """A builder of one method of a module."""
 
-    def __init__(self, builder: Builder, path: Path, scope: Scope) -> None:
+    def __init__(self, builder: Builder, path: ModulePath, scope: Scope) -> None:
         self._builder = builder
         self._path = path
         self._scope = scope
@@ -123,17 +125,17 @@ class Method:
                 self._child(call, group, depth, after)
             else:
                 for op in group:
-                    self._add(op, depth)
+                    self._append_op(op, depth)
 
-    def _add(self, op: Op, depth: int) -> None:
+    def _append_op(self, op: Op, depth: int) -> None:
         operands = tuple(map(self.operand, op.operands))
-        blocks = tuple(self._block(ops, results, depth) for ops, results in op.blocks)
+        blocks = tuple(self._inner_block(ops, results, depth) for ops, results in op.blocks)
         light = op.kind == "home" or (op.kind == "operator" and op.detail in EXPRESSIONS)
         hint = op.detail.partition("::")[2].partition(".")[0].strip("_") if op.kind == "operator" else ""
         outputs = tuple(self.value(name, hint, light=light) for name in op.outputs)
         self.nodes.append((op.kind, op.detail, operands, outputs, blocks))
 
-    def _block(self, ops: tuple[Op, ...], results: tuple[Operand, ...], depth: int) -> tuple[Any, ...]:
+    def _inner_block(self, ops: tuple[Op, ...], results: tuple[Operand, ...], depth: int) -> tuple[Any, ...]:
         returned = set(_names(results))
         for name in sorted({*_values_used(ops), *returned}):
             if name not in self._operands and self._builder.is_local(name, self._path):

@@ -42,6 +42,8 @@ from memopt_cli.training.user_step import Step, StepModels
 
 _SHOWN = 3
 """Names of weights that an error lists, of each kind."""
+_WITH_CODE: Final[Mapping[str, Format]] = {"TorchScript": TorchScript(), "a program of torch.export": Exported()}
+"""A kind of file that holds a model with its code -> its format."""
 
 
 def build(location: str) -> nn.Module:
@@ -119,7 +121,7 @@ def fill(model: nn.Module, file: ModelFile, location: str = "") -> tuple[str, ..
 
     The state dict may be an entry of a checkpoint, and its names may have the prefixes of wrappers (``module.``).  A
     saved module serves as its state dict: its tensors are made, and its class is not imported.
-    Raises :class:`FileFormatError` if no state dict fits; it names the classes beside the one at ``location``.
+    Raises :class:`FileFormatError` if no state dict fits; the error names the other classes in that file.
     """
     notes: list[str] = []
     with unseen():  # even if the model is built without data, the tensors of the file are read with theirs
@@ -159,7 +161,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
     except ValueError as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint="It may be damaged.") from err
     own = model.state_dict().keys()
-    fitting = [where for where, tensors in state_dicts.items() if _prefix(own, tensors) is not None]
+    fitting = [where for where, tensors in state_dicts.items() if _common_prefix(own, tensors) is not None]
     fitting = [where for where in fitting if len(state_dicts[where]) == len(own)] or fitting
     if not state_dicts:
         refuse_other(root, whole, file.path)
@@ -185,19 +187,15 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
     return weights
 
 
-_WITH_CODE: Final[Mapping[str, Format]] = {"TorchScript": TorchScript(), "a program of torch.export": Exported()}
-"""A kind of file that holds a model with its code -> its format."""
-
-
 def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
     """Return ``weights`` under the model's own names, without the prefix that a wrapper put before each.
 
     Weights without the prefix are left out: they belong to the wrapper, such as weights of a Lightning module's loss.
     """
-    prefix = _prefix(own.keys(), weights)
+    prefix = _common_prefix(own.keys(), weights)
     if prefix is None or weights.keys() == own.keys():
         return weights
-    named = {_plain(name): tensor for name, tensor in weights.items()}
+    named = {_without_compiled_parts(name): tensor for name, tensor in weights.items()}
     if prefix:
         notes.append(
             f"The names of the weights begin with {prefix!r}: they are loaded without it, under the model's own names."
@@ -209,9 +207,9 @@ def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], no
     return {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
 
 
-def _prefix(own: Collection[str], names: Collection[str]) -> str | None:
+def _common_prefix(own: Collection[str], names: Collection[str]) -> str | None:
     """Return the only prefix, such as ``module.``, that ``names`` add to each of ``own``; ``None`` if there is none."""
-    plain_names = {_plain(name) for name in names}
+    plain_names = {_without_compiled_parts(name) for name in names}
     if not own or len(plain_names) != len(names):
         return None
     first = next(iter(own))
@@ -221,7 +219,7 @@ def _prefix(own: Collection[str], names: Collection[str]) -> str | None:
     return "" if "" in found else found[0] if len(found) == 1 else None
 
 
-def _plain(name: str) -> str:
+def _without_compiled_parts(name: str) -> str:
     """Return ``name`` without the parts that ``torch.compile`` adds."""
     return name.replace("_orig_mod.", "")
 
@@ -234,11 +232,11 @@ def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     missing = [str(name) for name in own if name not in weights]
     unexpected = [str(name) for name in weights if name not in own]
     other_shape = [
-        f"{name} is {_shape(weights[name])}, not {_shape(tensor)}"
+        f"{name} is {_shape_text(weights[name])}, not {_shape_text(tensor)}"
         for name, tensor in own.items()
         if name in weights and weights[name].shape != tensor.shape
     ]
-    other_kind = [name for name in own if name in weights and _kind(weights[name]) != _kind(own[name])]
+    other_kind = [name for name in own if name in weights and _storage_kind(weights[name]) != _storage_kind(own[name])]
     kinds = {
         "missing": missing,
         "unexpected": unexpected,
@@ -252,10 +250,10 @@ def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     )
 
 
-def _kind(tensor: Tensor) -> tuple[object, ...]:
+def _storage_kind(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that differs between dense, sparse, quantized and meta tensors."""
     return tensor.layout, tensor.is_quantized, tensor.is_meta
 
 
-def _shape(tensor: Tensor) -> str:
+def _shape_text(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "scalar"

@@ -8,6 +8,9 @@ from typing import Any, Final
 
 from torch import nn
 
+_CACHES: Final = frozenset({"past_key_values", "past_key_value", "layer_past"})
+"""Names of the argument that is the cache, by the versions of transformers."""
+
 
 def cache_notes(model: nn.Module) -> tuple[str, ...]:
     """Return a note if ``model`` fills a cache of keys and values in training: it keeps tensors of segments alive."""
@@ -30,10 +33,6 @@ def _takes_cache(module: nn.Module) -> bool:
 
 def _parameters(code: CodeType) -> int:
     return code.co_argcount + code.co_kwonlyargcount
-
-
-_CACHES: Final = frozenset({"past_key_values", "past_key_value", "layer_past"})
-"""Names of the argument that is the cache, by the versions of transformers."""
 
 
 def _fills_cache(module: nn.Module) -> bool:

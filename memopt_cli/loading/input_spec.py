@@ -50,6 +50,8 @@ _LONG_NAMES = {"b": "B", "batch": "B", "batch_size": "B", "seq": "S", "seq_len":
 
 _MAX_READ = 1 << 22
 """Maximum number of values in an input that is made with data in a dry run."""
+_APART_SHARE = 0.125
+"""Share of the numbers that stand apart from the range, such as labels of -100, which a loss ignores."""
 
 
 def find_spec(
@@ -62,7 +64,7 @@ def find_spec(
     """Return the description of the inputs, from the first source that has one:
 
     1. ``given``, the user's, if it describes inputs and not only dimensions;
-    2. ``model.inputs.yaml`` beside ``model.pt``;
+    2. ``model.inputs.yaml`` next to ``model.pt``;
     3. ``remembered``, which the user gave for an earlier command;
     4. ``carried``, the example inputs in the model file;
     5. for ``model.memopt.pt`` and ``model.traced.ts``, ``model.inputs.yaml`` of the model that they were made from;
@@ -78,7 +80,7 @@ def find_spec(
         stem = path.name if path.is_dir() else path.stem
         of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
         guessed = None if isinstance(module, StepModels) else guessed_spec(module)
-        described = _beside(source, stem) or remembered or carried or _beside(source, of_origin) or guessed
+        described = _spec_file_of(source, stem) or remembered or carried or _spec_file_of(source, of_origin) or guessed
         if described is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",
@@ -110,9 +112,9 @@ def read_spec_file(path: str | Path) -> InputSpec:
         _check_keys(data, ("inputs", "dims"), "the file")
         inputs, dims = data.get("inputs"), data.get("dims") or {}
         if not isinstance(inputs, list) or not inputs:
-            raise UsageError("'inputs' must be a list of at least one input")
+            raise UsageError("'inputs' must be a list of at least one input", hint="Write inputs: [{shape: BxS}].")
         if not isinstance(dims, dict):
-            raise UsageError(f"'dims' must map symbols to sizes, not {shorten(dims)}")
+            raise UsageError(f"'dims' must map symbols to sizes, not {shorten(dims)}", hint="Write dims: {B: 8}.")
         sizes = parse_dims([f"{symbol}={size}" for symbol, size in dims.items()])
         return InputSpec(tensors=tuple(_read_tensor(item) for item in inputs), dims=sizes, source=str(path))
     except UsageError as err:
@@ -124,7 +126,7 @@ def _read_tensor(item: Any) -> TensorSpec:
         return parse_tensor(item)
     _check_keys(item, ("name", "shape", "dtype", "values"), "an input")
     if "shape" not in item:
-        raise UsageError("an input lacks the key 'shape'")
+        raise UsageError("an input lacks the key 'shape'", hint="Write for example shape: BxS.")
     shape = item["shape"]
     name = item.get("name")
     dtype = parse_dtype(str(item.get("dtype", "float32")))
@@ -153,7 +155,7 @@ def _without_unused(spec: InputSpec) -> InputSpec:
     return replace(spec, dims=dims, optional_dims=())
 
 
-def _beside(source: ModelSource, stem: str) -> InputSpec | None:
+def _spec_file_of(source: ModelSource, stem: str) -> InputSpec | None:
     if is_factory(source.location):
         return None
     path = Path(source.location).with_name(f"{stem}.inputs.yaml")
@@ -161,10 +163,7 @@ def _beside(source: ModelSource, stem: str) -> InputSpec | None:
 
 
 def guessed_spec(module: nn.Module) -> InputSpec | None:
-    """Guess the inputs of ``module`` from its configuration, or else from its first layer of a known kind.
-
-    ``None`` if it has neither.
-    """
+    """Guess the inputs of ``module`` from its configuration or its first layer of a known kind; ``None`` without."""
     configured = guess_by_configuration(module)
     if configured is not None:
         return configured
@@ -204,8 +203,8 @@ def make_inputs(
     """Make the positional and keyword arguments of one step on ``device``.
 
     Random values come from generators of their own, so equal ``spec`` and ``seed`` give equal inputs.  A script may
-    draw from PyTorch's generator, which is seeded for it and restored.  Floating tensors are cast to ``dtype``;
-    ``None`` keeps theirs.
+    use PyTorch's generator, which is seeded for it and restored.  Floating tensors are cast to ``dtype``,
+    unless it is ``None``.
     Raises :class:`UsageError` for a data file or script that cannot be used.
     """
     if spec.data_file is not None:
@@ -214,13 +213,15 @@ def make_inputs(
         inputs = _run_script(spec.script, spec.dims, seed)
     else:
         tensors = []
-        for place, t in enumerate(spec.tensors):  # a generator for each: a dry run draws only some of them
+        for place, t in enumerate(spec.tensors):  # a generator for each: a dry run makes only some of them
             generator = torch.Generator().manual_seed(seed + place)
             with unset_fake_temporarily() if _may_be_read(t, spec.dims) else contextlib.nullcontext():
                 tensors.append((t.name, _make_tensor(t, spec.dims, generator)))
         positional = tuple(tensor for name, tensor in tensors if name is None)
-        return _place(positional, device, dtype), _place({n: t for n, t in tensors if n is not None}, device, dtype)
-    inputs = _place(inputs, device, dtype)
+        return _moved_to(positional, device, dtype), _moved_to(
+            {n: t for n, t in tensors if n is not None}, device, dtype
+        )
+    inputs = _moved_to(inputs, device, dtype)
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)), {}
@@ -244,24 +245,24 @@ def unnamed_arguments(model: nn.Module, kwargs: Iterable[str]) -> Iterator[str]:
             yield f"forward names no argument {printable(name)}{rest}; {meant}"
 
 
-def _place(value: Any, device: str, dtype: torch.dtype | None) -> Any:
+def _moved_to(value: Any, device: str, dtype: torch.dtype | None) -> Any:
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=None if dtype is None else dtype_in(dtype, value))
     if isinstance(value, Mapping):
-        return {key: _place(item, device, dtype) for key, item in value.items()}
+        return {key: _moved_to(item, device, dtype) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_place(item, device, dtype) for item in value)
+        return type(value)(_moved_to(item, device, dtype) for item in value)
     return value
 
 
 def _may_be_read(spec: TensorSpec, dims: Mapping[str, int]) -> bool:
     """Return whether a model may read the values of an input, such as tokens, masks and lengths: dry runs need them."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    return not (dtype.is_floating_point or dtype.is_complex) and math.prod(_sizes(spec, dims)) <= _MAX_READ
+    return not (dtype.is_floating_point or dtype.is_complex) and math.prod(_resolved_shape(spec, dims)) <= _MAX_READ
 
 
 def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Generator) -> Tensor:
-    shape = _sizes(spec, dims)
+    shape = _resolved_shape(spec, dims)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     if spec.values in ("zeros", "ones"):
         return torch.full(shape, int(spec.values == "ones"), dtype=dtype)
@@ -285,10 +286,6 @@ def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Gen
         stands_apart.view(-1)[:1] = False  # the mean of a loss that ignores all labels is NaN
         tensor[stands_apart] = apart
     return tensor
-
-
-_APART_SHARE = 0.125
-"""Share of the numbers drawn that stand apart from the range, such as labels of -100, which a loss ignores."""
 
 
 def range_like(example: Tensor) -> str:
@@ -318,7 +315,7 @@ def _padded_mask(shape: tuple[int, ...]) -> Tensor:
     return (torch.arange(length) < lengths.unsqueeze(1)).reshape(shape)
 
 
-def _sizes(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
+def _resolved_shape(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(dims[size] if isinstance(size, str) else size for size in spec.shape)
 
 
@@ -442,12 +439,14 @@ def batch_of(spec: InputSpec) -> int:
     if BATCH in spec.dims:
         return spec.dims[BATCH]
     if spec.tensors and spec.tensors[0].shape:
-        return _sizes(spec.tensors[0], spec.dims)[0]
+        return _resolved_shape(spec.tensors[0], spec.dims)[0]
     if spec.data_file is not None:
-        made, where = _read_data(spec.data_file, spec.data_sha256), spec.data_file
+        made = _read_data(spec.data_file, spec.data_sha256)
+        where = spec.data_file
         hint = "Save the arguments of forward in it, as a list or a dict of tensors."
     elif spec.script is not None:  # its function may give the size any name, so look at the returned tensors
-        made, where = _run_script(spec.script, spec.dims, seed=0), spec.script
+        made = _run_script(spec.script, spec.dims, seed=0)
+        where = spec.script
         hint = NO_BATCH_ARGUMENT
     else:
         hint = "Write it into a shape, as in `-i Bx3x224x224 --dim B=8`."

@@ -43,9 +43,9 @@ _MIN_OPCODES = 100_000
 """Number of opcodes that any pickle may have."""
 _BYTES_PER_OPCODE = 2
 """Bytes of a pickle that allow one more opcode; ``pickle`` writes 3 to 5."""
-_LARGEST_STACK: Final = 100_000
+_MAX_STACK: Final = 100_000
 """Maximum number of values on the unpickler's stack: ``pickle`` moves 1,000 values at a time into containers."""
-_LONGEST_NAME: Final = 4096  # of a source file
+_MAX_NAME_LENGTH: Final = 4096  # of a source file
 _SNAPSHOT_HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
 
 
@@ -78,8 +78,8 @@ class _PlainUnpickler(_Unpickler):
         is made to be huge and for more opcodes than the size explains, and :class:`FileFormatError` for too many.
         """
         self.opcodes += 1
-        if self._refusal(code):
-            raise UnsafeFileError(f"{self._path} is not a snapshot: {self._refusal(code)}", hint=_SNAPSHOT_HINT)
+        if self._reason_against(code):
+            raise UnsafeFileError(f"{self._path} is not a snapshot: {self._reason_against(code)}", hint=_SNAPSHOT_HINT)
         if self.opcodes > _MAX_OPCODES:
             raise FileFormatError(
                 f"{self._path} holds more than {_MAX_OPCODES} values",
@@ -87,14 +87,14 @@ class _PlainUnpickler(_Unpickler):
             )
         return _Unpickler.dispatch[code]
 
-    def _refusal(self, code: int) -> str:
+    def _reason_against(self, code: int) -> str:
         if code not in _PLAIN_CODES:
             return f"a pickle of plain containers does not need {_NAMES[code]}"
         if code in _SETTING:  # the stack has the values above the last mark, keys and values in turn
             keys = self.stack[-2:-1] if code == pickle.SETITEM[0] else self.stack[::2]
             if not all(type(key) is str for key in keys):
                 return "a key in it is not text"
-        if len(self.stack) + len(self.metastack) > _LARGEST_STACK:
+        if len(self.stack) + len(self.metastack) > _MAX_STACK:
             return "it makes far more values than it stores"
         if self.opcodes > _MIN_OPCODES + self._size // _BYTES_PER_OPCODE:
             return f"it holds far more values than fit into its {self._size} bytes"
@@ -114,14 +114,14 @@ def read_snapshot(path: str) -> SnapshotFacts:
     Raises :class:`UnsafeFileError` for a pickle that wants more than plain containers, :class:`FileFormatError` for
     a file that is not a snapshot, or too large.
     """
-    data, opcodes = _plain(read_file(path, max_bytes=_MAX_BYTES).data, path)
+    data, opcodes = _plain_value(read_file(path, max_bytes=_MAX_BYTES).data, path)
     try:
         return _Reading(opcodes).facts(data)
     except (TypeError, ValueError, KeyError, AttributeError) as err:
         raise FileFormatError(f"{path} is not a snapshot of torch.cuda.memory", hint=_SNAPSHOT_HINT) from err
 
 
-def _plain(data: bytes, path: str) -> tuple[Any, int]:
+def _plain_value(data: bytes, path: str) -> tuple[Any, int]:
     """Return the value that the pickle ``data`` holds, and the number of its opcodes."""
     unpickler = _PlainUnpickler(data, path)
     try:
@@ -138,7 +138,7 @@ class _Reading:
     """The reading of one snapshot, with a bound on its work: a hostile one may refer to its parts again and again."""
 
     left: int
-    """Number of parts that may still be visited: in a real snapshot, each has an opcode of its own."""
+    """Number of parts that may still be visited: in a real snapshot, each has its own opcode."""
     known: dict[int, str] = field(default_factory=dict)
     """Identity of a stack, which blocks may share -> its source line."""
 
@@ -150,14 +150,14 @@ class _Reading:
         failure = self._failure(data)
         blocks: dict[object, Mapping[str, Any]] = {}  # keys are (device, address), or numbers without an address
         reserved_bytes = 0
-        for segment in self._each(data["segments"]):
+        for segment in self._counted(data["segments"]):
             if failure.device is None or segment.get("device", failure.device) == failure.device:
                 reserved_bytes += _amount(segment["total_size"])
-                for block in self._each(segment["blocks"]):
+                for block in self._counted(segment["blocks"]):
                     if _text(block["state"]).startswith("active"):
                         device = segment.get("device", failure.device)
                         blocks[(device, _amount(block["address"])) if "address" in block else len(blocks)] = block
-        reserved_bytes += self._rewound(failure, blocks)
+        reserved_bytes += self._undo_events_after(failure, blocks)
         held_bytes: Counter[str] = Counter()
         for block in blocks.values():
             held_bytes[self._line_of(block)] += _amount(block["size"])
@@ -172,8 +172,8 @@ class _Reading:
     def _failure(self, data: Mapping[str, Any]) -> _Failure:
         """Find the last time that memory ran out."""
         latest = _Failure()
-        for device, trace in enumerate(self._each(data.get("device_traces", ()))):
-            events = [*self._each(trace)]
+        for device, trace in enumerate(self._counted(data.get("device_traces", ()))):
+            events = [*self._counted(trace)]
             last = next((n for n in reversed(range(len(events))) if events[n].get("action") == "oom"), None)
             if last is None or (moment := _amount(events[last].get("time_us", 0))) < latest.moment:
                 continue
@@ -187,7 +187,7 @@ class _Reading:
             )
         return latest
 
-    def _rewound(self, failure: _Failure, blocks: dict[object, Mapping[str, Any]]) -> int:
+    def _undo_events_after(self, failure: _Failure, blocks: dict[object, Mapping[str, Any]]) -> int:
         """Undo in ``blocks`` the events after ``failure``; return how many more bytes were reserved at the failure."""
         # A block that was freed after the failure is back at the failure, but its stack is in the event that made it.
         allocated_at = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
@@ -206,7 +206,7 @@ class _Reading:
                 blocks[failure.device, address] = {**allocated_at.get(address, {}), "size": size}
         return reserved
 
-    def _each(self, parts: Iterable[Any]) -> Iterator[Any]:
+    def _counted(self, parts: Iterable[Any]) -> Iterator[Any]:
         for part in parts:
             self.left -= 1
             if self.left < 0:
@@ -215,18 +215,18 @@ class _Reading:
 
     def _line_of(self, block: Mapping[str, Any]) -> str:
         """Return the source line that allocated ``block``; empty if no stack was recorded."""
-        past = self._each(block.get("history", ()))
+        past = self._counted(block.get("history", ()))
         frames = block.get("frames") or next((event["frames"] for event in past if event.get("frames")), ())
         if id(frames) not in self.known:
-            self.known[id(frames)] = self._innermost(frames)
+            self.known[id(frames)] = self._innermost_frame(frames)
         return self.known[id(frames)]
 
-    def _innermost(self, frames: Iterable[Mapping[str, Any]]) -> str:
+    def _innermost_frame(self, frames: Iterable[Mapping[str, Any]]) -> str:
         of_library = ""
-        for frame in self._each(frames):
+        for frame in self._counted(frames):
             name = _text(frame["filename"])
             if name.endswith(".py"):
-                line = f"{name[-_LONGEST_NAME:]}:{_amount(frame['line'])}"
+                line = f"{name[-_MAX_NAME_LENGTH:]}:{_amount(frame['line'])}"
                 if not _is_of_library(name):
                     return line
                 of_library = of_library or line

@@ -53,8 +53,11 @@ from memopt_cli.text.units import format_some
 
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint allow all of them."""
-_LONGEST_FLAGS: Final = 4000
+_MAX_FLAGS_LENGTH: Final = 4000
 """Maximum number of characters of flags in a hint; in place of a longer hint, loading unchecked is advised."""
+_SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
+_BY_HAND: Final = "The file is damaged, or made by hand."
+_DAMAGED_HINT: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
 
 
 class ModulePickle:
@@ -74,7 +77,7 @@ class ModulePickle:
             located = module_in(pickled.pickle.root, file.key, file.path, trust.code_paths)
         vouched = Vouched(trust, UserCode(trust.code_paths))
         try:
-            model = _make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
+            model = _audit_and_make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
         except ClassNotFoundError as err:
             moved = moved_hint(file.path, (err.looked_in, *trust.code_paths), class_of(located.root))
             err.hint = f"{err.hint} {moved}".strip()
@@ -82,9 +85,6 @@ class ModulePickle:
         if not isinstance(model, nn.Module):
             raise FileFormatError(f"{file.path} holds {type_in_words(model)}, not a model", hint=_SAVE_AGAIN)
         return Loaded(module=model, notes=located.notes, wrappers=located.wrappers)
-
-
-_SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
 
 
 def load_tensors(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> Any:
@@ -105,9 +105,9 @@ def load_tensors(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> Any:
 
 
 def build_data(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
-    """Make the tensors and plain containers that ``root`` reaches.  Raises as :func:`load_tensors` does."""
+    """Make the tensors and plain containers that ``root`` reaches; the errors are those of :func:`load_tensors`."""
     nobody = Vouched(Trust(), UserCode(()))
-    return _make(file, pickled, root, kinds_of_data(storages_of(pickled)), nobody)
+    return _audit_and_make(file, pickled, root, kinds_of_data(storages_of(pickled)), nobody)
 
 
 def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
@@ -202,7 +202,9 @@ def storages_of(pickled: PickledFile) -> Stored:
     return Stored(pickled.storages, functools.partial(nested_storage, scan=pickled.scan))
 
 
-def _make(file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched) -> Any:
+def _audit_and_make(
+    file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched
+) -> Any:
     """Audit everything that ``root`` reaches, then make it."""
     with suspend_collection():
         audit = audit_objects(file, pickled, root, kinds, vouched)
@@ -230,11 +232,11 @@ def audit_objects(
     _refuse_libraries(file, claims)
     verdicts = _unknown(unclaimed, vouched.code)
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
-        _refuse(file, verdicts, vouched.trust)  # before anything is imported
+        _refuse_denied(file, verdicts, vouched.trust)  # before anything is imported
     audit = Audit(root, claims, vouched.vouches)
-    _refuse(file, [*verdicts, *audit.refused], vouched.trust)
+    _refuse_denied(file, [*verdicts, *audit.refused], vouched.trust)
     _refuse_exhausting(file, audit)
-    _refuse(file, ((name, Denied(reason)) for name, reason in audit.objections()), vouched.trust)
+    _refuse_denied(file, ((name, Denied(reason)) for name, reason in audit.objections()), vouched.trust)
     return audit
 
 
@@ -277,8 +279,6 @@ def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, ObjectKind]])
 
 
 _MAX_NAMES, _MAX_IMPORTS = 2000, 100  # that a file may use, and modules of libraries that it may import
-_BY_HAND: Final = "The file is damaged, or made by hand."
-_DAMAGED_HINT: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
 
 
 def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
@@ -295,7 +295,8 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
             denied={name: attack(name) for name in attacks},
         )
     if attacks:
-        names, reasons = ", ".join(map(str, attacks[:_SHOWN])), {name: attack(name) for name in attacks}
+        names = ", ".join(map(str, attacks[:_SHOWN]))
+        reasons = {name: attack(name) for name in attacks}
         is_run = any(name in scan.called for name in attacks)
         raise UnvouchedError(
             f"{file.path} was not loaded: {list_names(reasons)}",
@@ -307,10 +308,10 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
         )
 
 
-def _refuse(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]], trust: Trust) -> None:
+def _refuse_denied(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]], trust: Trust) -> None:
     """Raise the error for ``verdicts``, if there are any; a missing library is reported only if nothing is denied.
 
-    ``trust``: what the user vouches for already, which the file needs as well.
+    ``trust``: the trust that the user gave already, which the file needs as well.
     """
     refusals = sorted(verdicts, key=lambda verdict: str(verdict[0]))
     denied = {name: verdict for name, verdict in refusals if isinstance(verdict, Denied)}
@@ -333,7 +334,7 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
     helps = None not in remedies  # flags for some of the names would not load the file
     together_with = together(remedy for remedy in remedies if remedy is not None)
     remedy = together_with if helps else Trust()
-    if len(remedy.flags) > _LONGEST_FLAGS:
+    if len(remedy.flags) > _MAX_FLAGS_LENGTH:
         helps, remedy = False, Trust()
     hint = (
         f"If you trust where it came from, add: {remedy.flags}"
@@ -347,11 +348,11 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
 
 def list_names(denied: Mapping[Global, Denied]) -> str:
     """Return why the first few names in ``denied`` were denied, each reason once, and how many more there are."""
-    alike: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for name, verdict in denied.items():
-        alike.setdefault(verdict.reason, []).append(str(name))
+        by_reason.setdefault(verdict.reason, []).append(str(name))
     texts = [
         f"{name} {reason}" + (f" (as for {format_some(others, _SHOWN - 1)})" if others else "")
-        for reason, (name, *others) in alike.items()
+        for reason, (name, *others) in by_reason.items()
     ]
     return "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

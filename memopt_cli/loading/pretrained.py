@@ -25,7 +25,7 @@ from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, base_o
 from memopt_cli.loading.bounds import bound_memory, bound_weights
 from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
-from memopt_cli.loading.regex_cost import LONGEST_NAME, ListCost, matching_steps
+from memopt_cli.loading.regex_cost import MAX_NAME_LENGTH, ListCost, matching_steps
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.watch import watch_code
 from memopt_cli.text.documents import MAX_BYTES, read_bytes, read_json
@@ -65,6 +65,39 @@ _OFFLINE: Final = "HF_HUB_OFFLINE"
 
 _BUILD_IN_CODE_HINT: Final = "Build it in code of your own: package.module:callable."
 _SAVE_AGAIN_HINT: Final = "Save it again with model.save_pretrained(folder)."
+_COUNT_NAME: Final = re.compile(
+    r"(\w*_)?(num|n)_\w+|depth|depths|layers|ngram|context_size|prediction_length|max_text_length"
+    r"|\w*_(layers|labels|heads|experts|blocks|depth|depths|types|indices|flows|cycles|repeats|num|number)"
+)
+"""Names of settings that count things: ``num_hidden_layers``, ``depths``."""
+_MAX_COUNT: Final = 10_000  # a setting may ask for this number even if there are few weights
+_FREE_NUMBERS: Final = frozenset(
+    "lora_alpha alpha alpha_pattern scaling tinit tfinal deltaT total_step projection_prng_key random_loc_seed".split()
+)
+"""Settings of adapters whose numbers make nothing large: factors, seeds, and steps of a training."""
+_ROUNDS: Final = re.compile(r"_niter_(\d{1,18})")
+_ROUND: Final = 40
+"""Size that one round of PiSSA's initialization counts for: 250 rounds reach the limit of 10,000."""
+_ADAPTERS: Final = (
+    *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "VERA", "HRA", "FOURIERFT", "LN_TUNING", "VBLORA"),
+    "RANDLORA",
+)
+_PLAIN_TEXTS: Final = frozenset(
+    """peft_type task_type base_model_name_or_path peft_version revision bias auto_mapping megatron_core
+    init_lora_weights init_weights trainable_token_indices""".split()
+)
+_PATTERNS: Final = frozenset(
+    """target_modules exclude_modules feedforward_modules modules_to_save layers_pattern target_parameters rank_pattern
+    alpha_pattern n_frequency_pattern""".split()
+)
+"""Settings that name modules; PEFT takes a single text for a regular expression, and a list for names."""
+_EXPRESSIONS: Final = _PATTERNS - {"target_modules", "exclude_modules", "feedforward_modules", "target_parameters"}
+"""Settings in which also the items of a list are regular expressions."""
+_MAX_STEPS: Final = 4 * 10**6
+"""Maximum number of steps of the regular expression engine to match all expressions of an adapter with one name."""
+_MAX_LIST_STEPS: Final = 10**10
+"""Maximum number of steps, of some 10 ns each, for all lists of an adapter."""
+_MAX_FILE_NAME_LENGTH: Final = 255  # characters of a file's name, as file systems allow
 
 
 def load_pretrained(location: str) -> tuple[Loaded, str]:
@@ -107,7 +140,7 @@ def _model(folder: Path, digest: Any) -> nn.Module:
         )
     names = settings.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if not isinstance(name, str) or not name.isidentifier() or len(name) > LONGEST_NAME:
+    if not isinstance(name, str) or not name.isidentifier() or len(name) > MAX_NAME_LENGTH:
         weights_files = weights_files_in(str(folder))
         own = [f" If the class is your own, name what builds it: {suggest_weights(path)}" for path in weights_files[:1]]
         raise FileFormatError(
@@ -124,7 +157,7 @@ def _model(folder: Path, digest: Any) -> nn.Module:
         )
     weights = _weights(folder, digest)
     _refuse_counts(folder, settings, weights)
-    with _building(folder, "transformers", weights), _quiet(transformers.logging):
+    with _building(folder, "transformers", weights), _silence(transformers.logging):
         config = kind.config_class.from_dict(settings)
         model, info = kind.from_pretrained(
             None,
@@ -141,13 +174,13 @@ def _model(folder: Path, digest: Any) -> nn.Module:
 def _refuse_counts(folder: Path, settings: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
     """Refuse numbers in ``settings`` far beyond the weights: libraries make lists of such lengths before any module."""
     largest = max((size for tensor in weights.values() for size in tensor.shape), default=0)
-    most = max(_MAX_COUNT, len(weights), largest)
+    max_count = max(_MAX_COUNT, len(weights), largest)
     for key, value in _all_settings(settings):
         counted = sum(_whole_numbers(value)) if _COUNT_NAME.fullmatch(key) else 0
-        if counted > most:
+        if counted > max_count:
             raise FileFormatError(
-                f"{folder} was not loaded: its {key[:LONGEST_NAME]}, {counted} in all, is far beyond what its weights "
-                "allow",
+                f"{folder} was not loaded: its {key[:MAX_NAME_LENGTH]}, {counted} in all, is far beyond what its "
+                "weights allow",
                 hint=_SAVE_AGAIN_HINT,
             )
 
@@ -157,14 +190,6 @@ def _whole_numbers(value: Any) -> Iterator[int]:
         yield from (number for item in value for number in _whole_numbers(item))
     elif isinstance(value, int):
         yield max(value, 0)
-
-
-_COUNT_NAME: Final = re.compile(
-    r"(\w*_)?(num|n)_\w+|depth|depths|layers|ngram|context_size|prediction_length|max_text_length"
-    r"|\w*_(layers|labels|heads|experts|blocks|depth|depths|types|indices|flows|cycles|repeats|num|number)"
-)
-"""Names of settings that count things: ``num_hidden_layers``, ``depths``."""
-_MAX_COUNT: Final = 10_000  # a setting may ask for this number even if there are few weights
 
 
 @contextmanager
@@ -187,7 +212,7 @@ def _building(folder: Path, library: str, weights: Mapping[str, Tensor]) -> Iter
 
 
 @contextmanager
-def _quiet(logging: Any) -> Iterator[None]:
+def _silence(logging: Any) -> Iterator[None]:
     """Silence a library that prints names in the file unescaped: they may be commands to a terminal or a CI system."""
     before, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
@@ -205,7 +230,7 @@ def _require_complete(folder: Path, name: str, info: Mapping[str, Any]) -> None:
         ("missing_keys", "lacks weights of"),
         ("mismatched_keys", "has weights whose shapes do not fit"),
     ):
-        keys = sorted((key if isinstance(key, str) else str(key[0]))[:LONGEST_NAME] for key in info.get(kind) or ())
+        keys = sorted((key if isinstance(key, str) else str(key[0]))[:MAX_NAME_LENGTH] for key in info.get(kind) or ())
         if keys:
             more = ", …" if len(keys) > _MAX_LISTED else ""
             raise FileFormatError(
@@ -262,7 +287,7 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
         )
     steps = 0.0
     for key, value in settings.items():
-        texts, shown = [value] if isinstance(value, str) else list(_texts(value)), key[:LONGEST_NAME]
+        texts, shown = [value] if isinstance(value, str) else list(_texts(value)), key[:MAX_NAME_LENGTH]
         if texts and key not in _PLAIN_TEXTS and key not in _PATTERNS:
             raise UnsafeFileError(
                 f"{folder} was not loaded: memopt does not know its {shown}, which may name a file: "
@@ -274,7 +299,7 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
             if steps > _MAX_STEPS:
                 raise FileFormatError(
                     f"{folder / ADAPTER_SETTINGS} has regular expressions that may take forever, such as "
-                    f"{text[:LONGEST_NAME]!r}",
+                    f"{text[:MAX_NAME_LENGTH]!r}",
                     hint="List the names of the modules instead.",
                 )
 
@@ -307,7 +332,7 @@ def _refuse_ranks(folder: Path, settings: dict[str, Any], weights: Mapping[str, 
     numbers["init_lora_weights"] = [int(rounds[1]) * _ROUND] if rounds else []
     for key, sizes in numbers.items():
         if any(not number <= max(_MAX_COUNT, largest) for number in sizes):
-            what = f"its {key[:LONGEST_NAME]}, {max(sizes):.15g}"
+            what = f"its {key[:MAX_NAME_LENGTH]}, {max(sizes):.15g}"
             raise FileFormatError(
                 f"{folder} was not loaded: {what}, is far beyond what its weights have", hint=_SAVE_AGAIN_HINT
             )
@@ -317,34 +342,6 @@ def _numbers(value: Any) -> list[float]:
     """List the numbers in the setting ``value``, nested lists and mappings included."""
     nested = ((*inner.values(),) if isinstance(inner, dict) else inner for inner in _containers(value))
     return [item for items in ([value], *nested) for item in items if isinstance(item, int | float)]
-
-
-_FREE_NUMBERS: Final = frozenset(
-    "lora_alpha alpha alpha_pattern scaling tinit tfinal deltaT total_step projection_prng_key random_loc_seed".split()
-)
-"""Settings of adapters whose numbers make nothing large: factors, seeds, and steps of a training."""
-_ROUNDS: Final = re.compile(r"_niter_(\d{1,18})")
-_ROUND: Final = 40
-"""Size that one round of PiSSA's initialization counts for: 250 rounds reach the limit of 10,000."""
-_ADAPTERS: Final = (
-    *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "VERA", "HRA", "FOURIERFT", "LN_TUNING", "VBLORA"),
-    "RANDLORA",
-)
-_PLAIN_TEXTS: Final = frozenset(
-    """peft_type task_type base_model_name_or_path peft_version revision bias auto_mapping megatron_core
-    init_lora_weights init_weights trainable_token_indices""".split()
-)
-_PATTERNS: Final = frozenset(
-    """target_modules exclude_modules feedforward_modules modules_to_save layers_pattern target_parameters rank_pattern
-    alpha_pattern n_frequency_pattern""".split()
-)
-"""Settings that name modules; PEFT takes a single text for a regular expression, and a list for names."""
-_EXPRESSIONS: Final = _PATTERNS - {"target_modules", "exclude_modules", "feedforward_modules", "target_parameters"}
-"""Settings in which also the items of a list are regular expressions."""
-_MAX_STEPS: Final = 4 * 10**6
-"""Maximum number of steps of the regular expression engine to match all expressions of an adapter with one name."""
-_MAX_LIST_STEPS: Final = 10**10
-"""Maximum number of steps, of some 10 ns each, for all lists of an adapter."""
 
 
 def _settings(path: Path, digest: Any) -> dict[str, Any]:
@@ -380,8 +377,8 @@ def _refuse_code(path: Path, settings: dict[str, Any]) -> None:
             )
         if any(setting in key and value not in own for setting, own in _IMPLEMENTATIONS.items()):
             raise UnsafeFileError(
-                f"{path.parent} was not loaded: its {key[:LONGEST_NAME]} names a kernel of a hub, {shorten(value)}",
-                hint=f"Remove {key[:LONGEST_NAME]} from {path.name}.",
+                f"{path.parent} was not loaded: its {key[:MAX_NAME_LENGTH]} names a kernel of a hub, {shorten(value)}",
+                hint=f"Remove {key[:MAX_NAME_LENGTH]} from {path.name}.",
             )
 
 
@@ -450,20 +447,22 @@ def _read(path: Path, digest: Any) -> bytes:
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the names of the files that ``index`` splits the weights into; all must lie beside it."""
+    """Return the names of the files that ``index`` splits the weights into; all must lie next to it."""
     try:
         names = dict.fromkeys(read_json(read_bytes(index, MAX_BYTES))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise FileFormatError(f"{index} is not an index of weights", hint=_SAVE_AGAIN_HINT) from err
     for name in names:
-        if not isinstance(name, str) or name != Path(name).name or not name.isprintable() or len(name) > _LONGEST_FILE:
+        if (
+            not isinstance(name, str)
+            or name != Path(name).name
+            or not name.isprintable()
+            or len(name) > _MAX_FILE_NAME_LENGTH
+        ):
             raise FileFormatError(
-                f"{index} names a file that does not lie beside it: {shorten(name)}", hint=_SAVE_AGAIN_HINT
+                f"{index} names a file that does not lie next to it: {shorten(name)}", hint=_SAVE_AGAIN_HINT
             )
     return list(names)
-
-
-_LONGEST_FILE: Final = 255  # characters of a file's name, as file systems allow
 
 
 def _library(name: str, folder: Path) -> Any:

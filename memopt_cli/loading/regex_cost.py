@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from re import _parser as sre_parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
-LONGEST_NAME: Final = 80
+MAX_NAME_LENGTH: Final = 80
 """Number of characters of a module's name, in estimates and in messages."""
-_LONGEST_PATTERN: Final = 4000
+_MAX_PATTERN_LENGTH: Final = 4000
 """Maximum number of characters of an expression that is analysed; a longer one counts as endless."""
 _PARSE_STEPS: Final = 50
 """Steps to parse an expression here."""
 _COMPARE_STEPS: Final = 10
 """Steps to compare two names."""
 _SUFFIX_STEPS: Final = 10
-"""Steps to keep a character of a suffix: PEFT keeps all suffixes of a name that begin behind a dot."""
+"""Steps to keep a character of a suffix: PEFT keeps all suffixes of a name that begin after a dot."""
 _COMPILE_STEPS = 10_000
 """Steps to compile any expression."""
 _COMPILE_STEPS_PER_CHARACTER = 250
@@ -68,25 +68,25 @@ def _ways_to_match(pattern: str) -> float:
     ``.*layer.*`` can share out the 80 characters of a name in ``comb(82, 2)`` = 3,321 ways.  A repetition of anything
     but single characters, as in ``(a+)+``, has exponentially many ways.
     """
-    if len(pattern) > _LONGEST_PATTERN:
+    if len(pattern) > _MAX_PATTERN_LENGTH:
         return math.inf
     try:
         gaps, ways = _sequence(sre_parser.parse(pattern))
     except (re.error, RecursionError, OverflowError):
         return math.inf
-    return ways * math.comb(LONGEST_NAME + gaps, gaps)
+    return ways * math.comb(MAX_NAME_LENGTH + gaps, gaps)
 
 
 def _sequence(parts: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
     """Return the number of gaps in the sequence ``parts``, and the number of ways to match the other parts."""
     gaps, ways = 0, 1.0
     for kind, value in parts:
-        more_gaps, factor = _part(str(kind), value)
+        more_gaps, factor = _part_cost(str(kind), value)
         gaps, ways = gaps + more_gaps, ways * factor
     return gaps, ways
 
 
-def _part(kind: str, value: Any) -> tuple[int, float]:
+def _part_cost(kind: str, value: Any) -> tuple[int, float]:
     """Return the number of gaps in one part of an expression, and the number of ways to match the rest of it."""
     if kind in _SINGLE_CHARACTER or kind == "AT":
         return 0, 1
@@ -97,8 +97,8 @@ def _part(kind: str, value: Any) -> tuple[int, float]:
     if kind == "BRANCH":
         return _branches(value[1])
     if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-        _, most, repeated = value
-        if most <= 1:
+        _, max_count, repeated = value
+        if max_count <= 1:
             gaps, ways = _sequence(repeated)
             return gaps, 1 + ways
         is_simple = [str(part) for part, _ in repeated] in [[single] for single in _SINGLE_CHARACTER]

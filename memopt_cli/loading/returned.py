@@ -53,7 +53,7 @@ def check_returned(path: str, source: ModelSource) -> int:
         original_classes = None if is_folder else _classes_of_original(source, vouched)
         file = replace(read_file(path), path="the file")
         try:
-            _check(file, original_classes, vouched)
+            _check_file(file, original_classes, vouched)
         except MemoptError as err:
             raise UnsafeFileError(
                 f"the subprocess returned something that is not an optimized model: {err.message}", hint=_ATTACK_HINT
@@ -64,13 +64,13 @@ def check_returned(path: str, source: ModelSource) -> int:
 def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str, bool]]:
     """Return the :func:`_classes` of the original.
 
-    TorchScript and exports have only those that a Sequential becomes; other modules of theirs become memopt's own.
+    TorchScript and exports have only those that a Sequential becomes; their other modules become memopt's own.
     """
     file, _ = read_same(source.location, None, source.sha256)
     return set(_classes(read_pickled(file), vouched)) if isinstance(format_of(file), ModulePickle) else _LIFTED
 
 
-def _check(file: ModelFile, original_classes: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
+def _check_file(file: ModelFile, original_classes: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
     """Raise :class:`MemoptError` if ``file`` holds anything but an optimized model.
 
     ``original_classes``: the :func:`_classes` of the original; ``None`` for a folder, which names no classes.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memopt_cli.errors import FileFormatError
 from memopt_cli.loading.interface import DOWNLOAD_AGAIN_HINT, Loaded, ModelFile, no_model
-from memopt_cli.loading.pickles.described import LARGEST, items_in
+from memopt_cli.loading.pickles.described import MAX_SIZE, items_in
 from memopt_cli.records import Trust
 from memopt_cli.text.documents import read_json
 
@@ -35,7 +35,8 @@ _DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-_LENGTH, _LONGEST_HEADER = 8, 100_000_000  # bytes of the number before the header, and most bytes of the header
+_LENGTH = 8  # bytes of the number before the header
+_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Entry:
     start: int
     """Position of the tensor's first byte in the file."""
     end: int
-    """Position behind the tensor's last byte."""
+    """Position after the tensor's last byte."""
 
 
 class SafeTensors:
@@ -64,7 +65,7 @@ class SafeTensors:
 
 def is_safetensors(data: bytes) -> bool:
     """Return whether ``data`` starts as this format does."""
-    return data[_LENGTH : _LENGTH + 1] == b"{" and int.from_bytes(data[:_LENGTH], "little") <= _LONGEST_HEADER
+    return data[_LENGTH : _LENGTH + 1] == b"{" and int.from_bytes(data[:_LENGTH], "little") <= _MAX_HEADER_BYTES
 
 
 def read_safetensors(data: bytes, path: str) -> dict[str, Tensor]:
@@ -88,7 +89,7 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
             raise ValueError(f"its header of {start - _LENGTH} bytes does not fit")
         header = read_json(data[_LENGTH:start], unique=True)
         remarks = header.pop("__metadata__", {})
-        named = ((str(name), _entry(item, start)) for name, item in header.items())
+        named = ((str(name), _read_entry(item, start)) for name, item in header.items())
         entries = dict(sorted(named, key=lambda pair: (pair[1].start, pair[1].end)))
         for entry in entries.values():  # in the order of their bytes, so each must begin where the last one ended
             if entry.start != start:
@@ -102,9 +103,11 @@ def read_header(data: bytes, path: str) -> tuple[dict[str, Entry], dict[str, str
         raise FileFormatError(f"{path} is not a complete safetensors file: {reason}", hint=DOWNLOAD_AGAIN_HINT) from err
 
 
-def _entry(item: Any, start: int) -> Entry:
-    dtype, shape, (begin, end) = _DTYPES[item["dtype"]], item["shape"], item["data_offsets"]
-    if not all(type(place) is int and 0 <= place <= LARGEST for place in (begin, end)):
+def _read_entry(item: Any, start: int) -> Entry:
+    dtype = _DTYPES[item["dtype"]]
+    shape = item["shape"]
+    (begin, end) = item["data_offsets"]
+    if not all(type(place) is int and 0 <= place <= MAX_SIZE for place in (begin, end)):
         raise ValueError("a position in its header is not a whole number")
     if end - begin != items_in(shape) * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes are not a tensor of {len(shape)} sizes and {item['dtype']}")

@@ -101,12 +101,12 @@ class LiftedGraph:
                 self._exit = node
                 break
             if kind == "prim::Enter" and name in self.contexts:
-                stored.append(self._with(nodes, name))
+                stored.append(self._lift_with_block(nodes, name))
             else:
-                stored.extend(self._node(node))
+                stored.extend(self._lift_node(node))
         return tuple(stored)
 
-    def _with(self, nodes: Iterator[Any], context: str) -> tuple[Any, ...]:
+    def _lift_with_block(self, nodes: Iterator[Any], context: str) -> tuple[Any, ...]:
         before = len(self.operands)
         inner = self._sequence(nodes, context)
         # TorchScript has no scope here: a value of the block may be used anywhere after ``prim::Exit``.  Such values
@@ -131,10 +131,10 @@ class LiftedGraph:
     def operand(self, value: Any) -> Any:
         name = value.debugName()
         if name not in self.operands:
-            raise UnliftableError(f"a value of type {value.type().str()} ({_where(value.node())})")
+            raise UnliftableError(f"a value of type {value.type().str()} ({_source_line_of(value.node())})")
         return self.operands[name]
 
-    def _node(self, node: Any) -> list[tuple[Any, ...]]:
+    def _lift_node(self, node: Any) -> list[tuple[Any, ...]]:
         """Return the stored nodes for ``node``; none if the node only names something."""
         kind = node.kind()
         if kind in _RENAMING:
@@ -160,7 +160,7 @@ def _operator(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
         return stored
     operator = find_operator(key)
     if operator is None:
-        raise UnliftableError(f"the operator {key} ({_where(node)})")
+        raise UnliftableError(f"the operator {key} ({_source_line_of(node)})")
     if node.outputsSize() <= 1:
         return graph.plain("operator", node, key)
     # An operator with several outputs returns a tuple, which a second node takes apart.
@@ -194,7 +194,7 @@ def _constant_node(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     content = value.toIValue()
     if isinstance(content, Tensor):
         if graph.constants is None:
-            raise UnliftableError(f"a constant tensor in a function ({_where(node)})")
+            raise UnliftableError(f"a constant tensor in a function ({_source_line_of(node)})")
         graph.constants.append(content)
         return [("tensor", len(graph.constants) - 1, (), (graph.value(value, "constant"),), ())]
     if isinstance(content, torch.device):
@@ -207,7 +207,7 @@ def _get_attribute(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     path = _attribute(graph, node)
     if node.output().type().kind() in ("ClassType", "InterfaceType"):
         if find_module(graph.script, path) is None:
-            raise UnliftableError(f"an object of {node.output().type().str()} ({_where(node)})")
+            raise UnliftableError(f"an object of {node.output().type().str()} ({_source_line_of(node)})")
         graph.paths[node.output().debugName()] = path
         return []
     kind = "get" if path[-1] in graph.mutable else "parameter"
@@ -217,16 +217,16 @@ def _get_attribute(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
 def _attribute(graph: LiftedGraph, node: Any) -> Path:
     owner, name = node.inputsAt(0), node.s("name")
     if owner.debugName() not in graph.paths:
-        raise UnliftableError(f"the attribute {name} of {owner.type().str()} ({_where(node)})")
+        raise UnliftableError(f"the attribute {name} of {owner.type().str()} ({_source_line_of(node)})")
     if not is_attribute(name):
-        raise UnliftableError(f"an attribute named {name} ({_where(node)})")
+        raise UnliftableError(f"an attribute named {name} ({_source_line_of(node)})")
     return (*graph.paths[owner.debugName()], name)
 
 
 def _create(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     kind = node.output().type().str().removeprefix("__torch__.torch.autograd.grad_mode.")
     if kind not in ("no_grad", "enable_grad"):
-        raise UnliftableError(f"an object of {node.output().type().str()} ({_where(node)})")
+        raise UnliftableError(f"an object of {node.output().type().str()} ({_source_line_of(node)})")
     graph.contexts[node.output().debugName()] = kind == "enable_grad"
     return []
 
@@ -234,7 +234,7 @@ def _create(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
 def _set_attribute(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     path = _attribute(graph, node)
     if path[-1] == "training" or not path[-1].isidentifier():
-        raise UnliftableError(f"the attribute {path[-1]} is set ({_where(node)})")
+        raise UnliftableError(f"the attribute {path[-1]} is set ({_source_line_of(node)})")
     return graph.plain("set", node, path, skip=1)
 
 
@@ -244,9 +244,9 @@ def _call_method(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
         graph.operands[node.output().debugName()] = (None,)
         return []
     if owner.debugName() not in graph.paths:
-        raise UnliftableError(f"the method {name} of {owner.type().str()} ({_where(node)})")
+        raise UnliftableError(f"the method {name} of {owner.type().str()} ({_source_line_of(node)})")
     if not is_method(name):
-        raise UnliftableError(f"a method named {name} ({_where(node)})")
+        raise UnliftableError(f"a method named {name} ({_source_line_of(node)})")
     return graph.plain("call", node, (graph.paths[owner.debugName()], name), skip=1)
 
 
@@ -277,7 +277,7 @@ def _make_tuple(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
 def _tuple_item(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     index = graph.operand(node.inputsAt(1))
     if type(index) is not tuple or type(index[0]) is not int:
-        raise UnliftableError(f"a tuple indexed by a variable ({_where(node)})")
+        raise UnliftableError(f"a tuple indexed by a variable ({_source_line_of(node)})")
     return [("item", index[0], (graph.operand(node.inputsAt(0)),), tuple(map(graph.value, node.outputs())), ())]
 
 
@@ -290,11 +290,11 @@ def _constant(value: Any, node: Any) -> Any:
     if isinstance(stored, torch.dtype):
         stored = DTYPES.index(dtype_name(stored))
     if not is_constant(stored):
-        raise UnliftableError(f"a constant {type(value).__name__} ({_where(node)})")
+        raise UnliftableError(f"a constant {type(value).__name__} ({_source_line_of(node)})")
     return stored
 
 
-def _where(node: Any) -> str:
+def _source_line_of(node: Any) -> str:
     """Return the source line of ``node``, or of a neighbour if it has none, as ``file line 12``."""
     lines = (re.search(r'File "([^"]*)", line (\d+)', n.sourceRange()) for n in (node, *node.owningBlock().nodes()))
     source = next(filter(None, lines), None)

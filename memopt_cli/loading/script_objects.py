@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeGuard
 
-from memopt_cli.loading.pickles.names import LONGEST_ATTRIBUTE
+from memopt_cli.loading.pickles.names import MAX_ATTRIBUTE_LENGTH
 from memopt_cli.loading.pickles.nodes import DICT, LIST, Built, Global, Tuple, entries_of
 from memopt_cli.loading.pickles.packed_weights import NATIVE, is_packed
 from memopt_cli.runtime.script_code import UnsafeScriptError, attribute_types, parse_type
@@ -20,7 +20,7 @@ from memopt_cli.runtime.script_code import UnsafeScriptError, attribute_types, p
 TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
 """Functions that turn a list into one of a certain type."""
-_LONGEST_SOURCE: Final = 64 << 20
+_MAX_SOURCE_BYTES: Final = 64 << 20
 """Largest size of one source in bytes: its lines are stored once, and each may be used many times."""
 _RESTORING: Final = frozenset({"__getstate__", "__setstate__"})
 TENSORS: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
@@ -75,7 +75,7 @@ class ScriptObjects:
         base = ast.unparse(node.bases[0]) if node.bases else ""
         attributes = attribute_types(node)
         longest = max(map(len, attributes), default=0)
-        if longest > LONGEST_ATTRIBUTE:
+        if longest > MAX_ATTRIBUTE_LENGTH:
             raise ValueError(f"a class has an attribute with a name of {longest} characters")
         self._classes[name] = _Class(base, attributes, bool(methods & _RESTORING))
 
@@ -93,7 +93,7 @@ class ScriptObjects:
                 raise ValueError(f"it calls {name}")
         elif node.how == "called" and name == TYPE_TAG:
             match node.argument_items():
-                case (value, str(text)) if self._fits(value, parse_type(text)):
+                case (value, str(text)) if self._fits_type(value, parse_type(text)):
                     return
             raise ValueError("a container does not have its declared type")
 
@@ -119,10 +119,10 @@ class ScriptObjects:
             raise ValueError(f"an object of {name} has no attributes")
         for attribute, value in entries_of(state):
             kind = known.attributes.get(attribute) if isinstance(attribute, str) else None
-            if kind is not None and not self._fits(value, kind):
+            if kind is not None and not self._fits_type(value, kind):
                 raise ValueError(f"the attribute {attribute} of {name} is not of type {ast.unparse(kind)[:80]}")
 
-    def _fits(self, value: Any, kind: ast.expr) -> bool:
+    def _fits_type(self, value: Any, kind: ast.expr) -> bool:
         """Return whether PyTorch may take ``value`` for one of the type ``kind``."""
         match kind:
             case ast.Name(id="Any"):
@@ -133,16 +133,16 @@ class ScriptObjects:
             case ast.Constant(value=None):
                 return value is None
             case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-                return value is None or self._fits(value, inner)
+                return value is None or self._fits_type(value, inner)
             case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=kinds)):
-                return any(self._fits(value, inner) for inner in kinds)
+                return any(self._fits_type(value, inner) for inner in kinds)
             case ast.Subscript(value=ast.Name(id=name), slice=inner):
-                return self._contains(_strip_type_tag(value), name, inner)
+                return self._container_fits(_strip_type_tag(value), name, inner)
             case ast.Attribute():
                 return self._is_object(value, ast.unparse(kind))
         return False
 
-    def _contains(self, value: Any, name: str, inner: ast.expr) -> bool:
+    def _container_fits(self, value: Any, name: str, inner: ast.expr) -> bool:
         # Two attributes may hold the same container.  If they declare different types, code could fill it as one type
         # and read it as the other.
         kind = f"{name} {ast.dump(inner)}"
@@ -150,15 +150,17 @@ class ScriptObjects:
             return False
         kinds = inner.elts if isinstance(inner, ast.Tuple) else [inner]
         if name == "List" and len(kinds) == 1:
-            return _is_plain(value, LIST) and all(self._fits(item, kinds[0]) for item in value.items)
+            return _is_plain(value, LIST) and all(self._fits_type(item, kinds[0]) for item in value.items)
         if name == "Dict" and len(kinds) == 2:
             pairs = entries_of(value)
-            return _is_plain(value, DICT) and all(self._fits(k, kinds[0]) and self._fits(v, kinds[1]) for k, v in pairs)
+            return _is_plain(value, DICT) and all(
+                self._fits_type(k, kinds[0]) and self._fits_type(v, kinds[1]) for k, v in pairs
+            )
         return name == "Tuple" and self._fit_each(value, kinds)
 
     def _fit_each(self, value: Any, kinds: list[ast.expr]) -> bool:
         same = isinstance(value, Tuple) and len(value.items) == len(kinds)
-        return same and all(map(self._fits, value.items, kinds))
+        return same and all(map(self._fits_type, value.items, kinds))
 
     def _is_object(self, value: Any, name: str) -> bool:
         known = self._classes.get(name)
@@ -219,5 +221,5 @@ def _source_size(source: Tuple, sizes: list[int] | None) -> int:
             indices = _strip_type_tag(lines)
             if _is_plain(indices, LIST) and all(type(i) is int and 0 <= i < len(sizes) for i in indices.items):
                 size = sum(sizes[i] for i in indices.items)
-                return size if size <= _LONGEST_SOURCE else -1
+                return size if size <= _MAX_SOURCE_BYTES else -1
     return -1

@@ -36,7 +36,7 @@ def _sequential(module: LiftedModule) -> nn.Sequential | None:
     """Return ``module`` as an ``nn.Sequential``, or ``None`` if its forward is another one."""
     match module._program:
         case (_, "Sequential", (("forward", ((value, _, _),), _, (_, nodes, results)),), _):
-            names = _chain(nodes, value, results)
+            names = _called_in_turn(nodes, value, results)
         case _:
             return None
     children = children_of(module)
@@ -48,7 +48,7 @@ def _sequential(module: LiftedModule) -> nn.Sequential | None:
     return sequential
 
 
-def _chain(nodes: tuple[Any, ...], value: int, results: tuple[Any, ...]) -> list[str]:
+def _called_in_turn(nodes: tuple[Any, ...], value: int, results: tuple[Any, ...]) -> list[str]:
     """List the children that ``nodes`` call in turn, from ``value`` to ``results``; none if they do more than that."""
     names = []
     for node in nodes:

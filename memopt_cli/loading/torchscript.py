@@ -37,6 +37,8 @@ from memopt_cli.runtime.private_torch import (
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.runtime.script_code import UnsafeScriptError
 
+_SHARED_TENSORS_NOTE = "The model stays TorchScript as a whole: what could not be lifted shares tensors with the rest."
+
 
 class TorchScript:
     """The format of ``torch.jit.save``; see :class:`memopt_cli.loading.interface.Format`."""
@@ -81,9 +83,6 @@ def lift_script(script: ScriptModule, unit: Any) -> Loaded:
     return Loaded(module=lifted, notes=(*lifting.notes, *mode_notes(lifting.programs(), "Tracing")))
 
 
-_SHARED_TENSORS_NOTE = "The model stays TorchScript as a whole: what could not be lifted shares tensors with the rest."
-
-
 def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:
     """Count for each address of memory the leaves with a tensor there; the modules outside of leaves count as one."""
     parts = [list(leaf.modules()) for leaf in leaves]
@@ -122,7 +121,7 @@ class _Lifting:
         known = self._modules.get(program_of(script))
         if known is not None:
             return known
-        reason = self._reason(script)
+        reason = self._reason_against(script)
         if reason:
             self.notes.append(f"{path or 'The model'} stays TorchScript: {reason}.")
             module: nn.Module = ScriptLeaf(script)
@@ -154,11 +153,11 @@ class _Lifting:
     def _note_uses(self, script: Any) -> None:
         program = self._class(script).program
         for path, method in calls_of(program):
-            _note(self._called, find_module(script, path), method)
+            _note_attribute(self._called, find_module(script, path), method)
         for attribute in attributes_of(program):
-            _note(self._used, find_module(script, attribute[:-1]), attribute[-1])
+            _note_attribute(self._used, find_module(script, attribute[:-1]), attribute[-1])
 
-    def _reason(self, script: Any) -> str:
+    def _reason_against(self, script: Any) -> str:
         """Return the reason why ``script`` cannot be lifted; empty if it can."""
         name = program_of(script).qualified_name
         if name not in self._reasons:
@@ -176,11 +175,11 @@ class _Lifting:
         for path, method in calls_of(lifted.program):
             # A part that stays TorchScript can run its forward as a whole, but nothing inside it can be reached.
             owners = [find_module(script, path[:length]) for length in range(1, len(path) + (method != "forward"))]
-            if any(owner is not None and self._reason(owner) for owner in owners):
+            if any(owner is not None and self._reason_against(owner) for owner in owners):
                 yield f"it calls a part of {'.'.join(path)}, which cannot be lifted"
         for attribute in attributes_of(lifted.program):
             owner = find_module(script, attribute[:-1]) if len(attribute) > 1 else None
-            if owner is not None and not _is_tensor(owner, attribute[-1]) and self._reason(owner):
+            if owner is not None and not _is_tensor(owner, attribute[-1]) and self._reason_against(owner):
                 yield f"it uses {'.'.join(attribute)} of a part that cannot be lifted"
 
 
@@ -189,7 +188,7 @@ def _is_tensor(script: Any, name: str) -> bool:
     return name in parameters_of(script) or name in buffers_of(script)
 
 
-def _note(noted: dict[str, set[str]], owner: Any, name: str) -> None:
+def _note_attribute(noted: dict[str, set[str]], owner: Any, name: str) -> None:
     if owner is not None:
         noted.setdefault(program_of(owner).qualified_name, set()).add(name)
 

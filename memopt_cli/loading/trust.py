@@ -1,6 +1,6 @@
 """Refusing names that a pickled file uses: the reason for the user, and the flag that would allow the name.
 
-A name is judged here before it is imported, since importing runs code.  The objects behind the names are judged by
+A name is judged here before it is imported, since importing runs code.  The objects of these names are judged by
 :mod:`memopt_cli.loading.pickles.kinds`.
 """
 
@@ -77,7 +77,7 @@ class UnvouchedError(UnsafeFileError):
 
 
 def together(trusts: Iterable[Trust]) -> Trust:
-    """Merge ``trusts`` into one that allows what any of them does."""
+    """Merge ``trusts`` into one that allows all that any of them allows."""
     all_of = tuple(trusts)
     return Trust(
         libraries=tuple(dict.fromkeys(name for trust in all_of for name in trust.libraries)),

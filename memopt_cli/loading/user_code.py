@@ -22,7 +22,7 @@ from memopt_cli.text.units import format_some
 from memopt_cli.training.module_calls import raised_at
 
 _SHOWN: Final = 8
-"""Most modules of a package that a hint lists."""
+"""Maximum number of modules of a package that a hint lists."""
 _COPIED: Final[dict[str, Any]] = {}
 """Name -> the definition that was copied to ``__main__``; the next script may replace it by its own."""
 
@@ -114,7 +114,7 @@ class UserCode:
             for part in wanted.name.split("."):
                 value = getattr(value, part, None)
             home = sys.modules.get(getattr(value, "__module__", None) or "")
-            if value is not None and (home is module or home is sys.modules["__main__"] or self._owns(home)):
+            if value is not None and (home is module or home is sys.modules["__main__"] or self._owns_module(home)):
                 return value
         names = ", ".join(path.name for path in self._paths)
         error = ClassNotFoundError(f"{names} defines no {wanted.name}, which the file was saved with")
@@ -192,7 +192,7 @@ class UserCode:
                 return file.resolve()
         return None
 
-    def _owns(self, module: ModuleType | None) -> bool:
+    def _owns_module(self, module: ModuleType | None) -> bool:
         file = _file(module)
         return file is not None and any(file == path or path in file.parents for path in self._paths)
 

@@ -17,6 +17,8 @@ from memopt_cli.loading.user_code import command_line_of, find_spec, import_fail
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.misnamed import definitions
 
+_FUNCTION_HINT = "Give `file.py:function`."
+
 
 def user_function(
     reference: str, flag: str, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
@@ -41,7 +43,6 @@ def user_function(
     return function  # type: ignore[no-any-return]
 
 
-_FUNCTION_HINT = "Give `file.py:function`."
 TAKEN: Final = "memopt_user_"
 """Prefix of the name of a module whose file is named like another module: nothing can import it by that name."""
 _RAN: Final[dict[Path, tuple[ModuleType, tuple[int, int]]]] = {}
@@ -72,7 +73,7 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
     assert spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # ``dataclass`` looks up the module of its class there
-    folder, stamp = str(file.parent), _stamp(file)
+    folder, stamp = str(file.parent), _file_stamp(file)
     sys.path.insert(0, folder)
     try:
         with command_line_of(path):
@@ -84,7 +85,7 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
-    make_importable(file.parent, first=False)  # for what its functions import when they are called
+    make_importable(file.parent, first=False)  # for the modules that its functions import when they are called
     _RAN[file] = module, stamp
     if not any(isinstance(finder, _ByOtherNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ByOtherNames())
@@ -121,9 +122,9 @@ def _is_at(module: ModuleType, path: str) -> bool:
 def _unchanged(file: Path) -> ModuleType | None:
     """Return the module that ``file`` ran as, unless it has not run, or has changed since."""
     module, stamp = _RAN.get(file, (None, None))
-    return module if stamp == _stamp(file) else None
+    return module if stamp == _file_stamp(file) else None
 
 
-def _stamp(file: Path) -> tuple[int, int]:
+def _file_stamp(file: Path) -> tuple[int, int]:
     state = file.stat()
     return state.st_mtime_ns, state.st_size

@@ -33,6 +33,7 @@ _VARIABLES: Final = ("os.putenv", "os.unsetenv")
 _GPU_CHECK: Final = b"PYTORCH_NVML_BASED_CUDA_CHECK"
 """A variable that accelerate sets before it asks PyTorch for a GPU, as some adapters do while they are built."""
 _WRITING: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_IMPORT: Final = "importlib._bootstrap_external"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,13 +54,13 @@ _kept_bytecode = sys.dont_write_bytecode
 
 @contextmanager
 def watch_code(path: str, hint: str = TRUST_PICKLE_HINT) -> Iterator[None]:
-    """Raise :class:`UnsafeFileError` inside the block for programs, connections, pickles and changes of files.
+    """Raise :class:`UnsafeFileError` in the ``with`` block for programs, connections, pickles and changes of files.
 
-    The watch covers this thread, and threads that start inside the block.  ``path`` and ``hint`` are for the error.
+    The watch covers this thread, and threads that start in the block.  ``path`` and ``hint`` are for the error.
     """
     global _installed, _kept_bytecode
     if not _installed:
-        sys.addaudithook(_look)  # Python cannot remove it again
+        sys.addaudithook(_refuse_event)  # Python cannot remove it again
         _installed = True
     earlier = frozenset(thread.ident for thread in threading.enumerate() if thread.ident) - {threading.get_ident()}
     watch = _Watch(path, hint, earlier)
@@ -76,7 +77,7 @@ def watch_code(path: str, hint: str = TRUST_PICKLE_HINT) -> Iterator[None]:
 
 @contextmanager
 def suspend_watch() -> Iterator[None]:
-    """Suspend the watch for this thread inside the block, for code that the user vouched for."""
+    """Suspend the watch for this thread in the ``with`` block, for code that the user vouched for."""
     before = getattr(_trusting, "trusts", False)
     _trusting.trusts = True
     try:
@@ -85,12 +86,12 @@ def suspend_watch() -> Iterator[None]:
         _trusting.trusts = before
 
 
-def _look(event: str, details: tuple[Any, ...]) -> None:
+def _refuse_event(event: str, details: tuple[Any, ...]) -> None:
     if not _watches or getattr(_trusting, "trusts", False):
         return
     if event in _VARIABLES and details[0] == _GPU_CHECK:
         return
-    is_refused = event in _REFUSED or (event == "open" and _writes(*details))
+    is_refused = event in _REFUSED or (event == "open" and _open_writes(*details))
     if not is_refused and (event not in _REFUSED_AFTER_IMPORTS or _is_importing()):
         return
     watch = next((watch for watch in _watches if threading.get_ident() not in watch.earlier_threads), None)
@@ -111,9 +112,6 @@ def _is_importing() -> bool:
     return False
 
 
-_IMPORT: Final = "importlib._bootstrap_external"
-
-
-def _writes(path: Any, mode: Any, flags: Any) -> bool:
+def _open_writes(path: Any, mode: Any, flags: Any) -> bool:
     """Return whether an ``open`` writes; a file that is already open has a number for its ``path``, and is allowed."""
     return not isinstance(path, int) and isinstance(flags, int) and bool(flags & _WRITING)

@@ -359,7 +359,7 @@ class _Judge:
     def _errs_by_budget(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> bool:
         """Return whether a compiled candidate whose random numbers differ, hence ``gaps``, has wrong gradients too.
 
-        Under a memory budget, PyTorch may recompute the operators that draw a compiled model's random numbers.
+        Under a memory budget, PyTorch may recompute the operators that make a compiled model's random numbers.
         """
         runs = None if _is_backward_alone(gaps) else self.sides.run_budgeted(job)
         difference = None if runs is None else first_difference(*runs, self._allowed_difference(runs, tolerance))
@@ -425,7 +425,7 @@ def _mode_notes(reference: FollowedSteps, candidate: FollowedSteps) -> tuple[str
 def _cause_by_drawing(gaps: Sequence[TensorGap]) -> Cause | None:
     """Return the explanation of an eager candidate's gaps by different random numbers; ``None`` if there is none.
 
-    If the outputs differ, forward draws other numbers; if only gradients differ, recomputation in backward does.
+    If the outputs differ, forward uses other numbers; if only gradients differ, recomputation in backward does.
     """
     if any(gap.name.startswith("output") for gap in gaps):
         return Cause(text=DRAWS)

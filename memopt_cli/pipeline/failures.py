@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 from memopt_cli.errors import ERRORS, MeasurementError
 from memopt_cli.records import Crashed, Failure, OutOfMemory, StepFailed, TimedOut, describe
 
 Answer = TypeVar("Answer")
+
+SMALLER_INPUTS_HINT: Final = "Give smaller inputs (`--dim B=1` where the shape says B), or a machine with more memory."
 
 
 def require_answer(answer: Answer | Failure, context: str = "") -> Answer:
@@ -27,8 +29,9 @@ def raise_failure(failure: Failure, context: str = "") -> NoReturn:
         raise ERRORS[failure.error](context + failure.message, hint=failure.hint)
     hints: dict[type[Failure], str] = {
         TimedOut: "Raise `--timeout`, or give smaller inputs.",
-        OutOfMemory: "Give smaller inputs (`--dim B=1` where the shape says B), or a machine with more memory.",
-        Crashed: "If you trust the model, take one training step in plain Python: it should fail in the same way.",
+        OutOfMemory: SMALLER_INPUTS_HINT,
+        Crashed: "If you trust the model, take one training step of it in plain Python: it should fail in the same "
+        "way, and show where.",
     }
     tail = f"\n{failure.output_tail}" if isinstance(failure, Crashed) and failure.output_tail else ""
     raise MeasurementError(context + describe(failure) + tail, hint=hints[type(failure)])

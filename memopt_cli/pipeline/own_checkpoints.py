@@ -45,7 +45,7 @@ def _measure(prepared: Prepared) -> Measurement | Failure:
 
 
 def _cost_in_words(own: Measurement | Failure) -> str:
-    """Return words on what the step takes with the model's own checkpointing on."""
+    """Return peak and time of the step with the model's own checkpointing on, in words."""
     if not isinstance(own, Measurement):
         return f", which does not run: {describe(own)}"
     return f", which takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} per step"

@@ -1,4 +1,4 @@
-"""Predicting the memory of single ranks of many, each in a subprocess of its own.
+"""Predicting the memory of single ranks of many, each in its own subprocess.
 
 PyTorch's process group is global, so one process can imitate one rank only.
 """

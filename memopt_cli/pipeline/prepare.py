@@ -23,6 +23,7 @@ from memopt_cli.measure.jobs import ORIGINAL, Answer, CompareJob, Data, Describe
 from memopt_cli.measure.runner import Session, import_path
 from memopt_cli.measure.sizes import is_confined
 from memopt_cli.pipeline.failures import raise_failure, require_answer
+from memopt_cli.pipeline.terms import SETTING_FLAGS, missing_settings
 from memopt_cli.records import (
     REMEMBERED,
     STEP,
@@ -46,6 +47,12 @@ from memopt_cli.records.progress import Ask, Progress
 TAKEN_OFF_NOTE = "The file carries a plan already; it was taken off first."
 LEFT_OUT_NOTE = "The model carries a plan already; it is left out here."
 """Note on an answer that changes no model, and is given without the plan that the model carries."""
+_COMPILER_BACKENDS: Final = ("inductor",)
+"""Backends of ``torch.compile`` that run a compiler of their own, for the CPU as for a GPU."""
+_MAX_LIBRARIES: Final = 50
+"""Maximum number of libraries that a subprocess may ask to import: a hostile model could name very many."""
+_READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}
+"""Format of a model's file -> the function that scripts read it with, where that cannot read pickled modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +117,12 @@ class Prepared:
         Raises :class:`UsageError` where the batch of the inputs is fixed.
         """
         spec = with_batch(self.subject.spec, batch) if batch != self.batch else self.subject.spec
-        return self._with(spec, batch)
+        return self._with_spec(spec, batch)
 
     def with_compiler_cache(self, folders: contextlib.ExitStack) -> Prepared:
         """Return the model whose subprocesses share an empty folder for the compiler's caches, until ``folders`` ends.
 
-        An empty cache makes compiled code and compile times independent of what was compiled before.
+        An empty cache makes compiled code and compile times independent of earlier compilations.
         """
         folder = Folder()
         folders.callback(folder.remove)
@@ -124,9 +131,9 @@ class Prepared:
     def with_size(self, symbol: str, size: int) -> Prepared:
         """Return the model with inputs whose dimension ``symbol``, which is not the batch, has ``size``."""
         spec = replace(self.subject.spec, dims={**self.subject.spec.dims, symbol: size})
-        return self._with(spec, self.batch)
+        return self._with_spec(spec, self.batch)
 
-    def _with(self, spec: InputSpec, batch: int) -> Prepared:
+    def _with_spec(self, spec: InputSpec, batch: int) -> Prepared:
         """Return the model with the inputs of ``spec``, at other sizes of which the step was not measured."""
         subject, facts = replace(self.subject, spec=spec), replace(self.facts, spec=spec, batch=batch)
         own = self.own_checkpoints if spec == self.subject.spec else None
@@ -206,7 +213,7 @@ def inputs_of_file(spec: InputSpec, source: str) -> InputSpec | None:
 
 
 def remembered_inputs(location: str) -> InputSpec | None:
-    """Return the inputs that were typed last for the model at ``location``; ``None`` if no file beside it has any.
+    """Return the inputs that were typed last for the model at ``location``; ``None`` if no file next to it has any.
 
     The plan, the summary and the frontier that ``memopt optimize`` wrote hold them.  These files may have come with the
     model, so only inputs that name no code and no other file are taken.  A file that cannot be read, or neither has the
@@ -216,7 +223,7 @@ def remembered_inputs(location: str) -> InputSpec | None:
     name = model_path.absolute().name
     names = {name, name.replace(".memopt.", ".")}  # an optimized model has the inputs of its original
     headers: list[tuple[float, FileHeader, Path]] = []
-    # The files beside an optimized model lie under its own name, and are about its original, whatever that is called.
+    # The files next to an optimized model lie under its own name, and are about its original, whatever that is called.
     own_files = tuple(model_path.parent / f"{model_path.stem}.{end}" for end in ("plan.yaml", "summary.json"))
     for path in (paths.plan, paths.summary, paths.frontier, *own_files):
         with contextlib.suppress(OSError, ValueError, MemoptError):
@@ -281,16 +288,14 @@ def import_libraries(prepared: Prepared, names: Sequence[str]) -> None:
 
 def _refuse_settings(settings: StepSettings, location: str) -> None:
     """Raise :class:`UsageError` for options that the user's own step, at ``location``, decides itself."""
-    is_set = {
-        "`--precision`": settings.precision != "stored",
-        "`--loss`": settings.loss is not None,
-        "`--optimizer`": settings.optimizer not in ("", "none"),
-        "`--accumulate`, or `--global-batch`,": settings.micro_batches > 1,
-        "`--clip-norm`": settings.clip_norm is not None,
-    }
-    flag = next((flag for flag, is_given in is_set.items() if is_given), None)
-    if flag is not None:
-        raise UsageError(f"{flag} sets how a step is run, but {location} makes a step of its own", hint="Omit it.")
+    harmless = {"seed", "" if settings.has_optimizer else "optimizer"}
+    for name in missing_settings(StepSettings(), settings):
+        if name not in harmless:
+            also = ", or `--global-batch`," if name == "micro_batches" else ""
+            raise UsageError(
+                f"`{SETTING_FLAGS[name]}`{also} sets how a step is run, but {location} makes a step of its own",
+                hint="Omit it.",
+            )
 
 
 def open_model(
@@ -353,14 +358,6 @@ def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
     if reader is None:
         return ()
     return (f"{path.name} is a pickled module, which {reader} does not read: memopt_cli.load({str(path)!r}) does.",)
-
-
-_COMPILER_BACKENDS: Final = ("inductor",)
-"""Backends of ``torch.compile`` that run a compiler of their own, for the CPU as for a GPU."""
-_MAX_LIBRARIES: Final = 50
-"""Maximum number of libraries that a subprocess may ask to import: a hostile model could name very many."""
-_READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}
-"""Format of a model's file -> the function that scripts read it with, where that cannot read pickled modules."""
 
 
 def file_header(prepared: Prepared) -> FileHeader:

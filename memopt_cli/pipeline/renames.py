@@ -35,7 +35,7 @@ def find_renames(
         free = [module for path, module in added.items() if path not in targets]
         for stems in _most_votes(_pairs_of_equals(unmatched, free, key, same_count=same_count)):
             moved = 0
-            for path, target in _pairs(*sides, *stems):
+            for path, target in _renamed_paths(*sides, *stems):
                 is_free = path not in moves and target not in targets and path in missing and target in added
                 if is_free and _is_successor(added[target], missing[path]):
                     moves[path] = target
@@ -60,7 +60,7 @@ class _Paths:
         return [*(path for path in self._sorted[own_index : own_index + 1] if path == stem), *self._sorted[start:end]]
 
 
-def _pairs(missing: _Paths, added: _Paths, before: str, after: str) -> Iterator[tuple[str, str]]:
+def _renamed_paths(missing: _Paths, added: _Paths, before: str, after: str) -> Iterator[tuple[str, str]]:
     """Yield the paths that a rename would change, each with its new path; iterate over the shorter side, for speed."""
     sources, targets = missing.below(before), added.below(after)
     if len(sources) <= len(targets):
@@ -96,7 +96,7 @@ def _pairs_of_equals(
 
 
 def _is_successor(new: ModuleBytes, old: ModuleBytes) -> bool:
-    """Return whether ``new``, at the place of ``old`` in a renamed part, is that module: its class may be renamed too."""
+    """Return whether ``new``, at the place of ``old`` in a renamed part, is that module; its class may be renamed too."""
     return new.class_name == old.class_name or _sizes(new) == _sizes(old)
 
 

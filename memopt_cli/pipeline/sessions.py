@@ -24,7 +24,7 @@ class Sessions(contextlib.ExitStack):
         self._current: Session | None = None
 
     def __enter__(self) -> Self:
-        self._next()
+        self._open_next()
         return self
 
     def __call__(self) -> Session:
@@ -33,15 +33,15 @@ class Sessions(contextlib.ExitStack):
         if self._current.ended:
             if _RESTARTED_NOTE not in self._notes:
                 self._notes.append(_RESTARTED_NOTE)
-            return self._next()
+            return self._open_next()
         return self._current
 
     def smaller(self) -> Session:
         """Return a fresh session; from now on, all sessions run steps of a few samples only."""
         self._data = "small batch"
         self.close()
-        return self._next()
+        return self._open_next()
 
-    def _next(self) -> Session:
+    def _open_next(self) -> Session:
         self._current = self.enter_context(self.prepared.session(self._data))
         return self._current

@@ -6,7 +6,7 @@ A command that reads a memopt file fills in the settings that the user left out 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
@@ -16,12 +16,9 @@ from memopt_cli.text.documents import quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 
 SETTING_FLAGS: Final[Mapping[str, str]] = {
-    "precision": "--precision",
-    "loss": "--loss",
-    "optimizer": "--optimizer",
-    "micro_batches": "--accumulate",
-    "clip_norm": "--clip-norm",
-    "seed": "--seed",
+    field.name: "--accumulate" if field.name == "micro_batches" else f"--{field.name.replace('_', '-')}"
+    for field in fields(StepSettings)
+    if field.name != "device"
 }
 """Field of :class:`StepSettings`, other than the device -> the flag that sets it."""
 

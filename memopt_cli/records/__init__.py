@@ -45,7 +45,7 @@ from memopt_cli.records.batch_shaping import OptimizationHints as OptimizationHi
 from memopt_cli.records.batch_shaping import PerformanceMonitoring as PerformanceMonitoring
 from memopt_cli.records.batch_shaping import ShapeValidation as ShapeValidation
 from memopt_cli.records.batch_shaping import TensorLayout as TensorLayout
-from memopt_cli.records.device import LONGEST_NAME as LONGEST_NAME
+from memopt_cli.records.device import MAX_NAME_LENGTH as MAX_NAME_LENGTH
 from memopt_cli.records.device import RATES as RATES
 from memopt_cli.records.device import AllocatorRules as AllocatorRules
 from memopt_cli.records.device import Confirmation as Confirmation

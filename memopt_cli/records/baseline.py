@@ -61,7 +61,7 @@ class Conditions:
     python: str
     threads: int
     layout: RankLayout | None = None
-    """Layout of the model, for the predicted step of one rank.  ``None`` if the step was measured on one device."""
+    """Layout of the model, for the predicted step of one rank; ``None`` if the step was measured on one device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class Baseline:
 
     header: FileHeader
     conditions: Conditions | None
-    """Conditions.  ``None`` if read from a summary, which lacks them."""
+    """Conditions; ``None`` if read from a summary, which lacks them."""
     memory: StepMemory
     shorter: tuple[ShorterStep, ...] = ()
     """Steps of a plan by length, at the largest length of each range but the last."""
@@ -239,7 +239,7 @@ class Comparison:
     surroundings: tuple[Difference, ...]
     """Differences in versions and machines; most do not change the tensor peak."""
     layout: RankLayout | None = None
-    """Layout of the model now, for predicted peaks of one rank.  ``None`` for one device."""
+    """Layout of the model now, for predicted peaks of one rank; ``None`` for one device."""
     at: str = ""
     """Length, ``S=512``, of a shorter range of a plan by length; empty at the length of the inputs."""
     shorter: tuple[Comparison, ...] = ()
@@ -262,9 +262,9 @@ class BaselineRequest(StepRequest):
 
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
-    """Path of a plan to run the step under.  ``None`` for the plan that the file carries, if any."""
+    """Path of a plan to run the step under; ``None`` for the plan that the file carries, if any."""
     layout: RankLayout | None = None
-    """Layout of ranks; the step of one rank is predicted without data.  ``None`` for one device."""
+    """Layout of ranks, of which one is predicted without data; ``None`` for one device."""
     output: str = "memopt-baseline.json"
     force: bool = False
     """Whether an existing file may be replaced."""
@@ -283,7 +283,7 @@ class CheckRequest(StepRequest):
     optimizer: str | None = None
     seed: int | None = None
     plan_path: str | None = None
-    """Path of a plan to run the step under.  ``None`` for the plan that the file carries, if any."""
+    """Path of a plan to run the step under; ``None`` for the plan that the file carries, if any."""
     flags: tuple[str, ...] | None = None
     """Flags by which the user described the model, its inputs and its step; suggested commands repeat them.  ``None``
     for a call from Python."""

@@ -185,9 +185,9 @@ class LengthBatching:
 
     name: str
     batch: int | None
-    """Sequences in a batch.  ``None`` for as many as ``max_tokens`` allows."""
+    """Sequences in a batch; ``None`` for as many as ``max_tokens`` allows."""
     max_tokens: int | None
-    """Maximum number of positions in a batch, padding included.  ``None`` if ``batch`` is given."""
+    """Maximum number of positions in a batch, padding included; ``None`` if ``batch`` is given."""
     batches: int
     waste: float
     """Share of computed positions that are padding."""
@@ -208,15 +208,15 @@ class BatchRequest(StepRequest):
     memory: int | float = 0.9
     """Bytes, or a share of the memory that the device has free."""
     objective: Objective | None = None
-    """Objective that the user gave.  ``None`` for the default, which is in :attr:`aim`."""
+    """Objective that the user gave; ``None`` for the default, which is in :attr:`aim`."""
     global_batch: int | None = None
     """Samples per optimizer step."""
     multiple_of: int = 1
     dim_range: DimRange | None = None
     replicas: DimRange | None = None
-    """Numbers of copies of the model to try.  ``None`` for a single model."""
+    """Numbers of copies of the model to try; ``None`` for a single model."""
     plan_path: str | None = None
-    """Path of a plan under which a batch is recommended as well.  ``None`` to recommend one without a plan only."""
+    """Path of a plan under which a batch is recommended as well; ``None`` to recommend one without a plan only."""
     lengths_path: str | None = None
     """Path of a file of sequence lengths; ``None`` if not given."""
     strategies: tuple[StrategyName, ...] = ()
@@ -224,17 +224,17 @@ class BatchRequest(StepRequest):
     search: ResolvedSearch | None = None
     """Limits on plans in a search for the fastest pair of a batch and a plan; ``None`` without ``--search``."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which everything is estimated.  ``None`` for the device here."""
+    """Device that this machine lacks, for which everything is estimated; ``None`` for the device here."""
     fake: bool = False
     """Whether to estimate on tensors without data, without any run at full size."""
     layouts: tuple[RankLayout, ...] = ()
-    """Layouts over several numbers of ranks; one rank of each is predicted.  Empty for a single device."""
+    """Layouts over several numbers of ranks, one rank of each to predict; empty for a single device."""
     search_limit_s: float | None = None
     """Seconds after which ``--search`` tries no more pairs; ``None`` if unlimited."""
     backend: str | None = None
-    """Backend of ``torch.compile`` that compiles the step.  ``None`` for a step that is not compiled."""
+    """Backend of ``torch.compile`` that compiles the step; ``None`` for a step that is not compiled."""
     output: str | None = None
-    """Path of the batch configuration.  ``None`` to write none, or with a ``search`` one beside the model."""
+    """Path of the batch configuration; ``None`` to write none, or with a ``search`` one next to the model."""
     force: bool = False
     longest_step_s: float = LONGEST_STEP_S
     """Longest step that is run, in seconds."""

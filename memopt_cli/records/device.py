@@ -19,7 +19,7 @@ RATES: tuple[Rate, ...] = typing.get_args(Rate)
 
 _MAX = 2.0**60
 """Largest size in bytes, and largest rate, that is accepted."""
-LONGEST_NAME = 60
+MAX_NAME_LENGTH = 60
 """Maximum number of characters of a device's name, which must fit a line of a report."""
 
 
@@ -33,8 +33,8 @@ def check_amounts(record: Any, *, minimum: int) -> None:
 
 def _check_name(key: str, name: str) -> None:
     """Raise :class:`UsageError` for a ``name`` that does not fit a line of a report."""
-    if not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
-        raise UsageError(f"{key} is {shorten(name)}; it must be one line of 1 to {LONGEST_NAME} characters")
+    if not name.isprintable() or not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise UsageError(f"{key} is {shorten(name)}; it must be one line of 1 to {MAX_NAME_LENGTH} characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class DeviceProfile:
     """Precision -> rate of matrix products, a multiply-add counted as two.  ``fp32`` must be there, and is used for
     rates that are missing."""
     launch_s: float = 5e-6
-    """Least seconds of an operator, however small its tensors are: the host's time to launch it."""
+    """Minimum seconds of an operator, however small its tensors are: the host's time to launch it."""
     library_bytes: int = 0
     """Bytes that the matrix library keeps for products, once in forward and once in backward."""
     allocator: AllocatorRules = AllocatorRules()
@@ -154,7 +154,7 @@ class Confirmation:
     unlike: tuple[str, ...] = ()
     """Names of the settings that differ from the predicted step's."""
     allocated_off: float | None = None
-    """(Predicted − measured) / measured for the allocated peak.  ``None`` if nothing was predicted."""
+    """(Predicted − measured) / measured for the allocated peak; ``None`` if nothing was predicted."""
     reserved_off: float | None = None
-    """(Predicted − measured) / measured for the reserved peak.  ``None`` as above, or on the CPU."""
+    """(Predicted − measured) / measured for the reserved peak; ``None`` if nothing was predicted, or on the CPU."""
     step_off: float | None = None

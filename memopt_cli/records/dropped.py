@@ -80,7 +80,7 @@ class LeftOut:
     """A part that was left out of a plan because it makes the step differ from the original."""
 
     segment: str | None
-    """Path of the module that was a segment.  ``None`` for packing outside of segments."""
+    """Path of the module that was a segment; ``None`` for packing outside of segments."""
     difference: str
     """Difference from the original that the part causes, in words."""
 
@@ -170,11 +170,11 @@ class Dropped:
     peak_bytes: int | None
     """Allocated peak under the plan, measured or else predicted; ``None`` if neither."""
     original_bytes: int | None
-    """Allocated peak of the original.  ``None`` if it does not run here."""
+    """Allocated peak of the original; ``None`` if it does not run here."""
     why: Reason
 
     @property
-    def found(self) -> str:
+    def in_words(self) -> str:
         """Plan in words: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
         if self.peak_bytes is None:
             return f"a plan of {format_count(len(self.plan.segments), 'segment')}"
@@ -190,7 +190,7 @@ class Dropped:
         """Sentence on why the plan is not applied."""
         if self.plan.in_backward:
             return f"The optimizer does not run in backward: {self.why.because}."
-        plan_in_words = self.found if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"
+        plan_in_words = self.in_words if self.peak_bytes is None else f"a plan of {format_bytes(self.peak_bytes)}"
         return f"{plan_in_words[:1].upper()}{plan_in_words[1:]} is not applied: {self.why.because}."
 
 

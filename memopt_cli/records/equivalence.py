@@ -20,7 +20,7 @@ class EquivalenceRequest:
     candidate: ModelSource
     """Candidate: the same model or step, trained in another way."""
     spec: InputSpec | None
-    """Inputs of both.  ``None`` to look for them beside the reference, then guess."""
+    """Inputs of both; ``None`` to look for them next to the reference, then guess."""
     settings: StepSettings = StepSettings()
     steps: int = 3
     """Number of consecutive steps, with an optimizer."""
@@ -45,7 +45,7 @@ class CallPrint:
     """Outputs; empty for an unfinished call: a checkpoint stops a recomputation once it has all that it needs."""
     finished: bool
     draws: bool
-    """Whether the call drew random numbers."""
+    """Whether the call used random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class FollowedSteps:
     """Names of the attributes that hold numbers or generators."""
     steps: tuple[StepPrint, ...]
     draws: bool
-    """Whether random numbers were drawn."""
+    """Whether random numbers were used."""
     is_compiled: bool
     """Whether ``torch.compile`` compiles modules of the model, whose calls could not be watched."""
     evaluating: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class FollowedSteps:
 
 
 Likeness = Literal["to the bit", "within noise", "up to rounding", "as far as memopt can tell", "not"]
-"""How alike two trainings are, best first:
+"""How similar two trainings are, best first:
 
 - ``to the bit``: bit-identical;
 - ``within noise``: no further apart than two runs of the reference;

@@ -20,16 +20,16 @@ class ExplainRequest:
     """The options of ``memopt explain``, resolved."""
 
     source: ModelSource | None
-    """Model.  ``None`` if there is only a log or a snapshot."""
+    """Model; ``None`` if there is only a log or a snapshot."""
     spec: InputSpec | None = None
-    """Inputs.  ``None`` to look for them beside the model, then guess."""
+    """Inputs; ``None`` to look for them next to the model, then guess."""
     settings: StepSettings = StepSettings()
     memory: int | float | None = None
-    """Bytes, or a share of the free memory.  ``None`` for the memory in the log or snapshot, or else 0.9."""
+    """Bytes, or a share of the free memory; ``None`` for the memory in the log or snapshot, or else 0.9."""
     log_path: str | None = None
     """Path of a file with the text of an out-of-memory error; ``None`` if not given."""
     snapshot_path: str | None = None
-    """Path of a pickle of ``torch.cuda.memory._snapshot()``.  ``None`` if not given."""
+    """Path of a pickle of ``torch.cuda.memory._snapshot()``; ``None`` if not given."""
     timeout_s: float = 600.0
     """Time limit in seconds of each answer of a profiling subprocess."""
     optimizer_in_backward: bool = False
@@ -109,15 +109,15 @@ class Suggestion:
     plan: Plan = field(default_factory=Plan)
     """Plan under which the step was run."""
     batch: int | None = None
-    """Samples of a micro-batch.  ``None`` for the whole batch."""
+    """Samples of a micro-batch; ``None`` for the whole batch."""
     recommendation: BatchRecommendation | None = None
-    """Recommendation of the micro-batches.  ``None`` for another change."""
+    """Recommendation of the micro-batches; ``None`` for another change."""
     predicted_bytes: int | None
     """Peak of a dry run; ``None`` if there was none."""
     peak_bytes: int | None
-    """Measured allocated peak.  ``None`` if the step was not run."""
+    """Measured allocated peak; ``None`` if the step was not run."""
     seconds: float | None
-    """Seconds for all samples of the step.  ``None`` if the step was not run."""
+    """Seconds for all samples of the step; ``None`` if the step was not run."""
     not_run: str = ""
     """Words on why the step was not run here; empty if it was."""
 
@@ -127,7 +127,7 @@ class Explanation:
     """The result of ``memopt explain``: who held the memory when it ran out, and changes that fit."""
 
     header: FileHeader | None
-    """Header.  ``None`` if there is no model."""
+    """Header; ``None`` if there is no model."""
     limit_bytes: int
     """Memory limit; 0 if not known."""
     limit: str
@@ -139,7 +139,7 @@ class Explanation:
     event: str = ""
     """Sentence on what the log says besides: who was killed, or which other process holds the card; or empty."""
     instant: Instant | None = None
-    """First instant at which the step needs more than the limit.  ``None`` if it fits, or there is no model."""
+    """First instant at which the step needs more than the limit; ``None`` if it fits, or there is no model."""
     counted_as: str = ""
     """Batch at which the step was counted, and options that were left out, where the step fits although an error says
     that memory ran out; empty otherwise."""

@@ -23,7 +23,7 @@ class PairRun:
     """Forward and backward passes for each step of the optimizer."""
     outcome: BatchProbe | Failure
     samples_per_s: float | None
-    """Rate, with one step of the optimizer for ``steps`` passes.  ``None`` if the pair did not run."""
+    """Rate, with one step of the optimizer for ``steps`` passes; ``None`` if the pair did not run."""
     usable: bool
     """Whether the pair may be chosen: it is within the memory and time limits, and its passes add up to the global
     batch.  If no pair is within the time limit, the one with the shortest step counts as usable."""

@@ -27,7 +27,7 @@ class FileHeader:
     model: str
     """Location of the original model, as given."""
     sha256: str | None
-    """Hash of the model's file.  ``None`` if it has no file."""
+    """Hash of the model's file; ``None`` if it has no file."""
     spec: InputSpec
     seed: int
     device: str

@@ -18,7 +18,7 @@ PADDED = "padded"
 RECORDED = "the baseline"
 """Source of inputs that a baseline describes."""
 REMEMBERED = "as typed last, from "
-"""Beginning of the source of inputs that were typed for an earlier command, and are kept in a file beside the model."""
+"""Beginning of the source of inputs that were typed for an earlier command and kept in a file next to the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class TensorSpec:
     """One input tensor: ``[name:]SHAPE[@dtype][=values]``."""
 
     name: str | None = None
-    """Keyword of ``forward``.  ``None`` for a positional argument."""
+    """Keyword of ``forward``; ``None`` for a positional argument."""
     shape: tuple[int | str, ...]
     """Sizes; a string is a symbol looked up in :attr:`InputSpec.dims`."""
     dtype: str = "float32"
@@ -50,9 +50,9 @@ class InputSpec:
     optional_dims: tuple[str, ...] = ()
     """Names in ``dims`` that are ignored if no input has them, since a config file may serve several models."""
     data_file: str | None = None
-    """Path of a file that holds the inputs (``--input-data``).  ``None`` if the inputs come from elsewhere."""
+    """Path of a file that holds the inputs (``--input-data``); ``None`` if the inputs come from elsewhere."""
     data_sha256: str | None = None
-    """Hash of that file when it was first read, by which a changed file is refused.  ``None`` if it has not been
+    """Hash of that file when it was first read, by which a changed file is refused; ``None`` if it has not been
     read."""
     script: str | None = None
     """Function ``file.py:function``, called with the dimensions it names (``--input-script``); ``None`` if absent."""

@@ -41,7 +41,7 @@ class StrategyPoint:
     measured: bool
     """Whether the point was measured; otherwise it lies on the line through measured points."""
     step_s: float | None
-    """Wall time of the whole sequence.  ``None`` if it was not run."""
+    """Wall time of the whole sequence; ``None`` if it was not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class StrategyCurve:
     points: tuple[StrategyPoint, ...]
     """Points by the number of steps; empty if the strategy cannot be run."""
     slope_bytes: float | None
-    """Bytes per time step.  ``None`` if fewer than two sizes could be measured."""
+    """Bytes per time step; ``None`` if fewer than two sizes could be measured."""
     exact: bool | None
     """Whether the strategy has the gradient of backpropagation through time; ``None`` if unknown."""
     remark: str

@@ -141,7 +141,7 @@ class Measurement:
     phases: tuple[PhasePeak, ...] = ()
     """Phases of the step, in order; empty in files of older versions of memopt."""
     slowdown_error: float = 0.0
-    """Amount by which the slowdown may be larger or smaller.  0 if the step was not timed in turns with the
+    """Amount by which the slowdown may be larger or smaller; 0 if the step was not timed in turns with the
     original."""
     waited: float = 0.0
     """Share of the time of the timed steps that they waited for a processor, because the machine was busy."""
@@ -182,7 +182,7 @@ def slowdown_in(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return median, _NINE_OF_TEN * _STANDARD_ERROR * deviation / math.sqrt(len(ratios))
 
 
-# Each way in which a measurement may fail is a type of its own.
+# Each way in which a measurement may fail has its own type.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,7 @@ class ModelSource:
     weights: str | None = None
     """Path of a state dict that fills the model (``--weights``)."""
     key: str | None = None
-    """Entry to take from a file that holds several, as keys joined by dots (``--key``).  ``None`` for the file
+    """Entry to take from a file that holds several, as keys joined by dots (``--key``); ``None`` for the file
     itself."""
     trust: Trust = Trust()
     typed_trust: Trust = Trust()
@@ -89,10 +89,10 @@ class ModelSource:
     own_checkpoints: bool = True
     """Whether the model's own checkpointing stays on; otherwise the attributes that control it are turned off."""
     sha256: str | None = None
-    """Hash of the model file when it was first read, by which a changed file is refused.  ``None`` if it has not been
+    """Hash of the model file when it was first read, by which a changed file is refused; ``None`` if it has not been
     read yet, or is a callable."""
     weights_sha256: str | None = None
-    """Hash of the file of weights when it was first read.  ``None`` if it has not been read yet, or there is none."""
+    """Hash of the file of weights when it was first read; ``None`` if it has not been read yet, or there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class LoadedModel:
     format: str
     """``pickle``, ``torchscript``, ``exported``, ``pretrained``, ``factory`` or :data:`STEP`."""
     sha256: str | None
-    """Hash of the model file.  ``None`` for a factory."""
+    """Hash of the model file; ``None`` for a factory."""
     weights_sha256: str | None = None
     """Hash of the file of weights; ``None`` if there is none."""
     notes: tuple[str, ...] = ()
@@ -124,9 +124,9 @@ class ModelFacts:
     weights_sha256: str | None
     notes: tuple[str, ...]
     spec: InputSpec | None
-    """Inputs of the model's step.  ``None`` if the job did not ask for them."""
+    """Inputs of the model's step; ``None`` if the job did not ask for them."""
     batch: int | None
-    """Number of samples of the inputs.  ``None`` if the job did not ask for them."""
+    """Number of samples of the inputs; ``None`` if the job did not ask for them."""
     carried: Plan
     """Plan that the file carries; empty if none."""
     asked_codecs: tuple[str, ...]
@@ -146,7 +146,7 @@ class ModelFacts:
     """Paths of the batch norms whose statistics need all processes (``SyncBatchNorm``)."""
     libraries: tuple[str, ...] = ()
     """Modules of model libraries that were imported to load the model, and that later subprocesses need as well;
-    without those that the user's code hides.  Empty if loading changed the environment, on which imports depend."""
+    without those that the user's code hides; empty if loading changed the environment, on which imports depend."""
     checkpoint_switches: tuple[str, ...] = ()
     """Attributes by which the model checkpoints by itself, as
     :func:`memopt_cli.training.own_checkpoints.find_switches` finds them."""

@@ -21,14 +21,14 @@ from memopt_cli.records.verification import Verification
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownFrontier:
-    """The plans that ``--frontier`` showed, and the step that they were shown for; kept in a file beside the model."""
+    """The plans that ``--frontier`` showed, and the step that they were shown for; kept in a file next to the model."""
 
     header: FileHeader
     """Origin of the plans: the model and its inputs."""
     weights_sha256: str | None
     """Hash of the file of weights; ``None`` if there is none."""
     key: str | None
-    """Entry of the model's file (``--key``).  ``None`` for the file itself."""
+    """Entry of the model's file (``--key``); ``None`` for the file itself."""
     settings: StepSettings
     options: SearchOptions
     """Limits of the search that found the plans."""
@@ -47,20 +47,20 @@ class OptimizeRequest(StepRequest):
     search: ResolvedSearch
     goal: SearchGoal = SearchGoal()
     shown: ShownFrontier | None = None
-    """Frontier that an earlier command showed, from which the goal picks a plan.  ``None`` to search."""
+    """Frontier that an earlier command showed, from which the goal picks a plan; ``None`` to search."""
     dim_range: DimRange | None = None
-    """Least and largest size of a dimension, for a plan by length within the goal's budget; the inputs have the largest
-    size.  ``None`` for a plan at one size."""
+    """Smallest and largest size of a dimension, for a plan by length within the goal's budget (the inputs have the
+    largest); ``None`` for a plan at one size."""
     lengths: str | Mapping[int, int] | None = None
-    """Path of a file of the sizes in training, or size -> its count.  ``None`` if all sizes are equally frequent."""
+    """Path of a file of the sizes in training, or size -> its count; ``None`` if all sizes are equally frequent."""
     output: str | None = None
-    """Path of the optimized model.  ``None`` to write it beside the original."""
+    """Path of the optimized model; ``None`` to write it next to the original."""
     dry_run: bool = False
     """Whether to search and report without writing anything."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which the plan is searched by estimates.  ``None`` for the device here."""
+    """Device that this machine lacks, for which the plan is searched by estimates; ``None`` for the device here."""
     layout: RankLayout | None = None
-    """Layout over many ranks; the plan is searched for one rank, without measuring.  ``None`` for a single device."""
+    """Layout over many ranks, for one of which a plan is searched without measuring; ``None`` for a single device."""
     plan_only: bool = False
     """Whether to write no model, because a training script applies the plan."""
     unverified: bool = False
@@ -69,7 +69,7 @@ class OptimizeRequest(StepRequest):
     force: bool = False
     """Whether existing files may be replaced."""
     longest_step_s: float | None = None
-    """Longest step, in seconds, that verifies the recommended batch.  ``None`` for the default, which depends on the
+    """Longest step, in seconds, that verifies the recommended batch; ``None`` for the default, which depends on the
     plan's step."""
     recommend_batch: bool = True
     """Whether to predict, by dry runs, the batch that fits."""
@@ -82,10 +82,10 @@ class OptimizeRequest(StepRequest):
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
     flags: tuple[str, ...] | None = None
-    """Flags by which the user described the model, its inputs and its step, to suggest another memopt command.
+    """Flags by which the user described the model, its inputs and its step, to suggest another memopt command;
     ``None`` for a call from Python."""
     backend: str | None = None
-    """Backend of ``torch.compile``, to look for compiled steps as well.  ``None`` not to try them."""
+    """Backend of ``torch.compile``, to look for compiled steps as well; ``None`` to leave them out."""
     interruptible: bool = False
     """Whether Ctrl-C ends only the search, after which the best plan so far is measured, verified and written."""
 
@@ -179,7 +179,7 @@ class ApplyRequest(StepRequest):
 
     plan_path: str
     spec: InputSpec | None = None
-    """Inputs, which are needed only to verify or confirm.  ``None`` to look for them beside the model, then guess."""
+    """Inputs, which are needed only to verify or confirm; ``None`` to look for them next to the model, then guess."""
     settings: StepSettings = StepSettings()
     verify: bool = False
     """Whether to compare with the original first, and to write nothing if they differ."""

@@ -18,6 +18,7 @@ MAX_RANGES = 100
 """Maximum number of ranges of a plan by length, each of which is measured by itself."""
 
 CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "parts", "own"]
+"""Name of a codec: a key of ``COMPRESSORS`` in ``runtime/compressor.py``, or ``own``."""
 PlaceName = Literal["device", "host", "disk"]
 """Place where stored tensors wait for backward: on the device, in host memory, or in a file."""
 
@@ -79,7 +80,7 @@ class SegmentPlan(ChunkRule):
     chunks: int = 1
     """Number of chunks; with 1 the input runs at once, and the fields of :class:`ChunkRule` have no effect."""
     spatial_split: bool = False
-    """Whether each module that ``__spatial_split__`` returns is a segment of its own."""
+    """Whether each module that ``__spatial_split__`` returns is a separate segment."""
     keep: tuple[str, ...] = ()
     """Operators whose outputs are kept, by :attr:`OpTrace.name`; all others are recomputed.  ``aten::convolution#2`` is
     the second such call in the segment, not counting calls in inner segments."""
@@ -159,9 +160,9 @@ class CompilePlan(_ShortRepr):
     backend: str
     """Backend: ``inductor``, ``aot_eager`` or another that PyTorch knows by name."""
     mode: str | None = None
-    """Mode of inductor, such as ``max-autotune``.  ``None`` for its default."""
+    """Mode of inductor, such as ``max-autotune``; ``None`` for its default."""
     activation_memory_budget: float | None = None
-    """PyTorch's memory budget: share, 0 to 1, of the bytes saved for backward that may stay; the rest is recomputed.
+    """PyTorch's memory budget: share, 0 to 1, of the bytes saved for backward that may stay (the rest is recomputed);
     ``None`` for the process's setting, 1 unless it was changed."""
 
     def __post_init__(self) -> None:
@@ -197,7 +198,7 @@ class Plan(_ShortRepr):
     in_backward: bool = False
     """Whether the optimizer updates each parameter, and frees its gradient, as soon as the gradient is complete."""
     by: InputDimension | None = None
-    """Dimension whose size selects the range, in every forward.  ``None`` for a plan without ranges."""
+    """Dimension whose size selects the range, in every forward; ``None`` for a plan without ranges."""
     ranges: tuple[PlanRange, ...] = ()
     """Ranges from the shortest to the longest; the last one also acts beyond its bound."""
     compile: CompilePlan | None = None

@@ -28,7 +28,7 @@ TURNS_OFF = "turns_off"
 def save_plan(plan: Plan, path: Path, *, force: bool) -> None:
     """Write ``plan`` to ``path``, with a header that names no model and no inputs, since a plan knows neither.
 
-    Raises :class:`UsageError` for a plan whose file could not be read again, and what :func:`write_all` does.
+    Raises :class:`UsageError` for a plan whose file could not be read again, and the errors of :func:`write_all`.
     """
     header = FileHeader.make("(in memory)", InputSpec(source="Plan.save"), device="(not recorded)")
     text = plan_yaml(header, plan)
@@ -56,21 +56,20 @@ def plan_yaml(
     """
     plan_data = {**({} if level is None else {"level": level}), **to_short_data(plan)}
     if plan.ranges:
-        plan_data["ranges"] = [{**to_short_data(part), **_segments(part.segments)} for part in plan.ranges]
+        plan_data["ranges"] = [
+            {**to_short_data(part), **({"segments": _segments_data(part.segments)} if part.segments else {})}
+            for part in plan.ranges
+        ]
     else:
-        plan_data["segments"] = [_segment_data(segment) for segment in plan.segments]
+        plan_data["segments"] = _segments_data(plan.segments)
     data_for_people = {PREDICTED: predicted, PARALLEL: layout}
     data_for_people = {name: to_data(value) for name, value in data_for_people.items() if value is not None}
     off = {TURNS_OFF: list(turns_off)} if turns_off else {}
     return yaml_text({**header_data(header), **off, **plan_data, **data_for_people}).encode()
 
 
-def _segments(segments: Sequence[SegmentPlan]) -> dict[str, Any]:
-    return {"segments": [_segment_data(segment) for segment in segments]} if segments else {}
-
-
-def _segment_data(segment: SegmentPlan) -> dict[str, Any]:
-    return {"path": segment.path, **to_short_data(segment)}
+def _segments_data(segments: Sequence[SegmentPlan]) -> list[dict[str, Any]]:
+    return [{"path": segment.path, **to_short_data(segment)} for segment in segments]
 
 
 def header_data(header: FileHeader) -> dict[str, Any]:

@@ -28,17 +28,17 @@ class ProfileRequest(StepRequest):
 
     settings: StepSettings = StepSettings()
     plan_path: str | None = None
-    """Path of a plan to run the step under.  ``None`` for the model as it is."""
+    """Path of a plan to run the step under; ``None`` for the model as it is."""
     fake: bool = False
     """Whether to estimate on tensors without data, without any run at full size."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which the step is estimated without a run.  ``None`` for the device here."""
+    """Device that this machine lacks, for which the step is estimated without a run; ``None`` for the device here."""
     layout: RankLayout | None = None
-    """Layout of ranks; the step of one rank is predicted without data.  ``None`` for one device."""
+    """Layout of ranks, of which one is predicted without data; ``None`` for one device."""
     rank: int | None = None
-    """Rank to predict.  ``None`` for the first and the last; the larger is shown in full."""
+    """Rank to predict; ``None`` for the first and the last, of which the larger is shown in full."""
     backend: str | None = None
-    """Backend of ``torch.compile`` with which the step is measured as well.  ``None`` if it is not compiled."""
+    """Backend of ``torch.compile`` with which the step is measured as well; ``None`` if it is not compiled."""
 
     @property
     def runs(self) -> bool:
@@ -106,7 +106,7 @@ class TimeUse:
     """Name of the part: a phase without what a plan adds to it, a part that the plan adds, or the time between
     operators."""
     segment: str | None = None
-    """Path of the segment that is recomputed.  ``None`` for the other parts."""
+    """Path of the segment that is recomputed; ``None`` for the other parts."""
     seconds: float
 
 
@@ -136,7 +136,7 @@ class StepProfile:
     header: FileHeader
     plan: Plan
     measurement: Measurement | OutOfMemory | None
-    """Measurement.  ``None`` if the step was not run at full size."""
+    """Measurement; ``None`` if the step was not run at full size."""
     fake: bool
     """Whether the step was recorded on tensors without data."""
     tensor_peak_bytes: int
@@ -164,9 +164,9 @@ class StepProfile:
     compiled: CompiledStep | None = None
     """Same step compiled; ``None`` without ``--compile``."""
     ranks: tuple[RankPrediction, ...] = ()
-    """Predictions for ranks; the other fields are then about :attr:`rank`.  Empty without ``--ranks``."""
+    """Predictions for ranks; empty without ``--ranks``.  With it, the other fields are about :attr:`rank`."""
 
     @property
     def rank(self) -> RankPrediction | None:
-        """Rank whose step this is, the first one with the largest peak.  ``None`` for a step on one device."""
+        """Rank whose step this is, the first one with the largest peak; ``None`` for a step on one device."""
         return max(self.ranks, key=lambda rank: rank.tensor_peak_bytes, default=None)

@@ -93,12 +93,12 @@ class _InNotebook(Progress):
 
     def close(self) -> None:
         if self._handle is not None:
-            self._output(f"<small>ended after {format_seconds(time.monotonic() - self._begun_s)}</small>")
+            self._show_html(f"<small>ended after {format_seconds(time.monotonic() - self._begun_s)}</small>")
 
     def _show(self, line: str, filled: str = "") -> None:
-        self._output(f"<progress{filled}></progress> {html.escape(printable(line))}")
+        self._show_html(f"<progress{filled}></progress> {html.escape(printable(line))}")
 
-    def _output(self, shown: str) -> None:
+    def _show_html(self, shown: str) -> None:
         # Without plain text, a notebook that is converted to text would say "<IPython.core.display.HTML object>".
         data = {"text/html": shown, "text/plain": ""}
         if self._handle is None:

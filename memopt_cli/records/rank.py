@@ -110,7 +110,7 @@ class RanksRecommendation:
     rows: tuple[RanksRow, ...]
     """Answers by number of ranks, for each the one without the plan first."""
     fewest_ranks: int
-    """Least number of ranks tried on which a step of the smallest batch fits."""
+    """Smallest number of ranks tried on which a step of the smallest batch fits."""
     notes: tuple[str, ...]
     dry_runs: int
     spent_s: float
@@ -125,7 +125,7 @@ class MeasureRequest(StepRequest):
     """The options of ``memopt measure`` on one rank, resolved."""
 
     spec: InputSpec | None
-    """Inputs of one rank's step.  ``None`` to look for them beside the model, then guess."""
+    """Inputs of one rank's step; ``None`` to look for them next to the model, then guess."""
     settings: StepSettings = StepSettings()
     layout: RankLayout
     rank: int
@@ -133,7 +133,7 @@ class MeasureRequest(StepRequest):
     local_rank: int
     """Rank among the ranks of this machine, which is the number of its device."""
     plan_path: str | None = None
-    """Path of a plan to run the step under.  ``None`` for the model as it is."""
+    """Path of a plan to run the step under; ``None`` for the model as it is."""
     output: str | None = None
     """Path to which the first rank writes the report; ``None`` only to print it."""
     force: bool = False
@@ -213,7 +213,7 @@ class GroupMeasurement:
     step_s: float
     """Median step time of the slowest rank."""
     predicted: RankPrediction | None
-    """Prediction for the first rank.  ``None`` if there is none; a note explains why."""
+    """Prediction for the first rank; ``None``, with a note that explains why, if there is none."""
     notes: tuple[str, ...]
     spent_s: float
 

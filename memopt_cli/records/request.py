@@ -14,6 +14,6 @@ class StepRequest:
 
     source: ModelSource
     spec: InputSpec | None
-    """Inputs.  ``None`` to look for them beside the model, then guess."""
+    """Inputs; ``None`` to look for them next to the model, then guess."""
     timeout_s: float = 600.0
     """Time limit in seconds of each answer of a profiling subprocess."""

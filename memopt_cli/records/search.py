@@ -36,7 +36,7 @@ class SearchOptions:
     parts: tuple[str, ...] | None = None
     """Paths of the only parts of those modules that may become segments from level 2 on; ``None`` for all."""
     chunkable: tuple[str, ...] | None = None
-    """Paths of the only modules that may run in chunks.  ``None`` for all that can."""
+    """Paths of the only modules that may run in chunks; ``None`` for all that can."""
     compress_x: bool = True
     temporal_split_factor: int = 2
     """Number of chunks that a temporal split makes of one."""
@@ -50,17 +50,15 @@ class SearchOptions:
     """Whether a measurement takes one more step before the timed ones."""
     prefer: Preference | None = None
     profile: Profile | None = None
-    """Profile that the user gave, or that ``prefer`` sets.  ``None`` if neither is given."""
+    """Profile that the user gave, or that ``prefer`` sets; ``None`` if neither is given."""
     allow_expensive_profiling: bool = True
     checkpoint_budget: Preference | None = None
-    """Budget that the user gave, or that ``prefer`` sets.  ``None`` if neither is given."""
+    """Budget that the user gave, or that ``prefer`` sets; ``None`` if neither is given."""
     max_gc_wrapped_modules: int | None = None
-    """Maximum number of outermost segments; ``None`` if unlimited.  0 or less: none."""
+    """Maximum number of outermost segments; ``None`` for no limit, 0 or less for no segment."""
     gc_target_budget_ratio: float | None = None
-    """Maximum number of outermost segments, as a share of the candidates.
-
-    ``None`` for no limit, 0 or less for no segment.
-    """
+    """Maximum number of outermost segments, as a share of the candidates; ``None`` and 0 or less as in
+    :attr:`max_gc_wrapped_modules`."""
     allow_inexact: bool = False
     """Whether chunks may use their own batch statistics where the whole batch's statistics cannot be gathered."""
     max_slowdown: float | None = None
@@ -68,13 +66,13 @@ class SearchOptions:
     offload: str = "none"
     """Place where plans may send stored tensors, as ``--offload`` spells it: ``disk:FOLDER``."""
     host_memory: int | None = None
-    """Maximum number of bytes that plans may send to host memory.  ``None`` for what that place takes."""
+    """Maximum number of bytes that plans may send to host memory; ``None`` for what that place takes."""
     optimizer_in_backward: bool = False
     """Whether plans may run the optimizer in backward, after which the training script finds no gradients."""
 
     @property
     def sends_to(self) -> tuple[PlaceName | None, str | None]:
-        """Place and folder that :attr:`offload` names.  ``None`` if memopt chooses the place, or there is no folder."""
+        """Place and folder that :attr:`offload` names; ``None`` if memopt chooses the place, or there is no folder."""
         place, _, folder = self.offload.partition(":")
         names: dict[str, PlaceName | None] = {"auto": None, "none": "device", "host": "host", "disk": "disk"}
         return names[place], folder or None
@@ -118,7 +116,7 @@ class ResolvedSearch:
     notes: tuple[str, ...] = ()
     """Notes on every option that another option has decided."""
     asked_slowdown: float | None = None
-    """Slowdown that the user gave.  ``None`` if not given, so budgets and frontiers use their own defaults."""
+    """Slowdown that the user gave; ``None`` if not given, so budgets and frontiers use their own defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

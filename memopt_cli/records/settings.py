@@ -23,7 +23,7 @@ class StepSettings:
     precision: Precision = "stored"
     """Precision: ``stored`` keeps the file's dtypes, ``fp32`` and ``fp64`` cast, ``bf16`` and ``fp16`` use autocast."""
     loss: str | None = None
-    """Function ``file.py:function``, called with the model's output.  ``None`` for the rules of
+    """Function ``file.py:function``, called with the model's output; ``None`` for the rules of
     :func:`memopt_cli.training.step.seeds_of_backward`."""
     optimizer: str = ""
     """Optimizer of the step, as :func:`~memopt_cli.text.optimizer_text.parse_optimizer` reads it; empty if none."""

@@ -35,9 +35,9 @@ class LevelRow:
     level: int
     plan: Plan
     outcome: Measurement | Failure | None
-    """Measurement of the plan.  ``None`` if it was not measured, so that the prediction counts."""
+    """Measurement of the plan; ``None`` if it was not measured, so that the prediction counts."""
     predicted_tensor_peak_bytes: int | None = None
-    """Peak of a dry run.  ``None`` if the model cannot be traced without data."""
+    """Peak of a dry run; ``None`` if the model cannot be traced without data."""
     predicted_allocated_peak_bytes: int | None = None
     """Peak of a dry run with the workspaces of kernels in the original."""
     dry_runs: int
@@ -45,9 +45,9 @@ class LevelRow:
     search_s: float
     """Seconds of the search at this level."""
     repeats: int | None = None
-    """Lower level whose plan this level repeats, since it found no better one.  ``None`` for a plan of its own."""
+    """Lower level whose plan this level repeats, since it found no better one; ``None`` for its own plan."""
     predicted_slowdown: float | None = None
-    """Step time divided by the original's, by the cost model.  ``None`` if not predicted."""
+    """Step time divided by the original's, by the cost model; ``None`` if not predicted."""
 
     def __repr__(self) -> str:
         return f"<LevelRow: level {self.level}, {_in_brief(self.plan, self.outcome)}>"
@@ -73,24 +73,24 @@ class ParetoPoint:
 
     plan: Plan
     predicted_allocated_peak_bytes: int | None = None
-    """Peak of a dry run with the workspaces of kernels in the original.  ``None`` for a plan that compiles the
+    """Peak of a dry run with the workspaces of kernels in the original; ``None`` for a plan that compiles the
     model."""
     predicted_slowdown: float | None = None
-    """Step time divided by the original's, by the cost model.  ``None`` for a plan that compiles the model."""
+    """Step time divided by the original's, by the cost model; ``None`` for a plan that compiles the model."""
     outcome: Measurement | Failure
     original_step_s: float | None = None
-    """Step time of the original as timed in turns with this plan.  ``None`` if it does not run."""
+    """Step time of the original as timed in turns with this plan; ``None`` if it does not run."""
 
     @property
     def slowdown(self) -> float | None:
-        """Measured step time divided by the original's.  ``None`` if one of them did not run."""
+        """Measured step time divided by the original's; ``None`` if one of them did not run."""
         if self.original_step_s is None or not isinstance(self.outcome, Measurement):
             return None
         return self.outcome.step_s / self.original_step_s
 
     @property
     def upper(self) -> float | None:
-        """Largest slowdown within the error of the measurement.  ``None`` if there is no slowdown."""
+        """Largest slowdown within the error of the measurement; ``None`` if there is no slowdown."""
         if self.slowdown is None or not isinstance(self.outcome, Measurement):
             return None
         return self.slowdown + self.outcome.slowdown_error
@@ -150,17 +150,17 @@ class RangeRow:
     """Share of the training steps with a length in the range, 0 to 1; without ``--lengths``, share of the lengths."""
     plan: Plan
     original: Measurement | Failure | None
-    """Measurement of the original at the largest length.  ``None`` if it was not run."""
+    """Measurement of the original at the largest length; ``None`` if it was not run."""
     outcome: Measurement | None
-    """Measurement of the plan at the largest length.  ``None`` for a plan for another device."""
+    """Measurement of the plan at the largest length; ``None`` for a plan for another device."""
     predicted_allocated_peak_bytes: int | None = None
-    """Predicted peak of the plan at the largest length on the other device.  ``None`` if the plan was measured."""
+    """Predicted peak of the plan at the largest length on the other device; ``None`` if the plan was measured."""
     predicted_slowdown: float | None = None
-    """Step time divided by the original's, by the cost model.  ``None`` if not predicted."""
+    """Step time divided by the original's, by the cost model; ``None`` if not predicted."""
     verification: Verification | None = None
-    """Verification of the plan.  ``None`` if the range has the original."""
+    """Verification of the plan; ``None`` if the range has the original."""
     inside: tuple[LengthRun, ...] = ()
-    """Runs of the plan at shorter lengths.  Empty for a plan for another device."""
+    """Runs of the plan at shorter lengths; empty for a plan for another device."""
 
     @property
     def runs(self) -> tuple[LengthRun, ...]:
@@ -249,9 +249,9 @@ class MemOptSummary:
     smaller: Outlook | None = None
     """Predictions for the next smaller plan; ``None`` if none is known."""
     estimates: PlanEstimates | None = None
-    """Estimates for a device that this machine lacks, where nothing is measured.  ``None`` for the device here."""
+    """Estimates for a device that this machine lacks, where nothing is measured; ``None`` for the device here."""
     parallel: PlannedRanks | None = None
-    """Predictions for one rank of many, for which nothing is measured.  ``None`` for a single device."""
+    """Predictions for one rank of many, for which nothing is measured; ``None`` for a single device."""
     ranges: list[RangeRow] = field(default_factory=list)
     """Ranges of a plan by length, shortest first; all other fields are about the longest."""
     dropped: list[Dropped] = field(default_factory=list)
@@ -283,7 +283,7 @@ class MemOptSummary:
 
     @property
     def decisive(self) -> Dropped | None:
-        """Plan that came nearest to being applied.  ``None`` if one is applied, or none was found."""
+        """Plan that came nearest to being applied; ``None`` if one is applied, or none was found."""
         return None if self.is_applied or self.offers_choice else decisive(self.dropped)
 
     @property
@@ -304,7 +304,7 @@ class MemOptSummary:
         if self.decisive is not None:
             dropped = self.decisive
             remedy = dropped.why.remedy + (slower if isinstance(dropped.why, SavesTooLittle) else "")
-            return f"found {dropped.found}, but {dropped.why.because}. The model stays as it is. {remedy}"
+            return f"found {dropped.in_words}, but {dropped.why.because}. The model stays as it is. {remedy}"
         if self.is_applied or original_may_do or not self.requested_level:
             return ""
         original = self.levels[0].outcome if self.levels else None

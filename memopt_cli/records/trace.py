@@ -62,7 +62,7 @@ class OpTrace:
     """Name without the overload: ``aten::convolution``."""
     module: str
     """Path of the innermost module: in forward the module that runs; in backward the module whose forward the operator
-    differentiates or, in a segment, recomputes.  Empty for the loss, which is part of forward."""
+    differentiates or, in a segment, recomputes; empty for the loss, which is part of forward."""
     phase: Phase
     reads: tuple[int, ...] = ()
     """Storages of the arguments, modified ones included."""
@@ -71,11 +71,11 @@ class OpTrace:
     mutates: tuple[int, ...] = ()
     """Storages modified in place."""
     recomputes: str | None = None
-    """Path of the segment whose forward the operator recomputes.  ``None`` for all other operators."""
+    """Path of the segment whose forward the operator recomputes; ``None`` for all other operators."""
     packs: bool = False
     """Whether the operator packs, unpacks or copies tensors for memopt, and is not the model's."""
     random: bool = False
-    """Whether the operator draws from a random generator."""
+    """Whether the operator uses a random generator."""
     flops: int = 0
     dtype: str = ""
     """Dtype of the first floating-point argument, ``bfloat16``; empty if there is none."""
@@ -104,9 +104,9 @@ class StorageTrace:
     born: int
     """Operator that made the storage; -1 if it existed before the step."""
     died: int | None
-    """Operator before which the storage was freed, or that wrote its sum into it.  ``None`` if it outlives the step."""
+    """Operator before which the storage was freed, or that wrote its sum into it; ``None`` if it outlives the step."""
     freed: int | None
-    """First operator that would have run without the storage if autograd had saved nothing.  ``None`` if the model
+    """First operator that would have run without the storage if autograd had saved nothing; ``None`` if the model
     holds it to the end."""
     saved_by: tuple[int, ...] = ()
     """Operators of forward whose derivative holds the storage until backward; empty for parameters, which live on."""
@@ -181,6 +181,8 @@ class StepTrace:
     """Maximum number of bytes that may wait in that place; ``None`` if unknown."""
     segment_overhead: float = 1.0
     """Overhead of a segment here, divided by that on the machine where the cost model's constants were measured."""
+    recompute_factor: float = 1.0
+    """Seconds of an operator that is recomputed, divided by its seconds in forward."""
 
 
 def ancestry(path: str) -> Iterator[str]:

@@ -107,10 +107,10 @@ class Verification:
     dims: dict[str, int] = field(default_factory=dict)
     """Sizes of other symbols that the comparison ran at."""
     measured: FingerprintCheck | None = None
-    """Comparison of the measured steps, if they agree.  ``None`` if they do not, or were not compared."""
+    """Comparison of the measured steps, if they agree; ``None`` if they do not, or were not compared."""
     rounding: float = 0.0
     """Distance of a tensor of the measured steps from the original's, relative to its norm, if it is more than half of
-    the digits, such as after a flipped spike.  0 if it is not, or the steps were not compared as they were measured."""
+    the digits, such as after a flipped spike; 0 if it is not, or the steps were not compared as they were measured."""
     in_bfloat16: bool = False
     """Whether a gradient of the measured steps, and so its parameter, is of bfloat16, which has two to three digits."""
     detail: str = ""

@@ -29,7 +29,7 @@ _TAGGED = (
 )
 """Records that are members of a union, such as ``Measurement | OutOfMemory``; plain data distinguishes them by
 ``kind``."""
-_LONGEST_KEY = 60  # characters of a key that a message shows in full
+_MAX_KEY_LENGTH = 60  # characters of a key that a message shows in full
 
 
 def to_data(value: Any) -> Any:
@@ -97,7 +97,7 @@ def _read(annotation: Any, data: Any, where: str) -> Any:
 
 def _key_text(key: Any) -> str:
     """Format ``key`` for messages, as a part of a position in a file: ``segments[2].chunks``."""
-    return key if isinstance(key, str) and len(key) <= _LONGEST_KEY and key.isprintable() else shorten(key)
+    return key if isinstance(key, str) and len(key) <= _MAX_KEY_LENGTH and key.isprintable() else shorten(key)
 
 
 @functools.cache

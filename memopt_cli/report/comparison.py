@@ -12,11 +12,11 @@ from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 _NAMES = {"peak": "tensor peak", "allocated": "allocated peak", "offloaded": "waiting elsewhere"}
 _MODULES = 10
-"""Most rows in the table of modules."""
+"""Maximum number of rows in the table of modules."""
 _NOTABLE = 0.01
 """The allocated peak, which does not repeat, is mentioned too if it changed by more than this share."""
 _NAMED = 3
-"""Most modules, segments or tensors that a sentence names."""
+"""Maximum number of modules, segments or tensors that a sentence names."""
 
 METRIC_HEADINGS = ("", "before", "now", "change")
 MODULE_HEADINGS = ("module", "", "before", "now", "change")
@@ -33,7 +33,7 @@ def headline(comparison: Comparison) -> Iterator[str]:
 def _describe_peaks(part: Comparison) -> str:
     """Return the changes of the tensor peak of ``part``, which exceeds no limit, and of the allocated peak, if any."""
     change = {change.metric: change for change in part.changes}
-    change_text = _where(part.at) + _change(change["peak"])
+    change_text = _instant_in_words(part.at) + _change(change["peak"])
     allocated = change.get("allocated")
     if allocated is not None and abs(allocated.after - allocated.before) > _NOTABLE * allocated.before:
         change_text += f"; allocated peak {_difference(allocated)}"
@@ -48,7 +48,7 @@ def _describe_peaks(part: Comparison) -> str:
 
 def describe_verdict(verdict: Verdict) -> str:
     """Return ``verdict`` as a sentence, such as ``tensor peak 12.0 MiB → 12.1 MiB (…), within the limit peak:5%``."""
-    change = _where(verdict.at) + _change(verdict.change)
+    change = _instant_in_words(verdict.at) + _change(verdict.change)
     if verdict.exceeded:
         return f"regression: {change}, past the limit {verdict.limit.text}"
     return f"{change}, within the limit {verdict.limit.text}"
@@ -83,7 +83,7 @@ def _causes(comparison: Comparison) -> Iterator[str]:
     if comparison.plan.sending != "same":
         yield f"plan: sending away of what is saved {comparison.plan.sending}"
     yield from _size_changes(comparison)
-    yield from _places(comparison)
+    yield from _place_lines(comparison)
     for saved in comparison.new_saved[:_NAMED]:
         yield f"new among the largest tensors kept for backward: {_describe_saved(saved)}"
     for rename in comparison.renames:
@@ -140,14 +140,14 @@ def _size_changes(comparison: Comparison) -> Iterator[str]:
             )
 
 
-def _places(comparison: Comparison) -> Iterator[str]:
+def _place_lines(comparison: Comparison) -> Iterator[str]:
     before, after = comparison.peak_before, comparison.peak_after
     if before is None or after is None:
         return
     if comparison.peak_moved:
-        yield f"the tensor peak moved from {_place(before)} to {_place(after)}"
+        yield f"the tensor peak moved from {_place_in_words(before)} to {_place_in_words(after)}"
     else:
-        yield f"the tensor peak is reached in {_place(after)}, as before"
+        yield f"the tensor peak is reached in {_place_in_words(after)}, as before"
 
 
 def circumstances(comparison: Comparison) -> Iterator[str]:
@@ -173,7 +173,7 @@ def _describe_saved(saved: SavedTensor) -> str:
     return f"{format_bytes(saved.nbytes)}, {made}, {kept}"
 
 
-def _place(place: PeakPlace) -> str:
+def _place_in_words(place: PeakPlace) -> str:
     if not place.op:
         return "what exists before the step"
     return f"{place.phase} of {place.module or '(root)'} ({place.op.removeprefix('aten::')})"
@@ -190,7 +190,7 @@ def _first_few(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------------------------------------- amounts
 
 
-def _where(at: str) -> str:
+def _instant_in_words(at: str) -> str:
     return f"at {at} " if at else ""
 
 

@@ -9,7 +9,7 @@ from memopt_cli.records import Equivalence, Likeness, TensorGap
 from memopt_cli.text.units import format_seconds
 
 _SHOWN = 12
-"""Most rows in a table."""
+"""Maximum number of rows in a table."""
 
 HEADINGS = ("tensor", "differs by")
 
@@ -44,7 +44,7 @@ def _steps(equivalence: Equivalence) -> str:
     return f"{equivalence.steps} steps" if equivalence.steps > 1 else "one step"
 
 
-def _reason(equivalence: Equivalence) -> str:
+def _first_difference(equivalence: Equivalence) -> str:
     """Return the first difference in ``equivalence``, and the step in which it appears."""
     where = f"in step {equivalence.differs_in_step} of {equivalence.steps}"
     if equivalence.failed:
@@ -61,7 +61,7 @@ def _describe(gap: TensorGap) -> str:
 def where(equivalence: Equivalence) -> Iterator[str]:
     """Yield the first difference in ``equivalence``, its module and the likely cause, if there is one."""
     if not equivalence.passed:
-        yield _reason(equivalence)
+        yield _first_difference(equivalence)
     cause = equivalence.cause
     if cause is None:
         return

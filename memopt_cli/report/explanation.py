@@ -13,10 +13,10 @@ from memopt_cli.report.recommendation import settings
 from memopt_cli.text.paths import gather_paths
 from memopt_cli.text.units import format_apart, format_bytes, format_seconds
 
-_LONGEST = 56
-"""Most characters of a name."""
+_MAX_NAME_LENGTH = 56
+"""Maximum number of characters of a name."""
 _SHOWN = 12
-"""Most rows in a table."""
+"""Maximum number of rows in a table."""
 
 
 def headline(explanation: Explanation) -> Iterator[str]:
@@ -35,10 +35,10 @@ def headline(explanation: Explanation) -> Iterator[str]:
         yield "memory runs out before the first operator runs"
     elif explanation.instant is not None:
         where = f" of {explanation.instant.module}" if explanation.instant.module else ""
-        line = f", {_short(explanation.line)}" if explanation.line else ""
+        line = f", {_short_name(explanation.line)}" if explanation.line else ""
         yield f"memory runs out in {explanation.instant.phase}{where}, while {explanation.instant.name} runs{line}"
     if explanation.raised_at:
-        yield f"the error was raised at {_short(explanation.raised_at)}"
+        yield f"the error was raised at {_short_name(explanation.raised_at)}"
 
 
 def _outcome(explanation: Explanation) -> str:
@@ -77,14 +77,14 @@ def tables(explanation: Explanation) -> Iterator[Table]:
 
 
 def _with_short_name(holder: Holder, empty: str) -> Holder:
-    return Holder(name=_short(holder.name) or empty, nbytes=holder.nbytes)
+    return Holder(name=_short_name(holder.name) or empty, nbytes=holder.nbytes)
 
 
-def _short(name: str) -> str:
-    """Return ``name`` relative to the working directory if it lies there, cut to :data:`_LONGEST` characters."""
+def _short_name(name: str) -> str:
+    """Return ``name`` relative to the working directory if it is in it, cut to :data:`_MAX_NAME_LENGTH` characters."""
     if os.path.isabs(name) and name.startswith(here := os.getcwd() + os.sep):
         name = name.removeprefix(here)
-    return name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
+    return name if len(name) <= _MAX_NAME_LENGTH else f"…{name[1 - _MAX_NAME_LENGTH :]}"
 
 
 def _holders(heading: str, holders: Sequence[Holder]) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from memopt_cli.records import BatchProbe, FastestTraining, PairRun, Plan, describe
+from memopt_cli.records import BatchProbe, Differs, FastestTraining, PairRun, describe
 from memopt_cli.report.lines import busy_notes, plain_table
 from memopt_cli.report.optimization import in_words, verification
 from memopt_cli.report.pasted import training_settings
@@ -53,7 +53,7 @@ def run_rows(training: FastestTraining) -> Iterator[tuple[int, tuple[str, ...]]]
     )
     for index in order:
         run = training.runs[index]
-        yield index, (str(run.batch), plan_name(run.plan), *_numbers(run), _verdict(training, index))
+        yield index, (str(run.batch), in_words(run.plan), *_numbers(run), _verdict(training, index))
 
 
 def run_table(training: FastestTraining) -> Table:
@@ -62,11 +62,6 @@ def run_table(training: FastestTraining) -> Table:
     for index, cells in run_rows(training):
         table.add_row(*cells, style="bold" if index == training.chosen else None)
     return table
-
-
-def plan_name(plan: Plan) -> str:
-    """Return a few words on what ``plan`` does; ``none`` for the empty plan."""
-    return "none" if plan.is_empty else in_words(plan)
 
 
 def _numbers(run: PairRun) -> tuple[str, str, str]:
@@ -87,8 +82,9 @@ def _verdict(training: FastestTraining, index: int) -> str:
         return "the step takes too long"
     if not run.usable:
         return "does not divide the global batch"
-    if any(run.plan == dropped.plan for dropped in training.dropped):
-        return "not exact"
+    for dropped in training.dropped:
+        if run.plan == dropped.plan:
+            return "verification failed" if isinstance(dropped.why, Differs) else "could not be verified"
     return "the original's best" if index == training.original else ""
 
 
@@ -103,7 +99,7 @@ def settings(training: FastestTraining) -> Iterator[str]:
 
 
 def remarks(training: FastestTraining) -> Iterator[str]:
-    """Yield the number of runs behind the answer of ``training``, their time, and notes."""
+    """Yield the number of runs that led to the answer of ``training``, their time, and notes."""
     if training.verification is not None:
         yield verification(training.verification)
     yield (

@@ -28,7 +28,7 @@ class GithubReport:
     def __init__(self, summary: str | None, baseline: str = "") -> None:
         """Append tables to the file ``summary``, which ``$GITHUB_STEP_SUMMARY`` names, unless it is ``None``.
 
-        An annotation on a model that is in no file of Python is shown beside the file ``baseline``, if there is one.
+        An annotation on a model that is in no file of Python is shown next to the file ``baseline``, if there is one.
         """
         self._summary, self._baseline = summary, baseline
 
@@ -65,7 +65,7 @@ class GithubReport:
         self._append(page.getvalue())
 
     def _place(self, model: str, message: str = "") -> tuple[str, str] | None:
-        """Return the file in the repository and the line beside which to show an annotation on ``model``, if any.
+        """Return the file in the repository and the line next to which to show an annotation on ``model``, if any.
 
         This is the line that ``message`` names, else the class or function that ``model`` names, else the baseline.
         """

@@ -17,8 +17,8 @@ from memopt_cli.text.units import format_bytes, format_count
 _SHOWN = 12
 """Maximum number of listed groups of tied tensors, and of listed parts of a file that has only weights."""
 _MAX_ROWS = 24
-"""Most tensors of a file of weights alone that are listed one by one without ``-v``."""
-_LARGEST = 5
+"""Maximum number of tensors of a file of weights alone that are listed one by one without ``-v``."""
+_MAX_LISTED = 5
 """Tensors that are listed where all would be too many."""
 
 
@@ -53,7 +53,7 @@ def contents_tables(inspection: Inspection, *, verbose: bool) -> Iterator[Table]
     else:
         yield _part_table(inspection)
         largest = sorted(inspection.tensors, key=lambda tensor: -tensor.size_bytes)
-        yield _tensor_table("largest tensors", largest[:_LARGEST])
+        yield _tensor_table("largest tensors", largest[:_MAX_LISTED])
 
 
 def _is_long(inspection: Inspection) -> bool:
@@ -99,7 +99,7 @@ def _part_table(inspection: Inspection) -> Table:
     shared = {name for names in inspection.tied for name in names[1:]}  # the bytes of tied tensors count once
     sizes = {
         part: (len(tensors), sum(tensor.size_bytes for tensor in tensors if tensor.name not in shared))
-        for part, tensors in _parts(inspection.tensors).items()
+        for part, tensors in _group_by_prefix(inspection.tensors).items()
     }
     table = plain_table("part", "tensors", "size", names=["part"])
     ordered = sorted(sizes.items(), key=lambda item: -item[1][1])
@@ -111,7 +111,7 @@ def _part_table(inspection: Inspection) -> Table:
     return table
 
 
-def _parts(tensors: Sequence[StoredTensor]) -> dict[str, list[StoredTensor]]:
+def _group_by_prefix(tensors: Sequence[StoredTensor]) -> dict[str, list[StoredTensor]]:
     """Return ``tensors`` by the longest prefix of their names that gives few parts, yet more than one if it can."""
     parts = {"": list(tensors)}
     for depth in range(1, max(tensor.name.count(".") for tensor in tensors) + 2):
@@ -127,7 +127,7 @@ def _parts(tensors: Sequence[StoredTensor]) -> dict[str, list[StoredTensor]]:
 def _tensor_table(heading: str, tensors: Sequence[StoredTensor]) -> Table:
     table = plain_table(heading, "shape", "dtype", "size", names=[heading, "shape", "dtype"])
     for tensor in tensors:
-        table.add_row(tensor.name, _shape(tensor) or "scalar", tensor.dtype, format_bytes(tensor.size_bytes))
+        table.add_row(tensor.name, _shape_text(tensor) or "scalar", tensor.dtype, format_bytes(tensor.size_bytes))
     return table
 
 
@@ -139,7 +139,7 @@ def _tree_table(inspection: Inspection) -> Table:
                 table.add_row(Text(label, style="dim"), "", "", "")
             else:
                 size = format_bytes(node.module.size_bytes) if node.module.size_bytes else "–"
-                table.add_row(label, f"{node.module.parameters:,}", size, _own(node.tensors))
+                table.add_row(label, f"{node.module.parameters:,}", size, _own_tensors(node.tensors))
     return table
 
 
@@ -147,11 +147,11 @@ def _roots(inspection: Inspection) -> list[_Node]:
     nodes: dict[str, _Node] = {}
     roots: list[_Node] = []
     for module in inspection.modules:
-        parent, name = _parent(module.path, nodes)
+        parent, name = _parent_of(module.path, nodes)
         nodes[module.path] = _Node(name, module)
         (parent.children if parent else roots).append(nodes[module.path])
     for tensor in inspection.tensors:
-        parent, name = _parent(tensor.name, nodes)
+        parent, name = _parent_of(tensor.name, nodes)
         if parent:
             parent.tensors.append(tensor)
     kinds: dict[object, int] = {}
@@ -163,7 +163,7 @@ def _roots(inspection: Inspection) -> list[_Node]:
     return roots
 
 
-def _parent(path: str, nodes: dict[str, _Node]) -> tuple[_Node | None, str]:
+def _parent_of(path: str, nodes: dict[str, _Node]) -> tuple[_Node | None, str]:
     """Return the module among ``nodes`` that holds ``path``, and the name that it has there."""
     above, _, name = path.rpartition(".")
     return (nodes.get(above), name) if path else (None, "")
@@ -190,7 +190,7 @@ def _lines(node: _Node, lead: str, below: str) -> Iterator[tuple[str, _Node | No
             yield f"{below}{'└── ' if last else '├── '}… {len(group) - 1} more like it: {names}", None
 
 
-def _own(tensors: Sequence[StoredTensor]) -> str:
+def _own_tensors(tensors: Sequence[StoredTensor]) -> str:
     """Return ``tensors`` by kind in one line, such as ``weight 64×3×7×7; buffers running_mean 64``."""
     labels = {"parameter": "", "buffer": "buffers ", "attribute": "kept "}
     kinds = {kind: ", ".join(_name_and_shape(t) for t in tensors if t.kind == kind) for kind in labels}
@@ -198,8 +198,8 @@ def _own(tensors: Sequence[StoredTensor]) -> str:
 
 
 def _name_and_shape(tensor: StoredTensor) -> str:
-    return f"{tensor.name.rpartition('.')[2] or '(the only one)'} {_shape(tensor)}".rstrip()
+    return f"{tensor.name.rpartition('.')[2] or '(the only one)'} {_shape_text(tensor)}".rstrip()
 
 
-def _shape(tensor: StoredTensor) -> str:
+def _shape_text(tensor: StoredTensor) -> str:
     return "×".join(map(str, tensor.shape))

@@ -36,15 +36,15 @@ class JunitReport:
 
     def show(self, answer: VerdictResult, stream: TextIO) -> None:
         if isinstance(answer, Comparison):
-            _write(*_comparison(answer), stream, "memopt check")
+            _write_suite(*_comparison(answer), stream, "memopt check")
         else:
-            _write(*_equivalence(answer), stream, "memopt verify")
+            _write_suite(*_equivalence(answer), stream, "memopt verify")
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
-        case = _case(model, self._command)
+        case = _test_case(model, self._command)
         reason = on_command_line(error.message)
         _fault(case, "error", "not checked", reason, "\n".join(filter(None, (reason, on_command_line(error.hint)))))
-        _write([case], "", stream, f"memopt {self._command}")
+        _write_suite([case], "", stream, f"memopt {self._command}")
 
 
 def _comparison(comparison: Comparison) -> tuple[list[ET.Element], str]:
@@ -55,7 +55,7 @@ def _comparison(comparison: Comparison) -> tuple[list[ET.Element], str]:
         if not any(verdict.exceeded for verdict in part.verdicts):  # else its failures contain it
             lines += [part.at, why] if part.at else [why]
         for verdict in part.verdicts:
-            case = _case(comparison.after.model, verdict.limit.text + (f" at {part.at}" if part.at else ""))
+            case = _test_case(comparison.after.model, verdict.limit.text + (f" at {part.at}" if part.at else ""))
             if verdict.exceeded:
                 _fault(case, "failure", "regression", describe_verdict(verdict), f"{describe_verdict(verdict)}\n{why}")
             cases.append(case)
@@ -67,14 +67,14 @@ def _equivalence(found: Equivalence) -> tuple[list[ET.Element], str]:
     why = "\n".join((equivalence.headline(found), *equivalence.where(found)))
     cases = []
     for kind, fault in equivalence.faults(found).items():
-        case = _case(found.candidate, kind)
+        case = _test_case(found.candidate, kind)
         if fault:
             _fault(case, "failure", "difference", fault, "\n".join(equivalence.differences(found, kind) or [fault]))
         cases.append(case)
     return cases, why
 
 
-def _case(model: str, name: str) -> ET.Element:
+def _test_case(model: str, name: str) -> ET.Element:
     return ET.Element("testcase", name=printable(name), classname=printable(f"memopt.{model}"), time="0")
 
 
@@ -82,7 +82,7 @@ def _fault(case: ET.Element, tag: str, kind: str, message: str, text: str) -> No
     ET.SubElement(case, tag, type=kind, message=printable_lines(message)).text = printable_lines(text)
 
 
-def _write(cases: Sequence[ET.Element], output: str, stream: TextIO, name: str) -> None:
+def _write_suite(cases: Sequence[ET.Element], output: str, stream: TextIO, name: str) -> None:
     spent = f"{time.monotonic() - _BEGUN_S:.3f}"
     for case in cases[:1]:
         case.set("time", spent)

@@ -13,7 +13,7 @@ from memopt_cli.text.documents import COMMAND
 from memopt_cli.text.units import format_bytes
 
 _KEPT = 4096
-"""Most characters of an unfinished line that are examined again when more of it is written."""
+"""Maximum number of characters of an unfinished line that are examined again when more of it is written."""
 
 
 def not_typed(spec: InputSpec) -> str:

@@ -46,9 +46,9 @@ def _comparison(comparison: Comparison) -> Iterator[str]:
     for part in (comparison, *grown(comparison)):
         if part.at:
             yield from ("", f"#### {_sentence(part.at)}")
-        yield from _table(METRIC_HEADINGS, metric_rows(part))
+        yield from _table_lines(METRIC_HEADINGS, metric_rows(part))
         if rows := module_rows(part):
-            yield from _table(MODULE_HEADINGS, rows)
+            yield from _table_lines(MODULE_HEADINGS, rows)
         yield ""
         yield from (f"- {_sentence(reason)}" for reason in reasons(part))
 
@@ -59,12 +59,12 @@ def _equivalence(found: Equivalence) -> Iterator[str]:
     for line in equivalence.where(found):
         yield from ("", _sentence(line))
     if found.gaps:
-        yield from _table(equivalence.HEADINGS, equivalence.rows(found))
+        yield from _table_lines(equivalence.HEADINGS, equivalence.rows(found))
     yield ""
     yield from (f"- {_sentence(line)}" for line in equivalence.remarks(found))
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _table_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a table; its last three columns, the first excepted, hold numbers and are right-aligned."""
     rule = ["---:" if index >= max(1, len(headings) - 3) else "---" for index in range(len(headings))]
     yield ""
@@ -79,10 +79,12 @@ def _cell(text: str) -> str:
 def _sentence(text: str) -> str:
     """Return ``text`` with each command, and every word that Markdown might interpret, in a code span."""
     parts = map(printable, split_marked_options(" ".join(text.split())))
-    return "".join(_code(part) if i % 2 else " ".join(map(_word, part.split(" "))) for i, part in enumerate(parts))
+    return "".join(
+        _code(part) if i % 2 else " ".join(map(_escaped_word, part.split(" "))) for i, part in enumerate(parts)
+    )
 
 
-def _word(word: str) -> str:
+def _escaped_word(word: str) -> str:
     opened = word.lstrip("(")
     if _PLAIN.fullmatch(opened.rstrip("),.:;%")):
         return word

@@ -40,6 +40,8 @@ _DETAILS = ("tensor\npeak", "activation\npeak", "step\ntime")
 """Headings of the further columns of the table of levels with ``--verbose``."""
 _ROUGH = 0.15
 """A ratio of step times is called rough if their spread is more than this share of their median."""
+_OWN_CHECKPOINTS_LABEL = "the model's own checkpoints"
+_DRIFT_REASON = "two training runs drift apart; `--level 2` keeps the same bits"
 
 
 def headline(summary: MemOptSummary) -> str:
@@ -105,7 +107,7 @@ def _in_bytes(summary: MemOptSummary) -> str:
 
 
 def _beside_budget(summary: MemOptSummary, *measured: object) -> tuple[str, ...]:
-    """Return the budget of ``summary``, empty if it has none, and the peaks of those ``measured``, told from it."""
+    """Return the budget of ``summary`` (empty without one) and the peaks in ``measured``, with decimals that differ."""
     peaks = [found.allocated_peak_bytes for found in measured if isinstance(found, Measurement)]
     if summary.budget_bytes is None:
         return "", *map(format_bytes, peaks)
@@ -176,7 +178,7 @@ def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
 
 
 def compiled_table(summary: MemOptSummary) -> Table:
-    """Return the original and every plan that was measured for ``--compile``, with what was measured of it."""
+    """Return the original and every plan that was measured for ``--compile``, each with its measurement."""
     original = _outcome(summary, 0)
     table = plain_table("plan", "allocated\npeak", "step", "ratio", "", words=["plan", ""])
     rows: list[tuple[str, Plan | None, object, str]] = [(in_words(Plan()), Plan(), original, "")]
@@ -195,9 +197,9 @@ def compiled_table(summary: MemOptSummary) -> Table:
 
 
 def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
-    """Return a row for each different plan of ``summary``: what was measured of it, and what was predicted.
+    """Return a row for each different plan of ``summary``, with measurements and predictions.
 
-    ``verbose``: a row for each level, and further columns of what was measured.
+    ``verbose``: a row for each level, and further columns of measurements.
     """
     original = _outcome(summary, 0)
     shows_elsewhere = any(map(_elsewhere, summary.levels))
@@ -217,15 +219,12 @@ def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
 
 
 def rows_by_plan(summary: MemOptSummary) -> Iterator[tuple[str, list[int], LevelRow]]:
-    """Yield ``1–3``, the levels, and a row of theirs, for adjacent levels with one plan: the row measured, if any."""
-    for _, alike in groupby(summary.levels, key=lambda row: row.plan):
-        rows = list(alike)
+    """Yield ``1–3``, the levels, and one of their rows, for adjacent levels with one plan: the measured row, if any."""
+    for _, adjacent in groupby(summary.levels, key=lambda row: row.plan):
+        rows = list(adjacent)
         levels = [row.level for row in rows]
         span = f"{levels[0]}–{levels[-1]}" if len(levels) > 1 else f"{levels[0]}"
         yield span, levels, max(rows, key=lambda row: (isinstance(row.outcome, Measurement), row.level))
-
-
-_OWN_CHECKPOINTS_LABEL = "the model's own checkpoints"
 
 
 def _own_row(summary: MemOptSummary) -> LevelRow | None:
@@ -293,7 +292,9 @@ def frontier(summary: MemOptSummary) -> Table:
                 ratio = f"{point.slowdown:.2f}×" if point.slowdown is not None else "–"
                 plot = " " * round(_PLOT_WIDTH * found.step_s / longest) + "●"
             case _:
-                cells, ratio, plot = ("–", "–"), "–", describe(point.outcome)
+                cells = ("–", "–")
+                ratio = "–"
+                plot = describe(point.outcome)
         peak = point.predicted_allocated_peak_bytes
         predicted = "–" if peak is None else format_bytes(peak)
         elsewhere = [_elsewhere(point)] if shows_elsewhere else []
@@ -326,7 +327,8 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
             allocated = format_bytes(highest.allocated_peak_bytes)
             if highest.length < row.up_to:
                 allocated += f" (at {highest.length})"
-            tensors, step = format_bytes(row.outcome.tensor_peak_bytes), format_seconds(row.outcome.step_s)
+            tensors = format_bytes(row.outcome.tensor_peak_bytes)
+            step = format_seconds(row.outcome.step_s)
             numbers = [allocated, tensors, step]
         yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, in_words(row.plan)
 
@@ -345,18 +347,18 @@ def distinct_labels(plans: Sequence[Plan]) -> list[str]:
 
     ``1 in chunks`` becomes ``1 in chunks: conv_fc.0-3 in 20 chunks``.
     """
-    words = ["the original" if plan.is_empty else in_words(plan) for plan in plans]
+    words = list(map(in_words, plans))
     for same in {text for text in words if words.count(text) > 1}:
-        alike = [number for number, text in enumerate(words) if text == same]
-        shared = set.intersection(*(set(plans[number].everywhere) for number in alike))
-        own = [[_in_place(each) for each in plans[number].everywhere if each not in shared] for number in alike]
-        differences = [""] * len(alike)
+        numbers = [number for number, text in enumerate(words) if text == same]
+        shared = set.intersection(*(set(plans[number].everywhere) for number in numbers))
+        own = [[_in_place(each) for each in plans[number].everywhere if each not in shared] for number in numbers]
+        differences = [""] * len(numbers)
         # One segment distinguishes two plans; of three plans, two may share it, and differ in the next.
         for length in range(1, max(map(len, own)) + 1):
             differences = [", ".join(segments[:length]) for segments in own]
             if len(set(differences)) == len(differences):
                 break
-        for number, text in zip(alike, differences, strict=True):
+        for number, text in zip(numbers, differences, strict=True):
             words[number] = ": ".join(filter(None, [same, text]))
     return words
 
@@ -372,7 +374,7 @@ def _in_place(segment: SegmentPlan) -> str:
 
 
 def in_words(plan: Plan) -> str:
-    """Return ``plan`` in words: ``8 segments (2 packed), saved tensors packed``, ``7 recomputed, 4 in chunks, …``.
+    """Return ``plan`` in words: ``8 segments (2 packed), saved tensors packed``, ``no plan`` for the empty one.
 
     The counts before the brackets add up to the number of segments.
     """
@@ -390,7 +392,7 @@ def in_words(plan: Plan) -> str:
         phrases.insert(0, " ".join(filter(None, ["compiled by", plan.compile.backend, mode])))
         if budget is not None:
             phrases.append(f"memory budget {budget:g}")
-    return ", ".join(phrases) or "no segments"
+    return ", ".join(phrases) or "no plan"
 
 
 def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
@@ -505,7 +507,7 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
     for row in summary.levels:
         if row.outcome is not None and not isinstance(row.outcome, Measurement):
             yield f"level {row.level}: {describe(row.outcome)}"
-        if row.repeats is not None and row.repeats > 0:  # for a repeat of level 0, the table has "no segments"
+        if row.repeats is not None and row.repeats > 0:  # for a repeat of level 0, the table has "no plan"
             yield f"level {row.level}: the plan of level {row.repeats}"
     if any(row.outcome is None for row in summary.levels):
         yield "~ predicted by a dry run; `memopt optimize --measure-levels` measures every level"
@@ -595,7 +597,7 @@ def verification(verification: Verification) -> str:
             f"verification failed: {verification.difference}, allowed {_describe_tolerance(verification)}, at {where}"
         )
     tolerance = _describe_tolerance(verification)
-    return f"verified: {verification.compared} tensors equal {tolerance}, at {where}{_further(verification)}"
+    return f"verified: {verification.compared} tensors equal {tolerance}, at {where}{_further_checks(verification)}"
 
 
 def _measured_steps(found: FingerprintCheck) -> str:
@@ -609,7 +611,7 @@ def _measured_steps(found: FingerprintCheck) -> str:
     return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
 
 
-def _further(verification: Verification) -> str:
+def _further_checks(verification: Verification) -> str:
     """Return the further checks of ``verification``: ``; then in the next step; left out: in eval mode (…)``."""
     tried = [check.name for check in verification.further if not check.not_tried]
     missing = [check for check in verification.further if check.skipped]
@@ -639,9 +641,6 @@ def inexact(verification: Verification) -> Iterator[str]:
         yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"
 
 
-_DRIFT_REASON = "two training runs drift apart; `--level 2` keeps the same bits"
-
-
 def _describe_tolerance(verification: Verification) -> str:
     if verification.exact:
         return "bit for bit"
@@ -655,7 +654,8 @@ def _precision(verification: Verification) -> str:
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
     bare = ", without an optimizer's state (`--optimizer adamw` counts it)" if advice.without_optimizer else ""
     if isinstance(advice, BatchEstimate):
-        peak, room = format_bytes(advice.predicted_peak_bytes), format_bytes(advice.budget_bytes) + bare
+        peak = format_bytes(advice.predicted_peak_bytes)
+        room = format_bytes(advice.budget_bytes) + bare
         if not advice.is_limited_by_memory:
             fits = f"about {advice.batch} is predicted to fit into {room}, but {advice.because}"
             return f"batch: as given; {fits}; `--recommend-batch` finds the largest in time"

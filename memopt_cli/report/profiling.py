@@ -29,11 +29,15 @@ _ROWS = 6
 """Height of the plot in lines."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _MODULES = 24
-"""Most rows in the table of modules."""
+"""Maximum number of rows in the table of modules."""
 _SAVED = 10
-"""Most rows in the table of saved tensors."""
+"""Maximum number of rows in the table of saved tensors."""
 _SEGMENTS = 8
-"""Most segments that the table of times names."""
+"""Maximum number of segments that the table of times names."""
+_ESTIMATE = (
+    "an estimate, from the step's operators on tensors without data: peaks in the blocks of the device's allocator, "
+    "with what its matrix library keeps and without other kernel workspace; times by a roofline"
+)
 
 
 def headline(profile: StepProfile) -> Iterator[str]:
@@ -52,7 +56,8 @@ def headline(profile: StepProfile) -> Iterator[str]:
             allocated = f"allocated peak {format_bytes(profile.peak.allocated_bytes)}"
             yield f"{allocated}, tensor peak {format_bytes(profile.tensor_peak_bytes)}: estimated, the step was not run"
     if profile.compiled is not None:
-        peak, step = format_bytes(profile.compiled.allocated_peak_bytes), format_seconds(profile.compiled.step_s)
+        peak = format_bytes(profile.compiled.allocated_peak_bytes)
+        step = format_seconds(profile.compiled.step_s)
         yield f"compiled by {profile.compiled.backend}: allocated peak {peak}, step {step}"
     yield f"the peak is reached {_when(profile)}"
 
@@ -102,7 +107,7 @@ def plot(profile: StepProfile, columns: int) -> str:
     """
     seconds = [op.seconds for op in profile.trace.ops]
     has_times = any(seconds)
-    widths = [0.0, *seconds] if has_times else [1.0] * len(profile.live_bytes)  # what is alive before the step is first
+    widths = [0.0, *seconds] if has_times else [1.0] * len(profile.live_bytes)  # the first: before the step
     levels = _resample(profile.live_bytes, widths, min(columns, len(widths)))
     top = max(levels) or 1
     lines = []
@@ -288,12 +293,6 @@ def remarks(profile: StepProfile) -> Iterator[str]:
     if profile.estimate is not None:
         yield _ESTIMATE
     yield from others(profile.notes)
-
-
-_ESTIMATE = (
-    "an estimate, from the step's operators on tensors without data: peaks in the blocks of the device's allocator, "
-    "with what its matrix library keeps and without other kernel workspace; times by a roofline"
-)
 
 
 def _share(part: float, whole: float) -> str:

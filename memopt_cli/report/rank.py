@@ -28,7 +28,8 @@ def headline(profile: StepProfile) -> Iterator[str]:
 
 def planned_headline(ranks: PlannedRanks) -> str:
     """Return ``tensor peak of one rank, predicted: 71.9 MiB → 39.4 MiB (8 ranks, fsdp over dp 8)`` for ``ranks``."""
-    before, after = ranks.original, max(ranks.planned, key=lambda rank: rank.tensor_peak_bytes)
+    before = ranks.original
+    after = max(ranks.planned, key=lambda rank: rank.tensor_peak_bytes)
     peaks = f"{format_bytes(before.tensor_peak_bytes)} → {format_bytes(after.tensor_peak_bytes)}"
     return f"{TENSOR_PEAK}: {peaks} ({before.layout.ranks} ranks, {format_layout(before.layout)})"
 
@@ -51,7 +52,8 @@ _SHOWN = 16
 
 def measured_headline(measurement: GroupMeasurement) -> Iterator[str]:
     """Yield the peak of the largest rank of ``measurement``, the error of its prediction, and the time of a step."""
-    peak, largest = format_bytes(measurement.tensor_peak_bytes), measurement.largest
+    peak = format_bytes(measurement.tensor_peak_bytes)
+    largest = measurement.largest
     yield (
         f"tensor peak of one rank, measured: {peak} on rank {largest.rank} of {measurement.layout.ranks} "
         f"({format_layout(measurement.layout)})"

@@ -15,13 +15,14 @@ from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 def headline(recommendation: RanksRecommendation) -> Iterator[str]:
     """Yield the fewest ranks that fit, or the largest batch if only one number of ranks was tried; then the limit."""
-    fewest, _ = _fits(recommendation)[0]
+    fewest, _ = _fitting_rows(recommendation)[0]
     if len({row.layout.ranks for row in recommendation.rows}) > 1:
-        yield f"fewest ranks that fit: {recommendation.fewest_ranks}{_under(fewest)}{_fewer(recommendation, fewest)}"
+        smaller = _fewer_ranks(recommendation, fewest)
+        yield f"fewest ranks that fit: {recommendation.fewest_ranks}{_under_plan(fewest)}{smaller}"
     else:
-        row, fit = max(_fits(recommendation), key=lambda each: each[1].batch)
+        row, fit = max(_fitting_rows(recommendation), key=lambda each: each[1].batch)
         ranks = format_count(row.layout.ranks, "rank")
-        yield f"batch {fit.batch} should fit on each of {ranks}{_under(row)}: global batch {fit.global_batch}"
+        yield f"batch {fit.batch} should fit on each of {ranks}{_under_plan(row)}: global batch {fit.global_batch}"
     yield f"memory limit of a rank: {recommendation.limit}"
     yield f"spread by {_layouts(recommendation)}"
 
@@ -32,15 +33,15 @@ def _layouts(recommendation: RanksRecommendation) -> str:
     return first if first == last else f"{first} to {last.partition(' over ')[2]}"
 
 
-def _fits(recommendation: RanksRecommendation) -> list[tuple[RanksRow, RankBatch]]:
+def _fitting_rows(recommendation: RanksRecommendation) -> list[tuple[RanksRow, RankBatch]]:
     return [(row, row.outcome) for row in recommendation.rows if isinstance(row.outcome, RankBatch)]
 
 
-def _under(row: RanksRow) -> str:
+def _under_plan(row: RanksRow) -> str:
     return " under the plan" if row.planned else ""
 
 
-def _fewer(recommendation: RanksRecommendation, fewest: RanksRow) -> str:
+def _fewer_ranks(recommendation: RanksRecommendation, fewest: RanksRow) -> str:
     """Return a sentence on numbers of ranks below ``fewest``."""
     smaller = [row.layout.ranks for row in recommendation.rows if row.layout.ranks < fewest.layout.ranks]
     if smaller:

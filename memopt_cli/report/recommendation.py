@@ -25,8 +25,8 @@ from memopt_cli.text.units import format_bytes, format_copies, format_seconds
 
 def headline(recommendation: BatchRecommendation) -> Iterator[str]:
     """Yield the batch that fits, the fastest one if it is another, and the memory limit."""
-    main = _main(recommendation)
-    yield _fits(recommendation, main)
+    main = _main_row(recommendation)
+    yield _fitting_batch(recommendation, main)
     if (fastest := _fastest(recommendation)) is not None:
         yield fastest
     if main.replicas is not None:
@@ -37,9 +37,9 @@ def headline(recommendation: BatchRecommendation) -> Iterator[str]:
     yield f"memory limit: {recommendation.limit}"
 
 
-def _fits(recommendation: BatchRecommendation, main: BatchRow) -> str:
+def _fitting_batch(recommendation: BatchRecommendation, main: BatchRow) -> str:
     """Return ``batch 40 fits at S=128, the largest that does (confirmed by a run)``, or that it is an estimate."""
-    where = _case(main) + (f", compiled by {recommendation.backend}" if recommendation.backend else "")
+    where = _case_in_words(main) + (f", compiled by {recommendation.backend}" if recommendation.backend else "")
     if not main.planned and any(row.planned for row in recommendation.rows):
         where += ", without the plan"
     copies = f"{format_copies(main.replicas.fastest)} × " if main.replicas is not None else ""
@@ -65,7 +65,7 @@ def _fastest(recommendation: BatchRecommendation) -> str | None:
 
     Runs without the plan count as well as those under it.
     """
-    main = _main(recommendation)
+    main = _main_row(recommendation)
     if not isinstance(main.outcome, BatchAdvice):
         return None
     fastest_by_row = [
@@ -78,7 +78,7 @@ def _fastest(recommendation: BatchRecommendation) -> str | None:
     if fastest is largest:
         return None
     case = "" if row is main else " under the plan" if row.planned else " without the plan"
-    beside = f"batch {largest.batch}{_case(main) if case else ''}: {_rate(largest)}"
+    beside = f"batch {largest.batch}{_case_in_words(main) if case else ''}: {_rate(largest)}"
     return f"fastest of those run: batch {fastest.batch}{case}, {_rate(fastest)} samples/s; {beside}"
 
 
@@ -114,7 +114,8 @@ def _replica_table(row: BatchRow) -> Table:
     table = plain_table("copies", "batch of each", "peak", "step", "samples/s", "of each", "route", words=["route"])
     budget_bytes = row.outcome.budget_bytes
     for run in row.replicas.probes if row.replicas is not None else ():
-        peak, step = format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s)
+        peak = format_bytes(run.allocated_peak_bytes)
+        step = format_seconds(run.step_s)
         each = rate(run.samples_per_s / run.replicas)
         route = run.route or "the model itself"
         if run.allocated_peak_bytes > budget_bytes:
@@ -148,7 +149,7 @@ def _cells(row: BatchRow) -> tuple[str, ...]:
                 str(fastest.batch),
                 _rate(fastest),
                 format_bytes(advice.slope_bytes) if advice.slope_bytes > 0 else "not linear",  # other kernels ran
-                advice.limited_by + _beyond(advice),
+                advice.limited_by + _estimate_beyond(advice),
             )
         case BatchEstimate() as estimate:
             peak = f"~{format_bytes(estimate.predicted_peak_bytes)}"
@@ -157,7 +158,7 @@ def _cells(row: BatchRow) -> tuple[str, ...]:
             return ("none", "–", "–", "–", "–", f"batch {nothing.batch}: {nothing.reason}")
 
 
-def _beyond(advice: BatchAdvice) -> str:
+def _estimate_beyond(advice: BatchAdvice) -> str:
     if advice.estimated_batch == advice.recommended_batch:
         return ""
     return f"; about {advice.estimated_batch} would fit (an estimate)"
@@ -166,7 +167,7 @@ def _beyond(advice: BatchAdvice) -> str:
 def _run_table(recommendation: BatchRecommendation) -> Table:
     """Return a table of the batches that were run in the recommended case."""
     table = plain_table("batch run", "peak", "step", "samples/s", "", words=[""])
-    outcome = _main(recommendation).outcome
+    outcome = _main_row(recommendation).outcome
     if not isinstance(outcome, BatchAdvice):
         return table
     for run in outcome.probes:
@@ -207,14 +208,14 @@ def settings(recommendation: BatchRecommendation, *, has_objective: bool = True)
     if recommendation.accumulation is not None:
         batch, steps = recommendation.accumulation.batch, recommendation.accumulation.steps
     device = "cuda" if recommendation.card else recommendation.step.device
-    if _main(recommendation).planned and recommendation.plan:
+    if _main_row(recommendation).planned and recommendation.plan:
         yield f"memopt_cli.apply_plan(model, {recommendation.plan!r})  # before it trains"
     if recommendation.backend:
         yield f"model.compile(backend={recommendation.backend!r})  # before it trains"
     fastest = _fastest(recommendation) if has_objective else None
     if fastest is not None and recommendation.objective == "max":
         yield f"# for batch {batch}; the objective 'throughput' prints them for the {fastest}"
-    advice = _main(recommendation).replicas
+    advice = _main_row(recommendation).replicas
     if advice is not None and advice.fastest > 1:
         yield from _replica_settings(advice, batch, steps, recommendation.step, device, recommendation.call)
         return
@@ -259,7 +260,7 @@ def _replica_settings(
 
 
 def remarks(recommendation: BatchRecommendation) -> Iterator[str]:
-    """Yield the number of runs behind the answer of ``recommendation``, their time, and notes."""
+    """Yield the number of runs that led to the answer of ``recommendation``, their time, and notes."""
     total_time = format_seconds(recommendation.spent_s)
     yield f"{recommendation.probes} runs on data, {recommendation.dry_runs} without; total time {total_time}"
     yield from busy_notes(run.waited for row in recommendation.rows for run in _runs(row))
@@ -272,12 +273,12 @@ def _runs(row: BatchRow) -> tuple[BatchProbe, ...]:
     return advice.probes if isinstance(advice, BatchAdvice | ReplicaAdvice) else ()
 
 
-def _main(recommendation: BatchRecommendation) -> BatchRow:
+def _main_row(recommendation: BatchRecommendation) -> BatchRow:
     """Return the recommended case of ``recommendation``."""
     return recommendation.rows[recommendation.chosen]
 
 
-def _case(row: BatchRow) -> str:
+def _case_in_words(row: BatchRow) -> str:
     sizes = "".join(f" at {symbol}={size}" for symbol, size in row.dims.items())
     return sizes + (" under the plan" if row.planned else "")
 

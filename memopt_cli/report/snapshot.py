@@ -22,6 +22,7 @@ _BASE = 1 << 20
 _WORKSPACE = "kernel workspace"
 _UNKNOWN = "unknown"
 """Category that memory_viz expects to exist as soon as there are others."""
+_END = {"action": "snapshot", "category": _UNKNOWN, "addr": 0, "size": 0, "stream": 0, "time_us": 0, "frames": []}
 
 
 def snapshot_bytes(trace: StepTrace) -> bytes:
@@ -40,9 +41,6 @@ def snapshot(trace: StepTrace) -> dict[str, Any]:
         "segments": recorder.segments(),
         "allocator_settings": {},
     }
-
-
-_END = {"action": "snapshot", "category": _UNKNOWN, "addr": 0, "size": 0, "stream": 0, "time_us": 0, "frames": []}
 
 
 class _Recorder:
@@ -68,10 +66,10 @@ class _Recorder:
                 yield from self._free(self._live.pop(index), instant)
             for index in born[instant]:
                 storage = self._trace.storages[index]
-                self._live[index] = self._block(storage.nbytes, storage.kind, self._origin(storage))
+                self._live[index] = self._allocate_block(storage.nbytes, storage.kind, self._origin(storage))
                 yield self._event("alloc", self._live[index], instant)
             if instant >= 0 and (size := self._trace.ops[instant].workspace_bytes):
-                workspace = self._block(size, _WORKSPACE, self._frames(instant))
+                workspace = self._allocate_block(size, _WORKSPACE, self._frames(instant))
                 yield self._event("alloc", workspace, instant)
                 yield from self._free(workspace, instant)
 
@@ -95,7 +93,7 @@ class _Recorder:
             }
         ]
 
-    def _block(self, size: int, category: str, frames: list[dict[str, Any]]) -> _Block:
+    def _allocate_block(self, size: int, category: str, frames: list[dict[str, Any]]) -> _Block:
         return _Block(address=self._space.allocate(size), size=size, category=category, frames=frames)
 
     def _free(self, block: _Block, instant: int) -> Iterator[dict[str, Any]]:
@@ -187,12 +185,12 @@ def _with_gaps(live: Iterable[_Block], end: int) -> Iterator[dict[str, Any]]:
     address = _BASE
     for block in sorted(live, key=lambda block: block.address):
         if block.address > address:
-            yield _part(address, block.address - address, "inactive", [])
-        yield _part(block.address, block.size, "active_allocated", block.frames)
+            yield _block_entry(address, block.address - address, "inactive", [])
+        yield _block_entry(block.address, block.size, "active_allocated", block.frames)
         address = block.address + block.size
     if end > address:
-        yield _part(address, end - address, "inactive", [])
+        yield _block_entry(address, end - address, "inactive", [])
 
 
-def _part(address: int, size: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
+def _block_entry(address: int, size: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
     return {"address": address, "size": size, "requested_size": size, "state": state, "frames": frames}

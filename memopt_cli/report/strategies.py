@@ -37,7 +37,7 @@ def verdicts(comparison: StrategyComparison) -> Iterator[str]:
             yield f"{curve.label}: cannot be run. {curve.remark}"
             continue
         word = {True: "exact", False: "approximate", None: "exactness not known"}[curve.exact]
-        growth, time = _growth(curve, comparison.symbol), _time(curve, comparison.symbol)
+        growth, time = _growth_in_words(curve, comparison.symbol), _time(curve, comparison.symbol)
         yield f"{curve.label}: {word}, {curve.remark}; {growth}; {time}"
 
 
@@ -59,7 +59,7 @@ def _peak(point: StrategyPoint, budget_bytes: int) -> str:
     return f"{estimate}{format_bytes(point.allocated_peak_bytes)}{beyond}"
 
 
-def _growth(curve: StrategyCurve, symbol: str) -> str:
+def _growth_in_words(curve: StrategyCurve, symbol: str) -> str:
     last = curve.points[-1]
     if curve.slope_bytes is None:
         return f"growth not known, as only {symbol}={last.steps} was measured"

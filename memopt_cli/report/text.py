@@ -184,7 +184,8 @@ def _print_applied(console: Printer, result: ApplyResult) -> None:
 
 
 def _print_selftest(console: Printer, selftest: SelftestReport) -> None:
-    failed, tried = len(selftest.failed), " that was tried" if selftest.interrupted else ""
+    failed = len(selftest.failed)
+    tried = " that was tried" if selftest.interrupted else ""
     missed = f"{failed} of {len(selftest.rows)} promises do not hold here"
     verdict = missed if failed else f"every promise{tried} holds here"
     here = f"{selftest.conditions.device_name}, PyTorch {selftest.torch}, memopt {selftest.memopt}"

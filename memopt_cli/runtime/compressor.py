@@ -433,7 +433,7 @@ def _load_part(packed: Packed) -> Tensor:
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} was modified in place (version {packed.version} -> "
             f"{version_counter(x)}) although a stored concatenation refers to it. Make the modification out of "
-            "place, or set `compressor: null` and `packed: false` in the plan."
+            "place, or set compressor: null and packed: false in the plan."
         )
     return x
 

@@ -187,13 +187,13 @@ places: Final[dict[str, str]] = {}
 def _require_place(descriptor: int, path: str) -> None:
     """Raise :class:`OSError` if an open file is not below the folder that :data:`places` has for its name."""
     folder = places.get(os.path.abspath(path))
-    if folder is not None and not Path(_place(descriptor)).is_relative_to(folder):
+    if folder is not None and not Path(_path_of_descriptor(descriptor)).is_relative_to(folder):
         raise OSError(
             errno.EXDEV, f"it leads out of {folder}", str(path)
         )  # not a permission error, which would have another hint
 
 
-def _place(descriptor: int) -> str:
+def _path_of_descriptor(descriptor: int) -> str:
     if sys.platform == "darwin":
         return os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
     return os.readlink(f"/proc/self/fd/{descriptor}")
@@ -254,7 +254,7 @@ def read_json(
     """Read the plain values of a JSON document, whose numbers and depth must be reasonable.
 
     With ``unique``, no object may name a key twice.  With ``infinite``, ``Infinity`` and ``NaN`` are numbers.  The
-    document may have ``max_values`` separators.  Raises :class:`ValueError` that describes what is wrong with it.
+    document may have ``max_values`` separators.  Raises :class:`ValueError` that describes its first fault.
     """
     try:
         text = data.decode() if isinstance(data, bytes) else data

@@ -66,7 +66,7 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
     """
     folder = os.path.dirname(weights)
     if folder and os.path.isfile(os.path.join(folder, "config.json")):
-        return f"Its config.json lies beside it: give the folder, {quoted_path(folder + os.sep)}."
+        return f"Its config.json lies next to it: give the folder, {quoted_path(folder + os.sep)}."
     if builder := _builder_among(code_paths, names):
         which = _candidates(builder)
         return f"Name what builds the model{which}: {_with_weights(builder, weights)}"
@@ -102,13 +102,11 @@ def _shell_words(text: str) -> list[str]:
 
 
 def other_class_hint(location: str, names: Collection[str]) -> str:
-    """Return a sentence on the classes beside the one at ``location``, ``net.py:Loss``, which ``names`` do not fit.
-
-    Empty if its file has no others.
-    """
+    """Return a sentence that lists the other classes in the file of ``location``, ``net.py:Loss``, whose tensors are
+    not ``names``; empty if there are none."""
     path, _, name = location.rpartition(":")
     others = [builder for builder in _module_classes(path) if builder != location]
-    if fitting := [builder for builder in others if _covers(builder, names)]:
+    if fitting := [builder for builder in others if _assigns_attributes(builder, names)]:
         return _did_you_mean(quoted_path(fitting[-1]))
     listed = format_some([builder.rpartition(":")[2] for builder in others], _SHOWN)
     return f"Beside {name}, {path} has {listed}." if others else ""
@@ -242,7 +240,7 @@ def _builder_at(path: str, names: Collection[str] = ()) -> str:
     """Return what builds the model in the Python file at ``path``, as ``net.py:Net``; empty if nothing there does.
 
     It is a function whose name says so, unless importing the file fails for want of arguments.  Else it is a module
-    that can be made without arguments, there or in a file beside it that it imports from: the last that has all
+    that can be made without arguments, there or in a file next to it that it imports from: the last that has all
     attributes that tensors of ``names`` need, since inner modules come before outer ones.  If several may be it and
     none has them, the name is ``NAME``.
     """
@@ -250,7 +248,7 @@ def _builder_at(path: str, names: Collection[str] = ()) -> str:
     classes = _module_classes(path)
     if functions and not (classes and _needs_arguments(path)):
         return functions[0]
-    fitting = [builder for builder in classes if _covers(builder, names)] if names else classes
+    fitting = [builder for builder in classes if _assigns_attributes(builder, names)] if names else classes
     if not fitting and len(classes) > 1:
         return f"{path}:{_ANY}"
     return next(reversed(fitting or classes), "")
@@ -259,7 +257,7 @@ def _builder_at(path: str, names: Collection[str] = ()) -> str:
 def _module_classes(path: str) -> list[str]:
     """Return the modules that can be made without arguments, as ``net.py:Net``, and that the file at ``path`` has.
 
-    Those that it imports from files beside it come first.  Its own are left out if there are such, and importing the
+    Those that it imports from files next to it come first.  Its own are left out if there are such, and importing the
     file would fail for want of arguments.
     """
     imported: list[str] = []
@@ -293,7 +291,7 @@ def _is_required(call: ast.Call) -> bool:
     return keywords.get("nargs") not in ("'?'", "'*'") if is_positional else keywords.get("required") == "True"
 
 
-def _covers(builder: str, names: Collection[str]) -> bool:
+def _assigns_attributes(builder: str, names: Collection[str]) -> bool:
     """Return whether the class at ``builder``, ``net.py:Net``, assigns the attributes that tensors of ``names`` are in.
 
     A prefix that all names share, such as ``module.``, may be that of a wrapper.

@@ -70,7 +70,7 @@ OptimizerChoice = NoOptimizer | NamedOptimizer | MadeOptimizer
 
 
 def optimizer_name(class_name: str) -> str:
-    """Return the name of the class of ``torch.optim`` called ``class_name``; empty if it has none here."""
+    """Return the ``--optimizer`` name of ``torch.optim``'s class ``class_name``; empty if memopt has none."""
     return next((name for name, (known, _) in _CLASSES.items() if known == class_name), "")
 
 

@@ -30,12 +30,12 @@ GROUPS: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP,
 
 MAX_RANKS: Final = 2**20
 """Maximum number of ranks of a layout."""
-LONGEST_S: Final = 1e6
+MAX_S: Final = 1e6
 """Largest number of seconds that an option takes."""
-_SECONDS = Real(0, LONGEST_S, unit="seconds")
+_SECONDS = Real(0, MAX_S, unit="seconds")
 _MODEL = (
     "A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or package.module:callable "
-    "or file.py:function, which builds a model or a step of yours (memopt_cli.Step)."
+    "or file.py:function, which builds your model or your step (memopt_cli.Step)."
 )
 _DIM = "Size of a symbol in the shapes: B=8. {}Repeatable."
 _PLAN_FILE = ("FILE", "file")
@@ -53,15 +53,15 @@ class Option:
     """Name of the option's value in help; ``None`` for a switch."""
     kind: ValueKind | str | None = None
     """Kind of value for both surfaces, or the name of a check of the command line only (:mod:`memopt_cli.cli.values`);
-    ``None`` if the type of the parameter is check enough."""
+    ``None`` if the type of the parameter is enough."""
     default: str = ""
     """Default in words, for help; empty to show the value itself."""
     flags: tuple[str, ...] = ()
     """Flags on the command line; empty for ``--`` and the option's name."""
     common: bool = False
-    """Whether the option is on the first screen of help; all others are behind ``--help-all``."""
+    """Whether the option is on the first screen of help; all others are shown by ``--help-all``."""
     python: str | None = None
-    """Spelling in Python; ``None`` for an argument of its own name, empty where Python has none.  ``trust.packages``:
+    """Spelling in Python; ``None`` for an argument of the same name, empty where Python has none.  ``trust.packages``:
     a field of :class:`memopt_cli.Trust`, the argument ``trust``."""
     risk: Literal["data", "file", "code"] = "code"
     """Highest risk of a value: that it is data, names a file to read, or names code to run or to trust.
@@ -140,8 +140,8 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "optimizer": Option(
-        "Count the memory of this optimizer: adamw, adamw:fused, sgd:foreach …, or FILE.py:NAME, a function of yours "
-        "that takes the model and returns one.",
+        "Count the memory of this optimizer: adamw, adamw:fused, sgd:foreach …, or FILE.py:NAME, your function that "
+        "takes the model and returns one.",
         STEP,
         "NAME",
         "optimizer",
@@ -164,7 +164,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Clip the gradients to this norm before the optimizer's step.", STEP, "NORM", Real(0, above=True)
     ),
     "seed": Option("Seed of inputs, dropout and the loss.", STEP, "N", Whole(0)),
-    "timeout": Option("Time limit for one measurement.", STEP, "SECONDS", Real(0.1, LONGEST_S, unit="seconds")),
+    "timeout": Option("Time limit for one measurement.", STEP, "SECONDS", Real(0.1, MAX_S, unit="seconds")),
     "card": Option(
         "Estimate for a GPU that is not here: a100-40gb, h100-80gb, rtx4090 … or a YAML file.",
         STEP,
@@ -442,7 +442,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Recommend no batch whose step takes longer than this.",
         ANSWER,
         "SECONDS",
-        Real(0.001, LONGEST_S, unit="seconds"),
+        Real(0.001, MAX_S, unit="seconds"),
     ),
     "log": Option(
         "The text of an out-of-memory error: a traceback, a log, the kernel's log; - reads standard input.",
@@ -520,7 +520,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         common=True,
     ),
     "recommend_batch.output": Option(
-        "Also write the recommendation as YAML; with --search, its plan beside it.",
+        "Also write the recommendation as YAML; with --search, its plan next to it.",
         OUTPUT,
         "FILE",
         flags=("-o", "--output"),
@@ -542,7 +542,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "Run the recommended batch, and no step that takes longer than this.",
         OUTPUT,
         "SECONDS",
-        Real(0.001, LONGEST_S, unit="seconds"),
+        Real(0.001, MAX_S, unit="seconds"),
         default="2.5 times the plan's step, at least 1 s (GPU: 5 s), at most 10 s",
     ),
     "html": Option("Also write a report as one HTML file. Needs memopt[html].", OUTPUT, "FILE", common=True, python=""),
@@ -599,7 +599,7 @@ def check_option(name: str, value: object, kind: ValueKind | None = None) -> Any
     Raises :class:`OptionError` for a value that the option does not allow.
     """
     checked = kind or OPTIONS[name].kind
-    assert isinstance(checked, ValueKind), f"{name} has no check of its own"
+    assert isinstance(checked, ValueKind), f"{name} has no check"
     try:
         return checked.check(value)
     except ValueError as refusal:

@@ -22,12 +22,12 @@ def gather_paths(held: Mapping[str, int]) -> dict[str, int]:
 
     For example ``blocks.*.mlp (×12)`` with the bytes of all twelve.
     """
-    alike: dict[str, list[str]] = defaultdict(list)
+    by_pattern: dict[str, list[str]] = defaultdict(list)
     for path in held:
-        alike[_NUMBER.sub(r"\1*", path, count=1)].append(path)
+        by_pattern[_NUMBER.sub(r"\1*", path, count=1)].append(path)
     rows = {
         f"{name} (×{len(paths)})" if len(paths) > 1 else paths[0]: sum(held[path] for path in paths)
-        for name, paths in alike.items()
+        for name, paths in by_pattern.items()
     }
     return dict(sorted(rows.items(), key=lambda row: -row[1]))
 

@@ -32,7 +32,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
 
 @contextlib.contextmanager
 def with_python_spelling() -> Iterator[None]:
-    """Let errors in the context name arguments in place of flags.
+    """Let errors in the ``with`` block name arguments in place of flags.
 
     The errors that caused them are reworded as well, since a traceback shows these, too.
     """
@@ -94,7 +94,7 @@ def in_python(text: str) -> str:
 def _parse_marked(marked: str) -> tuple[list[str], list[tuple[str, str]]] | None:
     """Split ``marked`` into the words before its first flag, and its flags with their values (empty for none).
 
-    ``None`` for a text that is not an option: a PyTorch error that memopt quotes may have backticks, too.
+    Returns ``None`` for text that is no option: a PyTorch error that memopt quotes may have backticks, too.
     """
     with contextlib.suppress(ValueError):  # a quotation that does not end
         command: list[str] = []
@@ -120,14 +120,14 @@ def _marked_in_python(marked: re.Match[str]) -> str:
     command, flags = typed
     if command == ["file.py:function"]:
         return "a function"
-    sizes = [_size(value) for flag, value in flags if flag == "--dim" and "=" in value]
+    sizes = [_size_argument(value) for flag, value in flags if flag == "--dim" and "=" in value]
     trusted = [(field, value) for flag, value in flags if (field := _field_of_trust(flag))]
     single = [(f, v) for f, v in flags if not _field_of_trust(f) and (f != "--dim" or "=" not in v)]
     arguments = [spelled for flag, value in single if (spelled := _argument(flag, value))]
     if sizes:
         arguments.append(f"dims={{{', '.join(sizes)}}}")
     if trusted:
-        arguments.append(_trust(trusted))
+        arguments.append(_trust_argument(trusted))
     if not arguments:
         return marked[1]
     if not command:
@@ -137,7 +137,7 @@ def _marked_in_python(marked: re.Match[str]) -> str:
     return f"memopt_cli.{name}({', '.join([*positional, *arguments])})"
 
 
-def _size(text: str) -> str:
+def _size_argument(text: str) -> str:
     name, _, size = text.partition("=")
     return f'"{name}": ({size.replace(":", ", ")})' if ":" in size else f'"{name}": {size}'
 
@@ -148,7 +148,7 @@ def _field_of_trust(flag: str) -> str:
     return field if argument == "trust" else ""
 
 
-def _trust(settings: list[tuple[str, str]]) -> str:
+def _trust_argument(settings: list[tuple[str, str]]) -> str:
     """Return the argument ``trust`` for ``settings``, by field: ``trust=memopt_cli.Trust(packages=("a", "b"))``.
 
     A field without a value is a switch.
@@ -167,7 +167,7 @@ def _argument(flag: str, value: str) -> str:
     """Return ``flag`` with ``value`` as an argument, such as ``level=3``; empty if no function takes it."""
     name, option = _OPTIONS[flag]
     spelled = name if option.python is None else option.python
-    if not spelled or not value or spelled.startswith("memopt_cli."):  # a function of its own
+    if not spelled or not value or spelled.startswith("memopt_cli."):  # its own function
         return f"{name}=True" if option.takes is None and option.python is None else spelled
     if value == "none":
         return f"{spelled}={'math.inf' if isinstance(option.kind, Real) and option.kind.unlimited else 'None'}"

@@ -22,9 +22,8 @@ def parse_bytes(text: str, *, needs_unit: bool = False, may_be_share: bool = Fal
     """Parse a size in bytes: ``"24GiB"``, ``"1.5 MB"``, ``"4096"``.
 
     ``KiB`` … are powers of 1024, ``kB`` … powers of 1000, and a bare number is bytes.  Case does not matter, and a
-    fraction of a byte is dropped.  Raises :class:`UsageError` for anything else, and for 8 EiB or more.  A limit,
-    ``needs_unit``, may not be a bare number other than 0, which was hardly meant as bytes: the hint names the
-    percentage too where the limit ``may_be_share``.
+    fraction of a byte is dropped.  Raises :class:`UsageError` for anything else, and for 8 EiB or more; with
+    ``needs_unit`` also for a bare number other than 0, with a hint that suggests a percentage if it ``may_be_share``.
     """
     match = _SIZE.fullmatch(text)
     if needs_unit and match is not None and not match.group(2) and match.group(1).strip("0."):
@@ -33,10 +32,10 @@ def parse_bytes(text: str, *, needs_unit: bool = False, may_be_share: bool = Fal
         raise UsageError(f"{shorten(text)} has no unit", hint=hint)
     factor = _FACTORS.get((match.group(2) or "B").lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"'{text}' is not a memory size", hint="Write for example 24GiB or 512MB.")
+        raise UsageError(f"{shorten(text)} is not a memory size", hint="Write for example 24GiB or 512MB.")
     digits = match.group(1)
     if len(digits) > MAX_DIGITS or (size := int(Fraction(digits) * factor)) >= 2**63:
-        raise UsageError(f"{shorten(text)} is more memory than any device has")
+        raise UsageError(f"{shorten(text)} is more memory than any device has", hint="Write for example 24GiB.")
     return size
 
 
@@ -121,5 +120,5 @@ def parse_percent(text: str) -> float | None:
         return None
     share = float(match.group(1)) / 100
     if not 0 < share <= 1:
-        raise UsageError(f"'{text}' is not a percentage between 0 and 100")
+        raise UsageError(f"{shorten(text)} is not a percentage between 0 and 100", hint="Write for example 90%.")
     return share

@@ -40,17 +40,17 @@ class Whole(ValueKind):
         try:
             number = int(text)
         except ValueError:
-            raise ValueError(self._words()) from None
+            raise ValueError(self._number_in_words()) from None
         return self.check(number)
 
     def check(self, value: object) -> int:
         """Return ``value``, a whole number of any library (NumPy, PyTorch), as an ``int``; ``True`` is refused."""
         number = whole_number(value)
         if number is None or not self.minimum <= number <= self.maximum:
-            raise ValueError(self._words(number or 0))
+            raise ValueError(self._number_in_words(number or 0))
         return number
 
-    def _words(self, found: int = 0) -> str:
+    def _number_in_words(self, found: int = 0) -> str:
         if found >= 2**63:
             return "a whole number below 2**63"
         if self.maximum < 2**63 - 1:
@@ -75,18 +75,18 @@ class Real(ValueKind):
         try:
             return self.check(math.inf if self.unlimited and text == "none" else float(text))
         except ValueError:
-            raise ValueError(f"{self._words()}{', or none' if self.unlimited else ''}") from None
+            raise ValueError(f"{self._number_in_words()}{', or none' if self.unlimited else ''}") from None
 
     def check(self, value: object) -> float:
         """Return ``value``, a number of any library, as a ``float``; ``True`` is refused."""
         number = real_number(value)
         if number is None or not (self.minimum <= number <= self.maximum and (self.unlimited or math.isfinite(number))):
-            raise ValueError(f"{self._words()}{', or math.inf' if self.unlimited else ''}")
+            raise ValueError(f"{self._number_in_words()}{', or math.inf' if self.unlimited else ''}")
         if self.above and number == self.minimum:
-            raise ValueError(self._words())
+            raise ValueError(self._number_in_words())
         return number
 
-    def _words(self) -> str:
+    def _number_in_words(self) -> str:
         if self.above:
             return f"a finite number above {self.minimum:g}"
         kind = f"a number of {self.unit}" if self.unit else "a number"

@@ -15,7 +15,7 @@ Fill = Callable[[BinaryIO], object]
 """A function that writes the content of one file to an open binary file."""
 _MODE = 0o666
 """Permissions of a new file, before the process's umask."""
-_LONGEST_STEM = 60
+_MAX_STEM_LENGTH = 60
 """Characters of a file's name that its temporary name keeps: a name may have 255 bytes, and a character may take 4."""
 
 
@@ -67,8 +67,8 @@ def write_all(files: Mapping[Path, Fill], *, force: bool) -> tuple[str, ...]:
     """Write every file or none, and return their paths.
 
     Each file is filled under a temporary name in its own folder and flushed to the disk; only then are all renamed.  If
-    anything goes wrong, Ctrl-C included, temporary files are removed and existing files are as before.  Raises what
-    :func:`check_targets` does, and :class:`WriteError` when the disk is full or fails.
+    anything goes wrong, Ctrl-C included, temporary files are removed and existing files are as before.  Raises
+    :class:`UsageError` as :func:`check_targets` does, and :class:`WriteError` if the disk is full or fails.
     """
     check_targets(files, force=force)
     staged: dict[Path, Path] = {}
@@ -154,12 +154,12 @@ def _restore(path: Path, backup: Path, *, renamed: bool) -> None:
 
 def _temporary_path(path: Path) -> Path:
     """Return an unpredictable temporary name in the folder of ``path``."""
-    return path.with_name(f".{path.name[:_LONGEST_STEM]}.{secrets.token_hex(8)}.memopt")
+    return path.with_name(f".{path.name[:_MAX_STEM_LENGTH]}.{secrets.token_hex(8)}.memopt")
 
 
 @contextmanager
 def _os_errors(path: Path) -> Iterator[None]:
-    """Turn an :class:`OSError` in the block into :class:`WriteError`, even if ``torch.save`` raised another from it."""
+    """Turn an :class:`OSError` in the ``with`` block, even one in ``torch.save``, into :class:`WriteError`."""
     try:
         yield
     except Exception as err:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy
@@ -11,14 +14,35 @@ import torch
 from torch import Tensor, nn
 
 import memopt_cli
-from memopt_cli.api.arguments import budget_of, checked_names, given_inputs, lengths_given
+from memopt_cli import ranks
+from memopt_cli.api.arguments import check_budget, check_inputs_argument, check_lengths, check_names
 from memopt_cli.api.shown import Optimized
+from memopt_cli.cli.options import StepOptions
 from memopt_cli.errors import OptionError, UsageError
-from memopt_cli.records import Budget
+from memopt_cli.pipeline.terms import SETTING_FLAGS, step_terms
+from memopt_cli.records import Budget, StepSettings
 
 MODEL, X = nn.Linear(4, 4), torch.ones(2, 4)
 RANGE = {"inputs": "SxFx4", "dims": {"F": 2, "S": (4, 8)}, "budget": 0.5}
 ADAMW = torch.optim.AdamW(MODEL.parameters())
+SETTINGS = {"precision": "bf16", "loss": "a.py:f", "optimizer": "sgd", "micro_batches": 2, "clip_norm": 1.0, "seed": 1}
+"""Field of :class:`StepSettings` -> a value other than the default."""
+STEP_CALLS = (
+    *(memopt_cli.optimize, memopt_cli.frontier, memopt_cli.profile, memopt_cli.recommend_batch, memopt_cli.baseline),
+    *(ranks.predict_rank, ranks.recommend_ranks, ranks.plan_rank),
+)
+
+
+@pytest.mark.parametrize("call", [StepOptions, *STEP_CALLS], ids=lambda call: call.__name__)
+def test_every_setting_of_a_step_is_an_argument(call: Callable[..., Any]) -> None:
+    arguments = {flag.removeprefix("--").replace("-", "_") for flag in SETTING_FLAGS.values()}
+    assert arguments - inspect.signature(call).parameters.keys() == set()
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(StepSettings) if field.name != "device"])
+def test_every_setting_of_a_step_is_compared_except_its_seed(name: str) -> None:
+    changed = replace(StepSettings(), **{name: SETTINGS[name]})
+    assert (step_terms(changed) == step_terms(StepSettings())) is (name == "seed")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +133,7 @@ def test_what_is_wrong_is_named(given: dict[str, Any], error: type[Exception], m
     [[64, 80, 64], {80: 1, 64: 2, 16: 0}, torch.tensor([64, 64, 80]), numpy.array([64, 80, 64]), iter((80, 64, 64))],
 )
 def test_lengths_are_counted(given: Any) -> None:
-    assert lengths_given(given) == {64: 2, 80: 1}
+    assert check_lengths(given) == {64: 2, 80: 1}
 
 
 def test_a_range_is_for_optimize_alone() -> None:
@@ -161,13 +185,13 @@ def test_a_check_that_could_not_fail_is_refused() -> None:
     ],
 )
 def test_a_budget_is_bytes_or_a_share(given: Any, budget: Budget | None) -> None:
-    assert budget_of(given) == budget
+    assert check_budget(given) == budget
 
 
 @pytest.mark.parametrize("text", ["0.6", "1e9", "-5%", "150%", ""])
 def test_text_that_is_no_amount(text: str) -> None:
     with pytest.raises(UsageError):
-        budget_of(text)
+        check_budget(text)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +199,12 @@ def test_text_that_is_no_amount(text: str) -> None:
     [("Block", ("Block",)), (nn.Linear, ("Linear",)), (["0", nn.Tanh], ("0", "Tanh")), ((), ())],
 )
 def test_one_name_or_several(given: Any, found: tuple[str, ...]) -> None:
-    assert checked_names("target", given) == found
+    assert check_names("target", given) == found
 
 
 @pytest.mark.parametrize("given", [(X,), {"input": X}])
 def test_values_are_taken_as_they_are(given: Any) -> None:
-    assert given_inputs(given, None) is given
-    taken = given_inputs(X, None)
+    assert check_inputs_argument(given, None) is given
+    taken = check_inputs_argument(X, None)
     assert isinstance(taken, tuple)
     assert isinstance(taken[0], Tensor)

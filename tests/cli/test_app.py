@@ -33,7 +33,8 @@ def raising(err: BaseException) -> Any:
         (
             ModuleNotFoundError("No module named 'x.y'", name="x.y"),
             3,
-            "error: cannot import x.y: it is not installed\nhint: pip install x, or the package that it comes with.\n",
+            "error: cannot import x.y: it is not installed\n"
+            "hint: Run pip install x, or install the package that provides it.\n",
         ),
         (SystemExit(0), 3, "error: unexpected SystemExit: 0\nhint: Run it again with -v to see where.\n"),
         (BrokenPipeError(32, "Broken pipe"), 141, ""),

@@ -81,8 +81,8 @@ def test_a_found_file_names_no_file_elsewhere(
     Path("memopt.yaml").write_text(yaml.safe_dump({key: where}))
     assert main([command, "model.pt"]) == (2 if "\0" in where else 4)
     diagnostics = capsys.readouterr().err
-    assert f"memopt.yaml: {key} cannot be 'a\\x00b'" in diagnostics or (
-        f"memopt.yaml was found here, and its '{key}' is not in this folder: {where}" in diagnostics
+    assert f"memopt.yaml: the value of {key} has control characters: 'a\\x00b'" in diagnostics or (
+        f"memopt.yaml in this folder sets '{key}' to a path outside of it: {where}" in diagnostics
         and "hint: If the file is yours, add --config memopt.yaml." in diagnostics
     )
 

@@ -229,7 +229,7 @@ def test_empty_config_file(optimize: Optimize) -> None:
         ("force: true", "'force' cannot be set in a file"),
         ("output: model.pt", "'output' cannot be set in a file"),
         ("html: report.html", "'html' cannot be set in a file"),
-        ("level: 7", "A value for it is in memopt.yaml"),
+        ("level: 7", "memopt.yaml also sets it."),
         ("level: [1, 2]", "level"),
         ("level:", "level cannot be None"),
         ("dims: [B]", "dims"),
@@ -282,7 +282,7 @@ def test_a_file_that_runs_code_must_be_named(
     Path("memopt.yaml").write_text(f"{key}: {(RUNS_CODE | FOR_ANOTHER_COMMAND)[key]}")
     assert main(["optimize", "model.pt"]) == 4
     assert capsys.readouterr().err == (
-        f"error: memopt.yaml was found here, and its '{key}' could run or allow code, or write elsewhere\n"
+        f"error: memopt.yaml in this folder sets '{key}', which may run or trust code, or write to another folder\n"
         "hint: If the file is yours, add --config memopt.yaml.\n"
     )
     assert pipeline.requests == []

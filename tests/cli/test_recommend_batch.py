@@ -467,7 +467,7 @@ def test_a_search_for_people(memopt: Callable[..., Any], net: str) -> None:
     assert steps * batch == 4096
     (answer,) = (line for line in lines if line.rstrip().endswith("recommended"))
     assert answer.split()[0] == str(batch)
-    plans = [] if " none " in answer else ["b.plan.yaml"]  # by the clock
+    plans = [] if " no plan " in answer else ["b.plan.yaml"]  # by the clock
     written = ["b.yaml", *plans, "r.html"]
     assert lines[-len(written) :] == [f"wrote {name}" for name in written]
     assert done.changed == {*written}

@@ -51,6 +51,7 @@ segments = st.builds(
     through_loss=st.booleans(),
     inexact=st.booleans(),
     recompute_states=st.booleans(),
+    compared=st.lists(st.integers(1, 64), max_size=4).map(tuple),
     place=st.sampled_from(get_args(PlaceName)),
 )
 plans = st.builds(

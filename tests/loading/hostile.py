@@ -212,9 +212,9 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     packed = Created(torch.ScriptObject, state=(cell, "__torch__.torch.classes.rnn.CellParamsBase"))
     yield "a recurrent cell that reads beyond its columns", _layer("in a form that PyTorch does not write", cell=packed)
     deep = Call(_ARRAY, bytes(8), np.dtype("f8"), (1,) * 40, "C")
-    yield "an array of forty dimensions", _layer("an array has the shape", NO_MODEL, extra=deep)
+    yield "an array of forty dimensions", _layer("an array has a shape that is too large", NO_MODEL, extra=deep)
     vast = Call(_ARRAY, b"", np.dtype("f8"), (0, 2**62, 2**62), "C")
-    yield "an array of nothing, far too wide", _layer("an array has the shape", NO_MODEL, extra=vast)
+    yield "an array of nothing, far too wide", _layer("an array has a shape that is too large", NO_MODEL, extra=vast)
     wide = torch.zeros(1, dtype=torch.int64).expand(1 << 20)
     often = [torch.sparse_coo_tensor(wide[None], wide, (1,), check_invariants=True) for _ in range(9)]
     yield "indices expanded often", _layer("far more work", NO_MODEL, extra=often)

@@ -109,7 +109,7 @@ def refuse(case: str, memopt: Memopt) -> None:
     assert first.startswith("error: model.pt")
     assert hostile.says in first
     assert rest[0].startswith("hint: ")
-    assert all(line.startswith("      In full: memopt optimize build.py:build ") for line in rest[1:])
+    assert all(line.startswith("      The whole command: memopt optimize build.py:build ") for line in rest[1:])
     assert len(rest) <= 2
     assert first.isprintable()
     assert "Traceback" not in done.err

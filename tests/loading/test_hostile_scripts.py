@@ -20,7 +20,7 @@ from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.description import describe
 from memopt_cli.loading.exported_graph import Call, GraphReader, Op, settle_sizes
 from memopt_cli.loading.exported_modules import Builder, Method, Scope
-from memopt_cli.loading.pickles.described import LARGEST, items_in
+from memopt_cli.loading.pickles.described import MAX_SIZE, items_in
 from memopt_cli.loading.script_archive import check_script_file
 from memopt_cli.loading.script_objects import ScriptObjects
 from memopt_cli.records import ModelSource
@@ -86,7 +86,7 @@ def test_names_of_a_script_s_parts_are_bounded() -> None:
 
 
 def test_items_are_bounded() -> None:
-    assert items_in([2**62] * 64) == LARGEST
+    assert items_in([2**62] * 64) == MAX_SIZE
     assert items_in([2**62, 0]) == 0
     assert items_in([]) == 1
     assert items_in([3, 4]) == 12

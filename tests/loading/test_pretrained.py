@@ -338,7 +338,7 @@ def test_an_index_names_files_of_the_folder_alone(name: Any, folder: Path) -> No
     (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
     index = {"weight_map": {"a": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FileFormatError, match="names a file that does not lie beside it") as caught:
+    with pytest.raises(FileFormatError, match="names a file that does not lie next to it") as caught:
         load(folder)
     assert caught.value.message.isprintable()
 

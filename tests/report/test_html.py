@@ -18,6 +18,7 @@ import pytest
 from memopt_cli.errors import UsageError
 from memopt_cli.records import (
     BatchProbe,
+    Crashed,
     Differs,
     Dropped,
     FastestTraining,
@@ -28,6 +29,7 @@ from memopt_cli.records import (
     LevelRow,
     Measurement,
     MemOptSummary,
+    NotRun,
     OptimizeResult,
     OpTrace,
     OutOfMemory,
@@ -181,7 +183,7 @@ def long_trace(count: int = 20_000) -> StepTrace:
 @pytest.mark.slow
 def test_thinning_keeps_what_can_be_seen() -> None:
     whole = timeline(long_trace())
-    few = thin_out(whole, most=200)
+    few = thin_out(whole, max_points=200)
     assert len(few.instants) <= 202
     exact = dict(zip(whole.instants, whole.totals, strict=True))
     assert all(exact[i] == total for i, total in zip(few.instants, few.totals, strict=True))
@@ -190,7 +192,7 @@ def test_thinning_keeps_what_can_be_seen() -> None:
         seen = [total for i, total in zip(few.instants, few.totals, strict=True) if start - 100 <= i < start + 300]
         assert max(seen) >= max(whole.totals[start : start + 200])
         assert min(seen) <= min(whole.totals[start : start + 200])
-    assert thin_out(whole, most=10**6) is whole
+    assert thin_out(whole, max_points=10**6) is whole
 
 
 def test_hovering_tells_operator_module_phase_and_bytes() -> None:
@@ -414,7 +416,7 @@ def test_a_plan_by_length_has_a_row_for_each_range_and_the_tree_of_the_longest()
     text = text_of(optimize_page(by_length()))
     assert "all else on this page is of S=256" in text
     assert "S from to share of steps allocated peak tensor peak step ratio plan" in text
-    assert "16 64 90% 50.0 MiB 50.0 MiB 500.0 ms 1.00× no segments" in text
+    assert "16 64 90% 50.0 MiB 50.0 MiB 500.0 ms 1.00× no plan" in text
     assert "65 256 10% 69.0 MiB 69.0 MiB 1.25 s 1.25× 1 recomputed, 1 in chunks (1 packed)" in text
     assert "segment 4 chunks, axis 1" in text
     assert "A plan for each range" not in optimize_page(a_result())
@@ -472,7 +474,7 @@ def test_the_pairs_of_a_search() -> None:
     text = text_of(page)
     assert "1.25 times the original at its best batch, 16" in text
     assert "95.0 MiB limit: 100.0 MiB" in text
-    assert "16 none 90.0 MiB 1.00 s" in text
+    assert "16 no plan 90.0 MiB 1.00 s" in text
     assert "7 tensors, bit for bit" in text
     assert "A note." in text
 
@@ -489,8 +491,11 @@ def test_a_faster_pair_that_fails_verification_is_said() -> None:
     said = " ".join(headline(found))
     assert "with a plan it is faster, but verification failed: fc.weight differs by 0.5, at batch 4" in said
     assert "no plan that was run is faster" not in said
-    assert "not exact" in [cells[-1] for _, cells in run_rows(found)]
+    assert "verification failed" in [cells[-1] for _, cells in run_rows(found)]
     assert any(line.startswith("A plan of 95.0 MiB is not applied: verification failed") for line in remarks(found))
+    unverified = NotRun(failure=Crashed(reason="killed by SIGSEGV", output_tail=""), in_verification=True)
+    found = replace(found, dropped=(replace(a_dropped_plan(), why=unverified),))
+    assert "could not be verified" in [cells[-1] for _, cells in run_rows(found)]
 
 
 def test_a_plan_that_is_not_applied_and_the_details_of_v_are_said() -> None:

@@ -145,7 +145,7 @@ SHORT = """\
 617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), same bits in 83 tensors
 
 level  plan                                       measured   step  predicted  step
-0      no segments                               617.9 MiB  1.00×
+0      no plan                                   617.9 MiB  1.00×
 1      1 segment (1 packed)                  out of memory         310.0 MiB
 3 *    1 recomputed, 2 in chunks (2 packed)      294.6 MiB  1.37×  310.0 MiB
 
@@ -159,7 +159,7 @@ LONG = """\
 
                                                                                        tensor  activation    step
 level  plan                                       measured   step  predicted  step       peak        peak    time
-0      no segments                               617.9 MiB  1.00×                   616.9 MiB   517.9 MiB  1.09 s
+0      no plan                                   617.9 MiB  1.00×                   616.9 MiB   517.9 MiB  1.09 s
 1      1 segment (1 packed)                  out of memory         310.0 MiB
 3 *    1 recomputed, 2 in chunks (2 packed)      294.6 MiB  1.37×  310.0 MiB        293.6 MiB   194.6 MiB  1.49 s
 
@@ -597,7 +597,7 @@ def test_rows_of_the_frontier_with_the_same_words_say_where_their_plans_differ()
 
     first, second = chunked("conv_fc.0-3", 20), chunked("conv_fc.0-3", 4)
     assert distinct_labels([Plan(), Plan(segments=(first,)), Plan(segments=(second,)), Plan(packed=True)]) == [
-        "the original",
+        "no plan",
         "1 in chunks: conv_fc.0-3 in 20 chunks",
         "1 in chunks: conv_fc.0-3 in 4 chunks",
         "saved tensors packed",
@@ -638,7 +638,7 @@ def test_a_frontier_numbers_every_plan_from_the_original_on(summary: MemOptSumma
     cells = [line.split() for line in lines if "1.0 MiB" in line]
     assert [line[:2] for line in cells] == [["1", "600.0"], ["2", "–"], ["3", "500.0"], ["4", "400.0"]]
     assert [word for line in cells for word in line if word.endswith("×")] == ["1.00×", "1.20×", "1.80×"]
-    assert ["the original" in line for line in lines if "1.0 MiB" in line] == [True, False, False, False]
+    assert ["no plan" in line for line in lines if "1.0 MiB" in line] == [True, False, False, False]
 
 
 def test_dry_run(summary: MemOptSummary) -> None:
@@ -676,7 +676,7 @@ def test_a_level_that_was_not_measured_shows_what_is_predicted(summary: MemOptSu
     summary.levels.insert(2, predicted)
     lines = shown(DETAILED, result(summary)).splitlines()
     (line,) = (line for line in lines if line.startswith("2 "))
-    assert line.split() == "2 no segments 310.0 MiB 1.25×".split()
+    assert line.split() == "2 no plan 310.0 MiB 1.25×".split()
     assert "~ predicted by a dry run; memopt optimize --measure-levels measures every level" in lines
 
 

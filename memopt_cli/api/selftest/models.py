@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a feed-forward part, each behind a norm, with dropout."""
+    """Attention and a feed-forward part, each after a norm, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def _side_of(device: torch.device) -> torch.cuda.Stream:
 
 
 class TwoStreams(nn.Module):
-    """Half of its work is on a stream of its own, where the device has streams."""
+    """Half of its work is on its own stream, where the device has streams."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,8 @@ class TwoStreams(nn.Module):
         """Return a tensor of the shape of ``x``."""
         if not x.is_cuda:
             return x + torch.tanh(self.here(x)) + torch.tanh(self.there(x))
-        side, main = _side_of(x.device), torch.cuda.current_stream(x.device)
+        side = _side_of(x.device)
+        main = torch.cuda.current_stream(x.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
             there = torch.tanh(self.there(x))

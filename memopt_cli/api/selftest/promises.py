@@ -91,7 +91,7 @@ class _Case:
 
 _ATTENTION = _Case(name="attention")
 _PLANNED = (
-    # At 32x32, one image alone runs in another PyTorch kernel on the CPU, with a workspace of its own.
+    # At 32x32, one image alone runs in another PyTorch kernel on the CPU, with its own workspace.
     _Case(name="convolutions, batch norm", model="convolutional", inputs="Bx3x48x48", dims={"B": 8}, level=3),
     _ATTENTION,
     _Case(name="attention, outputs kept", level=4),
@@ -168,7 +168,7 @@ def _try_case(case: _Case, test: _Test, device: str, progress: Progress) -> Iter
         yield from test(case, device)
     except MemoptError as err:
         yield case.row("it runs", err.message, holds=False)
-    except Exception as err:  # what goes wrong on a machine that nobody has tried is what is looked for
+    except Exception as err:  # on a machine that nobody has tried, any error is a finding
         yield case.row("it runs", first_line(err), holds=False)
 
 
@@ -250,7 +250,7 @@ def _test_repetition(case: _Case, device: str) -> Iterator[SelftestRow]:
 
 
 def _measure(prepared: Prepared) -> Measurement | Failure:
-    """Measure a step in a subprocess of its own."""
+    """Measure a step in its own subprocess."""
     return measurement_in(prepared.ask(MeasureJob(plan=ORIGINAL)))
 
 

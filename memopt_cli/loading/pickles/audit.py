@@ -145,7 +145,7 @@ class Audit:
         return ""
 
     def _misplaced_classes(self) -> Iterator[tuple[Global, str]]:
-        """Yield the classes of whole models that are held as values, unless a segment of theirs needs the class."""
+        """Yield the classes of whole models that are held as values, unless one of their segments needs the class."""
         built = (node for node in self._nodes if isinstance(node, Built))
         segments = {id(node.arguments) for node in built if node.callee in RESTORE_SEGMENTS}
         for node in self._nodes:

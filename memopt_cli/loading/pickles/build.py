@@ -57,7 +57,7 @@ class _Builder:
         try:
             recipe = self._recipes[node]
             with suspend_watch() if recipe.is_vouched else contextlib.nullcontext():
-                self._act(step, node, recipe)
+                self._take_step(step, node, recipe)
         except (BrokenError, MemoptError, BadProgramError, UnsafeScriptError):
             raise
         except Exception as err:  # a class takes its state by its own code, which may raise anything
@@ -65,7 +65,7 @@ class _Builder:
                 raise
             raise BrokenError(f"{node.callee} cannot be made ({first_line(err)})") from err
 
-    def _act(self, step: UnpicklingStep, node: Built, recipe: Recipe) -> None:
+    def _take_step(self, step: UnpicklingStep, node: Built, recipe: Recipe) -> None:
         if step.action == "make":
             keywords = {} if node.keywords is None else self.value(node.keywords)
             arguments = (node.arguments,) if node.how == "stored" else node.argument_items()

@@ -35,6 +35,7 @@ _COPIES = 4
 """Bytes that calls may take as arguments for each byte of the file: a memo lets them use a value several times."""
 _MIN_TAKEN = 1 << 20
 """Bytes that calls may take as arguments in any file."""
+_TENSORS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 
 
 @dataclass(slots=True)
@@ -101,9 +102,6 @@ def hash_of(key: Any) -> int:
         by_identity = str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.argument_items()
         return hash(key) if by_identity else 0
     return hash(key)
-
-
-_TENSORS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 
 
 def amount_of(value: Any) -> int:

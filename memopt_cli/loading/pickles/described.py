@@ -34,7 +34,7 @@ STORAGE_DTYPES = {
 }
 
 
-LARGEST = 2**63 - 1
+MAX_SIZE = 2**63 - 1
 """Maximum number of items or bytes of a tensor: the largest integer that PyTorch can hold."""
 _MAX_SIZES = 64
 """Maximum number of dimensions of a tensor: few operators of PyTorch take more."""
@@ -54,7 +54,7 @@ _MAX_WRAPPERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledStorage:
-    """A storage beside the pickle, or inside it."""
+    """A storage next to the pickle, or inside it."""
 
     key: str
     """Name of the record that holds the storage's bytes; of a storage inside the pickle, a text of its own."""
@@ -78,23 +78,23 @@ class PickledTensor:
     @property
     def size_bytes(self) -> int:
         """Bytes of all items, counted as if the tensor were dense."""
-        return min(items_in(self.shape) * item_bytes(self.dtype), LARGEST)
+        return min(items_in(self.shape) * item_bytes(self.dtype), MAX_SIZE)
 
 
 def items_in(sizes: Iterable[int]) -> int:
-    """Return the number of items of a tensor with these ``sizes``, at most :data:`LARGEST`.
+    """Return the number of items of a tensor with these ``sizes``, at most :data:`MAX_SIZE`.
 
     Raises :class:`ValueError` for sizes that no tensor has.  Sizes of an empty tensor are limited as well, since its
     strides are their products.
     """
     count, widest = 1, 1
     for dims, size in enumerate(sizes, 1):
-        if dims > _MAX_SIZES or type(size) is not int or not 0 <= size <= LARGEST:
+        if dims > _MAX_SIZES or type(size) is not int or not 0 <= size <= MAX_SIZE:
             raise ValueError(
                 f"a tensor has more than {_MAX_SIZES} sizes, or a size that is not a whole number below 2^63"
             )
-        count, widest = min(count * size, LARGEST), min(widest * max(size, 1), LARGEST)
-    if not count and widest == LARGEST:
+        count, widest = min(count * size, MAX_SIZE), min(widest * max(size, 1), MAX_SIZE)
+    if not count and widest == MAX_SIZE:
         raise ValueError("an empty tensor has sizes whose product does not fit into 63 bits")
     return count
 
@@ -141,7 +141,7 @@ def storage_of(value: Any) -> PickledStorage | None:
     if value.callee != PERSISTENT:
         return None
     match value.arguments.items:
-        case ("storage", Global() as kind, str(key), _, int(count), *_) if is_storage(kind) and 0 <= count <= LARGEST:
+        case ("storage", Global() as kind, str(key), _, int(count), *_) if is_storage(kind) and 0 <= count <= MAX_SIZE:
             dtype = STORAGE_DTYPES[kind.name]
             return PickledStorage(key=key, dtype=dtype, size_bytes=count * item_bytes(dtype))
     return None
@@ -210,20 +210,20 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
 def _plain_tensor(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
     match function, items:
         case "_rebuild_meta_tensor_no_storage", (Global(name=dtype), size, *_):
-            shape = _sizes(size)
+            shape = _read_sizes(size)
             return None if shape is None else PickledTensor(dtype=dtype, shape=shape)
         case "_rebuild_sparse_tensor", (_, Tuple(items=(_, Built(arguments=Tuple(items=values)), size, *_))):
-            stored, shape = _view("_rebuild_tensor_v2", values), _sizes(size)
+            stored, shape = _view_arguments("_rebuild_tensor_v2", values), _read_sizes(size)
             return None if stored is None or shape is None else PickledTensor(dtype=stored.dtype, shape=shape)
         case "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3" | "_rebuild_qtensor", _:
-            return _view(function, items)
+            return _view_arguments(function, items)
     return None
 
 
-def _view(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
+def _view_arguments(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
     match items:
         case stored, int(offset), size, stride, *rest:
-            storage, shape, strides = storage_of(stored), _sizes(size), _sizes(stride)
+            storage, shape, strides = storage_of(stored), _read_sizes(size), _read_sizes(stride)
             if storage is None or shape is None or strides is None:
                 return None
             typed = function == "_rebuild_tensor_v3" and len(rest) > 2 and isinstance(rest[2], Global)
@@ -238,8 +238,8 @@ def _view(function: str, items: tuple[Any, ...]) -> PickledTensor | None:
     return None
 
 
-def _sizes(value: Any) -> tuple[int, ...] | None:
+def _read_sizes(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, Built) and str(value.callee) == "torch.Size" and isinstance(value.arguments, Tuple):
         value = value.arguments.items[0] if value.arguments.items else None
-    is_plain = isinstance(value, Tuple) and all(isinstance(size, int) and abs(size) <= LARGEST for size in value.items)
+    is_plain = isinstance(value, Tuple) and all(isinstance(size, int) and abs(size) <= MAX_SIZE for size in value.items)
     return tuple(value.items) if is_plain else None

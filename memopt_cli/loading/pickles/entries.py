@@ -27,7 +27,7 @@ _DEEPEST = 20
 """Maximum depth of nested containers."""
 _SHOWN = 8
 """Maximum number of names in a message."""
-_LONGEST_NAME = 200
+_MAX_NAME_LENGTH = 200
 """Maximum number of characters in a name."""
 
 Path = tuple[str, ...]
@@ -126,7 +126,7 @@ def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", en
         other_paths += [(*where[:depth], other) for other in entries_here if other != name]
         value = entries_here[name]
     left_out = f" The checkpoint's other entries are not copied: {list_paths(other_paths)}." if other_paths else ""
-    return (f"{what} the entry {abridge('.'.join(where), _LONGEST_NAME)!r} of {file}.{left_out}",)
+    return (f"{what} the entry {abridge('.'.join(where), _MAX_NAME_LENGTH)!r} of {file}.{left_out}",)
 
 
 def state_dicts_in(root: Any) -> dict[Path, Any]:
@@ -240,5 +240,5 @@ def container_entries(value: Any) -> list[tuple[str, Any]]:
 
 def list_paths(paths: Collection[Path]) -> str:
     """List the first few paths of ``paths``, as keys joined by dots."""
-    names = [repr(abridge(".".join(where), _LONGEST_NAME)) for where in itertools.islice(paths, _SHOWN)]
+    names = [repr(abridge(".".join(where), _MAX_NAME_LENGTH)) for where in itertools.islice(paths, _SHOWN)]
     return ", ".join(names) + (", …" if len(paths) > _SHOWN else "")

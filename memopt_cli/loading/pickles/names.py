@@ -8,15 +8,15 @@ from typing import Any
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.nodes import COMPUTED, GETATTR, Built, Global
 
-_LONGEST_NAME = 1000
+_MAX_NAME_LENGTH = 1000
 """Maximum number of characters in the name of an import."""
-LONGEST_ATTRIBUTE = 500
+MAX_ATTRIBUTE_LENGTH = 500
 """Maximum number of characters in the name of a child, parameter or buffer; the paths of modules below repeat it."""
 
 
 def wanted_name(scan: PickleScan, module: str, name: str) -> Global:
     """Return the name that a pickle imports, and record it in ``scan``.  Raises :class:`ValueError` if too long."""
-    if len(module) + len(name) > _LONGEST_NAME:
+    if len(module) + len(name) > _MAX_NAME_LENGTH:
         raise ValueError(f"it imports a name of {len(module) + len(name)} characters")
     module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
     wanted = Global(module, name)
@@ -43,5 +43,5 @@ def within_class(callee: Any) -> Global | None:
         case Built(how="called", callee=Global() as asked) if asked == GETATTR:
             match callee.argument_items():
                 case owner, str(name) if (outer := within_class(owner)) and name.isidentifier():
-                    return Global(outer.module, f"{outer.name}.{name}") if len(outer.name) < _LONGEST_NAME else None
+                    return Global(outer.module, f"{outer.name}.{name}") if len(outer.name) < _MAX_NAME_LENGTH else None
     return None

@@ -15,7 +15,7 @@ from memopt_cli.text.documents import printable
 
 How = Literal["called", "created", "plain", "stored"]
 """How a pickle makes an object: by a call with arguments (``REDUCE``); created empty (``NEWOBJ``); as a plain list,
-dict or set, which have opcodes of their own; or stored beside the pickle, as the data of tensors."""
+dict or set, which have opcodes of their own; or stored next to the pickle, as the data of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +177,10 @@ class Walk:
     once, and sums the sizes from the inside: c = 1, b = 1 + 2c = 3, a = 1 + 2b = 7.
     """
 
-    def __init__(self, children: Callable[[Any], Iterable[Any]], most: int, items: int) -> None:
-        """Allow ``most`` objects nested in each other, and ``items`` in one, each counted as often as it is reached."""
+    def __init__(self, children: Callable[[Any], Iterable[Any]], max_depth: int, items: int) -> None:
+        """Allow ``max_depth`` nested objects, and ``items`` in one, each counted as often as it is reached."""
         self._children = children
-        self._most = most
+        self._max_depth = max_depth
         self._items = items
         self._sizes: dict[int, int] = {}
         self._depths: dict[int, int] = {}
@@ -211,6 +211,6 @@ class Walk:
         size = 1 + sum(self._sizes.get(id(child), 1) for child in children)
         depth = 1 + max((self._depths.get(id(child), 0) for child in children), default=0)
         self._sizes[id(value)], self._depths[id(value)] = size, depth
-        if depth > self._most:
-            return f"are nested deeper than {self._most}"
+        if depth > self._max_depth:
+            return f"are nested deeper than {self._max_depth}"
         return f"hold more than {self._items} items, each counted as often as it occurs" if size > self._items else ""

@@ -34,7 +34,7 @@ from memopt_cli.loading.pickles.nodes import (
 )
 from memopt_cli.loading.pickles.stack import Stack
 
-_LONGEST_INT = 2048
+_MAX_INT_BITS = 2048
 """Maximum number of bits in an integer."""
 
 
@@ -52,7 +52,9 @@ class Machine:
 
         Raises :class:`ValueError` for a pickle that is refused, and other exceptions of Python for a broken one.
         """
-        spend, read, check_size = self.scan.spend, stream.read, self.stack.check_size
+        spend = self.scan.spend
+        read = stream.read
+        check_size = self.stack.check_size
         code = b""
         while code != pickle.STOP:
             code = read(1)
@@ -168,7 +170,7 @@ def _constant(value: object) -> Action:
 
 
 def _argument(machine: Machine, argument: Any) -> None:
-    if isinstance(argument, int) and argument.bit_length() > _LONGEST_INT:
+    if isinstance(argument, int) and argument.bit_length() > _MAX_INT_BITS:
         raise ValueError(f"it holds a number of {argument.bit_length()} bits")
     machine.stack.push(argument)
 

@@ -9,7 +9,7 @@ from memopt_cli.loading.pickles.nodes import Built
 
 _DEEPEST_MARK = 10_000
 """Maximum number of open marks; picklers stay far below."""
-_LARGEST_STACK = 100_000
+_MAX_STACK = 100_000
 """Maximum number of values above the last mark; picklers stay far below."""
 
 
@@ -53,7 +53,7 @@ class Stack:
 
     def check_size(self) -> None:
         """Raise :class:`ValueError` if the stack holds more than any pickler pushes."""
-        if len(self._values) > _LARGEST_STACK:
+        if len(self._values) > _MAX_STACK:
             raise ValueError(EXCESSIVE_WORK_REASON)
 
     def mark(self) -> None:
@@ -75,7 +75,7 @@ class Stack:
             self.pop_mark()
 
     def put(self, index: int) -> None:
-        if index > self._scan.work + _LARGEST_STACK:  # C's unpickler has a table that is as long as the largest index
+        if index > self._scan.work + _MAX_STACK:  # C's unpickler has a table that is as long as the largest index
             raise ValueError(EXCESSIVE_WORK_REASON)
         self._memo[index] = self._values[-1]
 

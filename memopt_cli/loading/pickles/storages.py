@@ -1,4 +1,4 @@
-"""The storages that a file has beside its pickle, each copied out of the file when a tensor first needs it."""
+"""The storages that a file has next to its pickle, each copied out of the file when a tensor first needs it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class FileStorages:
         if key not in self._made:
             data = self._find(key)
             if data is None:
-                raise BrokenError(f"its storage {key} is missing")
+                raise BrokenError(f"its storage {key!r} is missing")
             self._made[key] = storage = torch.UntypedStorage(data.nbytes)
             if data.nbytes:
                 memoryview((ctypes.c_char * data.nbytes).from_address(storage.data_ptr())).cast("B")[:] = data
-        if self._made[key].nbytes() != nbytes:
-            raise BrokenError(f"its storage {key!r} does not have the size that the pickle says")
+        if (size := self._made[key].nbytes()) != nbytes:
+            raise BrokenError(f"its storage {key!r} has {size} bytes, and its pickle says {nbytes}")
         return self._made[key]
 
 
@@ -43,7 +43,7 @@ def archived_storages(archive: Archive) -> FileStorages:
 
 
 def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, int]) -> FileStorages:
-    """Return the storages in ``data``, the part of a legacy file behind its pickles.
+    """Return the storages in ``data``, the part of a legacy file after its pickles.
 
     The storages follow each other in the order of ``keys``.  Each gives its number of items, but the bytes depend on
     the dtype, which only the pickle knows: ``sizes`` maps keys to bytes.
@@ -53,7 +53,7 @@ def legacy_storages(data: memoryview, keys: Sequence[str], sizes: Mapping[str, i
     start = 0
     for key in keys:
         if key not in sizes:
-            raise BrokenError(f"its pickle does not name the storage {key}")
+            raise BrokenError(f"its pickle does not name the storage {key!r}")
         start, end = start + _LENGTH, start + _LENGTH + sizes[key]
         if end > data.nbytes:
             raise ValueError(TRUNCATED_REASON)

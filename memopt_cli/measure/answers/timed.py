@@ -62,7 +62,7 @@ _NEAR_SHARE = 0.05
 _NEAR_TURNS = 5
 """Minimum number of turns of a plan near the limit.  On a busy machine, three turns gave 1.35, and other turns 1.14 and
 1.13, where 1.33 was allowed."""
-_MAX_TURNS = 12
+_MAX_TURNS = 8
 """Maximum number of turns of short steps, while the error leaves open whether a plan keeps the limit."""
 _MAX_LONG_TURNS = 3
 """Maximum number of turns of long steps in that case."""

@@ -45,7 +45,7 @@ The prediction comes from a warm measurement, but the run is cold and records it
 long in a ResNet and a spiking VGG.  A step that is too long costs another run.
 """
 _MIN_S, _MIN_GPU_S, _MAX_S = 1.0, 5.0, 10.0
-_LONGEST_STEPS = 2.5
+_MAX_STEP_RATIO = 2.5
 """Without ``--longest-step``, the step of the answer takes at most this many described steps, within the bounds above:
 the advice should not cost more than the search.  On a GPU memory limits the batch: few steps take seconds there.
 """
@@ -174,10 +174,11 @@ def begin_advice(
     request: OptimizeRequest, prepared: Prepared, plan: Plan, measurement: Measurement, session: Sessions
 ) -> BegunAdvice:
     """Begin the search for the batch that fits under ``plan``; ``measurement``: of its step at the described batch."""
-    device, longest_s = prepared.subject.settings.device, request.longest_step_s
+    device = prepared.subject.settings.device
+    longest_s = request.longest_step_s
     if longest_s is None:
         least_s = _MIN_S if device == "cpu" else _MIN_GPU_S
-        longest_s = max(min(max(_LONGEST_STEPS * measurement.step_s, least_s), _MAX_S), measurement.step_s)
+        longest_s = max(min(max(_MAX_STEP_RATIO * measurement.step_s, least_s), _MAX_S), measurement.step_s)
         longest_s = math.ceil(10 * longest_s) / 10  # no less than the described step
     probes = BatchProbes(session=session, plan=plan, progress=prepared.progress)
     limits = limits_of_device(device, longest_s, aim=_AIMED_TIME_SHARE, budget=request.goal.budget)

@@ -119,7 +119,7 @@ class CaseSearch:
                 self._find_copies(case)
             self._restrain_loop(case)
             case.search.find()
-            self._check(case)
+            self._require_runs(case)
             self.notes.extend(case.probes.loss_notes(case.text))
             self.runs += len(case.search.runs)
             ratio = case.search.model.measured_ratio() if case.search.model.predict else 1.0
@@ -136,7 +136,8 @@ class CaseSearch:
         if not (warning := loop_warning(case.probes)):
             return
         if runs.limits.probes:
-            longest_s, name = _LOOP_TIME_SHARE * runs.limits.longest_step_s, "a fiftieth of `--longest-step`"
+            longest_s = _LOOP_TIME_SHARE * runs.limits.longest_step_s
+            name = "a fiftieth of `--longest-step`"
             runs.limits = replace(runs.limits, longest_step_s=longest_s, time_name=name)
             warning += f" Its steps are kept to {longest_s:g} s, {name}."
         if warning not in self.notes:
@@ -158,7 +159,7 @@ class CaseSearch:
             case.go_on_with_fewest()
         self.prepared.progress.stage(f"finding the batch that fits{case.text}")
 
-    def _check(self, case: Case) -> None:
+    def _require_runs(self, case: Case) -> None:
         """Raise :class:`MemoptError` if no batch of ``case`` ran, and memory is not the reason."""
         failures = [run for run in case.search.runs.values() if not isinstance(run, BatchProbe)]
         other_failures = [failure for failure in failures if not isinstance(failure, OutOfMemory)]

@@ -83,7 +83,7 @@ def loop_warning(probes: BatchProbes) -> str:
 def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
     """Return a sentence on the optimizer's state, which no peak includes if no optimizer was named.
 
-    ``adamw``: the size of AdamW's state in words.  Empty for the state of all parameters.
+    ``adamw``: the size of AdamW's state in words; empty to compute it for the state of all parameters.
     """
     settings, facts = prepared.subject.settings, prepared.facts
     if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:
@@ -93,7 +93,7 @@ def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...
 
 
 def limit_text(limits: Limits, prepared: Prepared) -> str:
-    """Return the budget of ``limits`` in words, which end with what it leaves out."""
+    """Return the budget of ``limits`` in words, with the memory that it leaves out at their end."""
     if not optimizer_state_notes(prepared):
         return limits.text
     return f"{limits.text}, without an optimizer's state, which `--optimizer adamw` counts"
@@ -119,7 +119,7 @@ class BatchProbes:
     operators: dict[int, int] = field(default_factory=dict)
     """Batch, of more than one sample -> number of operators in its dry run."""
     inferred: dict[int, float] = field(default_factory=dict)
-    """Batch -> peak in bytes read off a line through dry runs at other batches, without a dry run of its own."""
+    """Batch -> peak in bytes read off a line through dry runs at other batches, without a dry run at this one."""
     place: str = ""
     """Words that progress shows with a batch, such as "rank 0 of 8"."""
     _counted: dict[int, Counted | Failure] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class BatchProbes:
     def count(self, batch: int) -> Counted | Failure:
         """Return the dry run of one copy at ``batch``, even where a line through others predicts its peak."""
         if batch not in self._counted:
-            self.progress.update(0, None, f"batch {self._where(batch)}, without data")
+            self.progress.update(0, None, f"batch {self._sizes_in_words(batch)}, without data")
             dry_run = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
             self._counted[batch] = dry_run
             self.inferred.pop(batch, None)
@@ -169,7 +169,7 @@ class BatchProbes:
         return self._counted[batch]
 
     def loss_notes(self, case_text: str = "") -> tuple[str, ...]:
-        """Return a sentence on the smallest batch whose loss raised in a dry run, which bounds what is predicted.
+        """Return a sentence on the smallest batch whose loss raised in a dry run, which bounds predictions.
 
         ``case_text``: the case in words.
         """
@@ -215,10 +215,10 @@ class BatchProbes:
         """Run a step at ``batch``, and return its allocated peak and its time."""
         if self.run is not None:
             return self.run(batch)
-        self.progress.update(0, None, f"running batch {self._where(batch)}")
+        self.progress.update(0, None, f"running batch {self._sizes_in_words(batch)}")
         answer = self.session().ask(self._job(batch))
         peak = format_bytes(answer.allocated_peak_bytes) if isinstance(answer, BatchProbe) else "cannot run"
-        self.progress.update(0, None, f"batch {self._where(batch)} · {peak}")
+        self.progress.update(0, None, f"batch {self._sizes_in_words(batch)} · {peak}")
         return answer
 
     def _job(self, batch: int) -> Job[BatchProbe]:
@@ -227,7 +227,7 @@ class BatchProbes:
             return ProbeJob(plan=plan, batch=batch, dims=dims, limit_bytes=limit_bytes)
         return ReplicasJob(plan=plan, batch=batch, dims=dims, limit_bytes=limit_bytes, replicas=self.replicas)
 
-    def _where(self, batch: int) -> str:
+    def _sizes_in_words(self, batch: int) -> str:
         copies = f"{self.replicas} × " if self.replicas > 1 else ""
         sizes = [str(batch), *(f"{symbol}={size}" for symbol, size in self.dims.items())]
         return copies + ", ".join(filter(None, [*sizes, self.place]))

@@ -1,4 +1,4 @@
-"""Finding the pair of a batch and a plan that trains most samples a second, for ``memopt recommend-batch --search``.
+"""Finding the pair of a batch and a plan that trains fastest, for ``memopt recommend-batch --search``.
 
 A plan makes each sample slower, but lets a larger batch fit, which makes each sample faster.  To find the best pair
 without running them all:
@@ -167,7 +167,7 @@ class _FastestSearch:
             if isinstance(step, ScaledStep):
                 self._price_and_run(step, case)
             else:
-                self.untried = f"the step is not known at other batches ({step})"
+                self.untried = f"the step could not be recorded at a second batch size ({step})"
                 self.notes.append(f"No plan was tried: {self.untried}.")
         if not self.probes.is_late():
             self._run_finalists()
@@ -362,7 +362,7 @@ def larger_batch_notes(priced: Sequence[tuple[Plan, int]], runs: Sequence[PairRu
 def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> FastestTraining:
     """Find the pair of a batch and a plan that trains fastest, and write both to files.
 
-    Raises as :func:`fastest_prepared` does, and :class:`UsageError` if a file exists and may not be replaced.
+    Raises :class:`MemoptError`, among them :class:`UsageError` if a file exists and may not be replaced.
     """
     batch_path, plan_path = pair_paths(request.source.location, request.output)
     check_targets([batch_path, plan_path], force=request.force)

@@ -69,7 +69,7 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
 
 
 def _unused_plan_notes(request: BatchRequest, facts: ModelFacts) -> Iterator[str]:
-    """Yield a note on how to use the plan beside the model, if ``memopt optimize`` wrote one for exactly this model.
+    """Yield a note on how to use the plan next to the model, if ``memopt optimize`` wrote one for exactly this model.
 
     The plan is not used by default: its file may have come with the model, and the user may train without it.
     """
@@ -97,7 +97,8 @@ def recommend_prepared(
     """
     started, note = time.monotonic(), LEFT_OUT_NOTE
     if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
-        plan, note = prepared.carried, "The model carries a plan: there are rows without the plan and with it."
+        plan = prepared.carried
+        note = "The model carries a plan: there are rows without the plan and with it."
     prepared = prepared.without_carried(note)
     if plan is not None and request.uncompiled:
         plan.require_eager(f"{request.uncompiled} measures or predicts steps without a compiler")
@@ -106,7 +107,8 @@ def recommend_prepared(
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
     longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
-    notes, device = [*prepared.notes, *optimizer_state_notes(prepared)], prepared.subject.settings.device
+    notes = [*prepared.notes, *optimizer_state_notes(prepared)]
+    device = prepared.subject.settings.device
     if request.card is not None:
         limits = limits_elsewhere(request.memory, request.card, request.multiple_of)
         prepared = replace(prepared, subject=replace(prepared.subject, card=request.card))
@@ -234,7 +236,7 @@ class _BatchSearch:
         for kind in (BatchAdvice, BatchEstimate):
             if cases_of_kind := [case for case, outcome in outcomes if isinstance(outcome, kind)]:
                 rivals = [case for case in cases_of_kind if case.dims == cases_of_kind[0].dims]
-                return max(rivals, key=self._speed if self._is_memory_left(rivals) else self._worth)
+                return max(rivals, key=self._speed if self._is_memory_left(rivals) else self._rating)
         smallest = outcomes[-1][1]
         assert isinstance(smallest, NoBatchFits)
         copies = f" for {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
@@ -250,7 +252,7 @@ class _BatchSearch:
             + (". See memopt explain." if under_plan else ", or add `--plan` with a plan of memopt optimize."),
         )
 
-    def _worth(self, case: Case) -> float:
+    def _rating(self, case: Case) -> float:
         """Return the rating of ``case``: samples a second for ``throughput``, else the samples of a step that fits."""
         if self.request.aim == "throughput" and case.search.runs.fitting:
             return case.search.runs.fastest.samples_per_s

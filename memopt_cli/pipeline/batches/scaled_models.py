@@ -18,7 +18,7 @@ _MAX_UPDATE_SHARE = 0.9
 """Upper limit on the share of a step that its update takes: the times come from different runs and may conflict."""
 
 Heads = tuple[SegmentPlan, ...]
-"""Segments of a plan that include the loss: they change the step's operators, so it is recorded anew with them."""
+"""Segments of a plan that include the loss: they change the step's operators, so it is recorded again with them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ScaledModels:
         """Return the cost model for ``plan`` at ``batch``, or the failure to record its step."""
         heads = find_heads(plan)
         if (heads, batch) not in self._models:
-            step = self._step(heads)
+            step = self._step_with_heads(heads)
             if isinstance(step, ScaledStep):
                 self._models[heads, batch] = CostModel(self._scale(step, batch))
             else:
@@ -79,7 +79,7 @@ class ScaledModels:
             batch, pace=(step_s - update_s) / passes, update_pace=update_s / updates if updates else 1.0
         )
 
-    def _step(self, heads: Heads) -> ScaledStep | Failure | NotTried:
+    def _step_with_heads(self, heads: Heads) -> ScaledStep | Failure | NotTried:
         """Return the step in which ``heads`` include their losses."""
         if not heads:
             return self.step

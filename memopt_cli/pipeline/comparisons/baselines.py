@@ -35,7 +35,7 @@ MAX_SAVED_TENSORS = 20
 
 
 _STEP: Final = "(the step)"
-"""Path under which a comparison lists what no module of the model holds."""
+"""Path under which a comparison lists tensors that no module of the model holds."""
 _OF_STEP: Final = ("inputs", "optimizer")
 """Categories that no module of the model holds."""
 
@@ -95,7 +95,7 @@ def compare(before: Baseline, after: Baseline, limits: Sequence[Limit] = ()) -> 
 
 
 def _as_baseline(baseline: Baseline, step: ShorterStep) -> Baseline:
-    """Turn a step at shorter inputs into a baseline of its own."""
+    """Turn a step at shorter inputs into a separate baseline."""
     spec = baseline.header.spec
     header = replace(baseline.header, spec=replace(spec, dims={**spec.dims, step.dim: step.size}))
     return replace(baseline, header=header, memory=step.memory, shorter=())
@@ -173,7 +173,7 @@ def _module_changes(
 
 
 def _apart_from_step(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
-    """Yield ``modules``, and what the root holds of the step as if it were a module: none of it is the model's."""
+    """Yield ``modules``, with the tensors of the step that the root holds split off, as those of another module."""
     for module in modules:
         of_step = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _OF_STEP}
         own = {kind: size for kind, size in module.held_bytes.items() if kind not in of_step}

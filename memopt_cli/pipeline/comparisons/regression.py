@@ -50,6 +50,8 @@ from memopt_cli.text.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.text.writing import content, write_all
 
+_MAX_FLAG_CHARACTERS = 1000
+
 
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
     """Measure a training step and write what it needs."""
@@ -170,9 +172,6 @@ def _unsafe_error(request: CheckRequest, named_thing: str, missing: dict[str, st
     )
 
 
-_MAX_FLAG_CHARACTERS = 1000
-
-
 def _settings(request: CheckRequest, before: StepSettings) -> StepSettings:
     return replace(
         before,
@@ -214,7 +213,8 @@ def _spec(typed: InputSpec | None, recorded: InputSpec) -> InputSpec:
 
 def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepared) -> None:
     """Refuse a model if both its class and its file name differ from the baseline's; one of the two may change."""
-    location, class_name = request.source.location, prepared.facts.class_name
+    location = request.source.location
+    class_name = prepared.facts.class_name
     root = next((module.class_name for module in before.memory.modules if not module.path), class_name)
     if root != class_name and Path(location).name != Path(before.header.model).name:
         raise BaselineError(
@@ -245,7 +245,9 @@ def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline
 
 def _record_anew(request: CheckRequest, after: Baseline) -> str:
     """Return the hint with the command that records the step of ``after``, which was to be checked."""
-    source, plan, conditions = request.source, request.plan_path, after.conditions
+    source = request.source
+    plan = request.plan_path
+    conditions = after.conditions
     flags = [
         quoted_flag("--weights", source.weights) if source.weights else "",
         source.typed_trust.flags,

@@ -120,8 +120,10 @@ class _StrategySearch:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
         if findings.decisive is not None:
             dropped = findings.decisive
-            return StepFailed(message=f"found {dropped.found}, but {dropped.why.because}", hint=dropped.why.remedy)
-        self.notes.append(f"The plan was found by level {findings.applied_level} at {self._where(self.steps.low)}.")
+            return StepFailed(message=f"found {dropped.in_words}, but {dropped.why.because}", hint=dropped.why.remedy)
+        self.notes.append(
+            f"The plan was found by level {findings.applied_level} at {self._size_in_words(self.steps.low)}."
+        )
         return findings.plan
 
     def curves(self, name: StrategyName, plan: Plan | StepFailed | None, session: Sessions) -> Iterator[StrategyCurve]:
@@ -158,7 +160,9 @@ class _StrategySearch:
             return _cannot_run(name, label, first_run)
         measured_runs = _successful_runs(runs)
         failed = (
-            f"; {self._where(steps)}: {describe(r)}" for steps, r in runs.items() if not isinstance(r, BatchProbe)
+            f"; {self._size_in_words(steps)}: {describe(r)}"
+            for steps, r in runs.items()
+            if not isinstance(r, BatchProbe)
         )
         line = _line(measured_runs)
         exact, remark = exactness()
@@ -180,7 +184,7 @@ class _StrategySearch:
             steps = next((s for s in candidates if not runs or self._can_run(s, _successful_runs(runs))), None)
             if steps is None:
                 return runs
-            self.prepared.progress.update(0, None, f"running {self._where(steps)}")
+            self.prepared.progress.update(0, None, f"running {self._size_in_words(steps)}")
             runs[steps] = run = probe(steps)
             if not isinstance(run, BatchProbe):
                 return runs
@@ -200,7 +204,7 @@ class _StrategySearch:
         step_s = max(run.step_s / length for length, run in measured_runs.items()) * steps
         return line[0] + line[1] * steps <= limit_bytes and step_s <= self.limits.longest_step_s
 
-    def _where(self, steps: int) -> str:
+    def _size_in_words(self, steps: int) -> str:
         return f"{self.steps.symbol}={steps}"
 
 

@@ -38,20 +38,23 @@ STALE_GRAPH = (
     "the model keeps a tensor from the previous step, whose graph was already freed: detach or reset it between steps"
 )
 REDRAWS = (
-    "the recomputation draws different random numbers from forward: keep preserve_rng_state=True, and draw from "
-    "PyTorch's global generators"
+    "the recomputation uses different random numbers from forward: keep preserve_rng_state=True, and use PyTorch's "
+    "global generators"
 )
 EARLY_STOP = (
-    "the recomputation stops before this module draws its random numbers, which it writes into a tensor that was saved "
+    "the recomputation stops before this module makes its random numbers, which it writes into a tensor that was saved "
     "earlier: leave the module out of the checkpoint"
 )
-DRAWS = "the reference and the candidate draw different random numbers: seed both alike, and draw in the same order"
+DRAWS = (
+    "the reference and the candidate use different random numbers: seed both in the same way, and use them in the same "
+    "order"
+)
 OTHER_DRAWING = (
     "the module returns a different output for the same input and the same random numbers: compare its code and its "
-    "settings, such as the rate of a dropout, and how it draws"
+    "settings, such as the rate of a dropout, and how it uses random numbers"
 )
 DRAWS_COMPILED = (
-    "torch.compile draws different random numbers from the uncompiled model; with the same ones "
+    "torch.compile uses different random numbers from the uncompiled model; with the same ones "
     "(torch._inductor.config.fallback_random = True) the two agree"
 )
 DRAWS_IN_BACKWARD = (
@@ -93,6 +96,8 @@ OTHER_VALUES = (
     "the module gives the same output and keeps other values: compare its settings, such as the momentum of a batch "
     "norm"
 )
+_TIE_DISTANCE = 1e-5
+"""Values at most this far apart, relatively, count as tied, where float32 was compared bit for bit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +259,7 @@ def _is_below(path: str, module: str) -> bool:
 
 
 def _by_early_stop(pair: Pair) -> Cause | None:
-    """Return the cause if a recomputation ended inside a module before its random numbers were drawn."""
+    """Return the cause if a recomputation ended inside a module before it made its random numbers."""
     calls = pair.candidate.calls
     for forward, repeated in _recomputations(calls):
         if forward.draws and not repeated.finished and not any(c.path.startswith(f"{repeated.path}.") for c in calls):
@@ -314,10 +319,6 @@ def _by_choice(pair: Pair) -> Cause | None:
             text = f"{TIES} ({choice.operator})"
             return Cause(module=repeated_choice.path, class_name=classes.get(repeated_choice.path, ""), text=text)
     return None
-
-
-_TIE_DISTANCE = 1e-5
-"""Values at most this far apart, relatively, count as tied, where float32 was compared bit for bit."""
 
 
 def _choices(pair: Pair) -> Iterator[tuple[ChoicePrint, ChoicePrint]]:

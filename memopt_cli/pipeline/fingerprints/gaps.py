@@ -27,6 +27,8 @@ _PARAMETER = "parameter "
 _BUFFER = "buffer "
 _NAME_PREFIXES = ("output", "input", "gradient", "buffer", "state", "the random", "parameter")
 """Beginnings of tensor names, in the order in which a step makes the tensors: an early gap may cause later ones."""
+_FLOAT64_EPSILON: Final = 2.0**-52
+"""Distance of 1 to the next number of float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +72,6 @@ def is_in_double(training: FollowedSteps) -> bool:
     """Return whether all tensors in ``training`` are in float64 already, so that no dtype compares more precisely."""
     tensors = (tensor for step in training.steps for tensor in step.effects if not tensor.name.startswith("input"))
     return all(tensor.epsilon in (0.0, _FLOAT64_EPSILON) for tensor in tensors)
-
-
-_FLOAT64_EPSILON: Final = 2.0**-52
-"""Distance of 1 to the next number of float64."""
 
 
 def is_nowhere_finite(tensor: TensorPrint) -> bool:
@@ -123,7 +121,7 @@ def gaps_between(
                     missing=_missing(reference_tensor, other_tensor),
                 )
             )
-    return tuple(sorted(gaps, key=_rank))
+    return tuple(sorted(gaps, key=_sort_key))
 
 
 def _missing(reference: TensorPrint | None, other: TensorPrint | None) -> Literal["", "reference", "candidate"]:
@@ -132,7 +130,7 @@ def _missing(reference: TensorPrint | None, other: TensorPrint | None) -> Litera
     return "candidate" if other is None else ""
 
 
-def _rank(gap: TensorGap) -> tuple[int, float, str]:
+def _sort_key(gap: TensorGap) -> tuple[int, float, str]:
     kind = next(
         (i for i, beginning in enumerate(_NAME_PREFIXES) if gap.name.startswith(beginning)), len(_NAME_PREFIXES)
     )
@@ -230,13 +228,18 @@ def _other_parameters(before: _TensorsByName, after: _TensorsByName, gone: Seque
     others: names that match only in another order are not the same model.
     """
     renames, moves = find_renames(_modules_of(gone, before), _modules_of(added, after))
-    moved = {name: f"{_PARAMETER}{moves[path]}.{own}" for name in gone for path, own in [_split(name)] if path in moves}
+    moved = {
+        name: f"{_PARAMETER}{moves[path]}.{own}"
+        for name in gone
+        for path, own in [_split_parameter(name)]
+        if path in moves
+    }
     moved = {name: target for name, target in moved.items() if target in added}
     kept = {*moved.values()}
     shapes = [
-        f"{name.removeprefix(_PARAMETER)} {_shape(tensor)} → {_shape(after[target])}"
+        f"{name.removeprefix(_PARAMETER)} {_shape_text(tensor)} → {_shape_text(after[target])}"
         for name, tensor in before.items()
-        if (target := moved.get(name, name)) in after and _shape(tensor) != _shape(after[target])
+        if (target := moved.get(name, name)) in after and _shape_text(tensor) != _shape_text(after[target])
     ]
     parts: dict[str, Sequence[str]] = {
         "has no": [name for name in gone if name not in moved],
@@ -258,20 +261,20 @@ def _modules_of(names: Iterable[str], tensors: _TensorsByName) -> list[ModuleByt
     """Return the modules of the parameters ``names``; those with equal names and shapes count as of one class."""
     parts: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        path, own = _split(name)
-        parts[path].append(f"{own} {_shape(tensors[name])}")
+        path, own = _split_parameter(name)
+        parts[path].append(f"{own} {_shape_text(tensors[name])}")
     return [
         ModuleBytes(path=path, class_name=", ".join(own), output_bytes=0, held_bytes={}) for path, own in parts.items()
     ]
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split_parameter(name: str) -> tuple[str, str]:
     """Return the path of the module of the parameter ``name``, and the parameter's own name in it."""
     path, _, own = name.removeprefix(_PARAMETER).rpartition(".")
     return path, own
 
 
-def _shape(tensor: TensorPrint) -> str:
+def _shape_text(tensor: TensorPrint) -> str:
     """Return the shape of ``tensor``, ``192x64``, from its kind: ``torch.float32 (192, 64) torch.strided``."""
     sizes = re.findall(r"\d+", tensor.kind.partition("(")[2].partition(")")[0])
     return "x".join(sizes) or "scalar"

@@ -17,8 +17,8 @@ _ROUNDING_FACTOR = 10.0
 """Limit on the change of a tensor by a plan, as a multiple of the change by rounding every parameter.
 
 Rounding may flip a ReLU or a spike, which changes a gradient by more than its last digits: in a ResNet-50, by 0.04 to
-3 % over five draws.  With a layer in chunks, gradients differed by half of this change in the median, by 1.6 to 4.4
-times at most, and by 24 times in one draw.  A plan above the limit is compared fully at full size.
+3 % over five samples.  With a layer in chunks, gradients differed by half of this change in the median, by 1.6 to 4.4
+times at most, and by 24 times in one sample.  A plan above the limit is compared fully at full size.
 """
 _MAX_ROUNDING_DISTANCE = 0.1
 """Upper bound of that limit, as a relative change.
@@ -71,7 +71,7 @@ def compare_fingerprints(
     passed = (
         original.repeats and planned.repeats and all(distance < tolerance for distance, tolerance, _ in differences)
     )
-    distance, tolerance, name = max(differences, key=_excess, default=(0.0, 0.0, ""))
+    distance, tolerance, name = max(differences, key=_excess_ratio, default=(0.0, 0.0, ""))
     worst_tensor = original_tensors.get(name)
     check = FingerprintCheck(
         batch=batch,
@@ -86,7 +86,7 @@ def compare_fingerprints(
     return check, passed
 
 
-def _excess(difference: tuple[float, float, str]) -> float:
+def _excess_ratio(difference: tuple[float, float, str]) -> float:
     distance, tolerance, _ = difference
     return distance / tolerance if tolerance else math.inf
 

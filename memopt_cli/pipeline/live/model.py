@@ -207,7 +207,7 @@ def _before_sharding(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def refuse_recursion() -> Iterator[None]:
-    """Refuse calls of memopt, inside the block, by a Python module that is being imported.
+    """Refuse calls of memopt, in the ``with`` block, by a Python module that is being imported.
 
     Such a call, at the top level of the user's script, would recur without end: memopt's subprocesses import the script
     to load its classes, and this process may import it for the loss that it defines.
@@ -253,7 +253,7 @@ def _require_batch(inputs: Arguments) -> None:
 def describe_inputs(inputs: Arguments) -> InputSpec:
     """Describe ``inputs`` as on the command line: the first dimension of the first tensor is the batch.
 
-    Integers will be drawn from the range of :func:`~memopt_cli.loading.input_spec.range_like`.  Raises
+    Integers will be in the range of :func:`~memopt_cli.loading.input_spec.range_like`.  Raises
     :class:`OptionError` for an argument that is no tensor.
     """
     _require_batch(inputs)
@@ -271,14 +271,11 @@ def _describe_input(name: str | None, value: Any) -> TensorSpec:
     values = range_like(value) if is_whole else "normal"
     dtype = dtype_name(value.dtype)
     tensor = TensorSpec(name=name, shape=tuple(value.shape), dtype=dtype, values=values)
-    return parse_tensor(format_tensor(tensor))  # refuses what cannot be described
+    return parse_tensor(format_tensor(tensor))  # refuses a tensor that cannot be described
 
 
 def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
-    """Make a step of copies of ``model`` and ``inputs``, to be run in this process.
-
-    Raises as :func:`detached_copy`.
-    """
+    """Make a step of copies of ``model`` and ``inputs``.  Raises :class:`StepError` if the model cannot be copied."""
     model_copy = place(detached_copy(model), settings)
     input_copies = map_leaves(lambda leaf: _copy_leaf(leaf, settings.device), inputs)
     args, kwargs = ((), dict(input_copies)) if isinstance(input_copies, Mapping) else (input_copies, {})
@@ -307,7 +304,7 @@ def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def carried_note(carried: Plan, found: Plan) -> list[str]:
-    """Return a note on what became of the plan that the model ``carried``, beside the one ``found``; none for none."""
+    """Return a note on whether the plan ``found`` replaces the one that the model ``carried``, if there was one."""
     if carried.is_empty:
         return []
     if found.is_empty:
@@ -336,6 +333,6 @@ def dropped_unmeasured(plan: Plan, failed: Verification) -> Dropped:
 def difference_error(dropped: Dropped) -> VerificationError:
     """Return the error to raise where the results of the plan in ``dropped`` differ from the original's."""
     return VerificationError(
-        f"the optimized model differs from the original: found {dropped.found}, but {dropped.why.because}",
+        f"the optimized model differs from the original: found {dropped.in_words}, but {dropped.why.because}",
         hint=f"The model is as it was. {dropped.why.remedy}",
     )

@@ -27,7 +27,8 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
 
     A new step is made, so that the user's own is not changed.  A function that a subprocess could not import is called
     in this process, and a note has the reason.
-    Raises :class:`OptionError` for inputs that are not tensors or plain containers, and what :func:`make_step` raises.
+    Raises :class:`OptionError` for inputs that are not tensors or plain containers, and :class:`FileFormatError` if
+    ``make`` does not return a step.
     """
     name = getattr(make, "__qualname__", type(make).__name__)
     obstacle = _why_not_importable(make, name)

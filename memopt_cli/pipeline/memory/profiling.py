@@ -156,7 +156,8 @@ def record_step(
         session = sessions.smaller()
         traced = session.ask(job)
     if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measurement, Measurement):
-        predicted_bytes, measured_bytes = traced.dry_run_bytes, measurement.tensor_peak_bytes
+        predicted_bytes = traced.dry_run_bytes
+        measured_bytes = measurement.tensor_peak_bytes
         if abs(predicted_bytes - measured_bytes) > _TRUSTED_ERROR * measured_bytes:
             peaks = sorted([predicted_bytes, measured_bytes])
             in_words = dict(zip(peaks, format_apart(*peaks), strict=True))
@@ -200,7 +201,7 @@ def _profile(
         phases=phase_peaks(trace, live),
         live_bytes=live,
         flops=sum(op.flops for op in trace.ops),
-        times=tuple(_times(trace, measurement)),
+        times=tuple(_time_uses(trace, measurement)),
         notes=(*notes, *prepared.messages),
         trace=trace,
         estimate=None if card is None else estimate(trace, card),
@@ -219,7 +220,7 @@ def scaled_to_measurement(measurement: Measurement | Failure | None, trace: Step
     return replace(trace, ops=tuple(replace(op, seconds=op.seconds * share) for op in trace.ops))
 
 
-def _times(trace: StepTrace, measurement: Measurement | OutOfMemory | None) -> Iterator[TimeUse]:
+def _time_uses(trace: StepTrace, measurement: Measurement | OutOfMemory | None) -> Iterator[TimeUse]:
     """Yield the parts of the time of the step in ``trace``, the model's parts first; nothing if it was not timed.
 
     The rest of the step of ``measurement`` is the time in which no operator runs: Python, and waiting.

@@ -126,7 +126,8 @@ def _saved_by_plan(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
             by, module = SEGMENT, segment_path
             if module is None:
                 reader = -1 if trace.ops[storage.born].packs else last_readers.get(index, -1)
-                by, module = trace.ops[reader].name if reader > storage.born else PACKING, storage.module
+                by = trace.ops[reader].name if reader > storage.born else PACKING
+                module = storage.module
             yield _saved_tensor(trace, storage, by=by, module=module, keepers=1)
 
 

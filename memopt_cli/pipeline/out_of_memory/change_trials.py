@@ -73,7 +73,9 @@ class ChangeTrials:
     ) -> None:
         """Prepare to try changes; ``counts_for_gpu``: an error of a GPU is explained by steps on the CPU."""
         self._counts_for_gpu = counts_for_gpu
-        self._request, self._prepared, self._limit_bytes = request, prepared, limit_bytes
+        self._request = request
+        self._prepared = prepared
+        self._limit_bytes = limit_bytes
         self.refused: list[str] = []
         self.notes: list[str] = []
 
@@ -140,7 +142,7 @@ class ChangeTrials:
         settings = replace(self._prepared.subject.settings, precision="bf16")
         trials = ChangeTrials(
             replace(self._request, settings=settings, flags=(*self._request.flags, "--precision bf16")),
-            self._with(settings),
+            self._with_settings(settings),
             self._limit_bytes,
             counts_for_gpu=self._counts_for_gpu,
         )
@@ -335,7 +337,7 @@ class ChangeTrials:
 
         Raises :class:`NothingFitsError` if the step does not fit.
         """
-        prepared = self._with(settings)
+        prepared = self._with_settings(settings)
         self._prepared.progress.stage(f"trying {text.partition(',')[0]}")
         dry_run = prepared.ask(CountJob(plan=plan, fake=True), "small batch")
         if isinstance(dry_run, Counted) and dry_run.allocated_peak_bytes > self._limit_bytes:
@@ -374,13 +376,13 @@ class ChangeTrials:
         is_full = self._prepared.subject.settings.precision in ("stored", "fp32")
         return is_full and self._prepared.facts.format != STEP
 
-    def _with(self, settings: StepSettings) -> Prepared:
+    def _with_settings(self, settings: StepSettings) -> Prepared:
         """Return the model with a step of other ``settings``."""
         return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
 
     def _with_accumulation(self) -> Prepared:
         """Return the model with a step that is one of several accumulated passes."""
-        return self._with(replace(self._prepared.subject.settings, micro_batches=2))
+        return self._with_settings(replace(self._prepared.subject.settings, micro_batches=2))
 
     def _require_one_pass(self) -> None:
         """Raise :class:`UsageError` if the step is not one pass over several samples."""

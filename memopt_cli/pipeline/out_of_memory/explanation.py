@@ -173,7 +173,7 @@ def _read_error(path: str) -> OutOfMemoryText:
 
 
 def _encoding_of(data: bytes) -> str:
-    """Return the encoding of a log: UTF-16, as PowerShell writes it, has a null byte beside each Latin letter."""
+    """Return the encoding of a log: UTF-16, as PowerShell writes it, has a null byte next to each Latin letter."""
     if data.count(0) < len(data) // 3:
         return "utf-8"
     return "utf-16-le" if data[1::2].count(0) > data[::2].count(0) else "utf-16-be"

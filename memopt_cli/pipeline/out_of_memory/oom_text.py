@@ -91,7 +91,8 @@ def read_oom(text: str) -> OutOfMemoryText | None:
     if last.re in _WORKERS:
         return _of_loading(_KILLED_WORKER if last.groupdict().get("killed") else _NO_SHARED_MEMORY)
     before = text[max(0, last.start() - _MAX_TRACEBACK_CHARACTERS) : last.start()]
-    raised_at, asked_bytes = _innermost(before), _bytes(last) if last.re in _ASKED else 0
+    raised_at = _innermost_line(before)
+    asked_bytes = _matched_bytes(last) if last.re in _ASKED else 0
     header = before.rfind(_TRACEBACK)
     if _IN_WORKER.search(before, max(0, header - _MAX_LINE_CHARACTERS), header):
         return _of_loading(_IN_LOADING, asked_bytes, raised_at)
@@ -99,17 +100,18 @@ def read_oom(text: str) -> OutOfMemoryText | None:
         0, last.start() - _MAX_LINE_CHARACTERS
     )
     message = text[line_start : last.start() + _MAX_LINE_CHARACTERS]
-    allocated = _first(_ALLOCATED, message)
-    free_bytes = max(0, _first(_MAX_ALLOWED, message) - allocated - _first(_OTHER_ALLOCATIONS, message))
+    allocated = _first_match(_ALLOCATED, message)
+    free_bytes = max(0, _first_match(_MAX_ALLOWED, message) - allocated - _first_match(_OTHER_ALLOCATIONS, message))
     total = _RESERVED_IN_TOTAL.search(message)
-    unallocated = max(0, _bytes(total) - allocated if total else _first(_UNALLOCATED, message))
-    free_bytes = _first(_FREE, message) or free_bytes
-    if allowed := _first(_ALLOWED, message):  # a limit of the process, by set_per_process_memory_fraction
+    unallocated = max(0, _matched_bytes(total) - allocated if total else _first_match(_UNALLOCATED, message))
+    free_bytes = _first_match(_FREE, message) or free_bytes
+    if allowed := _first_match(_ALLOWED, message):  # a limit of the process, by set_per_process_memory_fraction
         free_bytes = max(0, min(free_bytes, allowed - allocated - unallocated))
     held_before, limit = 0, ""
     if process := read_limit(text, last.end()):
         held_before, limit = process.before_bytes, process.name
-        allocated, free_bytes = process.size_bytes - held_before, max(0, process.limit_bytes - process.size_bytes)
+        allocated = process.size_bytes - held_before
+        free_bytes = max(0, process.limit_bytes - process.size_bytes)
     return OutOfMemoryText(
         asked_bytes=asked_bytes,
         free_bytes=free_bytes,
@@ -118,7 +120,7 @@ def read_oom(text: str) -> OutOfMemoryText | None:
         limit=limit,
         reserved_bytes=unallocated,
         line=raised_at,
-        event=_others(message, allocated + unallocated) if asked_bytes else f'the error is "{last[0]}"',
+        event=_other_processes(message, allocated + unallocated) if asked_bytes else f'the error is "{last[0]}"',
         is_of_gpu=_OF_GPU.search(message) is not None,
     )
 
@@ -135,13 +137,13 @@ def _read_kill(match: re.Match[str]) -> OutOfMemoryText:
     return OutOfMemoryText(asked_bytes=0, allocated_bytes=nbytes if nbytes < _MAX_BYTES else 0, event=event)
 
 
-def _others(message: str, own_bytes: int) -> str:
+def _other_processes(message: str, own_bytes: int) -> str:
     """Return a sentence on other processes that hold the card; empty if they hold little.
 
     If the message does not name its own process, the smallest that holds ``own_bytes`` counts as its own.
     """
-    held = [_bytes(match) for match in _PROCESS.finditer(message)]
-    card_bytes = _first(_TOTAL, message)
+    held = [_matched_bytes(match) for match in _PROCESS.finditer(message)]
+    card_bytes = _first_match(_TOTAL, message)
     if "this process has" not in message and held:
         held.remove(min(held, key=lambda nbytes: (nbytes < own_bytes, nbytes)))
     if not held or sum(held) < _MIN_OTHERS_SHARE * card_bytes:
@@ -152,11 +154,11 @@ def _others(message: str, own_bytes: int) -> str:
     )
 
 
-def _first(patterns: tuple[re.Pattern[str], ...], text: str) -> int:
-    return next((_bytes(match) for pattern in patterns if (match := pattern.search(text))), 0)
+def _first_match(patterns: tuple[re.Pattern[str], ...], text: str) -> int:
+    return next((_matched_bytes(match) for pattern in patterns if (match := pattern.search(text))), 0)
 
 
-def _bytes(match: re.Match[str]) -> int:
+def _matched_bytes(match: re.Match[str]) -> int:
     try:
         amount = float(match[1]) * _UNITS[match[2]]
     except ValueError:  # the pattern also matches 1.2.3
@@ -164,10 +166,10 @@ def _bytes(match: re.Match[str]) -> int:
     return int(amount) if amount < _MAX_BYTES else 0
 
 
-def _innermost(text: str) -> str:
-    """Return the innermost line of the user's code in the traceback that ends ``text``, as ``file:line``.
+def _innermost_line(text: str) -> str:
+    """Return ``file:line`` of the innermost frame of the user's code in the traceback that ends ``text``.
 
-    Empty if no traceback reaches the end: an earlier one belongs to another error.
+    The result is empty if no traceback reaches the end: an earlier one belongs to another error.
     """
     frames: list[str] = []
     end = len(text)

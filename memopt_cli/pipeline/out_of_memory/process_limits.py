@@ -23,7 +23,7 @@ class ProcessLimit:
     size: str
     """Name of :attr:`size_bytes` in ``/proc/self/status``."""
     size_bytes: int
-    """Largest size inside the block; the size after the error if the process was larger before the block."""
+    """Largest size in the ``with`` block; the size after the error if the process was larger before the block."""
 
 
 _SIZES: Final = r", (?P<size>Vm\w+) (?P<size_bytes>\d+), before the block (?P<before_bytes>\d+)"
@@ -37,12 +37,12 @@ _PATTERNS: Final = (
 def limits_line(space: ProcessLimit | None, memory: ProcessLimit) -> str:
     """Return the line with the limits of the address ``space``, if there is one, and of the ``memory``."""
     space_text = (
-        "RLIMIT_AS (ulimit -v) unlimited" if space is None else f"{space.name} {space.limit_bytes}{_sizes(space)}"
+        "RLIMIT_AS (ulimit -v) unlimited" if space is None else f"{space.name} {space.limit_bytes}{_sizes_text(space)}"
     )
-    return f"memopt: {space_text}; memory {memory.limit_bytes} ({memory.name}){_sizes(memory)}\n"
+    return f"memopt: {space_text}; memory {memory.limit_bytes} ({memory.name}){_sizes_text(memory)}\n"
 
 
-def _sizes(limit: ProcessLimit) -> str:
+def _sizes_text(limit: ProcessLimit) -> str:
     return f", {limit.size} {limit.size_bytes}, before the block {limit.before_bytes}"
 
 

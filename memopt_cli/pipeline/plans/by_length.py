@@ -5,10 +5,10 @@ fastest plan that fits at its largest length, measured and verified by
 :func:`~memopt_cli.pipeline.plans.optimization.find_here`, or by estimates alone for a device that is not here
 (``--for``).
 
-A plan is searched and verified at the largest length of its range.  A segment recomputes its modules' own code,
-whichever path that takes at a length, so a plan that is right at one length is right at another.  A path that cannot be
-repeated, taken at short lengths alone, is not found; a dry run of the plan there does not show it either.  In training,
-backward ends with an error if the tensors that the module saves differ in number or shape.
+A plan is searched and verified at the largest length of its range.  A segment reruns the module's own code, so a plan
+verified at one length also holds at others.  One case escapes: code that only short inputs reach and that cannot be
+repeated; a dry run at a short length does not show it either.  In training, backward ends with an error if the tensors
+that the module saves differ in number or shape.
 
 Shorter inputs have smaller tensors, but on the CPU a convolution chooses its kernel by shape, and one kernel
 may need more workspace than another does for longer inputs.  So each plan is also run at a few of its shorter lengths;
@@ -63,7 +63,7 @@ from memopt_cli.text.units import format_bytes
 
 _EVEN_LENGTHS = 64
 """Approximate number of evenly spaced lengths that represent a range without ``--lengths``."""
-_FEWEST_LENGTHS = 8
+_MIN_INTERVALS = 8
 """Minimum number of intervals into which those lengths divide the range, unless the range holds fewer."""
 _MAX_ORIGINAL_RUNS = 3
 """Maximum number of lengths at which the original is run to see whether it fits."""
@@ -79,7 +79,7 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
     if request.lengths is None:
         low, high = varied.low, varied.high
         unit = math.gcd(low, high)  # 64:2048 suggests that all lengths are multiples of 64
-        while unit > 1 and high - low < unit * _FEWEST_LENGTHS:
+        while unit > 1 and high - low < unit * _MIN_INTERVALS:
             unit = unit // 2 if unit % 2 == 0 else 1  # 32:64 does not suggest that there is none between
         step = unit * max(1, -(-(high - low) // (unit * _EVEN_LENGTHS)))
         return dict.fromkeys((*range(low, high, step), high), 1.0)
@@ -263,7 +263,8 @@ class _ByLength:
 
     def check_sizes(self, dimension: InputDimension) -> None:
         """Raise :class:`MemoptError` if the model fails at an end of the range, with a plan that reads the length."""
-        symbol, reads_length = self.varied.symbol, Plan(by=dimension, ranges=(PlanRange(up_to=self.varied.high),))
+        symbol = self.varied.symbol
+        reads_length = Plan(by=dimension, ranges=(PlanRange(up_to=self.varied.high),))
         lengths = dict.fromkeys((self.varied.low, self.varied.high))
         with self._sessions() as sessions:
             for length in lengths:
@@ -281,12 +282,12 @@ class _ByLength:
         ``budget_bytes``: by default the budget of the request.
         """
         self.prepared.progress.stage(f"{self.varied.symbol} up to {length}")
-        request = self.request if budget_bytes is None else _within(self.request, budget_bytes)
+        request = self.request if budget_bytes is None else _with_budget(self.request, budget_bytes)
         findings = self.find_plan(request, self.prepared_at(length))
         self.interrupted |= findings.interrupted
         # A budget such as 50% is a share of the original's peak at the first, longest length: fix it in bytes.
         if budget_bytes is None and findings.budget_bytes is not None:
-            self.request = _within(self.request, findings.budget_bytes)
+            self.request = _with_budget(self.request, findings.budget_bytes)
         return findings
 
     def find_longest(self) -> Findings:
@@ -409,7 +410,8 @@ class _ByLength:
         """
         self.prepared.progress.stage("the original within the budget")
         candidates = [length for length in self.work.lengths if length < longest.up_to]
-        share, is_fake = _allocated_share(longest.original), _is_dry_run(longest.original)
+        share = _allocated_share(longest.original)
+        is_fake = _is_dry_run(longest.original)
         with self._dry_peaks(is_fake=is_fake) as peak:
             run_near = functools.partial(self._run_near, peak, 0)
             if self.request.card is not None:
@@ -461,11 +463,12 @@ class _ByLength:
     def _run_near(self, peak: Callable[[int], float | None], above: int, length: int) -> tuple[int, float] | None:
         """Return ``length``, or a slightly shorter one above ``above``, at which the model runs, and its peak.
 
-        ``None`` if it runs at none of the lengths tried; a note lists them.
+        If the model runs at none of the lengths tried, add a note that lists them, and return ``None``.
         """
         run = next(self._runs_near(peak, above, length), None)
         if run is None:
-            symbol, tried = self.varied.symbol, [n for n in _lengths_to_try(self.varied, length) if n > above]
+            symbol = self.varied.symbol
+            tried = [n for n in _lengths_to_try(self.varied, length) if n > above]
             self.notes.append(
                 f"The model does not run at {symbol}={length}, nor at the shorter lengths that were tried "
                 f"({', '.join(map(str, tried[1:])) or 'none'}). Name the lengths that occur with "
@@ -560,7 +563,7 @@ def _lengths_to_try(varied: DimRange, length: int) -> Iterator[int]:
     yield from dict.fromkeys(length - distance % step for step in (*steps, math.gcd(varied.low, varied.high)))
 
 
-def _within(request: OptimizeRequest, budget_bytes: int) -> OptimizeRequest:
+def _with_budget(request: OptimizeRequest, budget_bytes: int) -> OptimizeRequest:
     return replace(request, goal=SearchGoal(budget=Budget(nbytes=budget_bytes)))
 
 

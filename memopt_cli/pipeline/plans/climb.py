@@ -140,7 +140,9 @@ class Climb:
 
     def _search_levels(self) -> Iterator[LevelRow]:
         """Search the levels in turn, and yield their rows, not measured yet."""
-        planner, options, plan_below = self.search.planner, self.search.options, ORIGINAL
+        planner = self.search.planner
+        options = self.search.options
+        plan_below = ORIGINAL
         for level in range(1, options.level + 1):
             self._search_begins(f"level {level} of {options.level}: searching")
             started = time.monotonic()

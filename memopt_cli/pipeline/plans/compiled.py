@@ -90,7 +90,7 @@ class CompiledSearch(ABC):
     _reference_steps: StepCache = field(default_factory=dict)
     _folders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _prepared: dict[Plan, Prepared] = field(default_factory=dict)
-    """Model as prepared for each plan that is compiled, with a compiler's folder of its own."""
+    """Model as prepared for each plan that is compiled, with its own compiler folder."""
 
     @property
     def _rows(self) -> list[CompiledRow]:
@@ -204,7 +204,7 @@ class CompiledSearch(ABC):
         yield from (f"{row.plan.compile.backend}: {row.dropped}." for row in self._rows if row.plan.compile)
 
     def _with_cache(self) -> Prepared:
-        """Return the model with a compiler cache of its own, empty, so that no candidate reuses another's code."""
+        """Return the model with its own empty compiler cache, so that no candidate reuses another's code."""
         return self.measurements.prepared.with_compiler_cache(self._folders)
 
     def _candidates(self) -> Iterator[Plan]:

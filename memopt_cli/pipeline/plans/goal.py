@@ -122,7 +122,7 @@ class GoalSearch:
                 raise_failure(outcome, "a plan could not be measured: ")
             tried.append((priced, outcome))
             # Lower the target by at least 1, or the same plan would be found again.
-            target = min(target, priced.peak_bytes) - max(1, _excess(outcome, target, budget_bytes))
+            target = min(target, priced.peak_bytes) - max(1, _excess_bytes(outcome, target, budget_bytes))
         raise self._nothing_fits(budget_bytes, tried, smallest)
 
     def _nothing_fits(
@@ -142,7 +142,7 @@ class GoalSearch:
                 hint="Lower `--budget`, or take a smaller batch (`--dim B=…` where the shape says B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
-        lowest = self._lower(smallest or self._planner.least(self._level))
+        lowest = self._in_backward_if_lower(smallest or self._planner.least(self._level))
         trace = self.search.traced.trace
         return nothing_fits(
             budget_bytes,
@@ -192,7 +192,7 @@ class GoalSearch:
         self._planner.within(self._level, target_bytes)
         return list(self._planner.dry_runs.up_to(self._level))
 
-    def _lower(self, priced: PricedPlan) -> PricedPlan:
+    def _in_backward_if_lower(self, priced: PricedPlan) -> PricedPlan:
         """Return ``priced`` with the optimizer in backward where that lowers its peak, else unchanged."""
         return self.in_backward.variant_of(priced) or priced
 
@@ -299,7 +299,7 @@ class GoalSearch:
         return replace(row, outcome=outcome)
 
 
-def _excess(outcome: Measurement | OutOfMemory, target_bytes: int, budget_bytes: int) -> int:
+def _excess_bytes(outcome: Measurement | OutOfMemory, target_bytes: int, budget_bytes: int) -> int:
     """Return the bytes by which a plan with this ``outcome`` is too large."""
     if isinstance(outcome, Measurement):
         return outcome.allocated_peak_bytes - budget_bytes

@@ -51,7 +51,8 @@ def find_named_segments(request: OptimizeRequest, prepared: Prepared) -> Finding
     findings.rows.append(row)
     if not isinstance(outcome, Measurement):
         findings.drop(Dropped(plan=plan, peak_bytes=None, original_bytes=None, why=NotRun(failure=outcome)))
-    row, findings.verification = Prover(measurements=measurements, findings=findings, takes_chosen=True).prove(row)
+    prover = Prover(measurements=measurements, findings=findings, always_applies_chosen=True)
+    row, findings.verification = prover.prove(row)
     findings.plan, findings.applied_level = row.plan, row.level
     findings.notes += _peak_notes(row, original)
     return findings

@@ -294,7 +294,7 @@ class _PlanSearch:
         has_frontier = goal.needs_frontier
         if goal.pick is not None and not goal.frontier:
             self.findings.notes.append(
-                f"There is no frontier file beside the model, so `--pick {goal.pick}` searched again."
+                f"There is no frontier file next to the model, so `--pick {goal.pick}` searched again."
             )
         self.prepared.progress.stage("searching the frontier" if has_frontier else "searching within the budget")
         priced_plans = goal_search.worth_showing() if has_frontier else []
@@ -406,7 +406,7 @@ class _PlanSearch:
         timed_row = plans.of_level(row, priced)
         if not search.options.optimizer_in_backward and self.prepared.subject.settings.may_update_in_backward:
             self.findings.notes += filter(None, [plans.offer(priced)])
-        if timed_row is None:  # time the row again: the attempt above may have timed the original anew
+        if timed_row is None:  # time the row again: the attempt above may have timed the original again
             retimed = replace(applied, outcome=self.measurements.measure(applied.plan))
             timed_row = self.measurements.confirm(retimed, max_slowdown)
         rows[rows.index(applied)] = timed_row
@@ -439,7 +439,7 @@ class _PlanSearch:
         return InBackwardPlans(
             count=search.count_late,
             measurements=self.measurements,
-            fault=self.prover.fault,
+            fault=self.prover.verify_and_explain,
             max_slowdown=max_slowdown,
             drop=self.findings.drop,
             is_allowed=search.options.optimizer_in_backward,

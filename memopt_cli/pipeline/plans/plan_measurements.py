@@ -84,7 +84,7 @@ class PlanMeasurements:
     def confirm(self, row: LevelRow, max_slowdown: float = math.inf) -> LevelRow:
         """Return ``row``, timed again if its step seems slower than allowed or nearly so, or far from its prediction.
 
-        The plan and the original take turns in one subprocess, so that a busy machine slows both down alike, and both
+        The plan and the original take turns in one subprocess, so that a busy machine slows both down equally, and both
         keep these step times.  If that fails, the old times stay; a plan is not timed in turns twice.
         """
         original = self._found.get(ORIGINAL)

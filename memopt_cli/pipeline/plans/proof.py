@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import MeasurementError
 from memopt_cli.measure.jobs import ORIGINAL, VerifyJob
-from memopt_cli.pipeline.failures import raise_failure, require_answer
+from memopt_cli.pipeline.failures import SMALLER_INPUTS_HINT, raise_failure, require_answer
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.narrowing import agreeing_part
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
@@ -47,7 +47,7 @@ def row_to_apply(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
         assert not isinstance(failure, Measurement)
         raise MeasurementError(
             f"no plan up to level {rows[-1].level} could be run: {describe(failure)}",
-            hint="Try a smaller batch (`--dim B=1` where the shape says B), or a machine with more memory.",
+            hint=SMALLER_INPUTS_HINT,
         )
     return measured_row
 
@@ -59,7 +59,7 @@ class Prover:
     measurements: PlanMeasurements
     findings: Findings
     """Findings of the search, whose rows, dropped plans and neighbours are updated when the plan is replaced."""
-    takes_chosen: bool = False
+    always_applies_chosen: bool = False
     """Whether to apply the chosen row whatever it saves and costs, because the user has named its segments."""
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """Outcome of each verification so far."""
@@ -90,7 +90,7 @@ class Prover:
         self._drop(best, Differs(verification=verification))
         return best, verification
 
-    def fault(self, plan: Plan) -> Reason | None:
+    def verify_and_explain(self, plan: Plan) -> Reason | None:
         """Verify ``plan``, remember the outcome, and return why it fails; ``None`` if it passes."""
         outcome = self.known[plan] = self.verify(plan)
         return fault_in(outcome)
@@ -106,7 +106,7 @@ class Prover:
     def _narrow(self, best: LevelRow, failed: Verification) -> tuple[LevelRow, Verification]:
         """Return ``best`` without the segments that differ, verified again; if that fails, ``best`` and ``failed``."""
         self.measurements.prepared.progress.stage("finding what differs")
-        plan, left_out = self._split(best.plan, failed)
+        plan, left_out = self._split_differing(best.plan, failed)
         self._drop(best, Differs(verification=failed, left_out=left_out))
         self.findings.faster = self.findings.smaller = None
         rows = self.findings.rows
@@ -132,7 +132,7 @@ class Prover:
         """Return the row at index ``index`` if its plan is worth its time as measured, else the original's row."""
         rows = self.findings.rows
         max_slowdown = self.findings.resolved.options.max_slowdown or math.inf
-        if self.takes_chosen:
+        if self.always_applies_chosen:
             return row_to_apply(rows, rows[index])
         rows[index] = self.measurements.confirm(rows[index], max_slowdown)
         original = self.measurements.measure(ORIGINAL)
@@ -145,7 +145,7 @@ class Prover:
     def _unless_own_is_better(self, row: LevelRow) -> LevelRow:
         """Return ``row``, or the original's if the model's own checkpoints do better and the user did not pick it."""
         findings = self.findings
-        if self.takes_chosen or (findings.by_goal and findings.budget_bytes is None):
+        if self.always_applies_chosen or (findings.by_goal and findings.budget_bytes is None):
             return row
         original = self.measurements.measure(ORIGINAL)
         max_slowdown = findings.resolved.options.max_slowdown or math.inf
@@ -156,18 +156,20 @@ class Prover:
         return findings.rows[0]
 
     def _drop(self, row: LevelRow, reason: Reason) -> None:
-        peaks = [outcome.allocated_peak_bytes for outcome in (row.outcome,) if isinstance(outcome, Measurement)]
+        peak_bytes = row.predicted_allocated_peak_bytes
+        if isinstance(row.outcome, Measurement):
+            peak_bytes = row.outcome.allocated_peak_bytes
         original = self.measurements.known(ORIGINAL)
         self.findings.drop(
             Dropped(
                 plan=row.plan,
-                peak_bytes=next(iter(peaks), row.predicted_allocated_peak_bytes),
+                peak_bytes=peak_bytes,
                 original_bytes=None if original is None else original.allocated_peak_bytes,
                 why=reason,
             )
         )
 
-    def _split(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
+    def _split_differing(self, plan: Plan, failed: Verification) -> tuple[Plan, tuple[LeftOut, ...]]:
         """Split ``plan`` by :func:`agreeing_part`, at the sizes at which its verification ``failed``."""
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 

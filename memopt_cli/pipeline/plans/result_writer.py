@@ -58,7 +58,7 @@ class ResultWriter:
     def result(self) -> OptimizeResult:
         """Write the plan, then the model, find the batch that fits, and record the steps; return the result.
 
-        Ctrl-C, a full disk or a model that cannot be saved ends this early; the result holds what was done before.
+        Ctrl-C, a full disk or a model that cannot be saved ends this early; the result holds all that was done before.
         """
         ended_by = self._ended_by()
         paths = [*self.paths.all(), frontier_path(self.request)]
@@ -66,7 +66,7 @@ class ResultWriter:
             header=file_header(self.prepared),
             summary=self._summary(),
             files=tuple(str(path) for path in paths if path in self.files),
-            use=self._use(),
+            use=self._use_line(),
             steps=self.steps,
             ended_by=ended_by,
         )
@@ -123,7 +123,7 @@ class ResultWriter:
         if writes:
             if findings.is_run:
                 recommended = recommended_data(self.advice, self.prepared.batch)
-                self._write(self.paths.batch, batch_file(file_header(self.prepared), recommended))
+                self._write_or_update(self.paths.batch, batch_file(file_header(self.prepared), recommended))
             self._write_summary()
         if request.record_steps:
             self.steps = self._recorded_steps()
@@ -149,14 +149,14 @@ class ResultWriter:
         layout, turns_off = self.request.layout, findings.turns_off
         plan = content(plan_yaml(header, findings.plan, findings.applied_level, predicted, layout, turns_off))
         try:
-            self._write(self.paths.plan, plan)
+            self._write_or_update(self.paths.plan, plan)
         except KeyboardInterrupt:  # the search took long: finish writing its plan before the run ends
             self.files.append(self.paths.plan)  # the file may exist already, and may then be replaced
-            self._write(self.paths.plan, plan)
+            self._write_or_update(self.paths.plan, plan)
             raise
         self._write_summary()
 
-    def _use(self) -> str:
+    def _use_line(self) -> str:
         """Return the line of Python that puts the written plan into use; empty if no plan was written.
 
         The model is loaded from its file, unless a function builds it or the script gives the plan an optimizer.
@@ -174,7 +174,7 @@ class ResultWriter:
         if self.paths.model not in self.files or (kind in ("factory", "pretrained") and not script):
             return f"memopt_cli.apply_plan(model, {plan})"
         trust = source.trust  # memopt_cli.load has no sandbox to turn off
-        if script:  # what the class is made of may be defined beside it
+        if script:  # parts of the class may be defined next to it
             trust = replace(trust, code_paths=tuple(dict.fromkeys((*trust.code_paths, os.path.dirname(script) or "."))))
         trust = replace(trust, sandbox=True, code_paths=tuple(map(os.path.abspath, trust.code_paths)))
         trusting = "" if trust == Trust() else f", trust=memopt_cli.{trust.in_python}"
@@ -199,13 +199,13 @@ class ResultWriter:
             return
         self.prepared.progress.stage("writing the model")
         source, timeout_s = self.prepared.subject.source, self.prepared.timeout_s
-        self._write(self.paths.model, model_writer(source, self.findings.plan, timeout_s))
+        self._write_or_update(self.paths.model, model_writer(source, self.findings.plan, timeout_s))
         self.findings.details += reader_notes(self.findings.model_format, self.paths.model)
 
     def _write_summary(self) -> None:
-        self._write(self.paths.summary, content(summary_json(file_header(self.prepared), self._summary())))
+        self._write_or_update(self.paths.summary, content(summary_json(file_header(self.prepared), self._summary())))
 
-    def _write(self, path: Path, fill: Fill) -> None:
+    def _write_or_update(self, path: Path, fill: Fill) -> None:
         """Write a file at ``path``, or update it if it was written before."""
         write_all({path: fill}, force=self.request.force or path in self.files)
         if path not in self.files:

@@ -1,4 +1,4 @@
-"""Keeping the plans of ``--frontier`` in a file beside the model, and taking plan N from it for ``--pick N``.
+"""Keeping the plans of ``--frontier`` in a file next to the model, and taking plan N from it for ``--pick N``.
 
 A number refers to the table that the user has seen.  If the model, the inputs or the step have changed since, the
 command fails rather than search again and apply another plan under the same number.
@@ -46,9 +46,9 @@ _MAX_HASH_DIGITS = 12
 
 
 def frontier_path(request: OptimizeRequest) -> Path:
-    """Return the path of the plans that were shown: beside the output that ``request`` names, else beside the model.
+    """Return the path of the plans that were shown: next to the output that ``request`` names, else next to the model.
 
-    A plan that is picked may go to a different output from the plans that were shown, so with ``--pick`` a file beside
+    A plan that is picked may go to a different output from the plans that were shown, so with ``--pick`` a file next to
     the output counts only if it is there.
     """
     beside_output = output_paths(request.source.location, request.output).frontier
@@ -141,7 +141,7 @@ def _check_inputs(request: OptimizeRequest, frontier: ShownFrontier) -> None:
     flag = next((quoted_flag(flag, path) for flag, path in files.items() if path), "")
     if flag and not (request.spec is not None and request.spec.has_inputs):
         raise UsageError(
-            f"the plans were shown for a step with `{flag}`; memopt opens no file just because a file beside the "
+            f"the plans were shown for a step with `{flag}`; memopt opens no file just because a file next to the "
             "model names it",
             hint=f"If those are your inputs, add `{flag}`.",
         )
@@ -218,7 +218,7 @@ def _short_hash(sha256: str | None) -> str:
 
 
 def write_shown(request: OptimizeRequest, prepared: Prepared, findings: Findings) -> list[Path]:
-    """Write the frontier in ``findings`` beside the model and return its path; if that fails, add a note instead.
+    """Write the frontier in ``findings`` next to the model and return its path; if that fails, add a note instead.
 
     The folder may be read-only.  Without the file, ``--pick`` only has to search again.
     """

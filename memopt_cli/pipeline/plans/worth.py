@@ -45,7 +45,8 @@ def drop_by_measurement(row: LevelRow, original: Measurement | Failure, max_slow
         return None
     original_bytes = original.allocated_peak_bytes if isinstance(original, Measurement) else None
     if not isinstance(outcome, Measurement):
-        reason, predicted_bytes = NotRun(failure=outcome), row.predicted_allocated_peak_bytes
+        reason = NotRun(failure=outcome)
+        predicted_bytes = row.predicted_allocated_peak_bytes
         return Dropped(plan=row.plan, peak_bytes=predicted_bytes, original_bytes=original_bytes, why=reason)
     if not isinstance(original, Measurement):
         return None

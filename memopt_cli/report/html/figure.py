@@ -28,7 +28,7 @@ def text(value: str) -> str:
 
 def bytes_axis(top_bytes: float) -> dict[str, Any]:
     """Return an axis from 0 to a little above ``top_bytes``, with ticks at round numbers of a binary unit."""
-    step = _tick(top_bytes)
+    step = _tick_bytes(top_bytes)
     ticks = [step * i for i in range(int(top_bytes * 1.1 / step) + 1)]
     return {
         "range": [0, top_bytes * 1.1 or 1],
@@ -38,7 +38,7 @@ def bytes_axis(top_bytes: float) -> dict[str, Any]:
     }
 
 
-def _tick(top_bytes: float) -> int:
+def _tick_bytes(top_bytes: float) -> int:
     """Return the least of 1, 2, 5, 10, 20 … 500 times a power of 1024 that gives ``top_bytes`` at most six ticks."""
     unit = 1
     while top_bytes >= 1024 * unit:

@@ -14,14 +14,14 @@ def module_tree(before: KeptByModule, after: KeptByModule | None, plan: Plan) ->
     """Return the tree, opened down to the modules of ``plan``, with what was ``before`` it and, if given, ``after``."""
     planned = {segment.path: segment for segment in plan.segments}
     now = None if after is None else {module.path: module for module in after.walk()}
-    return f'<ul class="tree">{_branch(before, planned, now)}</ul>'
+    return f'<ul class="tree">{_branch_html(before, planned, now)}</ul>'
 
 
-def _branch(module: KeptByModule, planned: dict[str, SegmentPlan], after: dict[str, KeptByModule] | None) -> str:
+def _branch_html(module: KeptByModule, planned: dict[str, SegmentPlan], after: dict[str, KeptByModule] | None) -> str:
     line = _line(module, planned.get(module.path), after)
     if not module.children:
         return f"<li><div>{line}</div></li>"
-    below = "".join(_branch(child, planned, after) for child in module.children)
+    below = "".join(_branch_html(child, planned, after) for child in module.children)
     wanted = not module.path or any(child.path in planned for child in module.walk() if child is not module)
     return f"<li><details{' open' if wanted else ''}><summary>{line}</summary><ul>{below}</ul></details></li>"
 

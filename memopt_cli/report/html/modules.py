@@ -11,7 +11,7 @@ from memopt_cli.report.html.figure import INK, NEUTRAL, PALETTE, Figure, text
 from memopt_cli.report.profiling import below, nearest
 from memopt_cli.text.units import format_bytes
 
-_SMALLEST = 0.0005
+_MIN_SHARE = 0.0005
 """Parts of the treemap below this share of the whole are drawn as one."""
 _BULK = 0.9
 """A child above this share of its module stands for the module, so that colours are given to the child's parts."""
@@ -24,7 +24,7 @@ class KeptByModule:
     path: str
     class_name: str
     name: str = "(model)"
-    """Path below the module that this one hangs below, or ``(model)`` for the root."""
+    """Path relative to its parent in the tree; ``(model)`` for the root."""
     nbytes: int = 0
     """Bytes that it and the modules below it keep."""
     seconds: float = 0.0
@@ -50,9 +50,9 @@ def kept_by_module(trace: StepTrace) -> KeptByModule:
             module.name = below(path, above)
             tree[above].children.append(module)
     for nbytes, operator, path in _left_by_forward(trace):
-        tree[_nearest(path, tree)].operators[operator] += nbytes
+        tree[_self_or_nearest(path, tree)].operators[operator] += nbytes
     for op in trace.ops:
-        tree[_nearest(op.module, tree)].seconds += op.seconds
+        tree[_self_or_nearest(op.module, tree)].seconds += op.seconds
     _add_up(root)
     return root
 
@@ -65,10 +65,8 @@ def _left_by_forward(trace: StepTrace) -> Iterator[tuple[int, str, str]]:
             yield s.nbytes, trace.ops[s.born].name, s.module
 
 
-def _nearest(path: str, tree: dict[str, KeptByModule]) -> str:
-    while path not in tree:
-        path = path.rpartition(".")[0]
-    return path
+def _self_or_nearest(path: str, tree: dict[str, KeptByModule]) -> str:
+    return path if path in tree else nearest(path, tree)
 
 
 def _add_up(module: KeptByModule) -> None:
@@ -108,7 +106,7 @@ class _Sectors:
         colour = colours.get(module.path, colour)
         hover = f"{text(module.path or '(model)')}<br>{text(module.class_name)}"
         own = self.add(parent, module.name, module.nbytes, hover, colour)
-        least = _SMALLEST * self.total_bytes
+        least = _MIN_SHARE * self.total_bytes
         operators = [(name, nbytes) for name, nbytes in module.operators.most_common() if nbytes >= least]
         for i, (name, nbytes) in enumerate(operators):
             made = f"made by {text(name)}<br>in {text(module.path or '(model)')}"

@@ -33,12 +33,12 @@ from memopt_cli.report.html.frontier import FrontierPoint, frontier_figure, poin
 from memopt_cli.report.html.module_tree import module_tree
 from memopt_cli.report.html.modules import kept_by_module, treemap_figure
 from memopt_cli.report.html.timeline import CATEGORIES, timeline, timeline_figure
-from memopt_cli.report.optimization import range_headings, range_rows, unapplied
+from memopt_cli.report.optimization import in_words, range_headings, range_rows, unapplied
 from memopt_cli.report.profiling import time_rows
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _SAVED = 12
-"""Most rows in the table of saved tensors."""
+"""Maximum number of rows in the table of saved tensors."""
 
 
 def require_plotly() -> None:
@@ -151,7 +151,7 @@ def _fastest_tiles(training: FastestTraining) -> Iterable[Tile]:
     answer = training.answer
     steps = "" if training.accumulation is None else f"× {answer.steps} for a step of the optimizer"
     yield "batch", str(answer.batch), steps
-    yield "plan", fastest.plan_name(answer.plan), f"level {training.level} at most"
+    yield "plan", in_words(answer.plan), f"level {training.level} at most"
     speed, _, beside = fastest.gain(training).partition(" samples/s")
     yield "samples/s", speed, beside.lstrip(",; ")
     if isinstance(answer.outcome, BatchProbe):
@@ -250,7 +250,7 @@ class _Page:
             total = sum(part.seconds for part in times)
             rows = [(name, format_seconds(s), f"{s / total:.0%}") for name, s in time_rows(times)]
             lead = "What a plan adds is apart from the model's own operators."
-            self.section("Time of the step", lead, _table(("part", "time", "of it"), rows))
+            self.section("Time of the step", lead, _table_html(("part", "time", "of it"), rows))
 
     def frontier(self, points: Sequence[FrontierPoint]) -> None:
         """Add the plot of peak against step time, if there are several ``points``."""
@@ -262,7 +262,7 @@ class _Page:
         """Add the plot and the table of every batch and plan that were run together."""
         points = [
             FrontierPoint(
-                label=f"batch {run.batch}" + ("" if run.plan.is_empty else f", {fastest.plan_name(run.plan)}"),
+                label=f"batch {run.batch}" + ("" if run.plan.is_empty else f", {in_words(run.plan)}"),
                 peak_bytes=run.outcome.allocated_peak_bytes,
                 step_s=1 / run.samples_per_s,
                 applied=index == training.chosen,
@@ -270,7 +270,7 @@ class _Page:
             for index, run in enumerate(training.runs)
             if isinstance(run.outcome, BatchProbe) and run.samples_per_s
         ]
-        table = _table(fastest.RUN_HEADINGS, (cells for _, cells in fastest.run_rows(training)))
+        table = _table_html(fastest.RUN_HEADINGS, (cells for _, cells in fastest.run_rows(training)))
         figure = self.figure("", frontier_figure(points, "time of a sample")) if points else ""
         lead = "Allocated peak against the time of a sample, of each batch and plan that were run together."
         self.section("Batches and plans", lead, figure, table)
@@ -282,13 +282,15 @@ class _Page:
         longest = f"{summary.plan.by.dim}={summary.plan.ranges[-1].up_to}"
         lead = "Each is verified at its largest length and run at a few more; "
         lead += f"all else on this page is of {escape(longest)}."
-        self.section("A plan for each range of lengths", lead, _table(range_headings(summary), range_rows(summary)))
+        self.section(
+            "A plan for each range of lengths", lead, _table_html(range_headings(summary), range_rows(summary))
+        )
 
     def saved(self, tensors: Sequence[SavedTensor]) -> None:
         """Add the table of ``tensors``, the largest that autograd keeps."""
         rows = [(format_bytes(s.nbytes), s.made_by or "an input", s.op, s.module or "(model)") for s in tensors]
         if rows:
-            table = _table(("bytes", "made by", "kept by", "in"), rows)
+            table = _table_html(("bytes", "made by", "kept by", "in"), rows)
             self.section(
                 "Largest tensors saved for backward",
                 "What autograd, or the plan in its place, holds until their gradients run.",
@@ -340,7 +342,7 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def _table_html(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -27,7 +27,7 @@ CATEGORIES: dict[str, str] = {
 """Category -> colour, from the bottom of the stack to its top."""
 
 _POINTS = 1600
-"""Most instants that are drawn: a wide screen has hardly more columns."""
+"""Maximum number of instants that are plotted: a wide screen has hardly more columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +63,13 @@ def _running(changes: Sequence[int]) -> Iterator[int]:
         yield total
 
 
-def thin_out(line: Timeline, most: int = _POINTS) -> Timeline:
-    """Return ``line`` at about ``most`` instants: the largest and the smallest total of each stretch are kept."""
+def thin_out(line: Timeline, max_points: int = _POINTS) -> Timeline:
+    """Return ``line`` at about ``max_points`` instants: the largest and the smallest total of each stretch are kept."""
     totals, count = line.totals, len(line.instants)
-    if count <= most:
+    if count <= max_points:
         return line
     kept = {0, count - 1}
-    shares = max(1, most // 2)
+    shares = max(1, max_points // 2)
     for i in range(shares):
         share = range(i * count // shares, (i + 1) * count // shares)
         kept |= {max(share, key=totals.__getitem__), min(share, key=totals.__getitem__)}

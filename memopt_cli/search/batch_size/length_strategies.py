@@ -41,9 +41,9 @@ class StrategyReport:
     positions: int
     """Number of computed positions in an epoch, padding included."""
     peak_bytes: int | None
-    """Peak of the batch that needs most bytes, by the memory model.  ``None`` if there is no model."""
+    """Peak of the batch that needs most bytes, by the memory model; ``None`` if there is no model."""
     epoch_s: float | None
-    """Seconds of all batches, by the time model.  ``None`` if there is no model."""
+    """Seconds of all batches, by the time model; ``None`` if there is no model."""
 
     @property
     def waste(self) -> float:
@@ -75,7 +75,7 @@ def compare_length_strategies(
     batch_size:
         Sequences in a batch, except under the token budget.
     max_tokens:
-        Maximum number of positions in a batch under the token budget.  ``None`` for as many as an average batch has, or
+        Maximum number of positions in a batch under the token budget; ``None`` for as many as an average batch has, or
         as the longest sequence has, if more.
     memory, step_s:
         Models of one step: functions of a :class:`BatchExtent` that return its peak bytes and its seconds.
@@ -102,10 +102,10 @@ def compare_length_strategies(
     tokens = TokenBudgetSampler(lengths, budget, oversize="alone", seed=seed)
     random_batches = _random_batches(len(lengths), batch_size, seed)
     extents_by_strategy = {
-        "padding": [_extent([lengths[i] for i in batch], packed=False) for batch in random_batches],
-        "buckets": [_extent([lengths[i] for i in batch], packed=False) for batch in buckets],
-        "sequence_packing": [_extent([lengths[i] for i in batch], packed=True) for batch in random_batches],
-        TOKEN_BUDGET: [_extent([lengths[i] for i in batch], packed=False) for batch in tokens],
+        "padding": [_extent_of([lengths[i] for i in batch], packed=False) for batch in random_batches],
+        "buckets": [_extent_of([lengths[i] for i in batch], packed=False) for batch in buckets],
+        "sequence_packing": [_extent_of([lengths[i] for i in batch], packed=True) for batch in random_batches],
+        TOKEN_BUDGET: [_extent_of([lengths[i] for i in batch], packed=False) for batch in tokens],
     }
     return tuple(
         StrategyReport(
@@ -125,7 +125,7 @@ def read_lengths(path: str | Path) -> list[int]:
 
     Raises :class:`UsageError` that names the first line that is not a length.
     """
-    return [int(match[0]) for match in _matches(path, _LENGTH, "Write one number above 0 per line.")]
+    return [int(match[0]) for match in _matching_lines(path, _LENGTH, "Write one number above 0 per line.")]
 
 
 def read_histogram(path: str | Path) -> dict[int, int]:
@@ -136,13 +136,13 @@ def read_histogram(path: str | Path) -> dict[int, int]:
     """
     counts: dict[int, int] = {}
     hint = "Write one number above 0 per line, or two: a length and how often it occurs."
-    for match in _matches(path, _COUNTED, hint):
+    for match in _matching_lines(path, _COUNTED, hint):
         length = int(match[1])
         counts[length] = counts.get(length, 0) + int(match[2] or 1)
     return dict(sorted(counts.items()))
 
 
-def _matches(path: str | Path, line_of: re.Pattern[str], hint: str) -> list[re.Match[str]]:
+def _matching_lines(path: str | Path, line_of: re.Pattern[str], hint: str) -> list[re.Match[str]]:
     """Match the lines of the file at ``path`` against ``line_of``; empty lines are skipped."""
     try:
         lines = io.TextIOWrapper(io.BytesIO(read_bytes(path, MAX_BYTES)), "utf-8-sig", errors="replace")
@@ -167,6 +167,6 @@ def _random_batches(count: int, batch_size: int, seed: int) -> list[list[int]]:
     return [indices[start : start + batch_size] for start in range(0, count, batch_size)]
 
 
-def _extent(lengths: Sequence[int], *, packed: bool) -> BatchExtent:
+def _extent_of(lengths: Sequence[int], *, packed: bool) -> BatchExtent:
     steps = max(lengths)
     return BatchExtent(sequences=len(lengths), steps=steps, positions=sum(lengths) if packed else steps * len(lengths))

@@ -40,7 +40,8 @@ def limits_of_device(device: str, longest_step_s: float, *, aim: float, budget: 
     capacity = device_capacity(device)
     budget_bytes, name = _budget(TARGET_SHARE, capacity.device_bytes, capacity.limited_by)
     if budget is not None and budget.nbytes is not None and budget.nbytes < budget_bytes:
-        budget_bytes, name = budget.nbytes, f"`--budget {exact_bytes(budget.nbytes)}`"
+        budget_bytes = budget.nbytes
+        name = f"`--budget {exact_bytes(budget.nbytes)}`"
     return Limits(
         budget_bytes=budget_bytes,
         device_bytes=capacity.device_bytes,

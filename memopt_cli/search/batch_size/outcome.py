@@ -73,6 +73,7 @@ def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) ->
 
 def _time_limit(runs: Runs) -> str:
     """Return the time limit of a step in words, with the time of the largest batch if it takes longer."""
-    largest, is_late = runs.fitting[-1], not runs.is_in_time(runs.fitting[-1])
+    largest = runs.fitting[-1]
+    is_late = not runs.is_in_time(runs.fitting[-1])
     taken = f"; batch {largest.batch} takes {format_seconds(largest.step_s)}" if is_late else ""
     return f"{runs.limits.time_name} ({runs.limits.longest_step_s:g} s{taken})"

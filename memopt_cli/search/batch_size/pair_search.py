@@ -82,7 +82,8 @@ class PairSearch:
 
     def batches(self, after: int) -> Iterator[int]:
         """Yield the batches above ``after`` at which plans are priced, in ascending order."""
-        unit, largest = self.limits.multiple_of, self.limits.max_samples or math.inf
+        unit = self.limits.multiple_of
+        largest = self.limits.max_samples or math.inf
         size = last = after
         for _ in range(_MAX_BATCHES):
             size = max(size + unit, int(size * _GROWTH) // unit * unit)

@@ -20,8 +20,7 @@ MIN_REFUSING_ONE = 2
 """Smallest batch of a model that refuses a single sample, which a batch norm cannot normalize."""
 
 Predict = Callable[[int], float]
-"""Returns the bytes of tensors at the peak of a batch by a dry run, always the same.  Infinite if the dry run
-failed."""
+"""Function that returns the tensor peak of a batch in bytes, by a dry run; infinity if the dry run fails."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +31,7 @@ class PeakModel:
     """Batch of the inputs as the user described them."""
     runs: Runs
     predict: Predict | None
-    """Dry run of a batch.  ``None`` if the step cannot run on tensors without data."""
+    """Dry run of a batch; ``None`` if the step cannot run on tensors without data."""
     ratio: float = 1.0
     """Measured peak divided by the predicted peak, assumed before the first run."""
     ignored: set[int] = field(default_factory=set)

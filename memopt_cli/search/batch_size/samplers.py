@@ -89,10 +89,10 @@ class LengthBucketSampler(LengthSampler):
 
     def _cut(self, indices: list[int]) -> list[list[int]]:
         whole, rest = divmod(len(indices), self._size)
-        starts = self._starts(indices, whole, rest) if rest else list(range(0, len(indices), self._size))
+        starts = self._batch_starts(indices, whole, rest) if rest else list(range(0, len(indices), self._size))
         return [indices[start:stop] for start, stop in zip(starts, [*starts[1:], len(indices)], strict=True)]
 
-    def _starts(self, indices: list[int], whole: int, rest: int) -> list[int]:
+    def _batch_starts(self, indices: list[int], whole: int, rest: int) -> list[int]:
         """Return the starts of batches in ``indices``, with the smaller one where padded positions are fewest."""
 
         def starts(smaller: int) -> list[int]:

@@ -1,6 +1,6 @@
 """The search for the largest batch that fits (``memopt recommend-batch``).
 
-Dry runs estimate that batch, measured runs correct the estimate, and the last run confirms the answer.  ``_next``
+Dry runs estimate that batch, measured runs correct the estimate, and the last run confirms the answer.  ``_next_batch``
 decides the order of runs.
 """
 
@@ -45,26 +45,17 @@ class BatchSearch:
         self.probe = probe
         self._interrupted = False
 
-    def largest(self) -> BatchOutcome:
-        """Find the largest batch within the limits, and return the answer.
-
-        Only a batch that ran is recommended.  A larger one that this machine cannot run, or whose step takes too long,
-        is reported as an estimate.
-        """
-        self.find()
-        return self.outcome()
-
     def find(self) -> None:
         """Run batches until the largest within the limits has run, or no runs are left."""
         max_bytes = min(self.runs.limits.budget_bytes, self.runs.limits.runnable_bytes)
         while len(self.runs) < self.runs.limits.probes:
-            candidate = self._next(max_bytes)
+            candidate = self._next_batch(max_bytes)
             if candidate is None:
                 break
             self.run(candidate)
 
     def dry_run_ahead(self) -> None:
-        """Make the dry runs in advance that the search is likely to need; to be called once a batch has run."""
+        """Make ahead of time the dry runs that the search will probably need; to be called after the first run."""
         largest = self.model.largest_within(self.runs.limits.budget_bytes)
         next_run = min(self.runs.affordable(), largest)
         for batch in (next_run, next_run // 2, int(_FORESIGHT_RATIO * largest)):
@@ -133,7 +124,7 @@ class BatchSearch:
 
     # ------------------------------------------------------------------------------------------ the search
 
-    def _next(self, max_bytes: int) -> int | None:
+    def _next_batch(self, max_bytes: int) -> int | None:
         """Return the batch to run next within ``max_bytes``; ``None`` if the answer has run, or there is none."""
         unit = self.runs.limits.multiple_of
         best = self.runs.best

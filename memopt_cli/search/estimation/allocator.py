@@ -34,9 +34,9 @@ class _Block:
     small: bool
     """Whether the block is in a segment for small requests."""
     previous: _Block | None = None
-    """Previous block of the segment.  ``None`` if this is the first."""
+    """Previous block of the segment; ``None`` if this is the first."""
     next: _Block | None = None
-    """Next block of the segment.  ``None`` if this is the last."""
+    """Next block of the segment; ``None`` if this is the last."""
     is_free: bool = True
 
 
@@ -61,7 +61,7 @@ class CachingAllocator:
         size = self.rounded(nbytes)
         small = size <= self.rules.small_bytes
         block = self._best_fit(size, small) or self._segment(size, small)
-        self._split(block, size)
+        self._split_block(block, size)
         block.is_free = False
         self.allocated_bytes += block.nbytes
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, self.allocated_bytes)
@@ -78,11 +78,11 @@ class CachingAllocator:
                 block.nbytes += neighbour.nbytes
                 if neighbour is block.previous:
                     block.previous = neighbour.previous
-                    _join(block.previous, block)
+                    _join_neighbours(block.previous, block)
                 else:
                     block.next = neighbour.next
-                    _join(block, block.next)
-        self._add(block)
+                    _join_neighbours(block, block.next)
+        self._add_free_block(block)
 
     def rounded(self, nbytes: int) -> int:
         """Round ``nbytes`` up to a multiple of the smallest block size."""
@@ -113,16 +113,16 @@ class CachingAllocator:
             return self.rules.middle_segment_bytes
         return _round_up(size, self.rules.round_bytes)
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split_block(self, block: _Block, size: int) -> None:
         """Cut ``block`` to ``size`` bytes, if the rest is large enough for another block."""
         rest_bytes = block.nbytes - size
         if rest_bytes < self.rules.block_bytes if block.small else rest_bytes <= self.rules.small_bytes:
             return
         start = block.start + size
         rest = _Block(start=start, nbytes=rest_bytes, small=block.small, previous=block, next=block.next)
-        _join(rest, block.next)
+        _join_neighbours(rest, block.next)
         block.nbytes, block.next = size, rest
-        self._add(rest)
+        self._add_free_block(rest)
 
     def _give_back(self) -> None:
         """Return all entirely free segments to the device, as PyTorch does before it raises an out-of-memory error."""
@@ -131,7 +131,7 @@ class CachingAllocator:
             self.reserved_bytes -= sum(nbytes for nbytes, _, _ in segments)
             blocks[:] = [entry for entry in blocks if entry[2].previous is not None or entry[2].next is not None]
 
-    def _add(self, block: _Block) -> None:
+    def _add_free_block(self, block: _Block) -> None:
         bisect.insort(self._free[block.small], (block.nbytes, block.start, block))
 
     def _remove(self, block: _Block) -> None:
@@ -145,9 +145,9 @@ class Lifetime:
 
     nbytes: int
     born: int
-    """Operator at which it is made.  -1 if it exists before the step."""
+    """Operator that makes it; -1 if it exists before the step."""
     died: int | None
-    """Operator at which it is freed.  ``None`` if it outlives the step."""
+    """Operator that frees it; ``None`` if it outlives the step."""
 
 
 def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
@@ -183,7 +183,7 @@ def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:
             allocator.release(block)
 
 
-def _join(previous: _Block | None, following: _Block | None) -> None:
+def _join_neighbours(previous: _Block | None, following: _Block | None) -> None:
     if previous is not None:
         previous.next = following
     if following is not None:

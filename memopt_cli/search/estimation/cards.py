@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from memopt_cli.errors import UsageError, printable, shorten
-from memopt_cli.records import LONGEST_NAME, DeviceProfile, from_data
+from memopt_cli.records import MAX_NAME_LENGTH, DeviceProfile, from_data
 from memopt_cli.text.documents import read_mapping
 from memopt_cli.text.units import parse_bytes
 
 _CUBLAS: Final = 4096 * 1024 * 2 + 16 * 1024 * 8
 _CUBLAS_HOPPER: Final = 8 * 4096 * 1024
 """Workspace that PyTorch gives each cuBLAS handle, in bytes (``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
+_EXAMPLE: Final = (
+    "A device profile contains, for example: "
+    "{memory_bytes: 23GiB, bandwidth_bytes_per_s: 1.0e+12, flops_per_s: {fp32: 8.0e+13, bf16: 1.6e+14}}."
+)
 
 
 def _card(
@@ -93,7 +97,7 @@ def device_profile(text: str) -> DeviceProfile:
 
 def _read(path: Path) -> DeviceProfile:
     data = read_mapping(path, _EXAMPLE)
-    values: dict[str, Any] = {"name": printable(path.stem)[:LONGEST_NAME], **data}
+    values: dict[str, Any] = {"name": printable(path.stem)[:MAX_NAME_LENGTH], **data}
     for key in ("memory_bytes", "library_bytes"):
         if isinstance(values.get(key), str):
             values[key] = _parse_size(values[key], f"{path}.{key}")
@@ -108,9 +112,3 @@ def _parse_size(text: str, where: str) -> int:
         return parse_bytes(text)
     except UsageError as err:
         raise UsageError(f"{where}: {err.message}", hint=err.hint) from err
-
-
-_EXAMPLE: Final = (
-    "A device profile contains, for example: "
-    "{memory_bytes: 23GiB, bandwidth_bytes_per_s: 1.0e+12, flops_per_s: {fp32: 8.0e+13, bf16: 1.6e+14}}."
-)

@@ -1,7 +1,7 @@
 """The time of an operator on another device: the longer of the times to compute, and to move its bytes.
 
 This is the roofline model (S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model",
-2009), operator by operator, with a least time for the launch of a kernel.
+2009), operator by operator, with a minimum time for the launch of a kernel.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def estimate(trace: StepTrace, device: DeviceProfile) -> DeviceEstimate:
         memory_bytes=device.memory_bytes,
         allocated_peak_bytes=allocator.allocated_peak_bytes,
         reserved_peak_bytes=allocator.reserved_peak_bytes,
-        fits=_fits(lives, device, allocator),
+        fits=_has_room(lives, device, allocator),
         step_s=sum(op.seconds for op in trace.ops),
     )
 
@@ -32,7 +32,7 @@ def replay_lives(lives: Sequence[Lifetime], device: DeviceProfile) -> CachingAll
 def needed_bytes(lives: Sequence[Lifetime], device: DeviceProfile) -> int:
     """Return the allocated peak of ``lives`` on ``device``; if they do not fit, the bytes that it would reserve."""
     allocator = replay_lives(lives, device)
-    fits = _fits(lives, device, allocator)
+    fits = _has_room(lives, device, allocator)
     return allocator.allocated_peak_bytes if fits else allocator.reserved_peak_bytes
 
 
@@ -42,7 +42,7 @@ def library_blocks(ops: Iterable[OpTrace], device: DeviceProfile) -> list[Lifeti
     return [Lifetime(nbytes=device.library_bytes, born=-1, died=None) for _ in phases if device.library_bytes]
 
 
-def _fits(lives: Sequence[Lifetime], device: DeviceProfile, endless: CachingAllocator) -> bool:
+def _has_room(lives: Sequence[Lifetime], device: DeviceProfile, endless: CachingAllocator) -> bool:
     """Return whether ``device`` has room for ``lives``; ``endless`` is its allocator without a bound on memory."""
     if endless.reserved_peak_bytes <= device.memory_bytes:
         return True

@@ -98,7 +98,7 @@ class _Node:
     """A round as a call: its forward up to the first backward, and its backward; ``None`` if there is no round."""
 
 
-def _nest(calls: Sequence[ModuleCall]) -> _Node:
+def _nest_calls(calls: Sequence[ModuleCall]) -> _Node:
     """Return ``calls`` as a tree: each below the call that made it, and the first one at the root."""
     root = _Node(calls[0])
     enclosing = [root]
@@ -163,19 +163,19 @@ class _Builder:
     def __init__(self, model: CostModel) -> None:
         self._model = model
         self._trace = model.trace
-        self._costly = costly_calls(model.trace, model.seconds)
+        self._costly = costly_calls(model.trace, [model.trace.recompute_factor * seconds for seconds in model.seconds])
         self._bytes = OperatorBytes(model.trace)
 
     def build(self) -> Block:
         if not self._trace.calls[0].path:
-            return self._block(_nest(self._trace.calls))
+            return self._block(_nest_calls(self._trace.calls))
         # A user's own step calls its models from no module, so the tree needs a root that is a round.
         root = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
-        nodes = _nest([root, *self._trace.calls]).children
+        nodes = _nest_calls([root, *self._trace.calls]).children
         return self._block(_rounds(nodes, len(self._trace.ops)))
 
     def _round(self, call: ModuleCall, parts: Sequence[_Node]) -> Block:
-        block = self._span("", call.forward, call.backward, call.end)
+        block = self._make_block("", call.forward, call.backward, call.end)
         block.children = tuple(self._children(call, parts))
         block.refusal = "the step runs its models one by one"
         block.is_round = True
@@ -192,7 +192,7 @@ class _Builder:
         inputs = [s for s in call.inputs if storages[s].born >= 0]
         paid = [storages[s] for s in inputs if payers.get(s, call.start) >= call.start]
         rerun = self._model.rerun(call)
-        block = self._span(call.path, call.forward, call.backward, rerun.stop)
+        block = self._make_block(call.path, call.forward, call.backward, rerun.stop)
         block.forward_bytes = self._bytes.forward_alone(call)
         block.rerun = rerun
         block.input_bytes = sum(storage.nbytes for storage in paid)
@@ -230,13 +230,13 @@ class _Builder:
         backward = _gap_backwards(call, calls)
         gaps = [range(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)]  # before, between and after the parts
         for index, gap in enumerate(gaps):
-            span = self._span("", gap, backward[index], gap.stop)
+            span = self._make_block("", gap, backward[index], gap.stop)
             if span.kept_bytes or gap:
                 yield span
             if index < len(parts):
                 yield self._block(parts[index])
 
-    def _span(self, path: str, forward: range, backward: range, stop: int) -> Block:
+    def _make_block(self, path: str, forward: range, backward: range, stop: int) -> Block:
         """Make a block of the operators in ``forward`` and ``backward``; a rerun of it ends before ``stop``."""
         sums, ops = self._bytes, [*forward, *backward]
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))

@@ -47,8 +47,8 @@ class Work:
 def inner_bounds(work: Work, *, plain: int, longest: int, slowdown: float) -> tuple[int, ...]:
     """Choose bounds of ranges between ``plain`` and ``longest``.
 
-    Up to ``plain``, no plan is needed.  0 if every length needs one.  The plan for ``longest`` has ``slowdown``;
-    between the two lengths, slowdowns are assumed to rise linearly.
+    Lengths up to ``plain``, which may be 0, need no plan.  The plan for ``longest`` has ``slowdown``; between the two
+    lengths, slowdowns are assumed to rise linearly.
     """
 
     def expected_slowdown(bound: int) -> float:
@@ -57,7 +57,7 @@ def inner_bounds(work: Work, *, plain: int, longest: int, slowdown: float) -> tu
     def epoch(inner: Sequence[int]) -> float:
         return work.epoch({bound: expected_slowdown(bound) for bound in (*[plain] * (plain > 0), *inner, longest)})
 
-    candidates = _spread([length for length in work.lengths if plain < length < longest], work)
+    candidates = _spread_lengths([length for length in work.lengths if plain < length < longest], work)
     best: tuple[int, ...] = ()
     for number in range(1, MAX_RANGES - (plain > 0)):
         bounds = min(itertools.combinations(candidates, number), key=epoch, default=())
@@ -67,7 +67,7 @@ def inner_bounds(work: Work, *, plain: int, longest: int, slowdown: float) -> tu
     return best
 
 
-def _spread(lengths: Sequence[int], work: Work) -> list[int]:
+def _spread_lengths(lengths: Sequence[int], work: Work) -> list[int]:
     """Choose at most :data:`_MAX_CANDIDATES` of ``lengths``, with about equal work between neighbours."""
     if len(lengths) <= _MAX_CANDIDATES:
         return list(lengths)

@@ -58,14 +58,14 @@ class ChunkTrials:
         If a module cannot, or only by another rule, the solver's next plan takes that into account.
         """
         modules = self._proposals.modules
-        for path in sorted((s.path for s in _cut(plan)), key=lambda path: -modules[path].saved_bytes):
+        for path in sorted((s.path for s in _cut_segments(plan)), key=lambda path: -modules[path].saved_bytes):
             if path not in self._decided and not (self.may_try_more and self._try_class(path)):
                 return False
-        return self.allow(plan) and all(self._confirm_segment(segment) for segment in _cut(plan))
+        return self.allow(plan) and all(self._confirm_segment(segment) for segment in _cut_segments(plan))
 
     def allow(self, plan: Plan) -> bool:
         """Return whether ``plan`` runs modules in chunks only by :attr:`rules`."""
-        rules = ((segment, self.rules.get(segment.path)) for segment in _cut(plan))
+        rules = ((segment, self.rules.get(segment.path)) for segment in _cut_segments(plan))
         return all(entry and entry[0].applied(segment, segment.chunks) == segment for segment, entry in rules)
 
     def _confirm_segment(self, segment: SegmentPlan) -> bool:
@@ -73,7 +73,7 @@ class ChunkTrials:
         if segment.path in self._tried:
             return True
         self._tried.add(segment.path)
-        rule = self._try(segment.path) if self.count < self._max_trials else None
+        rule = self._try_module(segment.path) if self.count < self._max_trials else None
         if rule == self.rules[segment.path][0]:
             return True
         rules = {path: entry for path, entry in self.rules.items() if path != segment.path}
@@ -90,7 +90,8 @@ class ChunkTrials:
         """
         rules = dict(self.rules)
         for path, module in self._proposals.modules.items():
-            lengths, norms = module.input_shape[:2], self._proposals.norms[path]
+            lengths = module.input_shape[:2]
+            norms = self._proposals.norms[path]
             length = max(lengths, default=0)
             if path not in self._decided and length > 1 and self.is_cuttable(path):
                 axis = lengths.index(length)
@@ -121,7 +122,7 @@ class ChunkTrials:
         paths = self._paths_of_class(path)
         self._decided.update(paths)
         self._classes_tried += 1
-        rule = self._try(path)
+        rule = self._try_module(path)
         if rule is not None:
             shapes = {path: modules[path].input_shape[rule.axis :] for path in paths}
             rules = {path: (rule, shape[0]) for path, shape in shapes.items() if shape}
@@ -129,7 +130,7 @@ class ChunkTrials:
             self._set_rules({**self.rules, **rules})
         return rule is not None
 
-    def _try(self, path: str) -> ChunkRule | None:
+    def _try_module(self, path: str) -> ChunkRule | None:
         self._probes.report(f"asking whether {quote_module(path)} can run in chunks")
         self.count += 1
         rule = self._probes.chunking(path)
@@ -163,6 +164,6 @@ def are_nested(path: str, other: str) -> bool:
     return is_within(path, other) or is_within(other, path)
 
 
-def _cut(plan: Plan) -> Iterator[SegmentPlan]:
+def _cut_segments(plan: Plan) -> Iterator[SegmentPlan]:
     """Yield the segments that ``plan`` runs in chunks, without heads that run through their losses."""
     return (s for s in plan.segments if s.chunks > 1 and not s.through_loss)

@@ -2,8 +2,9 @@
 
 ``replay.py`` predicts the bytes.  It changes when each recorded storage is alive, as the plan would.  The forward of a
 segment frees tensors that only autograd would have kept.  Right before the segment's backward its operators run once
-more, and what autograd saves then lives as long as before.  Segments nest: within a recomputation, an inner segment is
-in its first forward again.  Chunks run one after another, so of the tensors inside, one chunk's share is alive at once.
+more, and the tensors that autograd saves then live as long as before.  Segments nest: within a recomputation, an inner
+segment is in its first forward again.  Chunks run one after another, so of the tensors inside, one chunk's share is
+alive at once.
 
 The seconds are the sum of the recorded operators, recomputation, and overheads that the constants below describe.
 
@@ -46,9 +47,9 @@ recomputation and backward.  Fitted, like the next five constants, to tiny layer
 (``benchmarks/overhead.py``).  Other machines are faster or slower: see
 :attr:`~memopt_cli.records.StepTrace.segment_overhead`."""
 PRODUCT_S = 13e-6
-"""Least seconds of a product of matrices, added to :data:`OP_S`."""
+"""Minimum seconds of a matrix product, added to :data:`OP_S`."""
 CONVOLUTION_S = 70e-6
-"""Least seconds of a convolution, added to :data:`OP_S`."""
+"""Minimum seconds of a convolution, added to :data:`OP_S`."""
 SEGMENT_S = 150e-6
 """Seconds that one run of a segment adds to its operators, forward and recomputation together: state, hooks,
 generators."""
@@ -58,9 +59,9 @@ SEGMENT_OP_S = 3e-6
 """Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
 PACKING_S = 90e-6
 """Seconds to pack a small tensor and unpack it again; measured by ``benchmarks/overhead.py``."""
-INSPECTION_S = 60e-6
+INSPECTION_S = 75e-6
 """Seconds to find out that a tensor cannot be packed.  Measured: 21 µs with warm caches (``benchmarks/overhead.py``),
-40 µs in a BERT, 110 µs in a U-Net."""
+40 to 75 µs in a BERT, 90 µs in a GPT-2, 110 µs in a U-Net."""
 KEEP_OP_S = 10e-6
 """Seconds that a segment with kept outputs adds to each operator, in either run, by passing through Python; measured by
 ``benchmarks/overhead.py``."""
@@ -85,7 +86,7 @@ def packing_s(trace: StepTrace, nbytes: int, tensors: int) -> float:
     return nbytes / rate + trace.segment_overhead * tensors * PACKING_S
 
 
-def least_op_s(op: OpTrace) -> float:
+def min_op_s(op: OpTrace) -> float:
     """Return the fixed cost of ``op`` in seconds, on the machine on which the constants were measured."""
     if "convolution" in op.name:
         return OP_S + CONVOLUTION_S
@@ -114,8 +115,8 @@ class Rerun:
     """Seconds of the operators up to :attr:`stop`."""
     ops: int = 0
     """Number of operators of the whole forward."""
-    least_s: float = 0.0
-    """Seconds that these operators take however small their tensors are: see :func:`least_op_s`."""
+    min_s: float = 0.0
+    """Seconds that these operators take however small their tensors are: see :func:`min_op_s`."""
     modules: int = 0
     """Number of modules in the segment, its own included."""
     passes: Passes = Passes()
@@ -131,7 +132,7 @@ class Rerun:
         per_op_s = SEGMENT_OP_S + (2 * KEEP_OP_S if segment.keep else 0.0)
         watched_s = runs * (SEGMENT_S + self.modules * MODULE_S) + runs_per_op * self.ops * per_op_s
         # The first run is in the recorded times; each further one comes in forward, recomputation and backward.
-        chunked_s = 3 * (runs_per_op - 1) * self.least_s
+        chunked_s = 3 * (runs_per_op - 1) * self.min_s
         # One norm runs in the first pass, two in the second, and so on; all run in the last, which gathers nothing:
         # 1 + 2 + ... + n + n.
         norms_run = passes.norms * (passes.norms + 3) // 2
@@ -210,8 +211,8 @@ def _first_from(norms: Sequence[NormOperator], op: int) -> int:
 def chunk_counts(length: int, factor: int) -> Iterator[int]:
     """Yield numbers of chunks worth a try, each about ``factor`` times the previous number, up to ``length``.
 
-    A number is worth a try if no smaller one gives chunks as short.  An axis of 10 is never cut in 6 to 9 chunks: the
-    longest of them has 2, and so do 5 chunks.  With ``factor`` 1, all numbers worth a try come.
+    A number is worth a try if no smaller one gives chunks as short.  An axis of 10 is never cut into 6 to 9 chunks:
+    their longest has length 2, as with 5 chunks.  With ``factor`` 1, all numbers worth a try come.
     """
     chunks = 1
     while chunks < length:
@@ -223,7 +224,7 @@ def chunk_counts(length: int, factor: int) -> Iterator[int]:
 
 
 def longest_share(chunks: int, length: int) -> float:
-    """Return the share that the longest of ``chunks`` has of an axis of ``length``, which is 0 if unknown."""
+    """Return the length of the longest of ``chunks`` chunks as a share of an axis; ``length`` is 0 if unknown."""
     return math.ceil(length / chunks) / length if length else 1 / chunks
 
 
@@ -267,7 +268,7 @@ class CostModel:
         self.elapsed = [0.0, *accumulate(self.seconds)]
         """Seconds before each operator starts; the last entry is the total."""
         self.norms = norm_operators(trace)
-        self._least_s = [0.0, *accumulate(map(least_op_s, trace.ops))]
+        self._min_s = [0.0, *accumulate(map(min_op_s, trace.ops))]
         """Cumulative minimum seconds of the operators before each operator; the last entry is the total."""
         self._modules_in = Counter(path for module in trace.modules for path in ancestry(module.path))
         """Path -> number of modules in the module there, itself included."""
@@ -315,7 +316,7 @@ class CostModel:
 
     def _added_s(self, replayed: ReplayedSegment) -> float:
         rerun = self.rerun(replayed.call)
-        saved_s = sum(self.seconds[op] for op in replayed.kept)
+        saved_s = self.trace.recompute_factor * sum(self.seconds[op] for op in replayed.kept)
         packed_bytes = sum(self.trace.storages[s].packing_cost_bytes for s in replayed.packed)
         inputs_s = packing_s(self.trace, packed_bytes, len(replayed.packed))
         return rerun.seconds - saved_s + rerun.overhead_s(replayed.segment) + inputs_s
@@ -329,9 +330,9 @@ class CostModel:
             trained_bytes = trained_input_bytes(self.trace, call)
             self._reruns[key] = Rerun(
                 stop=stop,
-                seconds=self.elapsed[stop] - self.elapsed[call.start],
+                seconds=self.trace.recompute_factor * (self.elapsed[stop] - self.elapsed[call.start]),
                 ops=call.end - call.start,
-                least_s=self._least_s[call.end] - self._least_s[call.start],
+                min_s=self._min_s[call.end] - self._min_s[call.start],
                 modules=self._modules_in[call.path],
                 passes=statistics_passes(self.elapsed, self.norms, call.start, stop, trained_bytes),
                 scale=self.trace.segment_overhead,
@@ -398,7 +399,7 @@ class CostModel:
             savers = [op for op in self._original.savers[index] if op < replayed.call.start]
             return any(not any(op in segment for segment in segments) for op in savers)
 
-        return set(filter(is_saved, (part for index in replayed.call.inputs for part in self._sources(index))))
+        return set(filter(is_saved, (part for index in replayed.call.inputs for part in self._source_storages(index))))
 
     def _bytes_at_end(self, call: ModuleCall) -> int:
         """Return the bytes of activations made in ``call`` that are alive at the end of the step."""
@@ -420,11 +421,11 @@ class CostModel:
         """Yield the calls that ``segment`` recomputes: of its module, or of the parts that the module splits into."""
         for call in self._calls[segment.path]:
             if segment.spatial_split:
-                yield from self._parts(call)
+                yield from self._child_calls(call)
             else:
                 yield call
 
-    def _parts(self, whole: ModuleCall) -> Iterator[ModuleCall]:
+    def _child_calls(self, whole: ModuleCall) -> Iterator[ModuleCall]:
         """Yield the calls directly below ``whole``."""
         end = whole.start
         calls = self.trace.calls
@@ -446,10 +447,12 @@ class CostModel:
         if codec != "parts":
             return packed
         storages = self.trace.storages
-        stored_bytes = {index: sum(storages[part].nbytes for part in self._sources(index) & stored) for index in packed}
+        stored_bytes = {
+            index: sum(storages[part].nbytes for part in self._source_storages(index) & stored) for index in packed
+        }
         return {index: max(0, storages[index].nbytes - nbytes) for index, nbytes in stored_bytes.items() if nbytes}
 
-    def _sources(self, storage: int) -> Set[int]:
+    def _source_storages(self, storage: int) -> Set[int]:
         """Return the storages from which an operator made ``storage``."""
         born = self.trace.storages[storage].born
         return set(self.trace.ops[born].reads) if born >= 0 else set()

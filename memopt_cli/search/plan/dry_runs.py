@@ -22,7 +22,7 @@ class PricedPlan:
     plan: Plan
     counted: Counted
     level: int
-    """Least level that allows all that the plan does."""
+    """Lowest level that allows all that the plan does."""
     slowdown: float
     """Step time divided by the step time of the original."""
 
@@ -45,7 +45,7 @@ class DryRuns:
         self._sends_from, self._room_bytes = sends_from, room_bytes
         first = PricedPlan(plan=Plan(), counted=original, level=0, slowdown=1.0)
         self._priced: dict[Plan, PricedPlan | None] = {first.plan: first}
-        """Plan that had a dry run -> the plan with its numbers.  ``None`` if it cannot run."""
+        """Plan that had a dry run -> the plan with its numbers; ``None`` if it cannot run."""
         self.failures: dict[Plan, Failure] = {}
         """Plan whose dry run failed -> the failure."""
 

@@ -30,10 +30,10 @@ class Improvements:
         """Yield variants of ``plan``, within the limits, with one change to how modules are split or cut.
 
         In each, ``rules`` cut a module at the peak in chunks, or all modules of a class.  One more variant splits every
-        module that defines a split of its own.
+        module that defines its own split.
         """
         allowed = self._proposals.allowed
-        for variant in (*self._split(plan), *self._cut(plan, rules)):
+        for variant in (*self._with_splits(plan), *self._with_other_chunks(plan, rules)):
             if allowed.limits.admit_plan(variant, allowed.chunk_factor):
                 yield variant
 
@@ -41,13 +41,13 @@ class Improvements:
         """Return ``plan`` without the segments, chunks, packing and sent tensors that it does not need to fit."""
         removable = [s for s in plan.segments if not s.through_loss]
         for segment in sorted(removable, key=lambda s: -self._modules[s.path].forward_s)[:_MAX_UNWRAPS]:
-            plan = self._reduce(plan, segment, fits)
+            plan = self._reduce_segment(plan, segment, fits)
         while plan.sends and (less := next(filter(fits, fewer_sent(plan)), None)):
             plan = less
         unpacked = replace(plan, packed=False)
         return unpacked if plan.packed and fits(unpacked) else plan
 
-    def _split(self, plan: Plan) -> Iterator[Plan]:
+    def _with_splits(self, plan: Plan) -> Iterator[Plan]:
         """Yield ``plan`` with a split in every segment whose module defines one (``__spatial_split__``), if any."""
 
         def may_split(segment: SegmentPlan) -> bool:
@@ -59,7 +59,7 @@ class Improvements:
             segments = [s for s in plan.segments if s.path in paths or not any(are_nested(s.path, p) for p in paths)]
             yield replace(plan, segments=tuple(replace(s, spatial_split=s.path in paths) for s in segments))
 
-    def _cut(self, plan: Plan, rules: Mapping[str, tuple[ChunkRule, int]]) -> Iterator[Plan]:
+    def _with_other_chunks(self, plan: Plan, rules: Mapping[str, tuple[ChunkRule, int]]) -> Iterator[Plan]:
         """Yield ``plan`` with other chunks of a module at its peak, or of all modules of a class, by ``rules``."""
         classes: dict[str, list[str]] = defaultdict(list)
         for path in self._proposals.allowed.chunks:
@@ -84,7 +84,7 @@ class Improvements:
             segments.append(replace(cut, recompute_states=module.state_bytes > 0))
         return replace(plan, segments=tuple(sorted(segments, key=lambda s: self._modules[s.path].order)))
 
-    def _reduce(self, plan: Plan, segment: SegmentPlan, fits: Callable[[Plan], bool]) -> Plan:
+    def _reduce_segment(self, plan: Plan, segment: SegmentPlan, fits: Callable[[Plan], bool]) -> Plan:
         """Return the first plan that fits: without ``segment``, with it whole, in fewer chunks, or ``plan`` itself."""
         index = plan.segments.index(segment)
         before, after = plan.segments[:index], plan.segments[index + 1 :]

@@ -29,7 +29,7 @@ class CostlyCall:
     module: str
     """Path of the innermost module around it."""
     nbytes: int
-    """Bytes of its outputs.  0 if the step writes them in place later, so they cannot be kept."""
+    """Bytes of its outputs; 0 if the step writes them in place later, so they cannot be kept."""
     seconds: float
 
 
@@ -65,10 +65,10 @@ def keep_names(calls: Sequence[CostlyCall], kept: Collection[int], inner_paths: 
     segments, at ``inner_paths``, are not numbered.
     """
     own_calls = [c for c in calls if not any(is_within(c.module, path) for path in inner_paths)]
-    return tuple(dict.fromkeys(_names(own_calls, kept)))
+    return tuple(dict.fromkeys(_kept_names(own_calls, kept)))
 
 
-def _names(calls: Sequence[CostlyCall], kept: Collection[int]) -> Iterator[str]:
+def _kept_names(calls: Sequence[CostlyCall], kept: Collection[int]) -> Iterator[str]:
     wholly_kept = {c.name for c in calls} - {c.name for c in calls if c.op not in kept}
     numbers: Counter[str] = Counter()
     for call in calls:

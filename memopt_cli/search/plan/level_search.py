@@ -130,7 +130,7 @@ class LevelSearch:
         plan: Plan | None = None
         lowest, without_gain = math.inf, 0
         while self.runs.fastest(budget_bytes) is None and without_gain <= _PATIENCE:
-            plan = self._least_plan(max_slowdown) if plan is None else self._lower(plan, max_slowdown)
+            plan = self._least_plan(max_slowdown) if plan is None else self._lower_by_chunks(plan, max_slowdown)
             if plan is None:
                 break
             is_worth_a_run = self.runs.may_be_smallest(plan, max_slowdown)
@@ -142,7 +142,7 @@ class LevelSearch:
             lowest = min(lowest, peak_bytes)
         self._rearrange(budget_bytes, max_slowdown)
 
-    def _lower(self, plan: Plan, max_slowdown: float) -> Plan | None:
+    def _lower_by_chunks(self, plan: Plan, max_slowdown: float) -> Plan | None:
         """Try modules in chunks, then return the plan of the least peak; ``None`` if no trial helps."""
         best, trials = self.runs.smallest(max_slowdown), self.space.trials
         # With no limit on time, chunks at the peak nearly always lower it: try them at once.  Else first guess the

@@ -50,7 +50,7 @@ def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace
 
 
 def find_level(plan: Plan) -> int:
-    """Return the least level that allows all that ``plan`` does."""
+    """Return the lowest level that allows all that ``plan`` does."""
     if plan.is_empty:
         return 0
     if any(segment.keep for segment in plan.segments):

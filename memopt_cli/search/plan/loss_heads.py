@@ -14,7 +14,7 @@ from memopt_cli.records import ModuleTrace, Plan, SegmentPlan, StepTrace
 from memopt_cli.search.plan.interface import is_within
 
 _MIN_ROWS = 128
-"""Least number of rows of a chunk: matrix products of fewer rows are slow."""
+"""Minimum number of rows of a chunk: matrix products of fewer rows are slow."""
 _CASTS_AND_COPIES = {"aten::_to_copy", "aten::clone"}
 """Operators that, like views, may lie between the head and its loss."""
 _LOSS = "aten::_log_softmax"
@@ -24,7 +24,7 @@ def add_heads(start: Plan, peak_bytes: int, trace: StepTrace, count_peak: Callab
     """Return ``start`` with the heads that lower its peak of ``peak_bytes``; ``start`` itself if none does.
 
     Where two heads have equal peaks, one of them lowers nothing.  So heads that leave the peak as it is stay as well.
-    ``count_peak`` counts the peak of a plan by a dry run.  Infinite if the dry run failed.
+    ``count_peak`` returns the peak of a plan in bytes, by a dry run; infinity if the dry run fails.
     """
     best, lowest = start, float(peak_bytes)
     for head in loss_heads(trace):

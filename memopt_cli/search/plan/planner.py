@@ -86,7 +86,7 @@ class Planner:
         frontier = [p for p in self.frontier_so_far if not p.plan.is_empty and p.plan not in excluded]
         faster = [other for other in frontier if other.slowdown <= (1 - _MIN_CONTRAST) * priced.slowdown]
         smaller = [other for other in frontier if other.peak_bytes <= (1 - LOWER_SHARE) * priced.peak_bytes]
-        return _outlook(faster[-1:]), _outlook(smaller[:1]) or self._smaller_by_sums(priced.peak_bytes)
+        return _first_outlook(faster[-1:]), _first_outlook(smaller[:1]) or self._smaller_by_sums(priced.peak_bytes)
 
     def least(self, level: int, max_slowdown: float = math.inf) -> PricedPlan:
         """Return the plan of the lowest peak of ``level`` whose slowdown is at most ``max_slowdown``.
@@ -127,7 +127,7 @@ class Planner:
             for share in _FURTHER_BUDGETS if self._may_send(level) and budget_bytes < original_bytes else ():
                 self._search(level, budget_bytes + int(share * (original_bytes - budget_bytes)))
             self._count_sending(level, budget_bytes)
-            self._relax(level, budget_bytes)
+            self._relax_fastest(level, budget_bytes)
             if self.dry_runs.fastest(level, budget_bytes) is None:
                 if self.least(level).peak_bytes <= _RESTART_RATIO * budget_bytes:
                     for lower_level in range(level, 0, -1):
@@ -135,7 +135,7 @@ class Planner:
                         self.best(lower_level)  # the sums are off: a plan just above their least may have a lower peak
                         if self.dry_runs.fastest(level, budget_bytes) is not None:
                             break
-                self._relax(level, budget_bytes)
+                self._relax_fastest(level, budget_bytes)
         return self.dry_runs.fastest(level, budget_bytes)
 
     def frontier(self, level: int, max_slowdown: float = math.inf) -> list[PricedPlan]:
@@ -147,7 +147,7 @@ class Planner:
                 self._probes.report(f"looking for the fastest plan within {format_bytes(budget)}")
                 self._search(level, budget)
                 self._count_sending(level, budget)
-                self._relax(level, budget)
+                self._relax_fastest(level, budget)
         return [priced for priced in self.frontier_so_far if priced.slowdown <= max_slowdown]
 
     def may_go_lower(self, plan: Plan, level: int, max_slowdown: float) -> bool:
@@ -192,7 +192,7 @@ class Planner:
         if self.dry_runs.smallest(0).peak_bytes <= budget_bytes:
             return
         self._level_search(level).approach(budget_bytes)
-        self._relax(level, budget_bytes)
+        self._relax_fastest(level, budget_bytes)
 
     def _may_send(self, level: int) -> bool:
         return self._place != "device" and level == self._options.level
@@ -212,7 +212,8 @@ class Planner:
             error_bytes = priced.peak_bytes - space.proposals.predict_peak(priced.plan)
             for variant in sending_variants(priced.plan, self._place):
                 plan = self._fit_in_room(variant, space)
-                peak_bytes, slowdown = space.proposals.predict_peak(plan) + error_bytes, space.proposals.slowdown(plan)
+                peak_bytes = space.proposals.predict_peak(plan) + error_bytes
+                slowdown = space.proposals.slowdown(plan)
                 if plan.sends and slowdown <= max_slowdown:
                     candidates[plan] = slowdown if budget_bytes else 0.0, peak_bytes, plan, space
         runs, bias = 0, 1 - _SENDING_ERROR
@@ -232,7 +233,7 @@ class Planner:
             *_, plan = fewer_sent(plan)
         return plan
 
-    def _relax(self, level: int, budget_bytes: int) -> None:
+    def _relax_fastest(self, level: int, budget_bytes: int) -> None:
         """Dry-run the fastest plan without the parts that it does not need by the cost model, as long as that helps.
 
         If the relaxed plan exceeds the budget, the cost model's budget is lowered by the excess, a few times.
@@ -264,7 +265,7 @@ class Planner:
         return self._spaces.admits(plan) and space.proposals.predict_peak(plan) <= max_bytes
 
 
-def _outlook(plans: Sequence[PricedPlan]) -> Outlook | None:
+def _first_outlook(plans: Sequence[PricedPlan]) -> Outlook | None:
     """Return peak and slowdown of the first of ``plans``; ``None`` if there is none."""
     return Outlook(peak_bytes=plans[0].peak_bytes, slowdown=plans[0].slowdown) if plans else None
 

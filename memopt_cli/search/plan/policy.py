@@ -54,7 +54,7 @@ CHECKPOINT_BUDGETS: dict[Preference, float] = {"speed": 0.5, "balanced": 0.75, "
 """Checkpoint budget -> the share of the candidates that become segments."""
 
 PROFILE_OF: dict[Preference, Profile] = {"speed": "safe", "balanced": "balanced", "memory": "memory"}
-"""Value of ``prefer`` -> the profile that it selects; it also selects the checkpoint budget of its own name."""
+"""Value of ``prefer`` -> the profile that it selects; it also selects the checkpoint budget of the same name."""
 
 
 # ------------------------------------------------------------------------------------------------ options
@@ -280,7 +280,7 @@ def recommend(options: SearchOptions, selection: Selection | None, *, measured: 
     """Advise what to try next, by the most specific option that was given.
 
     ``measured`` is a sentence on the measurement that follows the advice.  ``generic`` is the advice if none of the
-    options has advice of its own.  Either may be empty.
+    options has its own advice.  Either may be empty.
     """
     advice = _specific_advice(options, selection) or generic
     return " ".join(sentence for sentence in (advice, measured) if sentence)

@@ -54,10 +54,7 @@ class Solvers:
         return self._plan(schedule, packed) if schedule is not None else None
 
     def least(self, high_bytes: int, max_slowdown: float = math.inf) -> Plan | None:
-        """Return the plan of the least peak whose slowdown is at most ``max_slowdown``.
-
-        ``None`` if no plan is within ``high_bytes``.
-        """
+        """Return the smallest plan within ``high_bytes`` that costs at most ``max_slowdown``; ``None`` if none does."""
         plans = (self._least_by(solver, packed, high_bytes, max_slowdown) for packed, solver in self._solvers.items())
         return min((plan for plan in plans if plan is not None), key=self._peak_and_time, default=None)
 
@@ -153,7 +150,7 @@ class Proposals:
 
     def _solvers(self, allowed: Allowed, packings: Iterable[bool]) -> Solvers:
         targets = frozenset(filter(allowed.targets, self.modules))
-        key = allowed.means, targets, frozenset(allowed.chunks.items())
+        key = allowed.shared, targets, frozenset(allowed.chunks.items())
 
         def solver(packed: bool) -> Solver:
             if (key, packed) not in self._all_solvers:

@@ -54,16 +54,16 @@ class ReplayedSegment:
     call: ModuleCall
     segment: SegmentPlan
     parent: ReplayedSegment | None
-    """Call of the innermost segment around this one.  ``None`` if this segment is outermost."""
+    """Call of the innermost segment around this one; ``None`` if this segment is outermost."""
     offset: int = 0
     """Instant at which the recomputation starts."""
     stop: int = 0
     """Operator before which the recomputation ends, since autograd saves nothing for later ones."""
     join: int = 0
-    """Instant at which the chunks' gradients of the input are concatenated.  0 if the segment has no chunks."""
+    """Instant at which the chunks' gradients of the input are concatenated; 0 if the segment has no chunks."""
     first_saver: int | None = None
-    """First operator in the segment for which autograd saves a tensor; backward reaches it last.
-    ``None`` if autograd saves nothing."""
+    """First operator in the segment for which autograd saves a tensor, and the last that backward reaches; ``None``
+    if autograd saves nothing."""
     length: int = 0
     """Length of the axis along which the chunks are cut; 0 if unknown."""
     shares: float = 1.0
@@ -78,7 +78,7 @@ class ReplayedSegment:
     """Bytes of the attributes that one chunk passes to the next."""
     norms: tuple[int, ...] = ()
     """Operators that are batch norms with the statistics of all chunks.  A pass ends at each norm, with a link to the
-    next pass (drawn in :mod:`memopt_cli.runtime.batch_statistics`)."""
+    next pass (shown in :mod:`memopt_cli.runtime.batch_statistics`)."""
     keeps_graph: bool = False
     """Whether the state after the step refers to a part of the graph that backward does not reach."""
     self_and_enclosing: tuple[ReplayedSegment | None, ...] = ()
@@ -128,7 +128,7 @@ class Original:
 
 
 class _Order:
-    """The instants of a step under a plan, as the module's docstring draws them."""
+    """The instants of a step under a plan, as the module's docstring shows them."""
 
     def __init__(self, trace: StepTrace, replayed_segments: Sequence[ReplayedSegment]) -> None:
         """Put the recomputation of each of ``replayed_segments`` right before its backward.
@@ -238,10 +238,7 @@ class _Lives:
         return savers
 
     def forward_end(self, storage: StorageTrace, replayed: ReplayedSegment | None) -> int:
-        """Return the instant until which the model's own code holds ``storage``, in the run of ``replayed``.
-
-        ``None`` means the first forward.
-        """
+        """Return the instant until which the model's code holds ``storage``, in ``replayed`` or else in forward."""
         if replayed is None:
             return self._order.instant_after(storage.died if storage.freed is None else storage.freed)
         freed = replayed.stop if storage.freed is None else min(storage.freed, replayed.stop)
@@ -271,8 +268,7 @@ class _Lives:
         savers: Mapping[ReplayedSegment | None, list[int]],
         replayed: ReplayedSegment | None,
     ) -> int:
-        """Return the instant until which a first run of a segment inside ``replayed`` holds ``storage``.  0 if no run
-        does.
+        """Return the instant until which a first run of a segment inside ``replayed`` holds ``storage``, or 0.
 
         During its first run, a segment holds each storage that autograd would save, or that an inner segment takes as
         input (:class:`memopt_cli.runtime.held.HeldSlots`).  In passes over chunks, it holds the storage until
@@ -316,11 +312,13 @@ class _Passes:
 
     Such a segment goes over its chunks once for each batch norm, up to that norm (a *pass*), before the run that
     computes its output.  Backward goes through the passes from the last to the first, over their links, which the head
-    of :mod:`memopt_cli.runtime.batch_statistics` draws.
+    of :mod:`memopt_cli.runtime.batch_statistics` shows.
     """
 
     def __init__(self, original: Original, order: _Order) -> None:
-        self._original, self._trace, self._order = original, original.trace, order
+        self._original = original
+        self._trace = original.trace
+        self._order = order
 
     def linked_bytes(self, replayed: ReplayedSegment) -> int:
         """Return the bytes of the largest gradient that a link passes on: of one norm's input, in all chunks."""
@@ -480,7 +478,7 @@ class Replay:
         self.sent_bytes = sum(self._parcels.copied.values()) if self._parcels else 0
         """Bytes sent to another place, tensors that also stay on the device included."""
         self.operators: list[int | None] = [None] * self._order.length
-        """Operator that runs at every instant, set by :meth:`peak`.  ``None`` if chunks are concatenated."""
+        """Operator that runs at every instant, set by :meth:`peak`; ``None`` if chunks are concatenated."""
 
     def peak(self) -> tuple[int, OpTrace]:
         """Return the most bytes at any instant, kernel workspace included, and the operator that runs then."""
@@ -509,11 +507,12 @@ class Replay:
         savers = self._lives.group_savers(index)
         is_kept = inner is not None and storage.born in inner.kept
         parcel = self._parcels.by_storage.get(index) if self._parcels else None
-        kept_end, held_until = self._order.recomputation_end(inner) if inner else 0, 0
+        kept_end = self._order.recomputation_end(inner) if inner else 0
+        held_until = 0
         for depth, replayed in enumerate(enclosing):
             if replayed is not None and storage.born >= replayed.stop:
                 continue  # its recomputation ends before it would make the storage
-            end, sent_end = self._ends(index, storage, savers, replayed)
+            end, sent_end = self._ends_of(index, storage, savers, replayed)
             if is_kept:  # made once, for the longest life; the first forward is the last of the loop
                 kept_end, held_until = max(kept_end, end, sent_end), end
                 continue
@@ -551,7 +550,7 @@ class Replay:
         self._ledger.add_bytes(parcel.fetch_at, end, nbytes, is_made=False)
         self.sent.append(SentTensor(parcel, begin, nbytes))
 
-    def _ends(
+    def _ends_of(
         self,
         index: int,
         storage: StorageTrace,
@@ -579,7 +578,7 @@ class Replay:
         return end, sent_end
 
     def _pass_begin(self, replayed: ReplayedSegment | None, savers: Sequence[int]) -> int:
-        """Return the instant at which the pass that saves for ``savers`` runs again.  0 if ``replayed`` has no passes.
+        """Return the instant at which the pass that saves for ``savers`` runs again; 0 if ``replayed`` has no passes.
 
         The pass ends at the norm after ``savers``, so it runs again once backward has gone through that norm.
         """

@@ -43,10 +43,10 @@ class ScaledStep:
 
 def pair_records(small: StepTrace, large: StepTrace) -> ScaledStep | None:
     """Pair the records ``small`` and ``large``; ``None`` if operators or the lives of storages differ."""
-    return ScaledStep(small=small, large=large) if _shape(small) == _shape(large) else None
+    return ScaledStep(small=small, large=large) if _structure(small) == _structure(large) else None
 
 
-def _shape(step: StepTrace) -> tuple[object, ...]:
+def _structure(step: StepTrace) -> tuple[object, ...]:
     """Return the parts of ``step`` that do not depend on sizes."""
     paths = [module.path for module in step.modules]
     ops = [(op.name, op.module, op.phase, op.reads, op.makes, op.mutates) for op in step.ops]

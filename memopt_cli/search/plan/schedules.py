@@ -195,7 +195,7 @@ class Bounds:
 
 
 def concatenate(before: Sequence[Schedule], after: Sequence[Schedule], bounds: Bounds) -> list[Schedule]:
-    """Return the best schedules within ``bounds`` that put one of ``after`` behind one of ``before``.
+    """Return the best schedules within ``bounds`` that append one of ``after`` to one of ``before``.
 
     The result is what :func:`thin_out` would keep of all pairs, without making a :class:`Schedule` of each pair.
     """

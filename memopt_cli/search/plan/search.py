@@ -8,7 +8,7 @@ therefore only needs its Pareto set, which is built from the sets of its childre
 checkpointing for heterogeneous chains", 2019, but over a tree of modules instead of a chain, with nested segments.
 
 A segment may also keep the outputs of some costly calls, which then do not run again.  Schedules inside of the segment
-have a fourth number for this: the bytes of the kept outputs, which are added to what the segment keeps.
+have a fourth number for this: the bytes of the kept outputs, which are added to those that the segment keeps.
 
 Equal blocks with equal permissions are solved once.  Pareto sets above a cap are thinned out, which may lose the best
 plan but never gives one that exceeds the budget.
@@ -33,7 +33,7 @@ from memopt_cli.search.plan.schedules import (
     concatenate,
     thin_out,
 )
-from memopt_cli.search.plan.segment_schedules import Allowed, Context, Means, Segments
+from memopt_cli.search.plan.segment_schedules import Allowed, Context, Segments, SharedPermissions
 
 _PRECISION = 1000
 """Reciprocal of the relative error allowed to a least peak: it is found to one part in a thousand."""
@@ -52,8 +52,8 @@ class _Choice:
     counts: Counter[int]
     """Kind -> number of blocks of that kind."""
     answers: dict[int, tuple[Schedule | None, float]] = field(default_factory=dict)
-    """Budget -> the fastest schedule within it, and a lower bound on the seconds that any such schedule adds.
-    ``None`` for the schedule: none was found."""
+    """Budget -> the fastest schedule within it (``None`` if none was found), and a lower bound on the seconds that any
+    such schedule adds."""
 
     def least_added_s(self, budget_bytes: int) -> float:
         """Return a lower bound on the seconds that a schedule within ``budget_bytes`` adds.
@@ -72,9 +72,9 @@ class _Choice:
 class SolvedBlocks:
     """Cache of the schedules of single blocks, shared by the solvers of one step."""
 
-    schedules: dict[tuple[Means, int, Context], tuple[Block, list[Schedule]]] = field(default_factory=dict)
+    schedules: dict[tuple[SharedPermissions, int, Context], tuple[Block, list[Schedule]]] = field(default_factory=dict)
     """Permissions, kind and context -> the block that was solved, and its Pareto set."""
-    segments: dict[tuple[Means, Block, int, bool], list[Schedule]] = field(default_factory=dict)
+    segments: dict[tuple[SharedPermissions, Block, int, bool], list[Schedule]] = field(default_factory=dict)
     """Permissions, block, kind, and whether the block lies in a segment -> the schedules with a segment on it."""
 
 
@@ -103,7 +103,8 @@ class _Candidates:
         kinds: dict[Block, int] = {}
 
         def kind(block: Block) -> int:
-            may_be, must_be = self.may_be_segment(block, segment_paths), block.path in segment_paths
+            may_be = self.may_be_segment(block, segment_paths)
+            must_be = block.path in segment_paths
             permissions = may_be, must_be, self._allowed.chunks.get(block.path)
             kinds[block] = hash((block.signature, permissions, *map(kind, block.children)))
             return kinds[block]
@@ -154,10 +155,8 @@ class Solver:
         return best
 
     def least_peak_bytes(self, high: int, max_added_s: float = math.inf) -> int | None:
-        """Return the least peak of the schedules that add at most ``max_added_s``, to a part in a thousand.
-
-        ``None`` if no schedule stays within ``high`` bytes.
-        """
+        """Return the least peak of the schedules that add at most ``max_added_s``, to a part in a thousand; ``None``
+        if none stays within ``high`` bytes."""
         least: int | None = None
         for choice in self._choices:
             lower = self._find_least_budget(
@@ -200,13 +199,13 @@ class Solver:
             # Count the segments on repeatedly called modules here, once each, and not at every call.
             is_counted = bounds.limits.are_set and choice.segment_paths
             counts = Counts(segments=len(choice.segment_paths)) if is_counted else NO_COUNTS
-            schedules = self._continue([Schedule(counts=counts)], self._root, bounds)
+            schedules = self._continue_through([Schedule(counts=counts)], self._root, bounds)
             schedule = min(schedules, key=lambda schedule: schedule.added_s, default=None)
             least_s = math.nextafter(max_added_s, math.inf) if schedule is None else schedule.added_s
             choice.answers[budget_bytes] = schedule, least_s
         return schedule if schedule is not None and schedule.added_s <= max_added_s else None
 
-    def _continue(self, before: list[Schedule], block: Block, bounds: Bounds) -> list[Schedule]:
+    def _continue_through(self, before: list[Schedule], block: Block, bounds: Bounds) -> list[Schedule]:
         """Return ``before``, schedules of the step up to ``block``, continued through ``block``.
 
         All peaks within the budget are equally good.  A block with parts is not solved by itself but part by part, so
@@ -223,7 +222,7 @@ class Solver:
                 run = [run[0].followed_by(schedules[0])] if run else schedules
                 continue
             plain = concatenate(plain, run, bounds) if run else plain
-            plain, run = self._continue(plain, child, bounds), []
+            plain, run = self._continue_through(plain, child, bounds), []
         plain = concatenate(plain, run, bounds) if run else plain
         segments = concatenate(before, self._segment_schedules(block, self._outside), bounds)
         return thin_out([*plain, *segments], MAX_SCHEDULES, bounds.budget_bytes)
@@ -237,7 +236,7 @@ class Solver:
     def _schedules(self, block: Block, context: Context) -> list[Schedule]:
         """Return the Pareto set of ``block`` in ``context``; equal blocks are solved once."""
         context = context.narrow_to(block)
-        key = self._allowed.means, self._choice.kinds[block], context
+        key = self._allowed.shared, self._choice.kinds[block], context
         if key not in self._cache.schedules:
             self._cache.schedules[key] = block, self._solve(block, context)
         solved_block, schedules = self._cache.schedules[key]
@@ -277,14 +276,14 @@ class Solver:
         may_be = self._candidates.may_be_segment(block, self._choice.segment_paths)
         if not may_be or (context.recomputed and not self._allowed.nested):
             return []
-        key = self._allowed.means, block, self._choice.kinds[block], context.recomputed
+        key = self._allowed.shared, block, self._choice.kinds[block], context.recomputed
         if key not in self._cache.segments:
             choices = [frozenset[int](), *self._segments.kept_choices(block, context)]
-            schedules = [schedule for kept in choices for schedule in self._keeping(block, kept, context)]
+            schedules = [schedule for kept in choices for schedule in self._schedules_keeping(block, kept, context)]
             self._cache.segments[key] = thin_out(schedules, MAX_INNER_SCHEDULES)
         return self._cache.segments[key]
 
-    def _keeping(self, block: Block, kept: frozenset[int], context: Context) -> Iterator[Schedule]:
+    def _schedules_keeping(self, block: Block, kept: frozenset[int], context: Context) -> Iterator[Schedule]:
         """Yield the schedules with a segment on ``block`` that keeps the outputs of the costly calls ``kept``."""
         is_counted = not context.recomputed and block.path not in self._choice.segment_paths
         for inside in self._plain_schedules(block, Context(recomputed=True, kept=kept)):

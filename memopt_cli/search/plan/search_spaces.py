@@ -25,7 +25,7 @@ from memopt_cli.search.plan.schedules import SegmentLimits
 from memopt_cli.search.plan.targets import find_named_modules
 
 _MIN_TIME_SAVED = 0.05
-"""Least share of the original step time that chunks must promise to save for modules to be tried in chunks, if a plan
+"""Minimum share of the original step time that chunks must promise to save for modules to be tried in chunks, if a plan
 without chunks fits already."""
 
 
@@ -58,9 +58,9 @@ class SearchSpace:
     def lower(self, peak_to_beat: int, max_slowdown: float) -> Plan | None:
         """Return the smallest plan with chunks whose slowdown is at most ``max_slowdown``.
 
-        ``None`` if its peak is not clearly below ``peak_to_beat`` bytes.  A trial takes longer than solving, so modules
-        without a trial are first guessed to run in chunks.  Modules that the resulting plan cuts are then tried.  If a
-        trial fails, the search is solved again.
+        Returns ``None`` if its peak is not clearly below ``peak_to_beat`` bytes.  A trial takes longer than solving, so
+        modules without a trial are first guessed to run in chunks.  Modules that the resulting plan cuts are then
+        tried.  If a trial fails, the search is solved again.
         """
         proposals, trials = self.proposals, self.trials
         while self.may_cut:
@@ -102,7 +102,7 @@ class SearchSpaces:
         self._probes = probes
         self._dry_runs = dry_runs
         self._options = options
-        self.plain = self._space(Proposals(trace, self._tick))
+        self.plain = self._space(Proposals(trace, self._stop_if_late))
         self._headed: SearchSpace | None = None
         self.limits = self._limits()
         self._forbidden: set[str] = set()
@@ -117,7 +117,7 @@ class SearchSpaces:
 
     def space_at_level(self, level: int) -> SearchSpace:
         """Return the search space of ``level``, with its permissions.  Raises :class:`TimeIsUp` if no time is left."""
-        self._tick()
+        self._stop_if_late()
         if level >= CHUNKS and self._headed is None and self.limits.cuts != 0 and self._named is None:
             self._headed = next(self._with_heads(), None)
         space = self.highest if level >= CHUNKS else self.plain
@@ -137,7 +137,7 @@ class SearchSpaces:
         """Return whether ``plan`` is within every limit."""
         return self.limits.admit_plan(plan, self._options.temporal_split_factor)
 
-    def _tick(self) -> None:
+    def _stop_if_late(self) -> None:
         if self._probes.is_late():
             raise TimeIsUp
 
@@ -183,7 +183,7 @@ class SearchSpaces:
 
     def _headed_by(self, headed: Plan, trace: StepTrace) -> SearchSpace:
         trace, slowdown = copy_times(trace, self._trace)
-        proposals = Proposals(trace, self._tick, heads=find_heads(headed), slowdown=slowdown)
+        proposals = Proposals(trace, self._stop_if_late, heads=find_heads(headed), slowdown=slowdown)
         for plan in (headed, Plan(segments=proposals.heads)):
             self._dry_runs.count(plan, proposals)
         return self._space(proposals)

@@ -12,8 +12,8 @@ from memopt_cli.search.plan.keeping import choices, keep_names, names_single_cal
 from memopt_cli.search.plan.replay import chunk_state_bytes
 from memopt_cli.search.plan.schedules import NO_COUNTS, Counts, Schedule, SegmentLimits, add_counts, count_cuts
 
-Means = tuple[bool, bool, int, bool, SegmentLimits]
-"""Permissions that are equal for all blocks: see :attr:`Allowed.means`."""
+SharedPermissions = tuple[bool, bool, int, bool, SegmentLimits]
+"""Permissions that are equal for all blocks: see :attr:`Allowed.shared`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class Allowed:
     limits: SegmentLimits = field(default_factory=SegmentLimits)
 
     @property
-    def means(self) -> Means:
-        """Permissions that apply to all blocks alike; other permissions are part of a block's kind or context."""
+    def shared(self) -> SharedPermissions:
+        """Permissions that apply to all blocks; other permissions are part of a block's kind or context."""
         return self.nested, self.compress, self.chunk_factor, self.keep, self.limits
 
 
@@ -80,8 +80,8 @@ class Segments:
     ) -> Iterator[Schedule]:
         """Yield schedules with a segment on ``block``, whose parts run by the schedule ``inside``.
 
-        ``kept`` are the costly calls whose outputs the segment keeps, and ``context`` tells what is around the block.
-        ``is_counted``: whether the segment counts towards :attr:`Limits.segments`.
+        ``kept`` are the costly calls whose outputs the segment keeps, ``context`` the segments around the block, and
+        ``is_counted`` whether the segment counts towards :attr:`SegmentLimits.segments`.
         """
         packs = self._allowed.compress and block.packed_input_bytes < block.input_bytes
         plain = SegmentPlan(path=block.path, compressor=block.compressor if packs else "null")
@@ -93,7 +93,7 @@ class Segments:
         for segment in dict.fromkeys((plain, unpacked, *chunked)):
             if segment.batch_statistics and (kept or inside.has_segments):
                 # A norm in an inner segment cannot take part in the statistics of all chunks, and each of several
-                # passes over the chunks would keep outputs of its own.
+                # passes over the chunks would keep its own outputs.
                 continue
             packed = segment.compressor != "null"
             # During backward the packed input exists together with the unpacked one.

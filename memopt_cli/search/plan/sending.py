@@ -27,7 +27,7 @@ LINK_BYTES_PER_S: Final = 1e9
 NEVER_NEEDED: Final = sys.maxsize
 """Value of :attr:`SentParcel.needed_at` for a parcel to which nothing has been added."""
 SEND_S: Final = 0.3e-3
-"""Least seconds to send a tensor and to get it back, however small it is."""
+"""Minimum seconds to send a tensor and to get it back, however small it is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,8 @@ def schedule_parcels(parcels: Sequence[SentParcel]) -> None:
     """Set when each of ``parcels`` is given up and fetched: when the next parcel is complete, and needed."""
     next_complete, next_needed = None, NEVER_NEEDED
     for parcel in sorted(parcels, key=lambda parcel: parcel.complete_at, reverse=True):
-        parcel.given_up_at, parcel.fetch_at = next_complete, min(next_needed, parcel.needed_at)
+        parcel.given_up_at = next_complete
+        parcel.fetch_at = min(next_needed, parcel.needed_at)
         next_complete = parcel.complete_at
         next_needed = next_needed if parcel.needed_at == NEVER_NEEDED else parcel.needed_at
 

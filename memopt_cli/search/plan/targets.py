@@ -35,8 +35,7 @@ def plain_segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
 
 
 def find_named_modules(modules: Sequence[ModuleTrace], options: SearchOptions) -> list[ModuleTrace] | None:
-    """Return the outermost modules that ``options`` name.  ``None`` if they name none, so that memopt may choose
-    any."""
+    """Return the outermost modules that ``options`` name; ``None`` if they leave the choice to memopt."""
     if options.targets:
         return match_targets(modules, options.targets)
     if options.modules is not None:

@@ -214,7 +214,7 @@ def test_a_step_that_takes_longer_than_predicted_is_replaced_by_a_faster_one() -
     (dropped,) = found.search.findings.dropped
     assert dropped.plan == priced(600, 1.29).plan
     assert dropped.why == TooSlow(slowdown=1.7, most=1.33)
-    assert dropped.found == "600 B of 1000 B"
+    assert dropped.in_words == "600 B of 1000 B"
 
 
 def test_a_model_that_has_a_fast_plan_is_not_left_without_any_where_several_just_miss_the_limit() -> None:
@@ -373,4 +373,4 @@ def test_a_plan_that_does_not_run_is_dropped_with_its_failure() -> None:
     (row,) = found.rows()
     assert (found.applied, row.outcome) == (None, gone)
     (dropped,) = found.search.findings.dropped
-    assert (dropped.why, dropped.found) == (NotRun(failure=gone), "800 B of 1000 B")
+    assert (dropped.why, dropped.in_words) == (NotRun(failure=gone), "800 B of 1000 B")

@@ -78,8 +78,8 @@ def test_a_limit_on_host_memory_that_is_no_size(memory: object) -> None:
 @pytest.mark.parametrize(
     ("room_bytes", "asked", "said"),
     [
-        (4 << 30, None, "4.0 GiB to host memory: half of what is free"),
-        (4 << 30, 8 << 30, "4.0 GiB to host memory: half of what is free"),
+        (4 << 30, None, "4.0 GiB to host memory: half of the free memory"),
+        (4 << 30, 8 << 30, "4.0 GiB to host memory: half of the free memory"),
         (4 << 30, 1 << 30, "1.0 GiB to host memory: `--host-memory`"),
         (None, 1 << 30, "1.0 GiB to host memory: `--host-memory`"),
     ],

@@ -48,7 +48,7 @@ def prover(
 ) -> Prover:
     """What verification finds of plans, and what was measured of them, in rows from level 0 on."""
     monkeypatch.setattr(Prover, "verify", lambda self, plan: found[plan])
-    monkeypatch.setattr(Prover, "_split", lambda self, plan, failed: (LESS, LEFT_OUT))
+    monkeypatch.setattr(Prover, "_split_differing", lambda self, plan, failed: (LESS, LEFT_OUT))
     findings = started(None, peaks[ORIGINAL], SearchOptions(level=3, max_slowdown=1.33)).findings
     plans = [plan for plan in peaks if plan != LESS or BOTH not in peaks]
     findings.rows = [
@@ -95,7 +95,7 @@ def test_so_is_the_row_without_chunks_that_cannot_be_verified(monkeypatch: pytes
 def test_where_nothing_is_left_of_a_plan_its_neighbours_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[Any, Any] = {plan: verification(passed=plan != BOTH) for plan in (ORIGINAL, BOTH)}
     made = prover(monkeypatch, found, {ORIGINAL: measured(1000), BOTH: measured(600, 1.2)})
-    monkeypatch.setattr(Prover, "_split", lambda self, plan, failed: (Plan(), LEFT_OUT))
+    monkeypatch.setattr(Prover, "_split_differing", lambda self, plan, failed: (Plan(), LEFT_OUT))
     made.findings.faster = made.findings.smaller = Outlook(peak_bytes=900, slowdown=1.1)
     row, _ = made.prove(made.findings.rows[1])
     assert row.plan == ORIGINAL

@@ -69,7 +69,7 @@ def test_the_frontier_is_kept_beside_a_named_output(optimize: Memopt, monkeypatc
 def test_without_a_frontier_a_pick_searches_and_keeps_what_it_found(optimize: Memopt) -> None:
     done = optimize(*SPEC, "--level", "1", "--pick", "2")
     assert done.code == 0, done.err
-    assert "There is no frontier file beside the model, so --pick 2 searched again." in done.out
+    assert "There is no frontier file next to the model, so --pick 2 searched again." in done.out
     assert SHOWN in done.changed
     done = optimize(*SPEC, "--level", "1", "--pick", "2", "--force")
     assert "searched" not in done.out

@@ -37,6 +37,12 @@ from memopt_cli.search.batch_size.runs import MAX_PROBES, Limits
 from memopt_cli.search.batch_size.search import BatchSearch
 
 
+def answer(search: BatchSearch) -> BatchOutcome:
+    """Run ``search`` to its end, and return what it found."""
+    search.find()
+    return search.outcome()
+
+
 @dataclass
 class Machine:
     """Runs a batch in memory, or does not; remembers what it was asked to run."""
@@ -64,7 +70,7 @@ class Machine:
         return BatchSearch(batch=batch, probe=self.probe, predict=self.predict, limits=Limits(**(named | limits)))
 
     def advise(self, batch: int, **limits: Any) -> BatchAdvice:
-        found = self.search(batch, **limits).largest()
+        found = answer(self.search(batch, **limits))
         assert isinstance(found, BatchAdvice)
         return found
 
@@ -81,10 +87,10 @@ LARGEST = (8000 - 515) // 30
 
 def test_two_samples_are_the_fewest_where_dry_runs_refuse_a_single_one() -> None:
     machine = Machine(peak=line, predict=lambda batch: line(batch) if batch > 1 else math.inf, fails=lambda b: b == 1)
-    found = machine.search(batch=16, budget_bytes=line(2) - 1).largest()
+    found = answer(machine.search(batch=16, budget_bytes=line(2) - 1))
     assert isinstance(found, NoBatchFits)
     assert (found.batch, machine.asked) == (2, [2])
-    assert machine.search(batch=16, budget_bytes=line(2)).largest().recommended_batch == 2
+    assert answer(machine.search(batch=16, budget_bytes=line(2))).recommended_batch == 2
 
 
 def test_a_dry_run_that_is_right_needs_a_small_run_and_one_for_its_answer() -> None:
@@ -186,7 +192,7 @@ def test_a_crash_far_above_what_fits_does_not_end_the_search_there() -> None:
             return Crashed(reason="killed by SIGSEGV", output_tail="")
         return BatchProbe(batch=batch, allocated_peak_bytes=10 * batch, step_s=0.01 * batch)
 
-    advice = BatchSearch(batch=8, probe=probe, predict=lambda batch: 10.0 * batch, limits=limits).largest()
+    advice = answer(BatchSearch(batch=8, probe=probe, predict=lambda batch: 10.0 * batch, limits=limits))
     assert isinstance(advice, BatchAdvice)
     assert advice.recommended_batch > 1000
 
@@ -300,7 +306,7 @@ def test_what_is_recommended_is_in_time_or_says_how_long_it_takes(
         return (fixed + each * size**power) * (noise if size % 2 else 1)
 
     machine = Machine(peak=lambda size: 8 * size, seconds=seconds, fails=lambda size: size > fits)
-    found = machine.search(batch, longest_step_s=10.0, probes=most).largest()
+    found = answer(machine.search(batch, longest_step_s=10.0, probes=most))
     if isinstance(found, BatchAdvice):
         took = seconds(found.recommended_batch)
         assert took <= 10 or "takes" in found.limited_by
@@ -348,7 +354,7 @@ def test_a_smaller_batch_that_fails_says_nothing_of_larger_ones() -> None:
     search = machine.search(64)
     search.run(32)
     search.run(64)
-    advice = search.largest()
+    advice = answer(search)
     assert (advice.recommended_batch, advice.limited_by) == (LARGEST, "the limit")
 
 
@@ -380,30 +386,30 @@ def test_a_failing_dry_run_is_what_limits(runs: int, largest: int, limit: str) -
 
 def test_nothing_fits() -> None:
     machine = Machine(peak=lambda batch: 9000 + batch)
-    found = machine.search(8).largest()
+    found = answer(machine.search(8))
     assert found == NoBatchFits(batch=1, budget_bytes=8000, reason="it took 8.8 KiB")
     assert machine.asked[-1] == 1
 
 
 def test_nothing_runs() -> None:
     machine = Machine(peak=line, fails=lambda batch: True)
-    found = machine.search(8).largest()
+    found = answer(machine.search(8))
     assert found == NoBatchFits(batch=1, budget_bytes=8000, reason="out of memory")
     assert machine.asked == [8, 4, 2, 1]
 
 
 def test_without_runs_it_is_an_estimate() -> None:
     machine = Machine(peak=line, predict=line)
-    found = machine.search(8, probes=0).largest()
+    found = answer(machine.search(8, probes=0))
     assert found == BatchEstimate(batch=LARGEST, predicted_peak_bytes=line(LARGEST), budget_bytes=8000)
     assert machine.asked == []
-    nothing = machine.search(8, budget_bytes=300, probes=0).largest()
+    nothing = answer(machine.search(8, budget_bytes=300, probes=0))
     assert nothing == NoBatchFits(batch=1, budget_bytes=300, reason="its predicted peak is 545 B")
 
 
 def test_the_last_run_is_to_fit() -> None:
     machine = Machine(peak=lambda n: 1.01 * line(n), predict=line)
-    assert isinstance(machine.search(64, probes=1).largest(), BatchAdvice)
+    assert isinstance(answer(machine.search(64, probes=1)), BatchAdvice)
 
 
 @pytest.mark.parametrize("unit", [2, 8, 64])
@@ -415,7 +421,7 @@ def test_multiples(unit: int) -> None:
 
 
 def test_not_even_one_multiple_fits() -> None:
-    found = Machine(peak=line, predict=line).search(8, multiple_of=500).largest()
+    found = answer(Machine(peak=line, predict=line).search(8, multiple_of=500))
     assert isinstance(found, NoBatchFits)
     assert found.batch == 500
 
@@ -423,7 +429,7 @@ def test_not_even_one_multiple_fits() -> None:
 def test_the_fastest_of_those_that_ran() -> None:
     machine = Machine(peak=line, predict=line, seconds=lambda n: n / (100 - abs(n - 124)))
     search = machine.search(64)
-    search.largest()
+    answer(search)
     search.also_run([124, 62, 31, 15, 7, 3, 2, 0])
     assert machine.asked == [62, 249, 124, 31, 15, 7]
     found = search.outcome()
@@ -575,7 +581,7 @@ def test_only_what_was_run_within_the_budget_is_recommended(
         seconds=lambda n: 0.01 + 0.1 * n,
         fails=lambda n: n > limit,
     )
-    outcome: BatchOutcome = machine.search(batch, longest_step_s=longest, multiple_of=unit).largest()
+    outcome: BatchOutcome = answer(machine.search(batch, longest_step_s=longest, multiple_of=unit))
     assert len(machine.asked) <= MAX_PROBES
     assert len(set(machine.asked)) == len(machine.asked)
     assert all(n % unit == 0 for n in machine.asked)
@@ -605,7 +611,7 @@ def test_a_batch_larger_by_a_twentieth_does_not_fit(
         return max(base + slope * n, base + slope * at + (slope + second) * (n - at))
 
     machine = Machine(peak=lambda n: share * tensors(n) + workspace, predict=tensors, seconds=lambda n: 1e-9)
-    outcome = machine.search(batch).largest()
+    outcome = answer(machine.search(batch))
     if isinstance(outcome, BatchAdvice):
         n = outcome.recommended_batch
         assert machine.peak(n) < 8001

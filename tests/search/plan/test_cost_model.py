@@ -325,7 +325,7 @@ def test_the_runs_that_are_priced_are_those_that_chunks_take(norms: int) -> None
     ops, segments_run = 2 * norms, runs.count(layers[0])
     norms_met = sum(isinstance(module, nn.BatchNorm2d) for module in runs)
     passes = statistics_passes([0.0] * (ops + 1), [NormOperator(op, op - 1) for op in range(1, ops, 2)], 0, ops, 0)
-    rerun = Rerun(ops=ops, least_s=1e-3, modules=ops + 1, passes=passes)
+    rerun = Rerun(ops=ops, min_s=1e-3, modules=ops + 1, passes=passes)
     again = len(runs) / ops - 1
     assert rerun.overhead_s(segment) == pytest.approx(
         (SEGMENT_S + MODULE_S * rerun.modules) * segments_run

@@ -1,4 +1,4 @@
-"""The kinds of objects that a pickled file may hold; a file beside this one for each."""
+"""The kinds of objects that a pickled file may hold; a file next to this one for each."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from memopt_cli.loading.pickles.kinds.interface import BrokenError, Missing, Rec
 
 _PLAIN: Final = re.compile(r"[biufc]\d{1,2}|[SU][1-9]\d{0,8}|bool|O8")
 """Names of dtypes of numbers, text, or objects that the file holds, but not of structures."""
-_LARGEST = 2**48
+_MAX_ITEMS = 2**48
 """Maximum number of items of an array."""
 _MAX_SIZES = 32
 """Maximum number of dimensions of an array."""
@@ -66,14 +66,14 @@ def _fill_array(array: Any, state: Any) -> None:
         _check_objects(data, dtype, shape)
         array.__setstate__((1, tuple(shape), dtype, bool(by_columns), data))
         return
-    _check(data, dtype, shape)
+    _check_bytes(data, dtype, shape)
     array.__setstate__((1, tuple(shape), dtype, bool(by_columns), bytes(data)))
 
 
 def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
     import numpy as np
 
-    _check(data, dtype, shape)
+    _check_bytes(data, dtype, shape)
     if order not in ("C", "F"):
         raise BrokenError("an array has an unknown order")
     return np.frombuffer(bytearray(data), dtype).reshape(shape, order=order)
@@ -82,18 +82,18 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
 def _number(dtype: Any, data: Any) -> Any:
     import numpy as np
 
-    _check(data, dtype, ())
+    _check_bytes(data, dtype, ())
     return np.frombuffer(data, dtype)[0]
 
 
-def _check(data: Any, dtype: Any, shape: Any) -> None:
+def _check_bytes(data: Any, dtype: Any, shape: Any) -> None:
     import numpy as np
 
     is_plain = isinstance(dtype, np.dtype) and not dtype.hasobject
     if not is_plain or type(data) not in (bytes, bytearray) or type(shape) is not tuple:
         raise BrokenError("an array is built from unexpected arguments")
-    if len(data) != _items(shape) * dtype.itemsize:
-        raise BrokenError(f"an array of the shape {quote(shape)} has {len(data)} bytes")
+    if len(data) != _count_items(shape) * dtype.itemsize:
+        raise BrokenError(f"an array of shape {quote(shape)} has {len(data)} bytes")
 
 
 def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
@@ -101,18 +101,19 @@ def _check_objects(data: list[Any], dtype: Any, shape: Any) -> None:
 
     if not isinstance(dtype, np.dtype) or not dtype.hasobject or type(shape) is not tuple:
         raise BrokenError("an array is built from unexpected arguments")
-    if len(data) != _items(shape):
-        raise BrokenError(f"an array of the shape {quote(shape)} has {len(data)} items")
+    if len(data) != _count_items(shape):
+        raise BrokenError(f"an array of shape {quote(shape)} has {len(data)} items")
 
 
-def _items(shape: tuple[Any, ...]) -> int:
-    """Return the number of items of an array of ``shape``.  Raises :class:`BrokenError` if a size is huge."""
+def _count_items(shape: tuple[Any, ...]) -> int:
+    """Return the number of items of an array of ``shape``.  Raises :class:`BrokenError` for a shape that is too large,
+    even if one of its sizes is 0, or that has other values than sizes."""
     try:
-        if items_in(size or 1 for size in shape) > _LARGEST or len(shape) > _MAX_SIZES:
-            raise BrokenError(f"an array has the shape {quote(shape)}")
-        return items_in(shape)
+        if items_in(size or 1 for size in shape) <= _MAX_ITEMS and len(shape) <= _MAX_SIZES:
+            return items_in(shape)
     except (TypeError, ValueError) as err:
-        raise BrokenError(f"an array has the shape {quote(shape)}") from err
+        raise BrokenError(f"an array has a shape that is not made of sizes: {quote(shape)}") from err
+    raise BrokenError(f"an array has a shape that is too large: {quote(shape)}")
 
 
 _RECIPES: Final[dict[str, dict[str, Recipe]]] = {

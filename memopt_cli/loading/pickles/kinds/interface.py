@@ -30,6 +30,8 @@ Role = Literal["data", "module", "callable", "hook", "named", "trusted"]
 - ``named``: as the class of a segment, and nothing else;
 - ``trusted``: for anything, since the user vouched for it.
 """
+_LAZY_CLASS_ATTRIBUTE: Final = "cls_to_become"
+"""The attribute that makes a lazy module change its class after its first run, unchecked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,7 @@ class Recipe:
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
-    """Function that returns why a file must not hold an object of these parts, or "" if it may.
-
-    ``None`` allows all parts.
-    """
+    """Function that returns why a file must not hold an object of these parts, or "" if it may; ``None`` allows all."""
 
 
 class ObjectKind(Protocol):
@@ -133,8 +132,8 @@ TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
 def by_name(use: Use, target: Any) -> Trust | None:
     """Return the trust in the name of ``use`` alone, or ``None`` if it is an alias of something in :data:`TOO_WIDE`."""
     home = target.__name__ if isinstance(target, types.ModuleType) else getattr(target, "__module__", None)
-    is_theirs = {use.name.package, str(home).partition(".")[0]} & TOO_WIDE
-    return None if is_theirs else Trust(globals=(str(use.name),))
+    too_wide = {use.name.package, str(home).partition(".")[0]} & TOO_WIDE
+    return None if too_wide else Trust(globals=(str(use.name),))
 
 
 def is_within(module: str, package: str) -> bool:
@@ -214,17 +213,13 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
         runs = graph.role_of(value) in ("module", "callable", "hook", "named")
         if is_dunder(name) and (runs or not graph.trusts(kind)):
             return f"has {name} among its attributes"
-        if name == _BECOMES and not graph.trusts(kind):
+        if name == _LAZY_CLASS_ATTRIBUTE and not graph.trusts(kind):
             return f"has {name} among its attributes, a class that would replace its own"
         own = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         hides = runs and own is not None
         if (hides or (_is_method(own) and not graph.trusts(kind))) and not _is_own_method(value, name):
             return f"replaces its method {name} by an attribute"
     return ""
-
-
-_BECOMES: Final = "cls_to_become"
-"""The attribute that makes a lazy module change its class after its first run, unchecked."""
 
 
 def _is_method(attribute: Any) -> bool:
@@ -255,12 +250,12 @@ class Listed:
 
     def claims(self, use: Use) -> bool:
         """Return whether the table for this way of use has the name of ``use``."""
-        return str(use.name) in self._table(use)
+        return str(use.name) in self._recipes_for(use)
 
     def recipe(self, use: Use) -> Recipe:
         """Return the recipe for ``use`` in its table."""
-        return self._table(use)[str(use.name)]
+        return self._recipes_for(use)[str(use.name)]
 
-    def _table(self, use: Use) -> Table:
+    def _recipes_for(self, use: Use) -> Table:
         tables: dict[str, Table] = {"called": self.called, "plain": self.called, "created": self.created}
         return tables.get(use.how, self.held if use.how == "held" else {})

@@ -39,7 +39,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     set_attributes,
     shadowing,
 )
-from memopt_cli.loading.pickles.names import LONGEST_ATTRIBUTE
+from memopt_cli.loading.pickles.names import MAX_ATTRIBUTE_LENGTH
 from memopt_cli.loading.pickles.nodes import LIST, Built, Tuple, entries_of
 from memopt_cli.records import Trust
 from memopt_cli.runtime.module_state import RUNS_KEY, SEGMENT_KEY
@@ -78,6 +78,21 @@ LAYER_PACKAGES: Final = (
 file.  Classes of whole models may not: their constructors read files and fetch weights."""
 
 _MODELING: Final = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
+_LAYER_BASES: Final = (nn.Module, torch.optim.Optimizer)
+_REASONS: Final = {
+    "created": "is not an nn.Module class",
+    "called": "is called with arguments from the file",
+    "held": "is not a layer, but is stored as something to call",
+}
+_PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
+_COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
+"""Methods that run when an object is copied or saved, with content from the file."""
+_PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
+"""Modules in whose classes these methods only copy attributes."""
+_TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+"""Base classes of optimizers and schedulers, which some models keep as attributes."""
+_KERNELS: Final = ("_use_kernels", "kernel_config")
+"""Settings that make a model download code (kernels) from a hub."""
 
 
 def imported_libraries(names: Iterable[str]) -> tuple[str, ...]:
@@ -146,14 +161,6 @@ class Libraries:
         return Recipe(make=lambda: cls, role="named", kind=cls) if is_named else None
 
 
-_LAYER_BASES: Final = (nn.Module, torch.optim.Optimizer)
-_REASONS: Final = {
-    "created": "is not an nn.Module class",
-    "called": "is called with arguments from the file",
-    "held": "is not a layer, but is stored as something to call",
-}
-
-
 def _recipe_for_object(cls: type) -> Recipe | Denied | None:
     """Return the recipe for an object of ``cls``.
 
@@ -167,31 +174,22 @@ def _recipe_for_object(cls: type) -> Recipe | Denied | None:
     if issubclass(cls, nn.Module):
         return module_recipe(cls)
     if cls.__name__ in _HOOKS.get(cls.__module__, ()):
-        return Recipe(make=_maker(cls), role="hook", kind=cls, fill=fill, check=_check_hook)
+        return Recipe(make=_make_without_init(cls), role="hook", kind=cls, fill=fill, check=_check_hook)
     if issubclass(cls, _TRAINING):
-        return Recipe(make=_maker(cls), kind=cls, fill=fill, check=_check_training)
+        return Recipe(make=_make_without_init(cls), kind=cls, fill=fill, check=_check_training)
     if _is_settings(cls):
         role: Role = "callable" if is_callable(cls) else "data"
-        return Recipe(make=_maker(cls), role=role, kind=cls, fill=set_attributes, check=_check_attributes)
+        return Recipe(make=_make_without_init(cls), role=role, kind=cls, fill=set_attributes, check=_check_attributes)
     if _is_named_tuple(cls):
         return Recipe(make=lambda *items: _make_named_tuple(cls, items), kind=cls)
     return None
 
 
-_PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
-_COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
-"""Methods that run when an object is copied or saved, with content from the file."""
-_PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
-"""Modules in whose classes these methods only copy attributes."""
-
-
 def _recipe_for_call(cls: type) -> Recipe | None:
     """Return the recipe for a call of ``cls`` if it is an enum, whose call returns a member; ``None`` otherwise."""
-    return Recipe(make=lambda value: _member(cls, value), kind=cls) if issubclass(cls, enum.Enum) else None
+    return Recipe(make=lambda value: _enum_member(cls, value), kind=cls) if issubclass(cls, enum.Enum) else None
 
 
-_TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-"""Base classes of optimizers and schedulers, which some models keep as attributes."""
 _HELPERS: Final = (
     *("torchvision.models.detection._utils", "torchvision.transforms", "timm.models._features"),
     *("torch.distributions", "transformers.core_model_loading"),
@@ -217,14 +215,14 @@ def _make_named_tuple(cls: Any, items: tuple[Any, ...]) -> Any:
     return tuple.__new__(cls, items)
 
 
-def _member(cls: type[enum.Enum], value: Any) -> enum.Enum:
+def _enum_member(cls: type[enum.Enum], value: Any) -> enum.Enum:
     for member in cls:
         if type(member.value) is type(value) and member.value == value:
             return member
     raise BrokenError(f"{cls.__name__} has no member of this value")
 
 
-def _maker(cls: type) -> Callable[..., Any]:
+def _make_without_init(cls: type) -> Callable[..., Any]:
     """Return a function that creates an object of the class ``cls`` without running its constructor."""
 
     def make(*arguments: Any) -> Any:
@@ -274,10 +272,6 @@ def _items_of(value: Any) -> list[Any] | None:
     return value.items if is_list else None
 
 
-_KERNELS: Final = ("_use_kernels", "kernel_config")
-"""Settings that make a model download code (kernels) from a hub."""
-
-
 def _check_hook(node: Built, graph: Graph) -> str:
     """Return the reason why a hook must not get its state; an empty string if it may."""
     roles = {name: graph.role_of(value) for name, value in plain_entries(node.state) or ()}
@@ -287,7 +281,7 @@ def _check_hook(node: Built, graph: Graph) -> str:
 
 def module_recipe(cls: type[nn.Module]) -> Recipe:
     """Return the recipe for a module of the class ``cls``, which is created empty and given audited attributes."""
-    return Recipe(make=_maker(cls), role="module", kind=cls, fill=fill, check=check_module)
+    return Recipe(make=_make_without_init(cls), role="module", kind=cls, fill=fill, check=check_module)
 
 
 def check_module(node: Built, graph: Graph) -> str:
@@ -330,7 +324,7 @@ Check = Callable[[str, Any, Graph], str]
 """Function ``check(name, value, graph)`` that returns why a module must not have this attribute; "" if it may."""
 
 
-def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
+def _check_register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
     """Return a check of a dict in which a module keeps its parts, such as ``_modules``; ``holds`` checks each entry.
 
     ``what``: the kind of part, for the reason.
@@ -342,7 +336,7 @@ def _register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:
             return f"has {name} that are none"
         pairs = value.entries
         longest = max((len(key) for key, _ in pairs if isinstance(key, str)), default=0)
-        if longest > LONGEST_ATTRIBUTE:
+        if longest > MAX_ATTRIBUTE_LENGTH:
             return f"has {what} with a name of {longest} characters"
         misnamed = next((key for key, _ in pairs if isinstance(key, str) and not _is_name(key)), None)
         if misnamed is not None:
@@ -370,7 +364,7 @@ def _holds_tensor(key: Any, item: Any, graph: Graph) -> bool:
     return _is_name(key) and (item is None or _is_tensor(item) or is_vouched)
 
 
-def _only(*allowed: Any, reason: str) -> Check:
+def _check_only(*allowed: Any, reason: str) -> Check:
     """Return a check that refuses all values but those ``allowed``, for a ``reason``."""
     return lambda name, value, _: "" if any(value is choice for choice in allowed) else f"has {name}, which {reason}"
 
@@ -388,23 +382,23 @@ def _check_flag(name: str, value: Any, graph: Graph) -> str:
 
 
 REGISTERS: Final[Mapping[str, Check]] = {
-    **dict.fromkeys(("_parameters", "_buffers"), _register("a tensor", _holds_tensor)),
-    "_modules": _register(
+    **dict.fromkeys(("_parameters", "_buffers"), _check_register("a tensor", _holds_tensor)),
+    "_modules": _check_register(
         "a module",
         lambda key, item, graph: _is_name(key) and (item is None or graph.role_of(item) in ("module", "trusted")),
     ),
     "_non_persistent_buffers_set": _check_names,
     "training": _check_flag,
-    RUNS_KEY: _register("a run", lambda key, item, graph: _is_name(key) and graph.class_of(item) is Run),
+    RUNS_KEY: _check_register("a run", lambda key, item, graph: _is_name(key) and graph.class_of(item) is Run),
     SEGMENT_KEY: lambda *_: "has a segment's settings among its attributes, which only memopt's own segments have",
-    "_compiled_call_impl": _only(None, reason="would be called in its place"),
+    "_compiled_call_impl": _check_only(None, reason="would be called in its place"),
     # Modules of transformers with these settings fetch kernels as soon as ``train()`` or ``eval()`` is called.  Each
     # module has the settings, and in most they are off.
-    **dict.fromkeys(_KERNELS, _only(None, False, reason="asks for kernels of a hub")),
+    **dict.fromkeys(_KERNELS, _check_only(None, False, reason="asks for kernels of a hub")),
     "_is_full_backward_hook": _check_flag,
     # ``torch.jit.script(model)`` leaves this attribute on each module of the model: method -> the names of its
     # overloads.  Only another call of ``torch.jit.script`` reads it.
-    "__overloads__": _register(
+    "__overloads__": _check_register(
         "an overload", lambda key, item, graph: _is_name(key) and all(map(_is_name, _items_of(item) or (None,)))
     ),
     **dict.fromkeys(
@@ -412,13 +406,13 @@ REGISTERS: Final[Mapping[str, Check]] = {
             *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks"),
             *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
         ),
-        _register(
+        _check_register(
             "a hook", lambda key, item, graph: isinstance(key, int) and graph.role_of(item) in ("hook", "trusted")
         ),
     ),
     **dict.fromkeys(
         ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
-        _register("a flag", lambda key, item, graph: isinstance(key, int) and isinstance(item, bool)),
+        _check_register("a flag", lambda key, item, graph: isinstance(key, int) and isinstance(item, bool)),
     ),
 }
 """Attribute that PyTorch, a library or memopt gives every module -> its check."""

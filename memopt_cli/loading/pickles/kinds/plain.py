@@ -34,19 +34,19 @@ from memopt_cli.loading.pickles.kinds.interface import (
 )
 from memopt_cli.loading.pickles.nodes import Built, Global, Tuple
 
-_LONGEST = 10_000
+_MAX_PATH_LENGTH = 10_000
 """Maximum number of characters of a path."""
-_LONGEST_LOGGER = 200
+_MAX_LOGGER_LENGTH = 200
 """Maximum number of characters of a logger's name: Python makes a logger for each part."""
-_LONGEST_PATTERN = 1000
+_MAX_PATTERN_LENGTH = 1000
 """Maximum number of characters of a pattern."""
 
 
-def _with_type_check(make: Callable[..., Any], *allowed_types: type, most: int = 10_000) -> Callable[..., Any]:
-    """Return ``make`` with a check that it gets at most ``most`` arguments, all of ``allowed_types``."""
+def _with_type_check(make: Callable[..., Any], *allowed_types: type, max_arguments: int = 10_000) -> Callable[..., Any]:
+    """Return ``make`` with a check that it gets at most ``max_arguments`` arguments, all of ``allowed_types``."""
 
     def checked(*arguments: Any) -> Any:
-        if len(arguments) > most or not all(type(argument) in allowed_types for argument in arguments):
+        if len(arguments) > max_arguments or not all(type(argument) in allowed_types for argument in arguments):
             raise BrokenError(f"{getattr(make, '__name__', 'a value')} is built from unexpected arguments")
         return make(*arguments)
 
@@ -54,7 +54,7 @@ def _with_type_check(make: Callable[..., Any], *allowed_types: type, most: int =
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Make bytes from ``text``, one for each character: pickle protocol 2 has no bytes of its own."""
+    """Make bytes from ``text``, one for each character: pickle protocol 2 has no bytes."""
     if encoding not in ("latin1", "latin-1"):
         raise BrokenError(f"bytes are encoded as {quote(encoding)}")
     return text.encode("latin1")
@@ -81,27 +81,27 @@ def _deque(items: Any = (), longest: Any = None) -> Any:
 
 def _path(kind: Callable[..., pathlib.PurePath]) -> Callable[..., Any]:
     def make(*parts: str) -> pathlib.PurePath:
-        if sum(map(len, parts)) > _LONGEST:
-            raise BrokenError(f"a path has more than {_LONGEST} characters")
+        if sum(map(len, parts)) > _MAX_PATH_LENGTH:
+            raise BrokenError(f"a path has more than {_MAX_PATH_LENGTH} characters")
         return kind(*parts)
 
     return _with_type_check(make, str)
 
 
 def _logger(name: str = "root") -> logging.Logger:
-    if not name.isprintable() or len(name) > _LONGEST_LOGGER:
+    if not name.isprintable() or len(name) > _MAX_LOGGER_LENGTH:
         raise BrokenError("a logger has no name")
     return logging.getLogger(name)
 
 
 def _pattern(text: Any, flags: Any = 0) -> Any:
-    if type(text) not in (str, bytes) or type(flags) is not int or len(text) > _LONGEST_PATTERN:
+    if type(text) not in (str, bytes) or type(flags) is not int or len(text) > _MAX_PATTERN_LENGTH:
         raise BrokenError("a regular expression is built from unexpected arguments")
     return re.compile(text, flags & ~re.DEBUG)  # DEBUG prints
 
 
 def _decimal(text: Any) -> decimal.Decimal:
-    if type(text) is not str or len(text) > _LONGEST_PATTERN:
+    if type(text) is not str or len(text) > _MAX_PATTERN_LENGTH:
         raise BrokenError("a decimal number is built from unexpected arguments")
     return decimal.Decimal(text)
 
@@ -175,20 +175,20 @@ _OF_ITEMS: Final = (list, tuple)
 
 PLAIN: Final = Listed(
     called={
-        "builtins.list": Recipe(make=_with_type_check(list, *_OF_ITEMS, most=1), extend=list.extend),
-        "builtins.dict": Recipe(make=_with_type_check(dict, dict, most=1), set=operator.setitem),
-        "builtins.set": Recipe(make=_with_type_check(set, *_OF_ITEMS, most=1), extend=set.update),
-        "builtins.frozenset": Recipe(make=_with_type_check(frozenset, *_OF_ITEMS, most=1)),
-        "builtins.tuple": Recipe(make=_with_type_check(tuple, *_OF_ITEMS, most=1)),
-        "builtins.complex": Recipe(make=_with_type_check(complex, float, int, most=2)),
-        "builtins.slice": Recipe(make=_with_type_check(slice, int, type(None), most=3)),
-        "builtins.range": Recipe(make=_with_type_check(range, int, most=3)),
-        "builtins.bytes": Recipe(make=_with_type_check(_bytes, str, most=2)),
-        "builtins.bytearray": Recipe(make=_with_type_check(_bytearray, bytes, bytearray, str, most=2)),
+        "builtins.list": Recipe(make=_with_type_check(list, *_OF_ITEMS, max_arguments=1), extend=list.extend),
+        "builtins.dict": Recipe(make=_with_type_check(dict, dict, max_arguments=1), set=operator.setitem),
+        "builtins.set": Recipe(make=_with_type_check(set, *_OF_ITEMS, max_arguments=1), extend=set.update),
+        "builtins.frozenset": Recipe(make=_with_type_check(frozenset, *_OF_ITEMS, max_arguments=1)),
+        "builtins.tuple": Recipe(make=_with_type_check(tuple, *_OF_ITEMS, max_arguments=1)),
+        "builtins.complex": Recipe(make=_with_type_check(complex, float, int, max_arguments=2)),
+        "builtins.slice": Recipe(make=_with_type_check(slice, int, type(None), max_arguments=3)),
+        "builtins.range": Recipe(make=_with_type_check(range, int, max_arguments=3)),
+        "builtins.bytes": Recipe(make=_with_type_check(_bytes, str, max_arguments=2)),
+        "builtins.bytearray": Recipe(make=_with_type_check(_bytearray, bytes, bytearray, str, max_arguments=2)),
         "builtins.type": Recipe(make=_type_of, role="callable"),
-        "_codecs.encode": Recipe(make=_with_type_check(_bytes, str, most=2)),
+        "_codecs.encode": Recipe(make=_with_type_check(_bytes, str, max_arguments=2)),
         "collections.OrderedDict": Recipe(
-            make=_with_type_check(collections.OrderedDict, *_OF_ITEMS, most=1),
+            make=_with_type_check(collections.OrderedDict, *_OF_ITEMS, max_arguments=1),
             set=operator.setitem,
             fill=set_attributes,
             check=_attributes(
@@ -196,17 +196,19 @@ PLAIN: Final = Listed(
             ),  # set by ``state_dict`` and by ``typing``
         ),
         "collections.defaultdict": Recipe(make=collections.defaultdict, set=operator.setitem, check=_check_defaultdict),
-        "collections.Counter": Recipe(make=_with_type_check(collections.Counter, dict, most=1), set=operator.setitem),
+        "collections.Counter": Recipe(
+            make=_with_type_check(collections.Counter, dict, max_arguments=1), set=operator.setitem
+        ),
         "collections.deque": Recipe(make=_deque, extend=collections.deque.extend),
         "functools.partial": Recipe(
             make=functools.partial, fill=_fill_partial, check=_check_partial, role=_role_of_partial
         ),
         "types.SimpleNamespace": Recipe(
-            make=_with_type_check(types.SimpleNamespace, most=0), fill=set_attributes, check=_NAMED
+            make=_with_type_check(types.SimpleNamespace, max_arguments=0), fill=set_attributes, check=_NAMED
         ),
-        "random.Random": Recipe(make=_with_type_check(random.Random, most=0), fill=_set_random),
+        "random.Random": Recipe(make=_with_type_check(random.Random, max_arguments=0), fill=_set_random),
         "re._compile": Recipe(make=_pattern),
-        "logging.getLogger": Recipe(make=_with_type_check(_logger, str, most=1)),
+        "logging.getLogger": Recipe(make=_with_type_check(_logger, str, max_arguments=1)),
         **{
             f"{home}.{name}": Recipe(make=_path(kind))
             for home in ("pathlib", "pathlib._local")  # the second is Python 3.13's
@@ -221,16 +223,16 @@ PLAIN: Final = Listed(
         "datetime.datetime": Recipe(make=_moment(datetime.datetime)),
         "datetime.date": Recipe(make=_moment(datetime.date)),
         "datetime.time": Recipe(make=_moment(datetime.time)),
-        "datetime.timedelta": Recipe(make=_with_type_check(datetime.timedelta, int, most=3)),
-        "datetime.timezone": Recipe(make=_with_type_check(datetime.timezone, datetime.timedelta, str, most=2)),
+        "datetime.timedelta": Recipe(make=_with_type_check(datetime.timedelta, int, max_arguments=3)),
+        "datetime.timezone": Recipe(make=_with_type_check(datetime.timezone, datetime.timedelta, str, max_arguments=2)),
     },
     created={
         "argparse.Namespace": Recipe(
-            make=_with_type_check(argparse.Namespace, most=0), fill=set_attributes, check=_NAMED
+            make=_with_type_check(argparse.Namespace, max_arguments=0), fill=set_attributes, check=_NAMED
         ),
-        "builtins.object": Recipe(make=_with_type_check(object, most=0)),
+        "builtins.object": Recipe(make=_with_type_check(object, max_arguments=0)),
         "contextlib.nullcontext": Recipe(
-            make=_with_type_check(contextlib.nullcontext, most=0), fill=set_attributes, check=_NAMED
+            make=_with_type_check(contextlib.nullcontext, max_arguments=0), fill=set_attributes, check=_NAMED
         ),
     },
     held={

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.torch_version import TorchVersion
 
-from memopt_cli.loading.pickles.described import LARGEST, NESTED, STORAGE_DTYPES, STORAGE_MODULES, check_view
+from memopt_cli.loading.pickles.described import MAX_SIZE, NESTED, STORAGE_DTYPES, STORAGE_MODULES, check_view
 from memopt_cli.loading.pickles.kinds.interface import (
     BrokenError,
     Graph,
@@ -52,7 +52,7 @@ class Stored:
     """Function that reads the bytes of a :data:`NESTED` storage: its identity, and the storages of its legacy file."""
 
     def claims(self, use: Use) -> bool:
-        """Return whether ``use`` is a storage beside the pickle, or inside it."""
+        """Return whether ``use`` is a storage next to the pickle, or inside it."""
         return (use.how == "stored" and use.name == PERSISTENT) or (use.how == "called" and use.name == NESTED)
 
     def recipe(self, use: Use) -> Recipe:
@@ -77,8 +77,8 @@ class Stored:
         raise BrokenError("it refers to data outside of the pickle that is not a storage")
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size <= LARGEST for size in value):
+def _checked_sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or not all(type(size) is int and 0 <= size <= MAX_SIZE for size in value):
         raise BrokenError(f"a tensor has the shape, strides or offset {quote(value)}")
     return tuple(value)
 
@@ -87,7 +87,7 @@ def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, strid
     """Raise :class:`BrokenError` unless a view lies within its storage, and is not far larger than the storage."""
     if not isinstance(storage, FileStorage) or not isinstance(dtype, torch.dtype):
         raise BrokenError("a tensor has no storage")
-    sizes, strides, (start,) = _sizes(size), _sizes(stride), _sizes([offset])
+    sizes, strides, (start,) = _checked_sizes(size), _checked_sizes(stride), _checked_sizes([offset])
     try:
         check_view(sizes, strides, start, dtype.itemsize, storage.data.nbytes())
     except ValueError as err:
@@ -131,7 +131,7 @@ def _make_typed_tensor(
 
 
 def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Tensor:
-    empty = torch.empty_strided(_sizes(size), _sizes(stride), dtype=dtype, device="meta")
+    empty = torch.empty_strided(_checked_sizes(size), _checked_sizes(stride), dtype=dtype, device="meta")
     return empty.requires_grad_(bool(requires_grad))
 
 
@@ -151,13 +151,15 @@ def _sparse_tensor(layout: Any, data: Any) -> Tensor:
         indices, values, size, *is_coalesced = data
         indices = indices.clone()
         return torch.sparse_coo_tensor(
-            indices, values, _sizes(size), check_invariants=True, is_coalesced=any(is_coalesced) or None
+            indices, values, _checked_sizes(size), check_invariants=True, is_coalesced=any(is_coalesced) or None
         )
     compressed, plain, values, size = data
     if layout in (torch.sparse_bsr, torch.sparse_bsc) and 0 in values.shape[-2:]:
         raise BrokenError("a sparse tensor has blocks of size 0")  # kernels would divide by 0
     compressed, plain = compressed.clone(), plain.clone()
-    return torch.sparse_compressed_tensor(compressed, plain, values, _sizes(size), layout=layout, check_invariants=True)
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, _checked_sizes(size), layout=layout, check_invariants=True
+    )
 
 
 def _make_quantized_tensor(
@@ -170,10 +172,10 @@ def _make_quantized_tensor(
     _check_place(storage, dtype, offset, size, stride)
     match quantizer:
         case (torch.per_tensor_affine, float(scale), int(zero_point)):
-            tensor = quantized_by_tensor(_sizes(size), scale=scale, zero_point=zero_point, dtype=dtype)
+            tensor = quantized_by_tensor(_checked_sizes(size), scale=scale, zero_point=zero_point, dtype=dtype)
         case (torch.per_channel_affine | torch.per_channel_affine_float_qparams, scales, zero_points, int(axis)):
             tensor = _make_quantized_by_channel(
-                _sizes(size), torch.as_tensor(scales), torch.as_tensor(zero_points), axis, dtype
+                _checked_sizes(size), torch.as_tensor(scales), torch.as_tensor(zero_points), axis, dtype
             )
         case _:
             raise BrokenError("a tensor is quantized in a way that memopt does not know")
@@ -253,7 +255,7 @@ def _check_subclass(node: Built, graph: Graph) -> str:
 
 
 def _size(*sizes: Any) -> torch.Size:
-    return torch.Size(_sizes(sizes[0] if sizes else ()))
+    return torch.Size(_checked_sizes(sizes[0] if sizes else ()))
 
 
 def _device(kind: Any = "cpu", index: Any = None) -> torch.device:

@@ -38,7 +38,7 @@ UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
 """Name of a script in suggestions where the right one is not known: it may have been a session, which left none."""
 _MAX_SCRIPTS = 100
 """Maximum number of files of the current folder that are searched for a class."""
-_LONGEST_SCRIPT = 1 << 20
+_MAX_SCRIPT_BYTES = 1 << 20
 """Maximum number of bytes in each of these files."""
 _DEFINITION: Final = re.compile(rb"\b(?:class|def)[ \t]+(\w+)")
 """A definition, or text that looks like one.  Only a source that has one of the wanted name is parsed, since that takes
@@ -112,7 +112,8 @@ def needs_script(wanted: Global, source: Path) -> Denied:
     """Refuse ``wanted``, a name of ``__main__``, and suggest what defines it: this session, or ``source``, a script."""
     if _defined_here(wanted):
         return Denied("was defined in a session; this session defines it too", Trust(globals=(str(wanted),)))
-    reason, script = "was defined in the script that saved the file", source.with_suffix(".py").name
+    reason = "was defined in the script that saved the file"
+    script = source.with_suffix(".py").name
     if script == UNKNOWN_SCRIPT:
         reason = "was defined in the script or session that saved the file"
     if source.name != script:
@@ -167,7 +168,8 @@ def defined_as(path: Path, wanted: Global) -> Definition:
     """
     try:
         state = path.stat()
-        name, key = wanted.name.partition(".")[0], (path, state.st_mtime_ns, state.st_size)
+        name = wanted.name.partition(".")[0]
+        key = (path, state.st_mtime_ns, state.st_size)
         return _definitions(*key).get(name, "") if name.encode() in _possible_names(*key) else ""
     except (OSError, ValueError):
         return ""
@@ -176,7 +178,7 @@ def defined_as(path: Path, wanted: Global) -> Definition:
 @functools.lru_cache(maxsize=2 * _MAX_SCRIPTS)
 def _possible_names(path: Path, mtime_ns: int, size: int) -> frozenset[bytes]:
     """Return the names that the source at ``path`` seems to define; time and size are the cache's key."""
-    if size > _LONGEST_SCRIPT or not path.is_file():
+    if size > _MAX_SCRIPT_BYTES or not path.is_file():
         return frozenset()
     return frozenset(_DEFINITION.findall(path.read_bytes()))
 
