@@ -96,7 +96,7 @@ def _pairs_of_equals(
 
 
 def _is_successor(new: ModuleBytes, old: ModuleBytes) -> bool:
-    """Return whether ``new``, at the place of ``old`` in a renamed part, is that module; its class may be renamed too."""
+    """Return whether ``new``, at the place of ``old`` in a renamed part, is that module, perhaps of a renamed class."""
     return new.class_name == old.class_name or _sizes(new) == _sizes(old)
 
 
