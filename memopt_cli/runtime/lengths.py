@@ -144,7 +144,7 @@ def _length_in(
 ) -> float:
     """Return the length of the arguments; if one lacks that dimension, warn once and return infinity.
 
-    An argument that is ``None`` does not count beside others.
+    An argument that is ``None`` counts only if all are.
     """
     found = {argument: _find_argument(type(module).forward, argument, args, kwargs) for argument in length.axes}
     given = {argument: x for argument, x in found.items() if x is not None} or found

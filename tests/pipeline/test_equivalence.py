@@ -1251,8 +1251,9 @@ def test_each_side_has_the_code_of_its_own_checkout(tmp_path: Path, monkeypatch:
 
     with processes.keep_server():
         for paths in (("main/src",), ("branch/src",)):
-            with pytest.raises(UsageError, match="both models import seglab from "):
+            with pytest.raises(UsageError, match="both models import seglab from ") as refused:
                 compare(main, branch, *paths)
+            assert "`--code-path main/src` `--code-path branch/src`" in str(refused.value.hint)
         both = compare(main, branch, "main/src", "branch/src")
         assert not both.passed
         assert "seglab: the reference imports it from main/src, the candidate from branch/src." in both.notes

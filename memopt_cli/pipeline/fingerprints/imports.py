@@ -30,7 +30,7 @@ def import_notes(
     """Return notes on the folders from which the models at ``reference`` and ``candidate`` import the user's code.
 
     There is none if both models come from one folder and import the same code.  Raises :class:`UsageError` if both
-    import a package from one folder, while other code of it lies beside one of the two.
+    import a package from one folder, while other code of it lies in the checkout of one of the two.
     """
     files = [Path(file_of(location)).resolve() for location in (reference, candidate)]
     if files[0] == files[1] or not all(map(os.path.exists, files)):
@@ -40,10 +40,10 @@ def import_notes(
     for package in sorted(sources[0].keys() & sources[1].keys()):
         folders = next(iter(sources[0][package])), next(iter(sources[1][package]))
         packages[folders].append(package)
-        if folders[0] == folders[1]:
-            loaded = sources[0][package][folders[0]] & sources[1][package].get(folders[0], set())
-            for location, file in zip((reference, candidate), files, strict=True):
-                _refuse_other_code(package, folders[0], loaded, location, file)
+        for folder, loaded in sources[0][package].items():
+            if common := loaded & sources[1][package].get(folder, set()):
+                _refuse_other_code(package, folder, common, reference, files[0], is_reference=True)
+                _refuse_other_code(package, folder, common, candidate, files[1], is_reference=False)
     notes = []
     for (folder, other), names in packages.items():
         if folder != other:
@@ -69,26 +69,33 @@ def _sources(modules: Mapping[str, str], own: Path) -> dict[str, dict[Path, set[
     return found
 
 
-def _refuse_other_code(package: str, folder: Path, loaded: set[Path], location: str, file: Path) -> None:
-    """Raise :class:`UsageError` if other code of ``package`` than that in ``folder`` lies beside ``file``.
+def _refuse_other_code(
+    package: str, folder: Path, loaded: set[Path], location: str, file: Path, *, is_reference: bool
+) -> None:
+    """Raise :class:`UsageError` if the checkout of ``file`` has other code of ``package`` than ``folder``.
 
     ``loaded``: the package's files that both models loaded; ``file``: the file of the model at ``location``.
     """
     telling = {path for path in loaded if path.stem != "__init__"} or loaded  # tests mirror a package's folders
-    for other in _folders_beside(file, folder):
-        if any((other / path).is_file() for path in telling) and not all(
-            (other / path).is_file() and filecmp.cmp(folder / path, other / path, shallow=False) for path in loaded
+    top = next(iter(loaded)).parts[0]
+    for other in _folders_near(file, folder):
+        if (
+            (other / top).exists()
+            and any((other / path).is_file() for path in telling)
+            and not all(
+                (other / path).is_file() and filecmp.cmp(folder / path, other / path, shallow=False) for path in loaded
+            )
         ):
-            first, second = quoted_flag("--code-path", _shown(folder)), quoted_flag("--code-path", _shown(other))
+            first, second = map(_shown, (other, folder) if is_reference else (folder, other))
             raise UsageError(
                 f"both models import {package} from {_shown(folder)}, but {location} has other code of it in "
                 f"{_shown(other)}, which would not be compared",
-                hint=f"Name both folders, the reference's first: `{first} {second}`. Of two modules of one name, the "
-                "reference imports the first, the candidate the last.",
+                hint=f"Name both folders: `{quoted_flag('--code-path', first)}` `{quoted_flag('--code-path', second)}`. "
+                "Of two modules of one name, the reference imports the first, the candidate the last.",
             )
 
 
-def _folders_beside(file: Path, folder: Path) -> Iterator[Path]:
+def _folders_near(file: Path, folder: Path) -> Iterator[Path]:
     """Yield the folders around ``file``, but not around ``folder``, that correspond to ``folder`` in a checkout.
 
     Example: ``branch/ci/src``, ``branch/ci``, ``branch/src`` and ``branch`` for ``branch/ci/memory.py`` and
