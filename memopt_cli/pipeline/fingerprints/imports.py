@@ -86,12 +86,13 @@ def _refuse_other_code(
                 (other / path).is_file() and filecmp.cmp(folder / path, other / path, shallow=False) for path in loaded
             )
         ):
-            first, second = map(_shown, (other, folder) if is_reference else (folder, other))
+            both = (other, folder) if is_reference else (folder, other)
+            first, second = (quoted_flag("--code-path", _shown(each)) for each in both)
             raise UsageError(
                 f"both models import {package} from {_shown(folder)}, but {location} has other code of it in "
                 f"{_shown(other)}, which would not be compared",
-                hint=f"Name both folders: `{quoted_flag('--code-path', first)}` `{quoted_flag('--code-path', second)}`. "
-                "Of two modules of one name, the reference imports the first, the candidate the last.",
+                hint=f"Name both folders: `{first}` `{second}`. Of two modules of one name, the reference imports the "
+                "first, the candidate the last.",
             )
 
 
