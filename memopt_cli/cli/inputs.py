@@ -11,17 +11,25 @@ import typer
 from memopt_cli.cli.config import Config
 from memopt_cli.cli.typed_flags import is_typed
 from memopt_cli.errors import UsageError
+from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.inputs.spec_text import check_inputs, parse_dims, parse_tensor, require_used
 from memopt_cli.records import InputSpec
 
 
 def input_spec(
-    context: typer.Context, inputs: Sequence[str], data_file: str | None, script: str | None, dims: Sequence[str]
+    context: typer.Context,
+    inputs: Sequence[str],
+    data_file: str | None,
+    script: str | None,
+    dims: Sequence[str],
+    batch: int | None = None,
 ) -> InputSpec | None:
     """Return the inputs that the command line describes, or else the config file; ``None`` if neither does.
 
     With dimensions alone (``--dim B=16``) the spec has no tensors, file or script: the sizes apply to a description
     that is found later, such as ``model.inputs.yaml``.
+    ``batch``: the size of ``B`` in ``inputs`` if none is given; ``None`` to ask for one.
+
     Raises :class:`UsageError` for text that does not parse, two descriptions at once, a symbol without a size, and a
     ``--dim`` that no shape uses.  Sizes in the config file may be unused: one file can serve several models.
     """
@@ -40,6 +48,8 @@ def input_spec(
         return InputSpec(dims=sizes, optional_dims=optional, source=source) if sizes else None
     chosen = (typed or given)[0]
     tensors = tuple(parse_tensor(text) for text in inputs) if chosen == "inputs" else ()
+    if tensors and batch is not None:
+        sizes = {BATCH: batch, **sizes}
     check_inputs(tensors, sizes)
     if chosen != "input_script":  # a script's arguments are not known yet
         require_used(asked, tensors, _flag(chosen))

@@ -78,13 +78,16 @@ class InputOptions:
     input_data: str | None = None
     input_script: str | None = None
 
-    def spec(self, context: typer.Context, dims: Sequence[str] | None = None) -> InputSpec | None:
+    def spec(
+        self, context: typer.Context, dims: Sequence[str] | None = None, batch: int | None = None
+    ) -> InputSpec | None:
         """Return the inputs that the command line describes, or else the config file; ``None`` if neither does.
 
-        ``dims``: ``--dim`` with one size in place of each range; by default as typed.
+        ``dims``: ``--dim`` with one size in place of each range; by default as typed; ``batch``: see
+        :func:`~memopt_cli.cli.inputs.input_spec`.
         """
         sizes = self.dims if dims is None else dims
-        return input_spec(context, self.inputs, self.input_data, self.input_script, sizes)
+        return input_spec(context, self.inputs, self.input_data, self.input_script, sizes, batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

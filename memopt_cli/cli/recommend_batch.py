@@ -31,6 +31,9 @@ from memopt_cli.records import (
 from memopt_cli.records import Objective as ObjectiveName
 from memopt_cli.report.html import fastest_page
 
+_FIRST_BATCH = 2
+"""Batch of the inputs if none is given, since it is sought; batch norm may not train on one sample."""
+
 
 @with_options
 def recommend_batch(
@@ -68,7 +71,7 @@ def recommend_batch(
     sizes, dim_range = split_dims(inputs.dims)
     request = BatchRequest(
         source=loading.source(context, model),
-        spec=inputs.spec(context, sizes),
+        spec=inputs.spec(context, sizes, batch=_FIRST_BATCH),
         settings=step.settings(),
         memory=0.9 if memory is None else memory,
         objective=objective,

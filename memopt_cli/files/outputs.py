@@ -19,27 +19,35 @@ class OutputPaths:
 
     model: Path
     plan_only: bool = False
-    """Whether the model is not written; the other files are named as if it were."""
+    """Whether the model is not written; the other files are named as if it were, or after the plan in its place."""
 
     @property
     def summary(self) -> Path:
         """Path of the summary: ``model.memopt.summary.json``."""
-        return self.model.with_name(f"{self.model.stem}.summary.json")
+        return self._beside("summary.json")
 
     @property
     def plan(self) -> Path:
         """Path of the plan: ``model.memopt.plan.yaml``."""
-        return self.model.with_name(f"{self.model.stem}.plan.yaml")
+        return self.model if self._names_plan else self._beside("plan.yaml")
 
     @property
     def batch(self) -> Path:
         """Path of the batch configuration: ``model.memopt.batch.yaml``."""
-        return self.model.with_name(f"{self.model.stem}.batch.yaml")
+        return self._beside("batch.yaml")
 
     @property
     def frontier(self) -> Path:
         """Path of the plans that ``--frontier`` showed: ``model.memopt.frontier.json``."""
-        return self.model.with_name(f"{self.model.stem}.frontier.json")
+        return self._beside("frontier.json")
+
+    @property
+    def _names_plan(self) -> bool:
+        return self.plan_only and self.model.suffix in (".yaml", ".yml")
+
+    def _beside(self, end: str) -> Path:
+        stem = self.model.stem.removesuffix(".plan") if self._names_plan else self.model.stem
+        return self.model.with_name(f"{stem}.{end}")
 
     def all(self) -> tuple[Path, ...]:
         """Return the paths that are written, the model's first."""

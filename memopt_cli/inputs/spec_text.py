@@ -172,7 +172,10 @@ def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min)
     if not ranges:
         return list(texts), None
     if len(ranges) > 1:
-        raise UsageError(f"two dimensions have a range: {' and '.join(ranges)}", hint="Give one of them a single size.")
+        raise UsageError(
+            f"two dimensions have a range: {' and '.join(ranges)}",
+            hint="Give one of them a single size, or both inputs one symbol, whose longest counts.",
+        )
     match = re.fullmatch(r"(\w+)=(\d+):(\d+)", ranges[0].replace(" ", ""), re.ASCII)
     if match is None:
         raise UsageError(f"dimension '{ranges[0]}' is not NAME=LOW:HIGH", hint="Write for example `--dim S=128:4096`.")

@@ -131,9 +131,9 @@ class _Walk:
         elif id(place.value) not in self._seen:
             self._seen.add(id(place.value))
             attributes = self._attributes(place.value)
-            if {"_modules", "_parameters"} <= attributes.keys() or _class_of(place.value) == SCRIPT_LEAF:
+            if {"_modules", "_parameters"} <= attributes.keys() or class_of(place.value) == SCRIPT_LEAF:
                 yield from self._inside_module(place, attributes)
-            elif _class_of(place.value).startswith(f"{_SCRIPT}."):
+            elif class_of(place.value).startswith(f"{_SCRIPT}."):
                 yield from self._inside_script(place, attributes)
             elif place.home < 0:  # containers that a module keeps are not listed
                 yield from _inside_container(place)
@@ -162,7 +162,7 @@ class _Walk:
     def _add_module(self, place: _Place) -> int:
         segment = isinstance(place.value, Built) and is_segment(place.value)
         # TorchScript's ``__torch__.models.___torch_mangle_3.Net`` is ``models.Net`` in the source code.
-        parts = _class_of(place.value).removeprefix(f"{_SCRIPT}.").split(".")
+        parts = class_of(place.value).removeprefix(f"{_SCRIPT}.").split(".")
         self._found.modules.append(
             StoredModule(
                 path=place.path,
@@ -190,14 +190,14 @@ class _Walk:
 
     def _inside_script(self, place: _Place, attributes: Mapping[str, Any]) -> Iterator[_Place]:
         home = self._add_module(place)
-        kinds = self._registered.get(_class_of(place.value), {})
+        kinds = self._registered.get(class_of(place.value), {})
         for name, value in attributes.items():
             yield _Place(_joined_path(place.path, name), value, kinds.get(name, "attribute"), home, place.depth + 1)
 
 
 def _inside_container(place: _Place) -> Iterator[_Place]:
     value = place.value
-    if _class_of(value) == TYPE_TAG and isinstance(value.arguments, Tuple) and value.arguments.items:
+    if class_of(value) == TYPE_TAG and isinstance(value.arguments, Tuple) and value.arguments.items:
         value = value.arguments.items[0]
     if isinstance(value, Tuple):
         items: Iterable[tuple[Any, Any]] = enumerate(value.items)
@@ -267,7 +267,8 @@ def _unwrap_segment(value: Any) -> Any:
     return value
 
 
-def _class_of(value: Any) -> str:
+def class_of(value: Any) -> str:
+    """Return the name of the class of the object that ``value`` stands for, with its module; empty if it has none."""
     value = _unwrap_segment(value)
     if not isinstance(value, Built):
         return ""

@@ -19,6 +19,7 @@ from torch import nn
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError, UsageError, first_line, type_in_words
 from memopt_cli.loading.archive import FILE_LIMIT, SizeLimit
+from memopt_cli.loading.contents import class_of
 from memopt_cli.loading.interface import TRUST_PICKLE_HINT, Loaded, ModelFile, suggest_unchecked
 from memopt_cli.loading.pickles.audit import Audit, assign_kinds, uses_in
 from memopt_cli.loading.pickles.build import build
@@ -78,7 +79,8 @@ class ModulePickle:
         try:
             model = _audit_and_make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
         except ClassNotFoundError as err:
-            err.hint = f"{err.hint} {moved_hint(file.path, (err.looked_in, *trust.code_paths))}".strip()
+            moved = moved_hint(file.path, (err.looked_in, *trust.code_paths), class_of(located.root))
+            err.hint = f"{err.hint} {moved}".strip()
             raise
         if not isinstance(model, nn.Module):
             raise FileFormatError(f"{file.path} holds {type_in_words(model)}, not a model", hint=_SAVE_AGAIN)

@@ -29,7 +29,7 @@ from memopt_cli.loading.regex_cost import MAX_NAME_LENGTH, ListCost, matching_st
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.watch import watch_code
 from memopt_cli.text.documents import MAX_BYTES, read_bytes, read_json
-from memopt_cli.text.misnamed import folder_refusal
+from memopt_cli.text.misnamed import folder_refusal, suggest_weights, weights_files_in
 
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _WEIGHTS: Final = (
@@ -141,9 +141,11 @@ def _model(folder: Path, digest: Any) -> nn.Module:
     names = settings.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or not name.isidentifier() or len(name) > MAX_NAME_LENGTH:
+        weights_files = weights_files_in(str(folder))
+        own = [f" If the class is your own, name what builds it: {suggest_weights(path)}" for path in weights_files[:1]]
         raise FileFormatError(
             f"{folder / MODEL_SETTINGS} names no class of a model (architectures: {shorten(names)})",
-            hint=_SAVE_AGAIN_HINT,
+            hint="".join([_SAVE_AGAIN_HINT, *own]),
         )
     transformers = _library("transformers", folder)
     kind: Any = getattr(transformers, name, None)

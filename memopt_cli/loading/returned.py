@@ -20,10 +20,10 @@ from memopt_cli.loading.archive import record_names
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.module_pickle import ModulePickle, audit_objects, refuse_attacks, storages_of
 from memopt_cli.loading.pickles.audit import assign_kinds, uses_in
+from memopt_cli.loading.pickles.described import NESTED
 from memopt_cli.loading.pickles.kinds import kinds_of
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Recipe
 from memopt_cli.loading.pickles.kinds.modules import Libraries
-from memopt_cli.loading.pickles.kinds.tensors import NESTED
 from memopt_cli.loading.pickles.kinds.vouched import Vouched
 from memopt_cli.loading.pickles.names import within_class
 from memopt_cli.loading.pickles.nodes import Built, Global, reachable

@@ -79,7 +79,8 @@ class ClassNotFoundError(FileFormatError):
 class UserCode:
     """Files and folders whose classes are trusted.
 
-    A folder is put on ``sys.path``; for a file, its folder is.  Raises :class:`UsageError` for a path that is missing.
+    A folder is put on ``sys.path``; for a file, its folder is.  Of two modules of one name, the first is imported.
+    Raises :class:`UsageError` for a path that is missing.
     """
 
     def __init__(self, paths: tuple[str, ...]) -> None:
@@ -94,6 +95,7 @@ class UserCode:
                 )
             if not path.exists():
                 raise UsageError(f"the code path {path} does not exist", hint="Check the path.")
+        for path in reversed(self._paths):
             make_importable(path if path.is_dir() else path.parent)
         self._scripts = tuple(path for path in self._paths if path.is_file())
         self._hidden: dict[str, Path] = {}
@@ -299,6 +301,20 @@ def find_spec(
     finders = [finder for finder in sys.meta_path if finder is not without and hasattr(finder, "find_spec")]
     found = (finder.find_spec(fullname, path, target) for finder in finders)
     return next(filter(None, found), None)
+
+
+def imported_files() -> dict[str, str]:
+    """Return the name of each module that is imported, with its file; without the standard library, PyTorch, memopt."""
+    others = {*sys.stdlib_module_names, "torch", "memopt_cli", "__main__", "__mp_main__"}
+    own = os.path.dirname(
+        os.__file__
+    )  # also has modules of other names, such as _sysconfigdata__linux_x86_64-linux-gnu
+    named = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    return {
+        name: file
+        for name, file in named.items()
+        if file and name.partition(".")[0] not in others and os.path.dirname(file) != own
+    }
 
 
 def is_session(main: ModuleType) -> bool:

@@ -40,6 +40,7 @@ from memopt_cli.pipeline.fingerprints.gaps import (
     with_equal_names,
     with_shared_values,
 )
+from memopt_cli.pipeline.fingerprints.imports import import_notes
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS
 from memopt_cli.pipeline.prepare import Opening, Prepared, import_libraries, prepare_beside_another
 from memopt_cli.records import (
@@ -65,9 +66,11 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
         timeout_s=request.timeout_s,
     )
     reference = prepare_beside_another(opening, progress=progress, ask=ask)
-    candidate_opening = replace(
-        opening, source=replace(request.candidate, keeps_compiled=True), spec=reference.subject.spec
-    )
+    # Two checkouts have modules of one name: the reference imports them from the first of the code paths, the candidate
+    # from the last.
+    trust = replace(request.candidate.trust, code_paths=request.candidate.trust.code_paths[::-1])
+    source = replace(request.candidate, keeps_compiled=True, trust=trust)
+    candidate_opening = replace(opening, source=source, spec=reference.subject.spec)
     candidate = prepare_beside_another(candidate_opening, progress=progress, ask=ask)
     import_libraries(reference, [name for name in reference.facts.libraries if name in candidate.facts.libraries])
     comparison = compare_prepared(reference, candidate, request.steps)
@@ -103,6 +106,8 @@ def compare_prepared(
         worst=0.0,
         notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes, *reference.messages, *candidate.messages))),
     )
+    imports = import_notes(comparison.reference, comparison.candidate, first_run, candidate_run)
+    comparison = replace(comparison, notes=(*comparison.notes, *imports))
     if candidate_run.failed:
         cause = sides.cause_of_failure(job, candidate_run)
         return replace(comparison, failed=candidate_run.failed, differs_in_step=len(candidate_run.steps), cause=cause)

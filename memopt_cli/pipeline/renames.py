@@ -37,7 +37,7 @@ def find_renames(
             moved = 0
             for path, target in _renamed_paths(*sides, *stems):
                 is_free = path not in moves and target not in targets and path in missing and target in added
-                if is_free and added[target].class_name == missing[path].class_name:
+                if is_free and _is_successor(added[target], missing[path]):
                     moves[path] = target
                     targets.add(target)
                     moved += 1
@@ -95,9 +95,17 @@ def _pairs_of_equals(
             yield from zip(before, after, strict=False)
 
 
+def _is_successor(new: ModuleBytes, old: ModuleBytes) -> bool:
+    """Return whether ``new``, at the place of ``old`` in a renamed part, is that module, perhaps of a renamed class."""
+    return new.class_name == old.class_name or _sizes(new) == _sizes(old)
+
+
+def _sizes(module: ModuleBytes) -> tuple[int, ...]:
+    return module.output_bytes, *(module.held_bytes.get(kind, 0) for kind in ("parameters", "buffers"))
+
+
 def _signature(module: ModuleBytes) -> object:
-    own = (module.held_bytes.get(kind, 0) for kind in ("parameters", "buffers"))
-    return module.class_name, module.output_bytes, *own
+    return module.class_name, *_sizes(module)
 
 
 def _class_name(module: ModuleBytes) -> object:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from memopt_cli.records.inputs import InputSpec
@@ -100,6 +101,8 @@ class FollowedSteps:
     """Paths of the modules that were in eval mode when the model was loaded."""
     frozen: tuple[str, ...] = ()
     """Names of the parameters that require no gradient."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Name of each imported module -> its file; without the standard library, PyTorch and memopt."""
 
     @property
     def failed(self) -> str:

@@ -102,21 +102,30 @@ class SegmentPlan(ChunkRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputDimension:
-    """A dimension of an input of the model, whose size may differ from step to step.
+    """A dimension of inputs of the model, whose size may differ from step to step.
 
-    Raises :class:`UsageError` for a negative position, and without a symbol.
+    Raises :class:`UsageError` for a negative position, without a symbol, and if several arguments lack an axis each.
     """
 
     dim: str
     """Symbol of the dimension, ``S``."""
-    argument: int | str
-    """Argument of the model's forward, as a position from 0 or a name."""
+    argument: int | str | tuple[int | str, ...]
+    """Argument of the model's forward, as a position from 0 or a name; of several arguments, one for each axis."""
     axis: int | tuple[int, ...]
     """Axis of the tensor given there; a negative one counts from the last.  Of several, the largest size counts."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.argument, int) and self.argument < 0:
-            raise UsageError(f"the argument {self.argument} is not a position", hint="Positions count from 0.")
+        arguments = self.argument if isinstance(self.argument, tuple) else (self.argument,)
+        for argument in arguments:
+            if isinstance(argument, int) and argument < 0:
+                raise UsageError(f"the argument {argument} is not a position", hint="Positions count from 0.")
+        if isinstance(self.argument, tuple) and (
+            not isinstance(self.axis, tuple) or not 0 < len(arguments) == len(self.axis)
+        ):
+            raise UsageError(
+                "several arguments need as many axes",
+                hint="Write for example argument: [source, target], axis: [1, 1].",
+            )
         if not self.dim.strip():
             raise UsageError("the dimension has no symbol", hint="Write for example dim: S.")
 

@@ -45,7 +45,7 @@ def loop_of(call: ModelCall, steps: int, step: StepSettings, device: str) -> Ite
     if _is_plain(steps, step):
         return
     if steps > 1 and call.may_ignore_labels:
-        yield f"# 1/{steps} each: where labels of -100 do not count, weight each loss by its share of those that do"
+        yield f"# 1/{steps} each: if your loss ignores labels (-100), weight each loss by its share of the others"
     output = f"model({arguments_of(call)})"
     loss = loss_in(call, output, f"loss_function({output}, targets)")
     yield from loop_lines(loss, steps, step, device, samples=samples_of(call))

@@ -35,27 +35,37 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthOf:
-    """The dimension of an argument of the model's forward whose size is the length; its fields are checked."""
+    """The dimensions of arguments of the model's forward whose largest size is the length; its fields are checked."""
 
     name: str
     """The symbol of the dimension in messages, such as ``S``."""
-    argument: int | str
-    """The position of the argument from 0, or its name."""
+    argument: int | str | tuple[int | str, ...]
+    """The position of the argument from 0, or its name; of several arguments, one for each axis."""
     axis: int | tuple[int, ...]
     """The dimension of that argument; a negative one counts from the last.  Of several, the largest size counts."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ValueError(f"a dimension has the symbol {reprlib.repr(self.name)}")
-        if type(self.argument) not in (int, str) or (isinstance(self.argument, int) and self.argument < 0):
+        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        arguments = self.argument if isinstance(self.argument, tuple) else (self.argument,) * len(axes)
+        if any(type(argument) not in (int, str) or (type(argument) is int and argument < 0) for argument in arguments):
             raise ValueError(f"the argument {reprlib.repr(self.argument)} is neither a position nor a name")
-        if not self.axes or not all(type(axis) is int for axis in self.axes):
+        if not axes or not all(type(axis) is int for axis in axes):
             raise ValueError(f"the axis {reprlib.repr(self.axis)} is not a whole number")
+        if len(arguments) != len(axes):
+            raise ValueError(f"there are {len(arguments)} arguments, and {len(axes)} axes")
 
     @property
-    def axes(self) -> tuple[int, ...]:
-        """The dimensions whose largest size is the length."""
-        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+    def axes(self) -> dict[int | str, tuple[int, ...]]:
+        """Argument -> its dimensions that count."""
+        if not isinstance(self.argument, tuple):
+            return {self.argument: self.axis if isinstance(self.axis, tuple) else (self.axis,)}
+        assert isinstance(self.axis, tuple), "checked"
+        axes: dict[int | str, tuple[int, ...]] = {}
+        for argument, axis in zip(self.argument, self.axis, strict=True):
+            axes[argument] = (*axes.get(argument, ()), axis)
+        return axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,18 +142,25 @@ def with_length_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
 def _length_in(
     module: nn.Module, ranges: ConfigsByLength, length: LengthOf, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> float:
-    """Return the length of the arguments; if they lack that dimension, warn once and return infinity."""
-    x = _find_argument(type(module).forward, length.argument, args, kwargs)
-    if not isinstance(x, Tensor) or x.is_nested or not all(-x.dim() <= axis < x.dim() for axis in length.axes):
-        kind = f"of class {type(x).__name__}"
-        if isinstance(x, Tensor):
-            kind = "a nested tensor" if x.is_nested else f"a tensor of {x.dim()} dimensions"
-        dimensions = " and ".join(map(str, length.axes))
-        _warn_longest(
-            module, f"{length.name} is dimension {dimensions} of the argument {length.argument!r}, which is {kind}"
-        )
-        return math.inf
-    size = max(x.shape[axis] for axis in length.axes)
+    """Return the length of the arguments; if one lacks that dimension, warn once and return infinity.
+
+    An argument that is ``None`` counts only if all are.
+    """
+    found = {argument: _find_argument(type(module).forward, argument, args, kwargs) for argument in length.axes}
+    given = {argument: x for argument, x in found.items() if x is not None} or found
+    size = 0
+    for argument, x in given.items():
+        axes = length.axes[argument]
+        if not isinstance(x, Tensor) or x.is_nested or not all(-x.dim() <= axis < x.dim() for axis in axes):
+            kind = f"of class {type(x).__name__}"
+            if isinstance(x, Tensor):
+                kind = "a nested tensor" if x.is_nested else f"a tensor of {x.dim()} dimensions"
+            dimensions = " and ".join(map(str, axes))
+            _warn_longest(
+                module, f"{length.name} is dimension {dimensions} of the argument {argument!r}, which is {kind}"
+            )
+            return math.inf
+        size = max(size, *(x.shape[axis] for axis in axes))
     if size > ranges.up_to[-1]:
         _warn_longest(module, f"{length.name} is {size}, beyond the {ranges.up_to[-1]} for which the plan was made")
     return size
@@ -169,8 +186,9 @@ def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
     """Return why ``root`` cannot read the length of its input for the modules in it; empty if it can."""
     if ranges.length is None:
         return ""
-    if not takes_argument(root, ranges.length.argument):
-        return f"its forward does not take the argument {reprlib.repr(ranges.length.argument)}"
+    for argument in ranges.length.axes:
+        if not takes_argument(root, argument):
+            return f"its forward does not take the argument {reprlib.repr(argument)}"
     for path, part in named_parts(root):
         inner = vars(part).get(SEGMENT_KEY)
         if part is not root and isinstance(inner, ConfigsByLength):

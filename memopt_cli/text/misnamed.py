@@ -55,6 +55,9 @@ _BUILDERS: Final = ("build", "make_model", "get_model", "create_model")
 _WRITE: Final = "build.py is a file that you write, of two lines: from {} import {}; def build(): return {}"
 _WRITE_ANY: Final = _WRITE.format("net", "Net", "Net()")
 
+_LONGEST_NAME: Final = 60
+"""Maximum number of characters of a class that a hint names."""
+
 
 def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[str] = ()) -> str:
     """Return a hint for ``weights``, a file that has no model: to name the folder, if it holds a model of a library.
@@ -69,16 +72,16 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
         which = _candidates(builder)
         return f"Name what builds the model{which}: {_with_weights(builder, weights)}"
     hint = "Name the function that builds the model, as build.py:build for build() in build.py"
-    return f"{hint}: {_suggest_weights(weights, code_paths, names)}"
+    return f"{hint}: {suggest_weights(weights, code_paths=code_paths, names=names)}"
 
 
-def moved_hint(path: str, code_paths: Sequence[str] = ()) -> str:
+def moved_hint(path: str, code_paths: Sequence[str] = (), class_name: str = "") -> str:
     """Return a hint for the file at ``path``, whose model has a class that is not found.
 
-    ``code_paths``: as for :func:`build_hint`.
+    ``code_paths``: as for :func:`build_hint`; ``class_name``: of the model, with its module; empty if not known.
     """
     builder = _builder_among(code_paths)
-    typed = _with_weights(builder, path) if builder else _suggest_weights(path, code_paths)
+    typed = _with_weights(builder, path) if builder else suggest_weights(path, class_name, code_paths=code_paths)
     return f"If the class was moved or renamed, its weights can be read without it: {typed}"
 
 
@@ -127,9 +130,18 @@ def _with_weights(builder: str, weights: str) -> str:
     return f"{quoted_path(builder)} `--weights {quoted_path(weights)}`"
 
 
-def _suggest_weights(weights: str, code_paths: Sequence[str], names: Collection[str] = ()) -> str:
-    made = [_WRITE_ANY, *(_made_by_hand(path, node) for path in code_paths for node in _fitting_modules(path, names))]
-    return f"{_with_weights('build.py:build', weights)}; {made[-1]}"
+def suggest_weights(
+    weights: str, class_name: str = "", *, code_paths: Sequence[str] = (), names: Collection[str] = ()
+) -> str:
+    """Return what to type for the file ``weights``, and a function to write.
+
+    It makes the class in ``code_paths`` that holds tensors of ``names``, else ``class_name``, if that is known.
+    """
+    name = class_name.rpartition(".")[2]
+    known = name if name.isidentifier() and len(name) <= _LONGEST_NAME else "Net"
+    written = [_made_by_hand(path, node) for path in code_paths for node in _fitting_modules(path, names)]
+    made = written[-1] if written else _WRITE.format("net", known, f"{known}()")
+    return f"{_with_weights('build.py:build', weights)}; {made}"
 
 
 def _fitting_modules(path: str, names: Collection[str]) -> list[ast.ClassDef]:

@@ -138,12 +138,13 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
     assert plan.by is not None, "called only for plans with ranges"
     if any(isinstance(settings_of(module), ConfigsByLength) for _, module in named_parts(model)):
         raise PlanError("a part of the model has a plan by length already", hint=_REMOVE_FIRST)
-    if not takes_argument(model, plan.by.argument):
-        raise PlanError(
-            f"the plan reads the argument {plan.by.argument!r}, which forward of {type(model).__name__} does not take",
-            hint="In the plan's by section, set argument to an argument's name, or its position from 0.",
-        )
     length = LengthOf(name=plan.by.dim, argument=plan.by.argument, axis=plan.by.axis)
+    for argument in length.axes:
+        if not takes_argument(model, argument):
+            raise PlanError(
+                f"the plan reads the argument {argument!r}, which forward of {type(model).__name__} does not take",
+                hint="In the plan's by section, set argument to an argument's name, or its position from 0.",
+            )
     up_to = tuple(part.up_to for part in plan.ranges)
     parts = [_segment_configs(model, part.plan) for part in plan.ranges]
     by_module: dict[nn.Module, ConfigsByLength] = {}

@@ -38,6 +38,15 @@ def test_defaults(requests: list[BatchRequest]) -> None:
     assert requests[0].memory == 0.9
 
 
+@pytest.mark.parametrize(("flags", "dims"), [("", {"B": 2}), ("--dim B=8", {"B": 8}), ("--dim S=4", None)])
+def test_the_batch_needs_no_size(flags: str, dims: dict[str, int] | None, requests: list[BatchRequest]) -> None:
+    main(["recommend-batch", "model.pt", "-i", "Bx4", *flags.split()])
+    assert [request.spec.dims for request in requests if request.spec] == ([dims] if dims else [])
+    requests.clear()
+    main(["recommend-batch", "model.pt", "-i", "8x4"])
+    assert [request.spec.dims for request in requests if request.spec] == [{}]
+
+
 def test_every_flag_arrives(requests: list[BatchRequest]) -> None:
     flags = (
         "-i BxS --dim B=8 --dim S=128:4096 --memory 24GiB --global-batch 512 --multiple-of 8 --objective throughput "

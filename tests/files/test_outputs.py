@@ -33,6 +33,19 @@ def test_output_paths(location: str, output: str | None, names: str) -> None:
     assert paths.all() == (paths.model, paths.summary, paths.plan, paths.batch)
 
 
+@pytest.mark.parametrize(
+    ("output", "plan", "summary"),
+    [
+        ("b.plan.yaml", "b.plan.yaml", "b.summary.json"),
+        ("d/fast.yml", "d/fast.yml", "d/fast.summary.json"),
+        ("b.pt", "b.plan.yaml", "b.summary.json"),
+    ],
+)
+def test_the_plan_has_the_name_that_is_given_if_it_alone_is_written(output: str, plan: str, summary: str) -> None:
+    paths = output_paths("model.pt", output, plan_only=True)
+    assert [str(path) for path in (paths.plan, paths.summary)] == [plan, summary]
+
+
 @pytest.mark.parametrize("output", ["", ".", "/"])
 @pytest.mark.parametrize("paths", [output_paths, pair_paths])
 def test_an_output_that_names_no_file(output: str, paths: Callable[[str, str], object]) -> None:

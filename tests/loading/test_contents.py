@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ from memopt_cli.errors import FileFormatError
 from memopt_cli.loading import read_file
 from memopt_cli.loading.contents import FileContents, contents_of
 from memopt_cli.loading.description import describe
+from memopt_cli.loading.factory import fill
 from memopt_cli.loading.interface import ModelFile
-from memopt_cli.loading.pickles.described import tensor_of
+from memopt_cli.loading.pickles.described import NESTED, storage_of, tensor_of
+from memopt_cli.loading.pickles.nodes import Built, Tuple
 from memopt_cli.loading.pickles.reading import read_pickled
 from memopt_cli.records import Inspection
 from tests.loading.archives import archive, saved
@@ -43,6 +47,24 @@ TENSORS = {
     "meta": torch.empty(2, 3, device="meta"),
     "sparse": torch.eye(3).to_sparse(),
 }
+
+
+def test_tensors_inside_a_plain_pickle_are_told_and_serve_as_weights() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    file = ModelFile(path="model.pkl", data=pickle.dumps(model))
+    found = describe(file)
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    assert [tensor.name for tensor in found.tensors] == list(model.state_dict())
+    assert not found.tied
+    other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    fill(other, file)
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x02K\x01.", pickle.dumps(os.getcwd), b"\x80\x02(" * 1000])
+def test_a_storage_that_is_damaged_makes_no_tensor(data: bytes) -> None:
+    storage = Built("called", NESTED, Tuple((data,), depth=1, weight=1))
+    assert storage_of(storage) is None
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])

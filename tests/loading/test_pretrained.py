@@ -174,7 +174,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no settings": (lambda folder: (folder / "config.json").write_text("[]"), "holds no settings"),
     "broken settings": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
     "a class of nobody's": (setting(architectures=["os"]), "class os, which transformers"),
-    "no class": (setting(architectures=None), "names no class of a model"),
+    "no class": (
+        setting(architectures=None),
+        r"names no class of a model(.|\n)*build\.py:build --weights .*model\.safetensors",
+    ),
     "other sizes": (setting(n_embd=16), "has weights whose shapes do not fit"),
     "a layer more": (setting(n_layer=2), "lacks weights"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),

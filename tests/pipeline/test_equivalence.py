@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import memopt_cli
-from memopt_cli.errors import OptionError, StepError
+from memopt_cli.errors import OptionError, StepError, UsageError
 from memopt_cli.measure import processes
 from memopt_cli.measure.answers import followed as following
 from memopt_cli.measure.jobs import ORIGINAL, FollowJob
@@ -39,6 +40,7 @@ from memopt_cli.records import (
     Plan,
     SegmentPlan,
     TensorSpec,
+    Trust,
 )
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.github import GithubReport
@@ -1221,3 +1223,42 @@ def test_each_side_has_the_libraries_of_its_own_folder(tmp_path: Path, monkeypat
         for reference, candidate in (sides, sides[::-1]):
             request = EquivalenceRequest(reference=reference, candidate=candidate, spec=given, steps=1, timeout_s=60.0)
             assert not verify(request, progress=Progress()).passed
+
+
+@pytest.mark.process
+def test_each_side_has_the_code_of_its_own_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checkouts have one package, and Python finds it in the first of its folders for both."""
+    monkeypatch.chdir(tmp_path)
+    for checkout, scale in (("main", 1), ("branch", 3)):
+        for folder in ("ci", "src/seglab"):
+            (tmp_path / checkout / folder).mkdir(parents=True)
+        (tmp_path / checkout / "ci/memory.py").write_text(
+            "def build():\n    from seglab.net import Net\n    return Net(2, 3)"
+        )
+        (tmp_path / checkout / "src/seglab/__init__.py").touch()
+        (tmp_path / checkout / "src/seglab/net.py").write_text(
+            "from torch import nn\nclass Net(nn.Linear):\n"
+            f"    def forward(self, x): return {scale} * super().forward(x)"
+        )
+    (tmp_path / "other.py").write_text((tmp_path / "main/ci/memory.py").read_text())
+    given = InputSpec(tensors=(TensorSpec(shape=(4, 2), dtype="float32"),), source="--input")
+    main, branch, other = "main/ci/memory.py:build", "branch/ci/memory.py:build", "other.py:build"
+
+    def compare(reference: str, candidate: str, *code_paths: str) -> Equivalence:
+        sides = [ModelSource(location=side, trust=Trust(code_paths=code_paths)) for side in (reference, candidate)]
+        request = EquivalenceRequest(reference=sides[0], candidate=sides[1], spec=given, steps=1, timeout_s=60.0)
+        return verify(request, progress=Progress())
+
+    with processes.keep_server():
+        for paths in (("main/src",), ("branch/src",)):
+            with pytest.raises(UsageError, match="both models import seglab from ") as refused:
+                compare(main, branch, *paths)
+            assert "`--code-path main/src` `--code-path branch/src`" in str(refused.value.hint)
+        both = compare(main, branch, "main/src", "branch/src")
+        assert not both.passed
+        assert "seglab: the reference imports it from main/src, the candidate from branch/src." in both.notes
+        one = compare(main, other, "main/src")
+        assert one.passed
+        assert "seglab: both models import it from main/src." in one.notes
+        shutil.copy("main/src/seglab/net.py", "branch/src/seglab/net.py")
+        assert compare(main, branch, "main/src").passed  # the code is the same in both

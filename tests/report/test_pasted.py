@@ -134,7 +134,7 @@ def test_a_loop_says_that_passes_do_not_count_alike_where_labels_of_minus_100_ca
     model = Returning(lambda output, loss: output if loss is None else loss)
     call = Worker(Subject(source=ModelSource(location="net.pt"), spec=spec), lambda: model).answer(CallJob())
     lines = [*loop_of(call, passes, StepSettings(clip_norm=1.0), "cpu")]
-    assert lines[0].startswith("# 1/4 each: where labels of -100 do not count") is is_told
+    assert lines[0].startswith("# 1/4 each: if your loss ignores labels (-100)") is is_told
     assert sum("-100" in line for line in lines) == is_told
 
 

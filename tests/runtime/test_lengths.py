@@ -29,7 +29,7 @@ from memopt_cli.records import (
     TensorSpec,
 )
 from memopt_cli.records.plan_file import plan_yaml
-from memopt_cli.runtime import is_recomputing
+from memopt_cli.runtime import LengthOf, is_recomputing
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
 from tests.zoo.models import Parts
 from tests.zoo.records import a_header
@@ -236,6 +236,32 @@ def test_the_largest_of_several_axes_is_the_length(shape: tuple[int, int], tmp_p
         with recomputations(either) as found:
             either(torch.zeros(shape, dtype=torch.long)).backward()
         assert found == ["blocks.0"]
+
+
+@pytest.mark.parametrize(("source", "target", "found"), [(4, 8, ["blocks.0"]), (8, 4, ["blocks.0"]), (4, 4, [])])
+def test_the_longest_of_several_arguments_is_the_length(
+    source: int, target: int, found: list[str], tmp_path: Path
+) -> None:
+    by = InputDimension(dim="S", argument=("ids", "mask"), axis=(1, 1))
+    model = apply_plan(Masked(), Plan(by=by, ranges=PLAN.ranges))
+    torch.save(model, tmp_path / "model.pt")
+    for either in (model, memopt_cli.load(tmp_path / "model.pt", trust=memopt_cli.Trust(packages=("tests",)))):
+        assert plan_of(either).by == by
+        with recomputations(either) as seen, silent():
+            either(ids(source), mask=ids(target)).backward()
+        assert seen == found
+    with recomputations(model) as seen, silent():
+        model(ids(8)).backward()  # without a mask, which is None then
+    assert seen == ["blocks.0"]
+    with pytest.warns(UserWarning, match="S is 17, beyond the 16"):
+        model(ids(4), mask=ids(17)).backward()
+
+
+def test_several_arguments_need_an_axis_each() -> None:
+    with pytest.raises(UsageError, match="as many axes"):
+        InputDimension(dim="S", argument=("ids", "mask"), axis=1)
+    with pytest.raises(ValueError, match="2 arguments, and 1 axes"):
+        LengthOf(name="S", argument=("ids", "mask"), axis=1)
 
 
 def test_beyond_the_last_range_it_warns_once_and_goes_on_as_in_the_last() -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from memopt_cli.text.misnamed import build_hint, builder_in, file_refusal, missing_refusal, other_class_hint, weights_in
+from memopt_cli.text.misnamed import (
+    build_hint,
+    builder_in,
+    file_refusal,
+    missing_refusal,
+    moved_hint,
+    other_class_hint,
+    weights_in,
+)
 
 
 def zipped(*names: str) -> bytes:
@@ -151,3 +159,9 @@ def test_a_builder_is_named_as_a_shell_reads_it_and_found_again_in_its_hint(tmp_
     assert builder_in(hint, "my model.pt") == f"{source}:make_model"
     assert builder_in(hint, "model.pt") == ""
     assert builder_in(build_hint("model.pt", []), "model.pt") == "build.py:build"
+
+
+def test_a_hint_on_a_moved_class_names_it() -> None:
+    assert "from net import TCN; def build(): return TCN()" in moved_hint("tcn.pt", [], "oldlab.nets.tcn.TCN")
+    for hostile in ("", "a.b c", f"a.{'b' * 1000}"):
+        assert "from net import Net; def build(): return Net()" in moved_hint("tcn.pt", [], hostile)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -43,16 +44,20 @@ _EXPANSION = 64
 _ALLOWANCE = 64 << 20
 """Bytes that any tensor may have in addition."""
 STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
+NESTED: Final = Global("torch.storage", "_load_from_bytes")
+"""The function that makes a storage inside a plain pickle, from the bytes of a legacy file."""
+_HEAD = 1024
+"""Bytes that hold the pickles of such a file, which come before the storage: about 300 are usual."""
 _MAX_WRAPPERS = 8
 """Maximum number of calls around the call that makes a tensor, for example for a parameter and a subclass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledStorage:
-    """A storage next to the pickle."""
+    """A storage next to the pickle, or inside it."""
 
     key: str
-    """Name of the record that holds the storage's bytes."""
+    """Name of the record that holds the storage's bytes; of a storage inside the pickle, a text of its own."""
     dtype: str
     size_bytes: int
 
@@ -129,12 +134,34 @@ def is_floating(dtype: str) -> bool:
 
 def storage_of(value: Any) -> PickledStorage | None:
     """Return the storage that ``value`` stands for: ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
-    if not (isinstance(value, Built) and value.callee == PERSISTENT and isinstance(value.arguments, Tuple)):
+    if not (isinstance(value, Built) and isinstance(value.arguments, Tuple)):
+        return None
+    if value.callee == NESTED:
+        return _nested_storage(value)
+    if value.callee != PERSISTENT:
         return None
     match value.arguments.items:
         case ("storage", Global() as kind, str(key), _, int(count), *_) if is_storage(kind) and 0 <= count <= MAX_SIZE:
             dtype = STORAGE_DTYPES[kind.name]
             return PickledStorage(key=key, dtype=dtype, size_bytes=count * item_bytes(dtype))
+    return None
+
+
+def _nested_storage(node: Built) -> PickledStorage | None:
+    """Return the storage that ``node`` makes of the bytes of a legacy file; ``None`` if they are anything else."""
+    from memopt_cli.loading.pickles.charges import PickleScan  # which imports this file, as ``scan`` does
+    from memopt_cli.loading.pickles.scan import scan_pickle
+
+    match node.argument_items():
+        case (bytes() as data,):
+            stream, scan = io.BytesIO(data[:_HEAD]), PickleScan(size=_HEAD)
+            try:
+                _, _, _, root, _ = (scan_pickle(stream, scan).root for _ in range(5))
+            except ValueError:
+                return None
+            stored = storage_of(root) if isinstance(root, Built) and root.callee == PERSISTENT else None
+            if stored is not None and stored.size_bytes < len(data):
+                return replace(stored, key=f"nested {id(node)}")
     return None
 
 
@@ -171,7 +198,7 @@ def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_by
         storage, tensor = storage_of(value), tensor_of(value)
         if storage is not None:
             storages[storage.key] = storage.size_bytes
-            if sizes is not None and sizes.get(storage.key) != storage.size_bytes:
+            if sizes is not None and value.callee == PERSISTENT and sizes.get(storage.key) != storage.size_bytes:
                 raise ValueError(f"its storage {storage.key!r} does not have the size that the pickle says")
         if tensor is not None and tensor.storage is not None:
             place = tensor.shape, tensor.stride, tensor.offset

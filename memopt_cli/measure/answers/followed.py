@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from memopt_cli.errors import StepError
+from memopt_cli.loading.user_code import imported_files
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import Compiling, FollowJob, Mode
 from memopt_cli.records import FollowedSteps, Plan, StepPrint
@@ -37,7 +38,8 @@ def follow(bench: Bench, job: FollowJob) -> FollowedSteps:
     _enter_mode(bench, job.mode)  # the bench restores the mode after the job
     with _cast(step, double=job.double) as taken, _COMPILING[job.compiled]():
         between = reset_hidden_state if job.detached else lambda model: None
-        return replace(take_steps(taken, job.steps, job.watched_step, between), evaluating=bench.evaluating)
+        followed = take_steps(taken, job.steps, job.watched_step, between)
+    return replace(followed, evaluating=bench.evaluating, modules=imported_files())
 
 
 _COMPILING: Final[Mapping[Compiling, Callable[[], AbstractContextManager[None]]]] = {

@@ -50,8 +50,8 @@ DRAWS = (
     "order"
 )
 OTHER_DRAWING = (
-    "the module returns a different output for the same input and the same random numbers: compare its settings, such "
-    "as the rate of a dropout, and how it uses random numbers"
+    "the module returns a different output for the same input and the same random numbers: compare its code and its "
+    "settings, such as the rate of a dropout, and how it uses random numbers"
 )
 DRAWS_COMPILED = (
     "torch.compile uses different random numbers from the uncompiled model; with the same ones "

@@ -98,18 +98,23 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
 
 
 def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
-    """Return the input and the axis at which a plan reads its length: the first in ``spec`` to name ``symbol``.
+    """Return the inputs and the axes at which a plan reads its length: all that have ``symbol`` in ``spec``.
 
-    If a shape names it for several axes (an S×S image), the largest of them counts.  Raises :class:`UsageError` if no
-    shape names it.
+    In training their sizes may differ; the largest counts.  Raises :class:`UsageError` if no shape names it.
     """
     position = 0
+    places: list[tuple[int | str, int]] = []
     for tensor in spec.tensors:
-        if symbol in tensor.shape:
-            argument = position if tensor.name is None else tensor.name
-            axes = tuple(axis for axis, size in enumerate(tensor.shape) if size == symbol)
-            return InputDimension(dim=symbol, argument=argument, axis=axes if len(axes) > 1 else axes[0])
+        argument = position if tensor.name is None else tensor.name
+        places += [(argument, axis) for axis, size in enumerate(tensor.shape) if size == symbol]
         position += tensor.name is None
+    if places:
+        arguments, axes = zip(*places, strict=True)
+        return InputDimension(
+            dim=symbol,
+            argument=arguments if len(set(arguments)) > 1 else arguments[0],
+            axis=axes if len(axes) > 1 else axes[0],
+        )
     shapes = ", ".join(map(format_tensor, spec.tensors)) or f"described by {spec.source}"
     raise UsageError(
         f"no input has a dimension {symbol} to choose the range of the plan by ({shapes})",

@@ -339,6 +339,16 @@ def test_another_class_is_no_rename() -> None:
     assert find_renames(old, [a_module("b", "Linear", 10, parameters=4)])[1] == {"a": "b"}
 
 
+def test_in_a_renamed_part_the_class_may_be_renamed_too() -> None:
+    old = [a_module("up.0", "ConvBlock", 10), a_module("up.0.conv", "Conv2d", 10, parameters=4)]
+    new = [a_module("decoder.0", "DoubleConv", 10), a_module("decoder.0.conv", "Conv2d", 10, parameters=4)]
+    renames, moves = find_renames(old, new)
+    assert renames == (Rename(before="up", after="decoder", modules=2),)
+    assert moves == {"up.0": "decoder.0", "up.0.conv": "decoder.0.conv"}
+    new[0] = a_module("decoder.0", "DoubleConv", 20)
+    assert "up.0" not in find_renames(old, new)[1]
+
+
 def test_a_module_with_no_equal_is_renamed_if_it_is_the_only_one_of_its_class() -> None:
     old = [a_module("rnn", "GRU", 10, parameters=4), *blocks("head", 1)]
     new = [a_module("temporal", "GRU", 20, parameters=8), *blocks("head", 1)]

@@ -315,10 +315,16 @@ def test_lengths_between_the_ends_represent_a_range(low: int, high: int, lengths
     assert list(by_length.lengths_of(request, DimRange(symbol="S", low=low, high=high))) == list(lengths)
 
 
-def test_a_length_of_several_axes_is_read_at_all_of_them() -> None:
-    tensors = (TensorSpec(shape=("B", 3, "S", "S")), TensorSpec(shape=("B", "S")))
-    spec = InputSpec(tensors=tensors, dims={"B": 1, "S": 8}, source="--input")
-    assert by_length.dimension_of(spec, "S").axis == (2, 3)
+def test_a_length_of_several_axes_and_inputs_is_read_at_all_of_them() -> None:
+    tensors = (
+        TensorSpec(shape=("B", 3, "S", "S")),
+        TensorSpec(shape=("B",)),
+        TensorSpec(shape=("B", "S"), name="mask"),
+    )
+    for number, argument, axis in ((1, 0, (2, 3)), (2, 0, (2, 3)), (3, (0, 0, "mask"), (2, 3, 1))):
+        spec = InputSpec(tensors=tensors[:number], dims={"B": 1, "S": 8}, source="--input")
+        dimension = by_length.dimension_of(spec, "S")
+        assert (dimension.argument, dimension.axis) == (argument, axis)
 
 
 def test_the_root_of_a_plan_by_length_knows_where_the_length_stands() -> None:

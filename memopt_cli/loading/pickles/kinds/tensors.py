@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.torch_version import TorchVersion
 
-from memopt_cli.loading.pickles.described import MAX_SIZE, STORAGE_DTYPES, STORAGE_MODULES, check_view
+from memopt_cli.loading.pickles.described import MAX_SIZE, NESTED, STORAGE_DTYPES, STORAGE_MODULES, check_view
 from memopt_cli.loading.pickles.kinds.interface import (
     BrokenError,
     Graph,
@@ -41,10 +41,6 @@ class FileStorage:
 
     data: torch.UntypedStorage
     dtype: torch.dtype
-
-
-NESTED: Final = Global("torch.storage", "_load_from_bytes")
-"""The function that makes a storage inside a plain pickle, from the bytes of a legacy file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,115 @@
+"""Whether the two models that ``memopt verify`` compares ran the user's code from two checkouts, or both from one.
+
+Python finds a package by its name alone.  Functions in ``main/ci/memory.py`` and ``branch/ci/memory.py`` that both
+import ``seglab`` get the same ``seglab`` if only one is on the path, and then the comparison says nothing.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from memopt_cli.errors import UsageError
+from memopt_cli.inputs.spec_text import file_of
+from memopt_cli.records import FollowedSteps
+from memopt_cli.text.documents import quoted_flag
+from memopt_cli.text.units import format_some
+
+_INSTALLED = ("site-packages", "dist-packages")
+"""Names of the folders of installed packages."""
+_SHOWN = 3
+"""Most packages that a note lists."""
+
+
+def import_notes(
+    reference: str, candidate: str, reference_run: FollowedSteps, candidate_run: FollowedSteps
+) -> tuple[str, ...]:
+    """Return notes on the folders from which the models at ``reference`` and ``candidate`` import the user's code.
+
+    There is none if both models come from one folder and import the same code.  Raises :class:`UsageError` if both
+    import a package from one folder, while other code of it lies in the checkout of one of the two.
+    """
+    files = [Path(file_of(location)).resolve() for location in (reference, candidate)]
+    if files[0] == files[1] or not all(map(os.path.exists, files)):
+        return ()
+    sources = [_sources(run.modules, file) for run, file in zip((reference_run, candidate_run), files, strict=True)]
+    packages: defaultdict[tuple[Path, Path], list[str]] = defaultdict(list)
+    for package in sorted(sources[0].keys() & sources[1].keys()):
+        folders = next(iter(sources[0][package])), next(iter(sources[1][package]))
+        packages[folders].append(package)
+        for folder, loaded in sources[0][package].items():
+            if common := loaded & sources[1][package].get(folder, set()):
+                _refuse_other_code(package, folder, common, reference, files[0], is_reference=True)
+                _refuse_other_code(package, folder, common, candidate, files[1], is_reference=False)
+    notes = []
+    for (folder, other), names in packages.items():
+        if folder != other:
+            sides = f"the reference imports it from {_shown(folder)}, the candidate from {_shown(other)}"
+            notes.append(f"{format_some(names, _SHOWN)}: {sides}.")
+        elif files[0].parent != files[1].parent and not any(part in _INSTALLED for part in folder.parts):
+            notes.append(f"{format_some(names, _SHOWN)}: both models import it from {_shown(folder)}.")
+    return tuple(notes)
+
+
+def _sources(modules: Mapping[str, str], own: Path) -> dict[str, dict[Path, set[Path]]]:
+    """Return each package with the folders that Python found it in, and its loaded files, relative to the folder.
+
+    ``own``: the file of the model itself, which is left out.
+    """
+    found: dict[str, dict[Path, set[Path]]] = {}
+    for name, file in sorted(modules.items()):
+        path = Path(file).resolve()
+        depth = name.count(".") + (path.stem == "__init__")
+        if path != own and depth < len(path.parents):
+            folder = path.parents[depth]
+            found.setdefault(name.partition(".")[0], {}).setdefault(folder, set()).add(path.relative_to(folder))
+    return found
+
+
+def _refuse_other_code(
+    package: str, folder: Path, loaded: set[Path], location: str, file: Path, *, is_reference: bool
+) -> None:
+    """Raise :class:`UsageError` if the checkout of ``file`` has other code of ``package`` than ``folder``.
+
+    ``loaded``: the package's files that both models loaded; ``file``: the file of the model at ``location``.
+    """
+    telling = {path for path in loaded if path.stem != "__init__"} or loaded  # tests mirror a package's folders
+    top = next(iter(loaded)).parts[0]
+    for other in _folders_near(file, folder):
+        if (
+            (other / top).exists()
+            and any((other / path).is_file() for path in telling)
+            and not all(
+                (other / path).is_file() and filecmp.cmp(folder / path, other / path, shallow=False) for path in loaded
+            )
+        ):
+            both = (other, folder) if is_reference else (folder, other)
+            first, second = (quoted_flag("--code-path", _shown(each)) for each in both)
+            raise UsageError(
+                f"both models import {package} from {_shown(folder)}, but {location} has other code of it in "
+                f"{_shown(other)}, which would not be compared",
+                hint=f"Name both folders: `{first}` `{second}`. Of two modules of one name, the reference imports the "
+                "first, the candidate the last.",
+            )
+
+
+def _folders_near(file: Path, folder: Path) -> Iterator[Path]:
+    """Yield the folders around ``file``, but not around ``folder``, that correspond to ``folder`` in a checkout.
+
+    Example: ``branch/ci/src``, ``branch/ci``, ``branch/src`` and ``branch`` for ``branch/ci/memory.py`` and
+    ``main/src``.
+    """
+    parts = () if any(part in _INSTALLED for part in folder.parts) else folder.parts[1:]
+    ends = dict.fromkeys([*(os.path.join(*parts[start:]) for start in range(len(parts))), "src", ""])
+    for around in file.parents:
+        if around != folder and around not in folder.parents:
+            yield from (around / end for end in ends if around / end != folder)
+
+
+def _shown(folder: Path) -> str:
+    """Return ``folder`` as the user may type it: relative to the current folder, if it lies in there."""
+    here = Path.cwd()
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
