@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
+import sys
+import sysconfig
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +75,7 @@ def _import_module(location: str) -> Callable[[], Any]:
         reason, hint = import_failure(err)
         raise FileFormatError(f"{location}: importing {module} failed: {reason}", hint=hint) from err
     own, found = file_in(Path.cwd(), module), getattr(factory, "__file__", None)
-    if own is not None and (found is None or Path(found).resolve() != own.resolve()):
+    if own is not None and (found is None or not _is_meant(Path(found).resolve(), own.resolve())):
         raise UsageError(
             f"{location}: {module} is installed, as {found or 'a built-in module'}, and another is in this folder",
             hint="`--code-path .` takes the one in this folder. To take the installed one, run memopt elsewhere.",
@@ -84,6 +87,13 @@ def _import_module(location: str) -> Callable[[], Any]:
             f"{location}: {module} has nothing callable named {name}", hint="Name a class or a function that builds it."
         )
     return factory  # type: ignore[no-any-return]
+
+
+def _is_meant(found: Path, own: Path) -> bool:
+    """Return whether the module ``found`` lies where the user told Python to look first, or is the folder's ``own``."""
+    named = itertools.takewhile(lambda folder: folder != sysconfig.get_path("stdlib"), sys.path)
+    is_own = (found.parent, found.name.partition(".")[0]) == (own.parent, own.stem)  # perhaps compiled
+    return is_own or any(found.is_relative_to(Path(folder).resolve()) for folder in named if folder)
 
 
 def make_step(factory: Callable[[], Any], location: str) -> Step:

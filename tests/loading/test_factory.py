@@ -433,16 +433,17 @@ def test_a_package_of_the_current_folder_hides_none_of_the_files(folder: Path) -
             sys.modules.pop(name, None)
 
 
-def test_of_an_installed_module_and_one_in_the_current_folder_neither_is_taken(folder: Path) -> None:
+def test_of_an_installed_module_and_one_in_the_current_folder_the_code_path_chooses(folder: Path) -> None:
     (folder / "installed").mkdir()
     (folder / "installed/user_factory.py").write_text(CODE)
     sys.path.append(str(folder / "installed"))
     with pytest.raises(UsageError, match=r"user_factory is installed, as .*, and another is in this folder") as raised:
         load_model(ModelSource(location="user_factory:make"))
     assert "`--code-path .`" in raised.value.hint
-    del sys.modules["user_factory"]
-    load_model(ModelSource(location="user_factory:make", trust=Trust(code_paths=(".",))))
-    assert Path(str(sys.modules["user_factory"].__file__)).parent == folder
+    for code_path in (".", "installed"):
+        del sys.modules["user_factory"]
+        load_model(ModelSource(location="user_factory:make", trust=Trust(code_paths=(code_path,))))
+        assert Path(str(sys.modules["user_factory"].__file__)).parent == (folder / code_path).resolve()
 
 
 def test_a_file_that_another_imports_runs_once(folder: Path) -> None:

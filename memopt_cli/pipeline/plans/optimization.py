@@ -46,7 +46,6 @@ from memopt_cli.records import (
     Verification,
 )
 from memopt_cli.records.progress import Ask, Progress
-from memopt_cli.runtime.segment_config import describe_chunks
 from memopt_cli.search.plan.targets import describe_selection, loop_notes, refusal_notes
 from memopt_cli.text.units import exact_bytes, format_bytes
 from memopt_cli.text.writing import check_targets
@@ -130,6 +129,8 @@ def _marked_as_compared(plan: Plan, findings: Findings) -> Plan:
 
     The fingerprints of measured steps count if they had to agree in more digits than bfloat16 has.
     """
+    from memopt_cli.runtime.segment_config import describe_chunks  # imports torch, which commands start without
+
     verification, shapes = findings.verification, findings.input_shapes
     if verification is None or not verification.passed or verification.whole:
         return plan
