@@ -24,7 +24,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from memopt_cli.runtime import private_torch as p
 from tests.zoo.models import GIVEN, Parts
@@ -1091,9 +1090,13 @@ def test_what_a_tensor_was_concatenated_from() -> None:
 
 def test_hooks_get_other_numbers_than_those_of_a_loaded_module() -> None:
     loaded = nn.Linear(1, 1)
-    number = RemovableHandle({}).id + 5  # of a process that has registered more hooks
+
+    def register() -> int:
+        return loaded.register_forward_hook(lambda *_: None).id
+
+    number = register() + 5  # of a process that has registered more hooks
     loaded._forward_hooks[number] = lambda *_: None
     p.reserve_hook_numbers(nn.Sequential(loaded))
-    assert RemovableHandle({}).id == number + 1
+    assert register() == number + 1
     p.reserve_hook_numbers(nn.Linear(1, 1))
-    assert RemovableHandle({}).id == number + 2
+    assert register() == number + 2
