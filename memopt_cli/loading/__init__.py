@@ -13,7 +13,7 @@ from typing import Final
 
 from torch import nn
 
-from memopt_cli.errors import ChangedFileError, UnsafeFileError, UsageError
+from memopt_cli.errors import UnsafeFileError, UsageError
 from memopt_cli.inputs.spec_text import is_factory, is_pretrained
 from memopt_cli.loading.bounds import check_paths
 from memopt_cli.loading.exported import Exported
@@ -26,7 +26,7 @@ from memopt_cli.loading.pretrained import load_pretrained
 from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.loading.trust import UnvouchedError, together
-from memopt_cli.loading.user_code import IMPORTED_HINT, UserCode, make_importable
+from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.runtime.private_torch import reserve_hook_numbers
 from memopt_cli.text.documents import read_bytes
@@ -53,7 +53,6 @@ def load_model(source: ModelSource) -> LoadedModel:
     hash differs from the hash in ``source``.
     """
     notes = ("Loaded without any check of its code (`--trust-pickle`).",) if source.trust.pickle else ()
-    written = _written_at(source.weights)
     if is_factory(source.location):
         make_importable(Path.cwd(), first=False)
         UserCode(source.trust.code_paths)
@@ -72,11 +71,6 @@ def load_model(source: ModelSource) -> LoadedModel:
     around, module = split_wrappers(loaded.module, keep_compiled=source.keeps_compiled)
     weights_sha256 = None
     if source.weights is not None:
-        if _written_at(source.weights) != written:
-            raise ChangedFileError(
-                f"{source.weights} was written over while memopt imported {source.location} and built the model",
-                hint=f"Restore the file if you need the old weights. {IMPORTED_HINT}",
-            )
         file, weights_sha256 = read_same(source.weights, source.key, source.weights_sha256)
         notes = (*notes, *fill(unwrap(module), file, source.location))
     notes = (*notes, *loaded.notes, *wrapper_notes((*loaded.wrappers, *around)), *cache_notes(module))
@@ -89,11 +83,6 @@ def load_model(source: ModelSource) -> LoadedModel:
         notes=notes if source.keeps_compiled else (*notes, *compiled_notes(module)),
         example_spec=loaded.example_spec,
     )
-
-
-def _written_at(path: str | None) -> int | None:
-    """Return when the file at ``path`` was written, in nanoseconds; ``None`` if there is none."""
-    return os.stat(path).st_mtime_ns if path is not None and os.path.exists(path) else None
 
 
 @with_python_spelling()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import os
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memopt_cli.errors import FileFormatError, UsageError, first_line
 from memopt_cli.loading.pickles.nodes import Global
 from memopt_cli.loading.watch import is_importing
+from memopt_cli.runtime.private_torch import saving_checked
 from memopt_cli.text.optimizer_text import notebook_refusal
 from memopt_cli.text.units import format_some
 from memopt_cli.training.module_calls import raised_at
@@ -217,18 +219,19 @@ def file_in(folder: Path, module: str) -> Path | None:
 def user_code(name: str) -> Iterator[None]:
     """Run the user's code with the command line of ``python name``: memopt's arguments mean nothing to its parser.
 
-    Raises :class:`RuntimeError` if a file that it imports trains a model, before the first step of the optimizer: a
-    script that trains saves, too, perhaps over the weights that memopt was given.  If the code exits, the error gets a
+    Raises :class:`RuntimeError` before the first step of the optimizer if a file that it imports trains a model, and
+    before the code writes over a file, perhaps the weights that memopt was given.  If the code exits, the error gets a
     note with the last line that it wrote to stderr, which tells why.
     """
     arguments, sys.argv = sys.argv, [name]
     stream, sys.stderr = sys.stderr, (heard := _Heard(sys.stderr))
     guard = register_optimizer_step_pre_hook(_refuse_training)
     try:
-        yield
-    except _TrainingError as err:
-        reason = "a file that is imported trains a model; memopt stopped it before the optimizer's first step"
-        raise RuntimeError(reason).with_traceback(err.__traceback__) from None
+        with _files_kept():
+            yield
+    except _StoppedError as err:
+        atexit.register(_files_kept().__enter__)  # before functions that the code has registered, which may save
+        raise RuntimeError(str(err)).with_traceback(err.__traceback__) from None
     except SystemExit as err:
         if written := heard.text.strip():
             err.add_note(written.splitlines()[-1])
@@ -240,13 +243,50 @@ def user_code(name: str) -> Iterator[None]:
             sys.stderr = stream
 
 
-class _TrainingError(BaseException):
-    """A file that is imported trains; not an ``Exception``, which the training loop might catch and go on."""
+class _StoppedError(BaseException):
+    """The user's code does what it must not do here; not an ``Exception``, which a training loop might catch."""
 
 
 def _refuse_training(*_: object) -> None:
     if is_importing():
-        raise _TrainingError
+        raise _StoppedError(
+            "a file that is imported trains a model; memopt stopped it before the optimizer's first step"
+        )
+
+
+@contextlib.contextmanager
+def _files_kept() -> Iterator[None]:
+    """Raise :class:`_StoppedError` in the ``with`` block before a file is written over."""
+    global _audits
+    if not _audits:
+        sys.addaudithook(_audit)  # which cannot be removed
+        _audits = True
+    _keeping.append(None)
+    try:
+        with saving_checked(_refuse_overwriting):
+            yield
+    finally:
+        _keeping.pop()
+
+
+_audits = False
+_keeping: Final[list[None]] = []
+"""An entry for each block that runs now in which no file may be written over."""
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _keeping and event == "open":
+        path, _, flags = arguments
+        if isinstance(path, str) and isinstance(flags, int) and flags & os.O_TRUNC:
+            _refuse_overwriting(path)
+
+
+def _refuse_overwriting(path: str) -> None:
+    """Raise :class:`_StoppedError` if ``path`` is a file with contents, outside of hidden folders and caches."""
+    whole = os.path.abspath(path)
+    is_cache = any(part.startswith((".", "__pycache__")) for part in whole.split(os.sep))
+    if not is_cache and os.path.isfile(whole) and os.path.getsize(whole):
+        raise _StoppedError(f"the code writes over {os.path.basename(path)}; memopt stopped it before that")
 
 
 class _Heard:

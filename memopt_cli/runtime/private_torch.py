@@ -384,6 +384,26 @@ def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     return [table for table in map(vars(module).get, _HOOK_ATTRIBUTES) if isinstance(table, dict)]
 
 
+@contextlib.contextmanager
+def saving_checked(check: Callable[[str], object]) -> Iterator[None]:
+    """Call ``check`` in the ``with`` block with the path of each file that ``torch.save`` is about to write.
+
+    PyTorch opens such a file in C++, so no audit event reports it.
+    """
+    plain = torch.serialization._open_zipfile_writer
+
+    def open_checked(file: Any) -> Any:
+        if isinstance(file, str):
+            check(file)
+        return plain(file)
+
+    torch.serialization._open_zipfile_writer = open_checked  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.serialization._open_zipfile_writer = plain
+
+
 def reserve_hook_numbers(model: nn.Module) -> None:
     """Keep the numbers of hooks that are registered from now on apart from those of the hooks of ``model``.
 

@@ -9,6 +9,7 @@ import io
 import os
 import py_compile
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError, StepError, UnsafeFileError, UsageError
+from memopt_cli.errors import FileFormatError, MemoptError, StepError, UnsafeFileError, UsageError
 from memopt_cli.loading import factory, load_model
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.nodes import Global
@@ -94,12 +95,36 @@ def test_a_script_that_trains_where_it_is_imported_is_stopped_before_it_saves(fo
     torch.optim.SGD(net.parameters(), 0.1).step()  # outside of the import
 
 
-def test_a_script_that_writes_the_weights_where_it_is_imported_is_named(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.save(make().state_dict(), 'w.pth')",
+        "open('w.pth', 'w').close()",
+        "try:\n    1 / 0\nexcept:\n    torch.save(make().state_dict(), 'w.pth')",
+    ],
+    ids=["saves", "truncates", "saves after an error"],
+)
+def test_a_script_that_writes_over_a_file_where_it_is_imported_is_stopped(folder: Path, line: str) -> None:
     torch.save(nn.Linear(2, 3).state_dict(), "w.pth")
-    os.utime("w.pth", (0, 0))
-    (folder / "user_saving.py").write_text(f"{CODE}\nimport torch\ntorch.save(make().state_dict(), 'w.pth')")
-    with pytest.raises(ChangedFileError, match=r"w.pth was written over while memopt imported user_saving.py:make"):
+    before = Path("w.pth").read_bytes()
+    (folder / "user_saving.py").write_text(f"{CODE}\nimport torch\ntorch.save(1, 'new.pth')\n{line}")
+    with pytest.raises(MemoptError, match=r"the code writes over w.pth; memopt stopped it .*user_saving.py, line"):
         load_model(ModelSource(location="user_saving.py:make", weights="w.pth"))
+    assert Path("w.pth").read_bytes() == before
+    assert Path("new.pth").exists()
+    torch.save(1, "w.pth")  # outside of the import
+
+
+def test_what_a_script_that_is_stopped_saves_at_its_exit_is_not_written(folder: Path) -> None:
+    (folder / "w.pth").write_text("weights")
+    (folder / "user_saving.py").write_text(
+        f"{CODE}\nimport atexit, torch\natexit.register(torch.save, 1, 'w.pth')\n"
+        "try:\n    open('w.pth', 'w')\nfinally:\n    torch.save(1, 'w.pth')"
+    )
+    code = "from memopt_cli.loading.user_function import user_function; user_function('user_saving.py:make', 'MODEL')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "the code writes over w.pth" in done.stderr
+    assert (folder / "w.pth").read_text() == "weights"
 
 
 @pytest.mark.parametrize("location", ["user_training.py:make", "user_training:make"])

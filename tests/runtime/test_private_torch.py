@@ -1100,3 +1100,14 @@ def test_hooks_get_other_numbers_than_those_of_a_loaded_module() -> None:
     assert register() == number + 1
     p.reserve_hook_numbers(nn.Linear(1, 1))
     assert register() == number + 2
+
+
+def test_files_that_are_saved_are_checked_before(tmp_path: Path) -> None:
+    checked = list[str]()
+    path = str(tmp_path / "w.pth")
+    with p.saving_checked(checked.append):
+        torch.save(1, path)
+        torch.save(1, tmp_path / "w.pth")
+        torch.save(1, io.BytesIO())
+    torch.save(1, path)
+    assert checked == [path, path]
