@@ -256,7 +256,7 @@ class RankOptions(SpreadOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSearchOptions:
-    """Options of ``recommend-batch --search``, which searches plans along with batches."""
+    """Options of ``recommend-batch --search``, which searches for a batch and a plan together."""
 
     search: bool = False
     level: int | None = None

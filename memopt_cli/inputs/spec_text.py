@@ -16,7 +16,6 @@ from typing import Final
 
 from memopt_cli.errors import UsageError, shorten
 from memopt_cli.records import (
-    BUILT_IN,
     METRICS,
     PADDED,
     STRATEGIES,
@@ -133,7 +132,7 @@ def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Non
 
 def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
     """Raise :class:`UsageError` for too many inputs, equal names, impossible sizes, and symbols without a size."""
-    _require_few(tensors)
+    _check_input_count(tensors)
     names = [tensor.name for tensor in tensors if tensor.name is not None]
     for name in names:
         if names.count(name) > 1:
@@ -203,12 +202,12 @@ def parse_strategies(text: str | None) -> tuple[StrategyName, ...]:
 def parse_limit(text: str) -> Limit:
     """Parse how much a metric may grow: ``"peak:5%"``, ``"peak:64MiB"``, ``"step:50ms"``, ``"peak:0"``.
 
-    Bytes need a unit: ``peak:5`` was meant as 5 % by all who wrote it.  Raises :class:`UsageError` for anything else.
+    Bytes need a unit: ``peak:5`` most likely means 5 %.  Raises :class:`UsageError` for anything else.
     """
     name, colon, amount = text.replace(" ", "").partition(":")
     metric = next((metric for metric in METRICS if metric == name), None)
     if metric is None:
-        meant = "" if colon else f"Write METRIC:LIMIT, peak:{name if name[:1].isdigit() else '5%'}. "
+        meant = "" if colon else f"Write METRIC:LIMIT: peak:{name if name[:1].isdigit() else '5%'}. "
         raise UsageError(
             f"'{text}': '{name}' is not a known metric", hint=f"{meant}Known metrics: {', '.join(METRICS)}."
         )
@@ -219,7 +218,7 @@ def parse_limit(text: str) -> Limit:
         return Limit(text=text, metric=metric, amount=float(percent[1]), relative=True)
     if metric == "step":
         if not time:
-            raise UsageError(f"'{text}': '{amount}' is not a time", hint="Write METRIC:LIMIT, step:20% or step:50ms.")
+            raise UsageError(f"'{text}': '{amount}' is not a time", hint="Write METRIC:LIMIT: step:20% or step:50ms.")
         return Limit(text=text, metric=metric, amount=float(time[1]) / (1000 if time[2] == "ms" else 1), relative=False)
     if amount.isdecimal() and amount.strip("0"):
         hint = f"Write {metric}:5% for a share, {metric}:64MiB, or {metric}:5B if bytes are meant."
@@ -227,7 +226,7 @@ def parse_limit(text: str) -> Limit:
     try:
         return Limit(text=text, metric=metric, amount=parse_bytes(amount), relative=False)
     except UsageError as err:
-        hint = f"Write METRIC:LIMIT, {metric}:5% or {metric}:64MiB."
+        hint = f"Write METRIC:LIMIT: {metric}:5% or {metric}:64MiB."
         reason = "is negative, and a limit is 0 or more" if amount.startswith("-") else "is not a memory size"
         raise UsageError(f"'{text}': '{amount}' {reason}", hint=hint) from err
 
@@ -334,9 +333,9 @@ def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
 def check_spec(spec: InputSpec) -> None:
     """Raise :class:`UsageError` if ``spec``, read from a file, has inputs that a user could not describe.
 
-    An exception is a size of 0, which an exported program can have.
+    A size of 0 is allowed, since an exported program can have one.
     """
-    _require_few(spec.tensors)
+    _check_input_count(spec.tensors)
     for name, size in spec.dims.items():
         if not name.isidentifier() or not 0 <= size < _MAX_ITEMS:
             raise UsageError(f"the dimension {shorten(name)} cannot have the size {size}", hint=_SIZE_HINT)
@@ -345,7 +344,7 @@ def check_spec(spec: InputSpec) -> None:
         check_sizes(tensor, spec.dims)
 
 
-def _require_few(tensors: Sequence[TensorSpec]) -> None:
+def _check_input_count(tensors: Sequence[TensorSpec]) -> None:
     if len(tensors) > MAX_INPUTS:
         raise UsageError(f"there are {len(tensors)} inputs; memopt accepts at most {MAX_INPUTS}")
 
@@ -452,7 +451,7 @@ def check_layout(layout: RankLayout) -> None:
         raise UsageError(f"it has {layout.ranks} ranks", hint=f"There may be 1 to {MAX_RANKS}.")
     text = _mesh_text(layout.mesh)
     if layout_of(layout.ranks, layout.parallel, parse_mesh(text)) != layout:
-        raise UsageError(f"its mesh has an axis without a length: {text}")
+        raise UsageError(f"its mesh has an axis of length -1: {text}")
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:
@@ -474,8 +473,3 @@ def ranks_asked(layout: RankLayout, rank: int | None) -> tuple[int, ...]:
 def format_layout(layout: RankLayout) -> str:
     """Format ``layout`` for people: ``"train.py:shard over dp 32 × tp 2"``."""
     return f"{layout.parallel} over {' × '.join(f'{name} {length}' for name, length in layout.mesh.items())}"
-
-
-def is_built_in(parallel: str) -> bool:
-    """Return whether ``parallel`` is FSDP or DDP, which need no user function."""
-    return parallel in BUILT_IN

@@ -83,7 +83,7 @@ class Op:
 
 
 class GraphReader:
-    """A reader of the JSON of a graph, in which lists of values become values of their own."""
+    """Reads the JSON of a graph; each list of values in it becomes one more value."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, str] = {}

@@ -30,7 +30,7 @@ class BatchProbe:
     update_s: float = 0.0
     """Seconds of the step that clipping and the optimizers took; 0 if not measured."""
     replicas: int = 1
-    """Number of copies of the model that took the step at once."""
+    """Number of copies of the model that took the step together."""
     route: str = ""
     """Class that ran the copies (``BatchModule``); empty for a single model."""
     waited: float = 0.0
@@ -201,7 +201,7 @@ class LengthBatching:
 class BatchRequest(StepRequest):
     """The options of ``memopt recommend-batch``, resolved.
 
-    The constructor raises :class:`OptionError` for options that exclude each other, so later stages need not check.
+    The constructor raises :class:`OptionError` for options that cannot be combined, so later stages need not check.
     """
 
     settings: StepSettings = StepSettings()
@@ -274,11 +274,11 @@ class BatchRequest(StepRequest):
         return next((option for option, value in options.items() if value is not None), "")
 
     def __post_init__(self) -> None:
-        """Raise :class:`OptionError` for options that exclude or need each other."""
+        """Raise :class:`OptionError` for options that cannot be combined or need each other."""
         if self.backend is not None and self.uncompiled:
             raise OptionError(
                 f"`--compile` measures compiled steps, but {self.uncompiled} measures or predicts others",
-                hint="Leave one of them out.",
+                hint="Remove one of them.",
             )
         if not self.runs:
             self._check_without_runs()
@@ -291,14 +291,14 @@ class BatchRequest(StepRequest):
         elif self.replicas is not None and (self.dim_range is not None or self.lengths_path is not None):
             other_option = "`--lengths`" if self.dim_range is None else "a range of `--dim`"
             raise OptionError(
-                f"`--replicas` and {other_option} cannot be given together",
+                f"`--replicas` cannot be combined with {other_option}",
                 hint="Ask for one first, then for the other.",
             )
         if self.global_batch is not None and self.settings.micro_batches > 1:
             raise OptionError(
                 f"`--global-batch {self.global_batch}` asks how many micro-batches make it up, but "
                 f"`--accumulate {self.settings.micro_batches}` sets that number",
-                hint="Keep one of them.",
+                hint="Remove one of them.",
             )
 
     def _check_without_runs(self) -> None:
@@ -314,7 +314,7 @@ class BatchRequest(StepRequest):
         if need is not None:
             place = "on many ranks, since one rank is predicted" if self.layouts else "without data"
             place = place if self.card is None else f"for {self.card.name}, which is not here"
-            raise OptionError(f"{need} needs steps that run, but no step runs {place}", hint="Leave one of them out.")
+            raise OptionError(f"{need} needs steps that run, but no step runs {place}", hint="Remove one of them.")
 
     def _check_ranks(self) -> None:
         if self.card is None and isinstance(self.memory, float):
@@ -348,7 +348,7 @@ class BatchRequest(StepRequest):
         for flag, (purpose, is_given) in excluded.items():
             if is_given:
                 raise OptionError(
-                    f"`--search` {purpose}: {flag} cannot be combined with it", hint="Leave one of them out."
+                    f"`--search` {purpose}: {flag} cannot be combined with it", hint="Remove one of them."
                 )
 
     def _check_strategies(self) -> None:

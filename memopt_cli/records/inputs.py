@@ -83,4 +83,4 @@ class InputSpec:
         sources = {"tensors": self.tensors, "data_file": self.data_file, "script": self.script}
         names = [name for name, value in sources.items() if value]
         if len(names) > 1:
-            raise UsageError(f"the inputs are described twice, by {' and '.join(names)}", hint="Keep one of them.")
+            raise UsageError(f"the inputs are described twice, by {' and '.join(names)}", hint="Remove one of them.")

@@ -40,7 +40,7 @@ class ShownFrontier:
 class OptimizeRequest(StepRequest):
     """The options of ``memopt optimize``, resolved.
 
-    The constructor raises :class:`OptionError` for options that exclude each other, so later stages need not check.
+    The constructor raises :class:`OptionError` for options that cannot be combined, so later stages need not check.
     """
 
     settings: StepSettings = StepSettings()
@@ -58,9 +58,9 @@ class OptimizeRequest(StepRequest):
     dry_run: bool = False
     """Whether to search and report without writing anything."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which the plan is searched by estimates; ``None`` for the device here."""
+    """Device that this machine lacks, for which the plan is found by estimates; ``None`` for the device here."""
     layout: RankLayout | None = None
-    """Layout over many ranks, for one of which a plan is searched without measuring; ``None`` for a single device."""
+    """Layout over many ranks, where a plan for one is found without measuring; ``None`` for a single device."""
     plan_only: bool = False
     """Whether to write no model, because a training script applies the plan."""
     unverified: bool = False
@@ -115,7 +115,7 @@ class OptimizeRequest(StepRequest):
         if self.unverified and self.runs:
             raise OptionError(
                 "`--unverified` is for a step that is not run here, but this one is measured",
-                hint="Omit it, or give `--ranks` or `--for`.",
+                hint="Remove `--unverified`, or give `--ranks` or `--for`.",
             )
         if not self.runs:
             self._check_without_runs()

@@ -78,7 +78,7 @@ class SegmentPlan(ChunkRule):
     compressor: CompressorName = "null"
     """Codec of the stored input tensors; ``own`` is the module's ``x_compressor``."""
     chunks: int = 1
-    """Number of chunks; with 1 the input runs at once, and the fields of :class:`ChunkRule` have no effect."""
+    """Number of chunks; with 1 the input runs whole, and the fields of :class:`ChunkRule` have no effect."""
     spatial_split: bool = False
     """Whether each module that ``__spatial_split__`` returns is a separate segment."""
     keep: tuple[str, ...] = ()

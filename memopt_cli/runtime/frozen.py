@@ -142,19 +142,19 @@ def _once_for_a_class(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return ``find`` with a cache by class that keeps no class alive: a function may define new ones all the time."""
     results: MutableMapping[type, Any] = WeakKeyDictionary()
 
-    def cached(kind: type) -> Any:
-        if kind not in results:
-            results[kind] = find(kind)
-        return results[kind]
+    def cached(cls: type) -> Any:
+        if cls not in results:
+            results[cls] = find(cls)
+        return results[cls]
 
     return cached
 
 
 @_once_for_a_class
-def _is_shared(kind: type) -> bool:
-    home = kind.__module__
+def _is_shared(cls: type) -> bool:
+    home = cls.__module__
     of_torch = home.partition(".")[0] == "torch" and not home.startswith(_COPIED_OF_TORCH)
-    return issubclass(kind, _SHARED) or (of_torch and kind is not torch.Generator)
+    return issubclass(cls, _SHARED) or (of_torch and cls is not torch.Generator)
 
 
 def _is_function(value: Any) -> bool:

@@ -207,5 +207,5 @@ def _find_modules(function: Any) -> Iterator[nn.Module]:
             variables = (value.__globals__.get(name) for name in value.__code__.co_names)
             pending += [variable for variable in variables if isinstance(variable, nn.Module | FunctionType)]
             for cell in value.__closure__ or ():
-                with contextlib.suppress(ValueError):  # it is empty
+                with contextlib.suppress(ValueError):  # an empty cell has no contents
                     pending.append(cell.cell_contents)

@@ -113,8 +113,8 @@ class _Search:
         for name in names & sys.modules.keys():
             self._add_module(sys.modules[name], names)
 
-    def _read_class(self, kind: type) -> None:
-        for base in kind.__mro__:
+    def _read_class(self, cls: type) -> None:
+        for base in cls.__mro__:
             if not is_library(base.__module__) and not issubclass(base, enum.Enum):
                 for name, value in vars(base).items():
                     if isinstance(value, _DESCRIPTORS):

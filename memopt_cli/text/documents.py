@@ -45,7 +45,7 @@ _HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A loader of safe YAML without aliases, of which a few can expand to gigabytes."""
+    """Loads safe YAML, and refuses aliases: a few of them can expand to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -74,7 +74,7 @@ _PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_who
 
 
 class _ExactDumper(yaml.SafeDumper):
-    """A dumper of safe YAML that escapes unprintable characters in double quotes, so that text reads back equal."""
+    """Dumps safe YAML, with unprintable characters escaped in double quotes, so that text reads back equal."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')

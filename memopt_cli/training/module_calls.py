@@ -22,6 +22,7 @@ from memopt_cli.errors import StepError, first_line
 from memopt_cli.records.progress import Report
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.text.units import dtype_name, format_shape
 
 _HINTS: Final = {
     "more than 1 value per channel": "Batch normalization trains on several samples: give a batch of at least 2.",
@@ -214,7 +215,7 @@ def _dtype_hint(call: RunningCall, model_inputs: Any) -> str:
         return ""
     if not (weight.is_floating_point() and first.is_floating_point()):
         return ""
-    dtype = str(weight.dtype)[6:]
+    dtype = dtype_name(weight.dtype)
     spec = f"{'x'.join(map(str, model_input.shape))}@{dtype}"
     return f"Its weights are {dtype}: give such inputs, `-i {spec}`, or run the step in float32, `--precision fp32`."
 
@@ -285,4 +286,4 @@ def _taken_shape(module: nn.Module) -> tuple[Any, ...]:
 
 def _shapes(value: Any) -> str:
     tensors = tensors_of(value)
-    return ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'}@{str(t.dtype)[6:]}" for t in tensors) or "(no tensor)"
+    return ", ".join(f"{format_shape(t.shape)}@{dtype_name(t.dtype)}" for t in tensors) or "(no tensor)"

@@ -89,7 +89,7 @@ class PickleScan:
 
 def hash_cost(value: Any) -> int:
     """Return the number of items that hashing ``value`` visits."""
-    # A plain list, dict or set cannot be hashed: Python raises an exception at once.
+    # A plain list, dict or set cannot be hashed: Python raises an exception immediately.
     return value.weight if isinstance(value, Tuple | Built) and value.how != "plain" else 1
 
 

@@ -46,7 +46,7 @@ _CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
 
 
 class Maker:
-    """A maker of stand-ins, which raises :class:`ValueError` if they take more than a model of the file's size does."""
+    """Makes stand-ins; raises :class:`ValueError` if they take more than a model of the file's size does."""
 
     def __init__(self, scan: PickleScan) -> None:
         self.steps: list[UnpicklingStep] = []

@@ -1,4 +1,4 @@
-"""``memopt optimize``: load the model, measure it, search a plan, verify it, write the files, recommend a batch."""
+"""``memopt optimize``: load the model, measure it, find a plan, verify it, write the files, recommend a batch."""
 
 from __future__ import annotations
 

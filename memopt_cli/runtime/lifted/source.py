@@ -58,7 +58,7 @@ def _only_raises(block: Block) -> bool:
 
 
 class _Writer:
-    """The writer of one function or method."""
+    """Writes one function or method."""
 
     def __init__(self, method: tuple[Any, ...], names: Names, taken: frozenset[str], owner: str) -> None:
         self._name, self._parameters, self.hints, self._block = method
