@@ -1,4 +1,4 @@
-"""Predict one rank of many, as ``--ranks`` does for ``memopt profile``, ``optimize`` and ``recommend-batch``.
+"""Predicting one rank of many, as ``--ranks`` does for ``memopt profile``, ``optimize`` and ``recommend-batch``.
 
 The model is a function that builds it, and ``parallelize`` is the function of a training script that spreads it over a
 ``DeviceMesh``.  Both run in one process, on tensors without data, as one rank of a group that does not exist.

@@ -83,7 +83,7 @@ class AdaptiveBatchSizer:
         self._is_measuring = False
         self._has_run_out = False
         self._usages = Usages(self._config.performance_window)
-        self._highest_share = 0.0  # of capacity, since the last change
+        self._highest_share = 0.0  # the largest share of capacity since the last change
         self._throughputs: list[float] = []
         self._losses = Losses(self._config.performance_window)
         self._growth: _Growth | None = None
@@ -98,7 +98,7 @@ class AdaptiveBatchSizer:
 
     @property
     def reason(self) -> str:
-        """Reason for the last change of the size, in words."""
+        """Reason for the last change of the size."""
         return self._reason
 
     @property

@@ -61,7 +61,7 @@ def optimize(
     """
     if budget is not None and pick is not None:
         raise UsageError("`--budget` cannot be combined with `--pick`: both choose", hint="Remove one of them.")
-    sizes, dim_range = split_dims(inputs.dims, max)  # of a range, the largest size: the plan must fit there
+    sizes, dim_range = split_dims(inputs.dims, max)  # a range stands for its largest size: the plan must fit there
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     request = OptimizeRequest(
         source=loading.source(context, model),

@@ -195,7 +195,7 @@ def parse_strategies(text: str | None) -> tuple[StrategyName, ...]:
     """
     names = [] if text is None else [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in STRATEGIES]:
-        raise UsageError(f"there is no strategy '{unknown[0]}'", hint=f"Known strategies: {', '.join(STRATEGIES)}.")
+        raise UsageError(f"unknown strategy '{unknown[0]}'", hint=f"Known strategies: {', '.join(STRATEGIES)}.")
     return tuple(name for name in STRATEGIES if name in names)
 
 
@@ -208,9 +208,7 @@ def parse_limit(text: str) -> Limit:
     metric = next((metric for metric in METRICS if metric == name), None)
     if metric is None:
         meant = "" if colon else f"Write METRIC:LIMIT: peak:{name if name[:1].isdigit() else '5%'}. "
-        raise UsageError(
-            f"'{text}': '{name}' is not a known metric", hint=f"{meant}Known metrics: {', '.join(METRICS)}."
-        )
+        raise UsageError(f"'{text}': unknown metric '{name}'", hint=f"{meant}Known metrics: {', '.join(METRICS)}.")
     if amount == "0":
         return Limit(text=text, metric=metric, amount=0, relative=False)
     percent, time = _PERCENT_PATTERN.fullmatch(amount), _TIME_PATTERN.fullmatch(amount)
@@ -234,7 +232,7 @@ def parse_limit(text: str) -> Limit:
 def parse_device(text: str) -> str:
     """Return ``text``.  Raises :class:`UsageError` unless it has the form of a device's name."""
     if not _DEVICE_PATTERN.fullmatch(text):
-        raise UsageError(f"there is no device '{text}'", hint="Write auto, cpu, cuda or cuda:N.")
+        raise UsageError(f"unknown device '{text}'", hint="Write auto, cpu, cuda or cuda:N.")
     return text
 
 
@@ -286,7 +284,7 @@ def parse_shape(text: str) -> tuple[int | str, ...]:
 def parse_dtype(text: str) -> str:
     """Return ``text`` if it names a dtype that inputs may have; raises :class:`UsageError`."""
     if text not in DTYPES:
-        raise UsageError(f"{shorten(text)} is not a known dtype", hint=f"Known dtypes: {', '.join(DTYPES)}.")
+        raise UsageError(f"unknown dtype {shorten(text)}", hint=f"Known dtypes: {', '.join(DTYPES)}.")
     return text
 
 
@@ -303,7 +301,7 @@ def parse_values(text: str, dtype: str) -> str:
     elif not rate and text not in ("normal", "uniform", "zeros", "ones", PADDED):
         ranges = "LOW..HIGH (as 0..32000, or -100,0..32000)"
         known = f"spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, {PADDED}, {ranges}"
-        raise UsageError(f"{shorten(text)} are not known values", hint=f"Known values: {known}.")
+        raise UsageError(f"unknown values {shorten(text)}", hint=f"Known values: {known}.")
     elif text in ("normal", "uniform") and dtype in _INTEGER_RANGES:
         raise UsageError(f"{dtype} cannot hold '{text}' values", hint="Give a range of integers, for example =0..2.")
     return text

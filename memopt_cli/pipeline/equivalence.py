@@ -134,7 +134,7 @@ def _require_trained(answer: FollowedSteps | Failure) -> FollowedSteps:
 
 
 class _Sides:
-    """The reference and the candidate, each of which takes its steps in fresh subprocesses."""
+    """The reference and the candidate; each takes its steps in fresh subprocesses."""
 
     def __init__(self, reference: Prepared, candidate: Prepared, cache: StepCache) -> None:
         self._reference, self._candidate = reference, candidate

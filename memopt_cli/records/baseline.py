@@ -264,7 +264,7 @@ class BaselineRequest(StepRequest):
     plan_path: str | None = None
     """Path of a plan to run the step under; ``None`` for the plan that the file carries, if any."""
     layout: RankLayout | None = None
-    """Layout of ranks, of which one is predicted without data; ``None`` for one device."""
+    """Layout of ranks, where one rank is predicted without data; ``None`` for one device."""
     output: str = "memopt-baseline.json"
     force: bool = False
     """Whether an existing file may be replaced."""

@@ -74,7 +74,7 @@ class BatchEstimate:
     is_limited_by_memory: bool = True
     """Whether memory limits the batch: ``False`` if even batches larger than anybody trains with would fit."""
     because: str = ""
-    """Reason why memory does not limit the batch, in words; empty if it does."""
+    """Reason why memory does not limit the batch; empty if it does."""
     is_measured: bool = False
     """Whether a step at this batch was run, and fitted."""
     without_optimizer: bool = False
@@ -171,7 +171,7 @@ class ModelCall:
     entry: str | int = ""
     """Key or index of the loss, where it is an entry of the output."""
     draws_ignored: bool = False
-    """Whether the inputs hold integers of which some are -100, the label that losses ignore by default."""
+    """Whether the inputs hold integers and some are -100, the label that losses ignore by default."""
 
     @property
     def may_ignore_labels(self) -> bool:
@@ -246,7 +246,7 @@ class BatchRequest(StepRequest):
 
     @property
     def aim(self) -> Objective:
-        """Objective by which the batch is chosen; by default the largest batch, or the fastest number of copies."""
+        """Objective that chooses the batch; by default the largest batch, or the fastest number of copies."""
         return self.objective or ("max" if self.replicas is None else "throughput")
 
     @property
@@ -408,7 +408,7 @@ class BatchRecommendation:
     step: StepSettings = StepSettings()
     """Settings of the step that was run, which a training script must share to need the same memory and time."""
     call: ModelCall = ModelCall()
-    """Call of the model, and the place of its loss, by which a loop to paste trains it."""
+    """Call of the model and place of its loss, for the loop to paste."""
     plan: str = ""
     """Path of the plan's file; empty if no plan was asked for, or the model's file carries it."""
     card: str = ""

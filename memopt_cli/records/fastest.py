@@ -65,7 +65,7 @@ class FastestTraining:
     step: StepSettings = StepSettings()
     """Settings of the step that was run, which a training script must share to need the same memory and time."""
     call: ModelCall = ModelCall()
-    """Call of the model, and the place of its loss, by which a loop to paste trains it."""
+    """Call of the model and place of its loss, for the loop to paste."""
     interrupted: bool = False
     """Whether the search was interrupted; the answer is the best of the runs until then."""
     dropped: tuple[Dropped, ...] = ()

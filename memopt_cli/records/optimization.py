@@ -188,7 +188,7 @@ class ApplyRequest(StepRequest):
     output: str | None = None
     force: bool = False
     timeout_s: float = 600.0
-    """Time limit, in seconds, of loading the model, of the comparison, and of each piece of the file written."""
+    """Seconds that loading the model, the comparison, and each piece of the file written may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

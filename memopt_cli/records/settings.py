@@ -16,7 +16,7 @@ PRECISIONS: tuple[str, ...] = typing.get_args(Precision)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """The settings with which one training step is run."""
+    """The settings of one training step."""
 
     device: str = "cpu"
     """Device, ``cpu`` or ``cuda:N`` (never ``auto``)."""

@@ -1,4 +1,4 @@
-"""Find rows that mix: modules that must not run in chunks, since a row of their output needs rows of another chunk.
+"""Finding rows that mix: modules that must not run in chunks, since a row of their output needs rows of another chunk.
 
 A cumulative sum, attention, or a loop over time steps that is written in forward would start again in each chunk, and
 silently compute something else.  Two trials on a piece of the input, without gradients, find that::
@@ -63,7 +63,7 @@ Starting = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The subject of a trial: a segment, and a piece of its input along the axis by which it is cut."""
+    """The subject of a trial: a segment, and a piece of its input along the axis to cut."""
 
     module: nn.Module
     starting: Starting
@@ -86,7 +86,7 @@ class Piece:
 
     @property
     def half_lengths(self) -> tuple[int, int]:
-        """The lengths of the two halves, of which the first is the longer one, like the first chunk."""
+        """The lengths of the two halves; the first is the longer one, like the first chunk."""
         return self.length - self.length // 2, self.length // 2
 
 

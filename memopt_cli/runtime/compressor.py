@@ -704,7 +704,7 @@ def _in_storage_order(x: Tensor) -> Tensor:
 
 
 def store_raw(x: Tensor) -> Packed:
-    """Store ``x``, which is detached, as it is."""
+    """Store the detached ``x`` unchanged."""
     return Packed((x,), x.shape, x.stride() if x.layout is torch.strided else (), x.dtype, version_counter(x))
 
 

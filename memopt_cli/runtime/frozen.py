@@ -1,4 +1,4 @@
-"""Copy Python objects, so that a recomputation can start from them as forward did.
+"""Copying Python objects, so that a recomputation can start from them as forward did.
 
 A forward may change objects that it does not own: it appends to a list, fills a cache, moves a random generator on.  A
 recomputation must find the objects as the first run did, and must not change them a second time.  So they are pickled

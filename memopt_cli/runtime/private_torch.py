@@ -617,7 +617,7 @@ def running_vmap() -> VmapInterpreter:
 
 
 def in_lanes(batch: Tensor, level: int) -> Tensor:
-    """Return ``batch``, whose first axis is the lanes, as one lane of the ``vmap`` at ``level`` sees it."""
+    """Return ``batch`` as one lane of the ``vmap`` at ``level`` sees it; its first axis is the lanes."""
     return torch._C._functorch._add_batch_dim(batch, 0, level)
 
 

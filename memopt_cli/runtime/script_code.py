@@ -1,4 +1,4 @@
-"""Check the code in a TorchScript archive as text, before PyTorch compiles it.
+"""Checking the code in a TorchScript archive as text, before PyTorch compiles it.
 
 TorchScript is a part of Python, so Python's own parser reads it.  Three things are checked:
 

@@ -1,4 +1,4 @@
-"""Call a segment: decide whether its forward can be recomputed, and store its inputs and starting state until then.
+"""Calling a segment: deciding whether its forward can be recomputed, and storing its inputs and state until then.
 
 Containers call :func:`call_checkpointed`.  There are four cases:
 

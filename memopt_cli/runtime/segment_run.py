@@ -1,4 +1,4 @@
-"""Run one call of a segment: drop the tensors saved in forward, and recompute them when backward asks for one.
+"""Running one call of a segment: tensors saved in forward are dropped, and recomputed when backward asks for one.
 
 The mechanism is the same as in PyTorch's non-reentrant checkpoint, hooks on the tensors that autograd saves::
 
@@ -118,8 +118,8 @@ class SegmentRun:
     ) -> None:
         """Prepare a call of ``module`` that starts from ``start``; ``repeat`` recomputes its forward.
 
-        ``learned``: the knowledge from earlier calls; ``kept``: keeps the outputs of some operators, which are then not
-        recomputed.
+        ``learned``: the knowledge from earlier calls.
+        ``kept``: keeps the outputs of some operators, which are then not recomputed.
         """
         self._module = module
         self._learned = learned

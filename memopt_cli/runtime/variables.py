@@ -1,4 +1,4 @@
-"""Find the variables that code may read and write: variables of Python modules, classes and enclosing functions.
+"""Finding the variables that code may read and write: variables of Python modules, classes and enclosing functions.
 
 The search follows the names in the code, and in the code of the functions and classes that it names.  For example::
 
@@ -158,7 +158,7 @@ def _owners_inside(value: Any) -> Iterable[Owner]:
     if isinstance(value, contextvars.ContextVar):
         yield InContext(value)
     elif isinstance(value, threading.local):
-        yield Table(vars(value))  # of the thread in which forward runs
+        yield Table(vars(value))  # those of the thread in which forward runs
 
 
 @functools.cache

@@ -89,7 +89,7 @@ def module_hooks(
 
 
 def skipped_layers_notes(model: nn.Module) -> list[str]:
-    """Return a note on each group of layers of ``model`` of which some have gradients and others have none.
+    """Return a note on each group of layers of ``model`` where some have gradients and others have none.
 
     A step with layer drop or stochastic depth skips layers at random, and one with experts those without tokens, so
     the peak of the step that was run is not the peak of every step.  Gradients show it without watching any call.

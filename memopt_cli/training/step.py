@@ -291,7 +291,7 @@ def _by_keys(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def begin(step: Step, start: StartingState) -> None:
-    """Give ``step`` the state ``start``, fresh gradients and seeds, with which every step begins.
+    """Give ``step`` the state ``start``, fresh gradients and seeds, as every step begins.
 
     Otherwise the membrane of a spiking neuron, for example, would still be part of the last step's graph.  Backward
     would fail half-way, and leave gradients in some layers, to which a second try would add.

@@ -64,7 +64,7 @@ def offload_folder_notes(plan: Plan, folder: str | None) -> list[str]:
 
 
 def room_notes(options: SearchOptions, trace: StepTrace, place: PlaceName) -> Iterator[str]:
-    """Yield a note on how many bytes plans may send, and by which limit, if ``place`` is host memory."""
+    """Yield a note on how many bytes plans may send, and on the limit that says so, if ``place`` is host memory."""
     limits = {"half of the free memory": trace.room_bytes, "`--host-memory`": options.host_memory}
     named_limits = {nbytes: name for name, nbytes in limits.items() if nbytes is not None}
     if place == "host" and named_limits:

@@ -390,7 +390,7 @@ class _PlanSearch:
         """Return the ``eager`` points, and with ``--compile`` points of verified compiled steps, fastest first."""
         if self.request.backend is None or self.findings.interrupted:
             return eager
-        if not self.findings.compiled:  # with ``--budget``, they were measured already
+        if not self.findings.compiled:  # ``--budget`` has measured them already
             self._compiled_search(SpreadCompiled, goal_search.search, goal_search.max_shown_slowdown).measure()
         original = self.measurements.known(ORIGINAL)
         original_s = None if original is None else original.step_s

@@ -1,4 +1,4 @@
-"""Write a stored program as readable Python.
+"""Writing a stored program as readable Python.
 
 A lifted model must hold no more memory than a model written by hand.  So a variable lives only as long as its value is
 needed: after that the next value takes over its name, or the variable is deleted::

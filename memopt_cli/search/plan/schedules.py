@@ -98,7 +98,7 @@ def _lies_in(segment: SegmentPlan, other: SegmentPlan) -> bool:
 
 def add_counts(counts: Counts, other: Counts) -> Counts:
     """Add the counts of two schedules."""
-    if counts is NO_COUNTS or other is NO_COUNTS:  # by far the most calls
+    if counts is NO_COUNTS or other is NO_COUNTS:  # most calls end here
         return other if counts is NO_COUNTS else counts
     return Counts(counts.segments + other.segments, counts.splits + other.splits, counts.cuts + other.cuts)
 

@@ -291,5 +291,5 @@ class Solver:
 
 
 def _allowed_error(peak_bytes: int) -> int:
-    """Return the bytes by which two peaks near ``peak_bytes`` must differ for the search to tell them apart."""
+    """Return how many bytes two peaks near ``peak_bytes`` must differ by for the search to tell them apart."""
     return max(1, peak_bytes // _PRECISION)

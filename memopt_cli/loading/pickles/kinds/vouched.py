@@ -162,7 +162,7 @@ def _sources_with(wanted: Global, pattern: str) -> list[Path]:
 
 
 def defined_as(path: Path, wanted: Global) -> Definition:
-    """Return the keyword with which the source at ``path`` defines ``wanted``; empty if it does not.
+    """Return the keyword that defines ``wanted`` in the source at ``path``; empty if there is none.
 
     The source is read, not imported.
     """
@@ -204,7 +204,7 @@ def _cells(notebook: bytes) -> list[str]:
 def _defined_in(source: str | bytes) -> Iterator[tuple[str, Definition]]:
     """Yield the name and kind of each definition at the top level of ``source``, even under an ``if`` or ``try``."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the user's source, such as a wrong escape in a string
+        with warnings.catch_warnings(action="ignore"):  # the user's source may have a wrong escape in a string
             pending: list[ast.AST] = [ast.parse(source)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
