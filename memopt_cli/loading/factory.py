@@ -190,7 +190,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
     else:
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
     chosen = saved.get(where)
-    if chosen is None:  # it is of a module, whose state dict is not in the file
+    if chosen is None:  # the state dict of a module, which is not itself in the file
         chosen, pickle = pickled.pickle.with_dict(state_dicts[where].items())
         pickled = replace(pickled, pickle=pickle)
     weights: Mapping[str, Tensor] = build_data(file, pickled, chosen)

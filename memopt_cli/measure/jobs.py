@@ -139,8 +139,8 @@ class OnlineStepJob(StepJob[Answer]):
 
 def class_of(name: str) -> type[Job[Any]]:
     """Return the class of jobs called ``name``; the name comes from the parent process, which is trusted."""
-    kind: type[Job[Any]] = globals()[name]
-    return kind
+    cls: type[Job[Any]] = globals()[name]
+    return cls
 
 
 def answer_of(cls: type[Job[Answer]]) -> type[Answer]:

@@ -448,10 +448,10 @@ class _PlanSearch:
         rows[rows.index(applied) if applied in rows and best.plan.compile is None else -1] = best
         return best
 
-    def _compiled_search(self, kind: type[Compiled], search: StartedSearch, max_slowdown: float) -> Compiled:
-        """Return a search of ``kind`` for the compiler of ``--compile``, which shares the prover's verifications."""
+    def _compiled_search(self, cls: type[Compiled], search: StartedSearch, max_slowdown: float) -> Compiled:
+        """Return a search of class ``cls`` for the compiler of ``--compile``; it shares the prover's verifications."""
         assert self.request.backend is not None, "called only with `--compile`"
-        return kind(
+        return cls(
             backend=self.request.backend,
             max_slowdown=max_slowdown,
             search=search,

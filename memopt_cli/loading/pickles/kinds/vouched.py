@@ -51,7 +51,7 @@ Definition = Literal["class", "def", ""]
 
 @dataclass(frozen=True, slots=True)
 class Vouched:
-    """The kind of objects of a package, script or name that the user vouched for.
+    """The :class:`ObjectKind` of names that the user vouched for: singly, by package, or by script.
 
     Trust in a package covers its classes, and its functions as values.  A function that the file calls must be named
     by itself, since its arguments come from the file.  A module is audited as any other: its class is trusted, but its
