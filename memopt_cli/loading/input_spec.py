@@ -429,7 +429,7 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
 
 
 def _sizes_taken(arguments: Iterable[str]) -> set[int | str]:
-    """Return every symbol by which ``dims`` may give a size to a script with these ``arguments``."""
+    """Return every symbol that ``dims`` may use to give a size to a script with these ``arguments``."""
     return {alias for name in arguments for alias in (name, name.upper(), _LONG_NAMES.get(name, name))}
 
 

@@ -303,18 +303,18 @@ class BatchRequest(StepRequest):
 
     def _check_without_runs(self) -> None:
         needs_runs = {
-            "a search": self.search is not None,
-            "a comparison of strategies": bool(self.strategies),
-            "a comparison of copies": self.replicas is not None,
-            "the throughput": self.aim == "throughput",
-            "a comparison of lengths": self.lengths_path is not None,
-            "a longest step": self.longest_step_s != LONGEST_STEP_S,
+            "`--search`": self.search is not None,
+            "`--strategy`": bool(self.strategies),
+            "`--replicas`": self.replicas is not None,
+            "`--objective throughput`": self.aim == "throughput",
+            "`--lengths`": self.lengths_path is not None,
+            "`--longest-step`": self.longest_step_s != LONGEST_STEP_S,
         }
-        need = next((need for need, is_wanted in needs_runs.items() if is_wanted), None)
-        if need is not None:
+        flag = next((flag for flag, is_wanted in needs_runs.items() if is_wanted), None)
+        if flag is not None:
             place = "on many ranks, since one rank is predicted" if self.layouts else "without data"
             place = place if self.card is None else f"for {self.card.name}, which is not here"
-            raise OptionError(f"{need} needs steps that run, but no step runs {place}", hint="Remove one of them.")
+            raise OptionError(f"{flag} needs steps that run, but no step runs {place}", hint=f"Remove {flag}.")
 
     def _check_ranks(self) -> None:
         if self.card is None and isinstance(self.memory, float):
@@ -331,7 +331,7 @@ class BatchRequest(StepRequest):
         if flag is not None:
             raise OptionError(
                 f"{flag} cannot be used with `--ranks`, which lists the batch that fits for each number of ranks",
-                hint="Leave it out; `--json` has everything that is found.",
+                hint=f"Remove {flag}; `--json` has everything that is found.",
             )
 
     def _check_search(self, search: ResolvedSearch) -> None:
@@ -368,7 +368,7 @@ class BatchRequest(StepRequest):
         if flags:
             raise OptionError(
                 f"{' and '.join(flags)} cannot be used with `--strategy`, which tabulates memory at one batch size",
-                hint="Leave it out, or ask without `--strategy`.",
+                hint=f"Remove {' and '.join(flags)}, or ask without `--strategy`.",
             )
         if self.plan_path is not None and "plan" not in self.strategies:
             raise OptionError(

@@ -35,7 +35,7 @@ class ExplainRequest:
     optimizer_in_backward: bool = False
     """Whether plans may run the optimizer in backward."""
     flags: tuple[str, ...] = ()
-    """Flags by which the user described the model, its inputs and its step; suggested commands repeat them."""
+    """Flags that describe the model, its inputs and its step; suggested commands repeat them."""
 
     def __post_init__(self) -> None:
         """Raise :class:`OptionError` for options that exclude, or lack, each other."""

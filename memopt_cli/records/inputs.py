@@ -52,7 +52,7 @@ class InputSpec:
     data_file: str | None = None
     """Path of a file that holds the inputs (``--input-data``); ``None`` if the inputs come from elsewhere."""
     data_sha256: str | None = None
-    """Hash of that file when it was first read, by which a changed file is refused; ``None`` if it has not been
+    """Hash of that file when it was first read, to refuse a changed file; ``None`` if it has not been
     read."""
     script: str | None = None
     """Function ``file.py:function``, called with the dimensions it names (``--input-script``); ``None`` if absent."""

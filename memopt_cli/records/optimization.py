@@ -82,7 +82,7 @@ class OptimizeRequest(StepRequest):
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
     flags: tuple[str, ...] | None = None
-    """Flags by which the user described the model, its inputs and its step, to suggest another memopt command;
+    """Flags that describe the model, its inputs and its step, to suggest another memopt command;
     ``None`` for a call from Python."""
     backend: str | None = None
     """Backend of ``torch.compile``, to look for compiled steps as well; ``None`` to leave them out."""
@@ -130,7 +130,7 @@ class OptimizeRequest(StepRequest):
         if self.confirm_batch:
             raise OptionError(
                 "`--recommend-batch` predicts batches without a compiler",
-                hint="Leave it out: `memopt recommend-batch --compile` measures them.",
+                hint="Remove `--recommend-batch`: `memopt recommend-batch --compile` measures them.",
             )
 
     def _check_range(self, varied: DimRange) -> None:

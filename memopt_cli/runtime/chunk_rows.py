@@ -34,7 +34,7 @@ from memopt_cli.runtime.norms import OtherNormsError
 from memopt_cli.runtime.private_torch import unseen
 
 _MAX_ROUNDINGS: Final = 8
-"""Roundings of the largest value by which an output may differ between two runs on inputs of one shape."""
+"""Difference that an output may show between two runs on one shape, in roundings of the largest value."""
 _MAX_DIFFERENCE_SHARE: Final = 1e-3
 """Share of the largest value by which an element may differ between inputs of two shapes: kernels for other shapes add
 up in another order."""

@@ -445,7 +445,7 @@ def _flatten_parts(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
 
 
 def note_stored(x: Tensor, packed: Packed) -> None:
-    """Note that ``x`` is stored as ``packed``, so that a concatenation of which it is a part can refer to it."""
+    """Note that ``x`` is stored as ``packed``, so that a concatenation with it as a part can refer to it."""
     edge = edge_of(x) if is_ordinary(x) else None
     if edge is not None and (packed.raw or packed.parts):
         _stored_by_edge()[edge] = packed

@@ -36,7 +36,7 @@ def checkpoint(
     function:
         The function to run; ``args`` and ``kwargs`` are its arguments.
     compressor:
-        The codec by which tensors among the arguments are stored until backward, or the name of its class; ``None``
+        The codec that stores tensors among the arguments until backward, or the name of its class; ``None``
         stores them raw.
     chunks:
         Number of pieces into which the arguments at ``chunked_args`` are cut along ``time_dim``; the function runs on

@@ -106,7 +106,7 @@ class SegmentRun:
     """One call of a segment."""
 
     is_of_segment, is_recomputation = True, False
-    """Class attributes by which ``running.enclosing_segment_run`` recognizes the object behind saved-tensor hooks."""
+    """Class attributes that let ``running.enclosing_segment_run`` recognize the object behind saved-tensor hooks."""
 
     def __init__(
         self,

@@ -270,7 +270,7 @@ class StartingState:
         self._generators.restore()
 
     def _keep_flags(self, before: Mapping[int, Slots]) -> None:
-        """Keep the flags in ``before`` by which a forward notes that it has added hooks, since the hooks stay as well.
+        """Keep the flags in ``before`` that note that a forward has added hooks, since the hooks stay as well.
 
         Without its flag, the next forward would add the hooks again, like models of transformers that collect hidden
         states.

@@ -466,7 +466,7 @@ def seed_everything(seed: int) -> None:
 def seed_torch(seed: int) -> None:
     """Seed PyTorch's generators of the CPU, and of a device that has been used.
 
-    ``torch.manual_seed`` would also set the seed with which an unused device starts later, in place of the user's own.
+    ``torch.manual_seed`` would also set the seed of an unused device that starts later, in place of the user's own.
     And on a machine without a device it formats a traceback for each kind of device, 2 ms in a deep stack.
     """
     device = _accelerator()

@@ -30,7 +30,7 @@ def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
         raise UsageError(
             f"`--host-memory {exact_bytes(options.host_memory)}` limits what is sent to host memory, and "
             "nothing is sent there",
-            hint="Use `--offload host`, or leave it out.",
+            hint="Use `--offload host`, or remove `--host-memory`.",
         )
     device, notes = prepared.subject.settings.device, prepared.notes
     if place is None:
@@ -38,7 +38,7 @@ def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
     elif place != "device" and not request.runs:
         raise UsageError(
             f"`--offload {place}` needs a step that runs here: how fast tensors go elsewhere is measured",
-            hint="Leave it out with `--for` and `--ranks`.",
+            hint="Remove `--offload` with `--for` and `--ranks`.",
         )
     elif place == "host" and device == "cpu":
         note = (

@@ -1,6 +1,6 @@
 """The solver: finds the fastest plan within a budget, by dynamic programming over the tree of blocks.
 
-``schedules.py`` has the three numbers of a schedule (bytes kept, peak, time added) and the rules by which they combine;
+``schedules.py`` has the three numbers of a schedule (bytes kept, peak, time added) and the rules for combining them;
 ``segment_schedules.py`` makes the segments that may be put on a block.
 
 Every rule is monotonic in each number, so a schedule that another beats in all three is part of no best plan.  A block
