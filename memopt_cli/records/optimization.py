@@ -82,8 +82,8 @@ class OptimizeRequest(StepRequest):
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
     flags: tuple[str, ...] | None = None
-    """Flags that describe the model, its inputs and its step, to suggest another memopt command;
-    ``None`` for a call from Python."""
+    """Flags that describe the model, its inputs and its step, to suggest another memopt command; ``None`` for a
+    call from Python."""
     backend: str | None = None
     """Backend of ``torch.compile``, to look for compiled steps as well; ``None`` to leave them out."""
     interruptible: bool = False

@@ -137,8 +137,8 @@ def _defined_here(wanted: Global) -> bool:
 def scripts_with(wanted: Collection[Global]) -> dict[Global, Path]:
     """Return name -> script or notebook of this folder to suggest, for each of ``wanted``, names of ``__main__``.
 
-    One script saved the file, so a source that defines all of them is preferred.  If several fit, or a
-    name is in none, :data:`UNKNOWN_SCRIPT` stands for all: a source of only some names would not load the file.
+    One script saved the file, so a source that defines all of them is preferred.  If several fit, or a name is in
+    none, :data:`UNKNOWN_SCRIPT` stands for all: a source of only some names would not load the file.
     The search reads sources; it runs no script.
     """
     names = [name for name in wanted if not _defined_here(name)]
