@@ -36,7 +36,7 @@ MAX_SAVED_TENSORS = 20
 
 _STEP_PATH: Final = "(the step)"
 """Path under which a comparison lists tensors that no module of the model holds."""
-_STEP_CATEGORIES: Final = ("inputs", "optimizer")
+_STEP_KINDS: Final = ("inputs", "optimizer")
 """Categories that no module of the model holds."""
 
 
@@ -175,9 +175,7 @@ def _module_changes(
 def _apart_from_step(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
     """Yield ``modules``, and as one more module the step's tensors that the root holds."""
     for module in modules:
-        of_step = {
-            kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _STEP_CATEGORIES
-        }
+        of_step = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _STEP_KINDS}
         own = {kind: size for kind, size in module.held_bytes.items() if kind not in of_step}
         yield replace(module, held_bytes=own)
         if of_step:
