@@ -285,6 +285,6 @@ class CheckRequest(StepRequest):
     plan_path: str | None = None
     """Path of a plan to run the step under; ``None`` for the plan that the file carries, if any."""
     flags: tuple[str, ...] | None = None
-    """Flags that describe the model, its inputs and its step; suggested commands repeat them.  ``None`` for a
+    """Flags that describe the model, its inputs and its step; suggested commands repeat them; ``None`` for a
     call from Python."""
     layout: RankLayout | None = None
