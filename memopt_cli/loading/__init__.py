@@ -28,6 +28,7 @@ from memopt_cli.loading.torchscript import TorchScript
 from memopt_cli.loading.trust import UnvouchedError, together
 from memopt_cli.loading.user_code import IMPORTED_HINT, UserCode, make_importable
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
+from memopt_cli.runtime.private_torch import reserve_hook_numbers
 from memopt_cli.text.documents import read_bytes
 from memopt_cli.text.spelling import with_python_spelling
 from memopt_cli.training.compiling import compile_again
@@ -67,6 +68,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     else:
         file, sha256 = read_same(source.location, source.key if source.weights is None else None, source.sha256)
         loaded, kind = _load_file(file, source.trust)
+    reserve_hook_numbers(loaded.module)
     around, module = split_wrappers(loaded.module, keep_compiled=source.keeps_compiled)
     weights_sha256 = None
     if source.weights is not None:

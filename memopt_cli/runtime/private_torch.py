@@ -53,6 +53,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import _CheckpointFrame as CheckpointCall
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from torch._functorch.pyfunctorch import VmapInterpreter
@@ -381,6 +382,17 @@ def has_gradient_hooks(module: nn.Module) -> bool:
 def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     """Return the dictionaries of hooks on forward and backward of ``module``, to be read and written in place."""
     return [table for table in map(vars(module).get, _HOOK_ATTRIBUTES) if isinstance(table, dict)]
+
+
+def reserve_hook_numbers(model: nn.Module) -> None:
+    """Keep the numbers of hooks that are registered from now on apart from those of the hooks of ``model``.
+
+    PyTorch counts hooks from 0 in each process, and saves a hook with its number.  In another process, a new hook
+    would replace a loaded one of the same number, such as that of ``torch.nn.utils.weight_norm``.
+    """
+    tables = (table for module in model.modules() for table in hook_tables(module))
+    numbers = (number for table in tables for number in table if isinstance(number, int))
+    RemovableHandle.next_id = max(RemovableHandle.next_id, 1 + max(numbers, default=-1))
 
 
 def hooks_on_gradient(parameter: Tensor) -> list[Any]:

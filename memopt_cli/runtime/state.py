@@ -259,7 +259,7 @@ class StartingState:
         self._parameters.put()
         current_slots = self._known.read_owners(self._known.indices)
         copied = self._write_state(state_tensors, current_slots, None if self._held is None else self._held.put_back)
-        if any(self._known.without_hooks):
+        if self._keep_added_hooks(current_slots) or any(self._known.without_hooks):
             self._keep_flags(current_slots)
         for argument, value in zip(others, copied, strict=False):
             if not restore_contents(argument, value):
@@ -268,6 +268,17 @@ class StartingState:
                     "be put back for a recomputation; take the module out of the plan"
                 )
         self._generators.restore()
+
+    def _keep_added_hooks(self, before: Mapping[int, Slots]) -> bool:
+        """Add the hooks in ``before`` that the starting state did not have; return whether there are any."""
+        added = False
+        for index in self._known.hooked:
+            wanted, current = self._stable[index], before.get(index, {})
+            if current.keys() - wanted.keys():
+                added = True
+                in_order = {number: wanted.get(number, hook) for number, hook in current.items()}
+                self._known.owners[index].write(in_order | wanted)
+        return added
 
     def _keep_flags(self, before: Mapping[int, Slots]) -> None:
         """Keep the flags in ``before`` that note that a forward has added hooks, since the hooks stay as well.

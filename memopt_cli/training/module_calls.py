@@ -21,6 +21,7 @@ from torch import nn
 from memopt_cli.errors import StepError, first_line
 from memopt_cli.records.progress import Report
 from memopt_cli.runtime import named_parts
+from memopt_cli.runtime.private_torch import reserve_hook_numbers
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.text.units import dtype_name, format_shape
 
@@ -66,6 +67,7 @@ def module_hooks(
     """
     # A segment that recomputes after the block still runs the hooks that its first forward saw: is_over ends them.
     handles, is_over = [], False
+    reserve_hook_numbers(model)
     for path, module in named_parts(model):
         if isinstance(module, torch.jit.ScriptModule):
             continue

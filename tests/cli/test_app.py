@@ -177,6 +177,7 @@ def test_a_file_is_refused_without_torch(command: str, tmp_path: Path) -> None:
     done = run("-c", code, command, "model.pt", *more, cwd=tmp_path)
     assert (done.returncode, "Traceback" in done.stderr) == (0 if command == "inspect" else 4, False)
     assert "posix.system" in done.stdout + done.stderr
+    assert command != "inspect" or done.stdout.splitlines()[1].startswith("not safe: ")
     assert not (tmp_path / "canary").exists()
 
 

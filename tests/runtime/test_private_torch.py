@@ -1086,3 +1086,17 @@ def test_what_a_tensor_was_concatenated_from() -> None:
     assert found == (1, [(p.edge_of(nothing), 0), (p.edge_of(twice), 3)])
     for tensor in (twice, plain, torch.stack([twice, twice])):
         assert p.parts_of_concatenation(tensor) is None
+
+
+def test_hooks_get_other_numbers_than_those_of_a_loaded_module() -> None:
+    loaded = nn.Linear(1, 1)
+
+    def register() -> int:
+        return loaded.register_forward_hook(lambda *_: None).id
+
+    number = register() + 5  # of a process that has registered more hooks
+    loaded._forward_hooks[number] = lambda *_: None
+    p.reserve_hook_numbers(nn.Sequential(loaded))
+    assert register() == number + 1
+    p.reserve_hook_numbers(nn.Linear(1, 1))
+    assert register() == number + 2

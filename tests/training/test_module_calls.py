@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 from torch import Tensor, cat, nn, ones, zeros_like
+from torch.utils.hooks import RemovableHandle
 
 from memopt_cli.errors import StepError
+from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.module_calls import (
     InputsRejectedError,
     failed_step,
+    module_hooks,
     one_step_noted,
     running_calls,
     skipped_layers_notes,
@@ -140,3 +144,29 @@ def test_neurons_that_are_called_once_run_one_time_step(
         for _ in range(calls):
             net(ones(2, 3))
     assert [note.startswith("The step that was run is of one time step") for note in notes] == [True] * is_noted
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_hooks_that_were_added_stay_when_the_starting_state_is_restored() -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda *_: None)
+    start = StartingState(layer)
+    entered = list[str]()
+    with module_hooks(nn.Sequential(layer), lambda path, *_: entered.append(path), lambda *_: None):
+        start.restore()
+        layer(ones(1, 2))
+    assert entered == ["0"]
+
+
+def test_no_hook_of_a_loaded_module_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers are those of the process that saved it, and a process counts hooks from 0."""
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    saved = pickle.dumps(nn.utils.weight_norm(nn.Linear(2, 2)))
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    layer = pickle.loads(saved)
+    hooks = dict(layer._forward_pre_hooks)
+    entered = list[str]()
+    with module_hooks(layer, lambda path, *_: entered.append(path), lambda *_: None):
+        layer(ones(1, 2))
+    assert entered == [""]
+    assert layer._forward_pre_hooks == hooks != {}
