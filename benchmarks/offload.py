@@ -150,7 +150,7 @@ class Way:
 def ways_of(ready: Prepared, search_s: float) -> Iterator[Way]:
     """Yield the ways to take the step of ``ready``, those with memopt's plans for half of its activation peak last.
 
-    ``search_s``: seconds for which each plan is searched.
+    ``search_s``: seconds of the search for each plan.
     """
     yield Way("plain")
     yield Way("`save_on_cpu`", hooks=lambda: save_on_cpu(pin_memory=True))

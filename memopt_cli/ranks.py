@@ -1,4 +1,4 @@
-"""Predict one rank of many, as ``--ranks`` does for ``memopt profile``, ``optimize`` and ``recommend-batch``.
+"""Predicting one rank of many, as ``--ranks`` does for ``memopt profile``, ``optimize`` and ``recommend-batch``.
 
 The model is a function that builds it, and ``parallelize`` is the function of a training script that spreads it over a
 ``DeviceMesh``.  Both run in one process, on tensors without data, as one rank of a group that does not exist.
@@ -206,7 +206,7 @@ def plan_rank(
     timeout: float = 600.0,
     verbose: bool = False,
 ) -> Optimized:
-    """Search a plan for one rank of many by predictions, as ``memopt optimize --ranks --plan-only``.
+    """Find a plan for one rank of many by predictions, as ``memopt optimize --ranks --plan-only``.
 
     The plan is verified on the whole model, in one process and with a few samples.  ``unverified`` leaves that out,
     for a model that this machine cannot hold.  To use the plan, write

@@ -152,7 +152,7 @@ def memory_optimization(
     verbose:
         Log the course of the search, by the logger ``memopt_cli`` at level ``INFO``.
     temporal_split_factor:
-        Factor by which level 3 multiplies the number of a segment's chunks.
+        Factor that level 3 multiplies the number of a segment's chunks by.
     max_split_rounds, max_candidates_per_round:
         Maximum number of splits of segments and of multiplications of chunks, and of modules that are tried for each.
         By default the limits of ``profile``.

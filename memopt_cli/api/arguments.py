@@ -139,7 +139,7 @@ def check_card(
             f"for_device is {for_message(for_device)}, not the name of a card", hint='Give for example "a100-40gb".'
         )
     if card is not None and device is not None and str(device) not in ("cpu", "auto"):
-        raise OptionError(f"device and for_device exclude each other: {device}, {card.name}", hint="Keep one of them.")
+        raise OptionError(f"device cannot be combined with for_device ({card.name})", hint="Remove one of them.")
     return card
 
 

@@ -69,7 +69,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
             yield f"{path}: no segment; the plan runs it in {segment.chunks} chunks through the loss"
             continue
         if segment.chunks > 1:
-            yield f"{path}: run at once, not in {format_count(segment.chunks, 'chunk')}"
+            yield f"{path}: run whole, not in {format_count(segment.chunks, 'chunk')}"
         if segment.place != "device":
             yield f"{path}: what it stores stays on the device, and does not go to {segment.place}"
         if segment.compressor != "null":

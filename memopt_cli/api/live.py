@@ -146,7 +146,7 @@ def optimize(
     recommend_batch:
         Also return the largest batch that the plan allows.  This needs inputs that are text: tensors have one size.
     for_device:
-        A GPU that is not here, for which the plan is searched by estimates, as ``--for``: ``"a100-40gb"``, the path of
+        A GPU that is not here, for which the plan is found by estimates, as ``--for``: ``"a100-40gb"``, the path of
         a YAML file, or a ``DeviceProfile``.  Nothing is measured, and no batch recommended.
     loss:
         A function of the model's output.  By default, the loss that the model returns, else a seeded random gradient.
@@ -363,7 +363,7 @@ def recommend_batch(
     plans = resolve_search(level=level, target=target, allow_inexact=allow_inexact)
     if search and plan is not None:
         raise OptionError(
-            "`--search` looks for the plan: `--plan` cannot be combined with it", hint="Leave one of them out."
+            "`--plan` cannot be combined with `--search`, which finds the plan", hint="Remove one of them."
         )
     if not search and (level is not None or target or allow_inexact or search_time is not None):
         raise OptionError(

@@ -18,6 +18,7 @@ from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.module_state import ModuleState, detach_state
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.text.spelling import warn_if_unchanged, with_python_spelling
+from memopt_cli.text.units import format_shape
 from memopt_cli.training import apply
 from memopt_cli.training.module_calls import InputsRejectedError
 from memopt_cli.training.step import Step
@@ -133,7 +134,7 @@ def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any],
         resize = functools.partial(first_samples, args, kwargs)
         verification = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
     if not verification.passed:
-        shapes = ", ".join("x".join(map(str, t.shape)) or "scalar" for t in tensors_of((args, kwargs)))
+        shapes = ", ".join(format_shape(t.shape) for t in tensors_of((args, kwargs)))
         raise VerificationError(
             f"with the plan {verification.difference}, for inputs of the shape {shapes}",
             hint="The model is as it was; make a plan for it with memopt optimize.",

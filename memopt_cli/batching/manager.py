@@ -105,7 +105,7 @@ class BatchShapeManager:
         self._is_last_shaped = False  # whether the last batch was given out as a dict of inputs and targets
         self._last_metrics: dict[str, float | None] = {}
         self._operation = operation_type
-        self._validated_shapes: set[tuple[int, ...]] = set()  # of samples
+        self._validated_shapes: set[tuple[int, ...]] = set()  # the shapes of single samples
 
     def initialize_for_training(
         self,

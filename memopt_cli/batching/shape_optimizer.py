@@ -50,7 +50,7 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """Weights of the objectives, each of which is relative to the best feasible shape."""
+    """Weights of the objectives; each objective is relative to the best feasible shape."""
 
     throughput: float = 1.0
     memory: float = 0.0

@@ -20,13 +20,13 @@ from memopt_cli.records import AdaptiveSizing
 from memopt_cli.text.units import format_bytes
 
 DANGER_SHARE = 0.95
-"""The batch is halved at once, even between two intervals, if it uses this share of capacity."""
+"""The batch is halved immediately, even between two intervals, if it uses this share of capacity."""
 _SHRINK_RATIO = 1.05
 """The batch shrinks if the usage is more than this many times the target."""
 _GROW_RATIO = 0.9
 """The batch may grow if the usage is less than this share of the target."""
 _MAX_GROWTH_FACTOR = 1.25
-"""The batch grows at most by this factor at once.  A batch below 4, which it would not change, grows by one."""
+"""The batch grows by at most this factor per interval; a batch below 4, which would stay as it is, by one."""
 _MAX_THROUGHPUT_LOSS = 0.2
 """A growth that costs more than this share of the throughput is undone."""
 
@@ -42,12 +42,12 @@ class _Growth:
 
 
 class AdaptiveBatchSizer:
-    """A controller of the batch size: a step's peak should be ``target_memory_usage`` of the device's capacity.
+    """Adapts the batch size, so that a step's peak stays near ``target_memory_usage`` of the device's capacity.
 
-    ``target_memory_usage`` (a share) replaces the value in ``config``.  ``memory`` reads capacity and peaks.  ``None``
-    for the device's own meter.  ``effective_batch_size`` is the number of samples per update, which gradient
-    accumulation keeps constant.  With ``distributed`` every call of :meth:`adapt_batch_size` is a collective: all ranks
-    take the smallest size that any rank asks for.
+    ``target_memory_usage`` (a share) replaces the value in ``config``.  ``memory`` reads capacity and peaks;
+    by default, the device's own meter does.  ``effective_batch_size`` is the number of samples per update, which
+    gradient accumulation keeps constant.  With ``distributed`` every call of :meth:`adapt_batch_size` is a collective:
+    all ranks take the smallest size that any rank asks for.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class AdaptiveBatchSizer:
         self._is_measuring = False
         self._has_run_out = False
         self._usages = Usages(self._config.performance_window)
-        self._highest_share = 0.0  # of capacity, since the last change
+        self._highest_share = 0.0  # the largest share of capacity since the last change
         self._throughputs: list[float] = []
         self._losses = Losses(self._config.performance_window)
         self._growth: _Growth | None = None
@@ -98,7 +98,7 @@ class AdaptiveBatchSizer:
 
     @property
     def reason(self) -> str:
-        """Reason for the last change of the size, in words."""
+        """Reason for the last change of the size."""
         return self._reason
 
     @property
@@ -138,7 +138,7 @@ class AdaptiveBatchSizer:
             raise MemoryBudgetError(
                 f"a step at batch {self._config.min_batch_size} does not fit in {format_bytes(budget_bytes)} "
                 f"({self._target_share:.0%} of {format_bytes(self._memory.capacity_bytes())})",
-                hint="Lower min_batch_size, raise the target, or make the step smaller: memopt optimize.",
+                hint="Lower min_batch_size, raise the target, or make the step smaller with memopt optimize.",
             )
         self.start_from(largest)
         return largest
@@ -152,20 +152,20 @@ class AdaptiveBatchSizer:
         """Return the size of the next batch, after a step of ``current_loss`` that used ``current_memory_usage``.
 
         ``current_memory_usage`` is the step's peak, as :func:`~memopt_cli.batching.memory.usage_share` reads it.
-        (Allocated memory divided by its own maximum is not a share of capacity.)  With ``None``, the peak is measured.
+        Do not give allocated memory divided by its maximum.  With ``None``, the peak is measured.
         ``performance_metrics`` may hold ``throughput`` in samples per second.
 
         The control law models the usage of a batch ``B`` as ``u(B) = a + c B``, fitted to the latest usage of each
         size.  (With one size, ``a`` is 0; if memory is measured, ``a`` is also known from the memory in use between
         steps.)
 
-        - At 95 % of capacity, or for a loss that is not finite, the size is halved at once.
+        - At 95 % of capacity, or for a loss that is not finite, the size is halved immediately.
         - Otherwise the size changes every ``adaptation_interval`` calls.  Above 1.05 times the target it becomes
           ``floor(B (target - a) / (u - a))``, at which the model expects the target.
         - Below 0.9 times the target, and if the loss is at most 1.5 times its average, it grows to that size, but at
           most by a factor of 1.25 (or one sample).
         - A growth that cost more than 20 % of the throughput is undone, and not tried again for five intervals.
-        - If the capacity changes, the size follows at once, by the same formula.
+        - If the capacity changes, the size follows immediately, by the same formula.
         """
         if not self._config.enabled:
             return self._batch

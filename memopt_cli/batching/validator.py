@@ -17,7 +17,7 @@ _TILE_SIZE = 8
 """Size whose multiples matrix units work on (NVIDIA, "Matrix Multiplication Background": 8 for 16 bits)."""
 _LONG_SEQUENCE = 1024
 """Sequence length from which attention's squared term is worth a warning."""
-_FLOAT_BYTES = 4  # of a float32
+_FLOAT_BYTES = 4  # a float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class BatchShapeValidator:
                 f"attention: {share:.0%} of its FLOPs grow with the square of {sizes.positions} positions; "
                 "a shorter sequence saves more than a smaller batch"
             )
-        warnings += [f"'{name}' is not a known operation ({', '.join(_OPERATIONS)})" for name in unknown]
+        warnings += [f"unknown operation '{name}'; known: {', '.join(_OPERATIONS)}" for name in unknown]
         return PerformanceImplications(
             operations=costs,
             bottleneck=slowest["operation"] if slowest else None,

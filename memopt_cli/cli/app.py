@@ -88,7 +88,7 @@ class JudgingCommand(GroupedCommand):
     def _report(self, err: BaseException, context: Any, typed: Mapping[str, Any]) -> None:
         """Write ``err`` in the format that ``context`` names; if that cannot be written, stderr still has it.
 
-        ``typed``: the arguments, of which one names the model that is judged.
+        ``typed``: the arguments; one of them names the model that is judged.
         """
         options, failure = context.params, _as_memopt_error(err)
         form: ReportFormat = "json" if options.get("json") else options.get("format") or "table"

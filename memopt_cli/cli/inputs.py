@@ -39,7 +39,7 @@ def input_spec(
     typed = [name for name in given if is_typed(context, name)]
     if len(typed or given) > 1:
         names = " and ".join(_flag(name) for name in typed or given)
-        raise UsageError(f"the inputs are given twice, by {names}", hint="Keep one of them.")
+        raise UsageError(f"the inputs are given twice, by {names}", hint="Remove one of them.")
     asked = parse_dims(dims)
     sizes = {**parse_dims(config.dims), **asked}
     optional = tuple(name for name in sizes if name not in asked)

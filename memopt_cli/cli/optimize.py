@@ -1,4 +1,4 @@
-"""``memopt optimize``: search a plan, verify it, and write the optimized model."""
+"""``memopt optimize``: find a plan, verify it, and write the optimized model."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def optimize(
     Searches for the plan with the least peak, measures it, verifies it and writes the optimized model.
     """
     if budget is not None and pick is not None:
-        raise UsageError("`--budget` and `--pick` exclude each other", hint="Keep the one that should choose the plan.")
-    sizes, dim_range = split_dims(inputs.dims, max)  # of a range, the largest size: the plan must fit there
+        raise UsageError("`--budget` cannot be combined with `--pick`: both choose", hint="Remove one of them.")
+    sizes, dim_range = split_dims(inputs.dims, max)  # a range stands for its largest size: the plan must fit there
     files = ReportFiles(html=html, snapshot=snapshot, force=force)
     request = OptimizeRequest(
         source=loading.source(context, model),

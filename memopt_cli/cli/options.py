@@ -53,7 +53,7 @@ _TRUSTS: Final = {
     "trust_pickle": "pickle",
     "sandbox": "sandbox",
 }
-"""Option by which a user trusts code -> field of :class:`Trust`."""
+"""Option for trust in code -> field of :class:`Trust`."""
 _NO_DEFAULT: Final = inspect.Parameter.empty
 
 
@@ -83,8 +83,8 @@ class InputOptions:
     ) -> InputSpec | None:
         """Return the inputs that the command line describes, or else the config file; ``None`` if neither does.
 
-        ``dims``: ``--dim`` with one size in place of each range; by default as typed; ``batch``: see
-        :func:`~memopt_cli.cli.inputs.input_spec`.
+        ``dims``: ``--dim`` with one size in place of each range; by default as typed.
+        ``batch``: see :func:`~memopt_cli.cli.inputs.input_spec`.
         """
         sizes = self.dims if dims is None else dims
         return input_spec(context, self.inputs, self.input_data, self.input_script, sizes, batch)
@@ -242,7 +242,7 @@ class RankOptions(SpreadOptions):
     rank: int | None = None
 
     def predicted(self, *, without_data: bool) -> RankLayout | None:
-        """Return the layout of which one rank is predicted; ``None`` for one device.
+        """Return the layout to predict one rank of; ``None`` for one device.
 
         Raises :class:`UsageError` as :meth:`layout`, for a rank outside the layout, and for a step that runs on data.
         """
@@ -256,7 +256,7 @@ class RankOptions(SpreadOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSearchOptions:
-    """Options of ``recommend-batch --search``, which searches plans along with batches."""
+    """Options of ``recommend-batch --search``, which searches for a batch and a plan together."""
 
     search: bool = False
     level: int | None = None

@@ -59,14 +59,14 @@ def await_turn_to_print(failure: MemoptError, err: BaseException) -> bool:
     if isinstance(err, Terminated):  # another rank failed first, and prints why
         return False
 
-    if patience_s := _patience_s(failure, int(rank)):
-        for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(wanted, lambda *_: os._exit(failure.exit_code))
-        time.sleep(patience_s)
+    if wait_s := _wait_s(failure, int(rank)):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: os._exit(failure.exit_code))
+        time.sleep(wait_s)
     return True
 
 
-def _patience_s(failure: MemoptError, rank: int) -> float:
+def _wait_s(failure: MemoptError, rank: int) -> float:
     if isinstance(failure, RankLostError):
         return _MAX_WAIT_S
     return min(_BASE_WAIT_S + _WAIT_PER_RANK_S * rank, _MAX_WAIT_S) if rank else 0.0

@@ -15,7 +15,7 @@ from typing import Any, Final
 import typer
 
 from memopt_cli.errors import UsageError
-from memopt_cli.inputs.spec_text import is_built_in, is_pretrained, parse_device, parse_factory, parse_mesh
+from memopt_cli.inputs.spec_text import is_pretrained, parse_device, parse_factory, parse_mesh
 from memopt_cli.records import BUILT_IN, DeviceProfile, DimRange
 from memopt_cli.search.estimation.cards import device_profile
 from memopt_cli.text.misnamed import file_refusal, folder_refusal, missing_refusal, refuse_misspelt, weights_in
@@ -79,7 +79,7 @@ def check_function(text: str) -> str:
 
 def check_parallel(text: str) -> str:
     """Return ``text`` if it names a built-in way to spread a model (``fsdp``, ``ddp``) or is ``file.py:function``."""
-    if is_built_in(text):
+    if text in BUILT_IN:
         return text
     _refuse_notebook(text)
     if not is_function(text):

@@ -17,9 +17,9 @@ from memopt_cli.records import Trust, from_data, to_data
 from memopt_cli.text.documents import json_text, read_bytes, read_json
 from memopt_cli.text.writing import content, write_all
 
-_MAX_BYTES = 1 << 16  # of a remembered trust
+_MAX_BYTES = 1 << 16  # a remembered trust is a few lines
 _FOR_OTHERS = 0o022
-"""Permission bits with which group and others may write."""
+"""Permission bits that let group and others write."""
 
 
 def remember_trust(location: str, sha256: str, trust: Trust) -> None:

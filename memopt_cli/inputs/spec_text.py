@@ -16,7 +16,6 @@ from typing import Final
 
 from memopt_cli.errors import UsageError, shorten
 from memopt_cli.records import (
-    BUILT_IN,
     METRICS,
     PADDED,
     STRATEGIES,
@@ -133,7 +132,7 @@ def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Non
 
 def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
     """Raise :class:`UsageError` for too many inputs, equal names, impossible sizes, and symbols without a size."""
-    _require_few(tensors)
+    _check_input_count(tensors)
     names = [tensor.name for tensor in tensors if tensor.name is not None]
     for name in names:
         if names.count(name) > 1:
@@ -196,22 +195,20 @@ def parse_strategies(text: str | None) -> tuple[StrategyName, ...]:
     """
     names = [] if text is None else [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in STRATEGIES]:
-        raise UsageError(f"there is no strategy '{unknown[0]}'", hint=f"Known strategies: {', '.join(STRATEGIES)}.")
+        raise UsageError(f"unknown strategy '{unknown[0]}'", hint=f"Known strategies: {', '.join(STRATEGIES)}.")
     return tuple(name for name in STRATEGIES if name in names)
 
 
 def parse_limit(text: str) -> Limit:
     """Parse how much a metric may grow: ``"peak:5%"``, ``"peak:64MiB"``, ``"step:50ms"``, ``"peak:0"``.
 
-    Bytes need a unit: ``peak:5`` was meant as 5 % by all who wrote it.  Raises :class:`UsageError` for anything else.
+    Bytes need a unit: ``peak:5`` most likely means 5 %.  Raises :class:`UsageError` for anything else.
     """
     name, colon, amount = text.replace(" ", "").partition(":")
     metric = next((metric for metric in METRICS if metric == name), None)
     if metric is None:
-        meant = "" if colon else f"Write METRIC:LIMIT, peak:{name if name[:1].isdigit() else '5%'}. "
-        raise UsageError(
-            f"'{text}': '{name}' is not a known metric", hint=f"{meant}Known metrics: {', '.join(METRICS)}."
-        )
+        meant = "" if colon else f"Write METRIC:LIMIT: peak:{name if name[:1].isdigit() else '5%'}. "
+        raise UsageError(f"'{text}': unknown metric '{name}'", hint=f"{meant}Known metrics: {', '.join(METRICS)}.")
     if amount == "0":
         return Limit(text=text, metric=metric, amount=0, relative=False)
     percent, time = _PERCENT_PATTERN.fullmatch(amount), _TIME_PATTERN.fullmatch(amount)
@@ -219,7 +216,7 @@ def parse_limit(text: str) -> Limit:
         return Limit(text=text, metric=metric, amount=float(percent[1]), relative=True)
     if metric == "step":
         if not time:
-            raise UsageError(f"'{text}': '{amount}' is not a time", hint="Write METRIC:LIMIT, step:20% or step:50ms.")
+            raise UsageError(f"'{text}': '{amount}' is not a time", hint="Write METRIC:LIMIT: step:20% or step:50ms.")
         return Limit(text=text, metric=metric, amount=float(time[1]) / (1000 if time[2] == "ms" else 1), relative=False)
     if amount.isdecimal() and amount.strip("0"):
         hint = f"Write {metric}:5% for a share, {metric}:64MiB, or {metric}:5B if bytes are meant."
@@ -227,7 +224,7 @@ def parse_limit(text: str) -> Limit:
     try:
         return Limit(text=text, metric=metric, amount=parse_bytes(amount), relative=False)
     except UsageError as err:
-        hint = f"Write METRIC:LIMIT, {metric}:5% or {metric}:64MiB."
+        hint = f"Write METRIC:LIMIT: {metric}:5% or {metric}:64MiB."
         reason = "is negative, and a limit is 0 or more" if amount.startswith("-") else "is not a memory size"
         raise UsageError(f"'{text}': '{amount}' {reason}", hint=hint) from err
 
@@ -235,7 +232,7 @@ def parse_limit(text: str) -> Limit:
 def parse_device(text: str) -> str:
     """Return ``text``.  Raises :class:`UsageError` unless it has the form of a device's name."""
     if not _DEVICE_PATTERN.fullmatch(text):
-        raise UsageError(f"there is no device '{text}'", hint="Write auto, cpu, cuda or cuda:N.")
+        raise UsageError(f"unknown device '{text}'", hint="Write auto, cpu, cuda or cuda:N.")
     return text
 
 
@@ -287,7 +284,7 @@ def parse_shape(text: str) -> tuple[int | str, ...]:
 def parse_dtype(text: str) -> str:
     """Return ``text`` if it names a dtype that inputs may have; raises :class:`UsageError`."""
     if text not in DTYPES:
-        raise UsageError(f"{shorten(text)} is not a known dtype", hint=f"Known dtypes: {', '.join(DTYPES)}.")
+        raise UsageError(f"unknown dtype {shorten(text)}", hint=f"Known dtypes: {', '.join(DTYPES)}.")
     return text
 
 
@@ -304,7 +301,7 @@ def parse_values(text: str, dtype: str) -> str:
     elif not rate and text not in ("normal", "uniform", "zeros", "ones", PADDED):
         ranges = "LOW..HIGH (as 0..32000, or -100,0..32000)"
         known = f"spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, {PADDED}, {ranges}"
-        raise UsageError(f"{shorten(text)} are not known values", hint=f"Known values: {known}.")
+        raise UsageError(f"unknown values {shorten(text)}", hint=f"Known values: {known}.")
     elif text in ("normal", "uniform") and dtype in _INTEGER_RANGES:
         raise UsageError(f"{dtype} cannot hold '{text}' values", hint="Give a range of integers, for example =0..2.")
     return text
@@ -334,9 +331,9 @@ def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
 def check_spec(spec: InputSpec) -> None:
     """Raise :class:`UsageError` if ``spec``, read from a file, has inputs that a user could not describe.
 
-    An exception is a size of 0, which an exported program can have.
+    A size of 0 is allowed, since an exported program can have one.
     """
-    _require_few(spec.tensors)
+    _check_input_count(spec.tensors)
     for name, size in spec.dims.items():
         if not name.isidentifier() or not 0 <= size < _MAX_ITEMS:
             raise UsageError(f"the dimension {shorten(name)} cannot have the size {size}", hint=_SIZE_HINT)
@@ -345,7 +342,7 @@ def check_spec(spec: InputSpec) -> None:
         check_sizes(tensor, spec.dims)
 
 
-def _require_few(tensors: Sequence[TensorSpec]) -> None:
+def _check_input_count(tensors: Sequence[TensorSpec]) -> None:
     if len(tensors) > MAX_INPUTS:
         raise UsageError(f"there are {len(tensors)} inputs; memopt accepts at most {MAX_INPUTS}")
 
@@ -452,7 +449,7 @@ def check_layout(layout: RankLayout) -> None:
         raise UsageError(f"it has {layout.ranks} ranks", hint=f"There may be 1 to {MAX_RANKS}.")
     text = _mesh_text(layout.mesh)
     if layout_of(layout.ranks, layout.parallel, parse_mesh(text)) != layout:
-        raise UsageError(f"its mesh has an axis without a length: {text}")
+        raise UsageError(f"its mesh has an axis of length -1: {text}")
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:
@@ -474,8 +471,3 @@ def ranks_asked(layout: RankLayout, rank: int | None) -> tuple[int, ...]:
 def format_layout(layout: RankLayout) -> str:
     """Format ``layout`` for people: ``"train.py:shard over dp 32 × tp 2"``."""
     return f"{layout.parallel} over {' × '.join(f'{name} {length}' for name, length in layout.mesh.items())}"
-
-
-def is_built_in(parallel: str) -> bool:
-    """Return whether ``parallel`` is FSDP or DDP, which need no user function."""
-    return parallel in BUILT_IN

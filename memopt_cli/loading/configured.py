@@ -88,7 +88,7 @@ def _takes(module: nn.Module, name: str) -> bool:
 def _mask(module: nn.Module, names: Sequence[str | None]) -> tuple[TensorSpec, ...]:
     """Return the mask of padding that every collator of tokens passes; none if ``module`` takes none.
 
-    It has zeros, with which a step may take more memory: attention then makes its own mask.
+    It has zeros, so a step may take more memory: attention then makes its own mask.
     """
     if "input_ids" not in names or not _takes(module, "attention_mask"):
         return ()
@@ -96,7 +96,7 @@ def _mask(module: nn.Module, names: Sequence[str | None]) -> tuple[TensorSpec, .
 
 
 def _labels(module: nn.Module, config: Any) -> tuple[TensorSpec, ...]:
-    """Return the labels with which the head of ``module`` returns a loss; none where they are not known."""
+    """Return the labels that make the head of ``module`` return a loss; none where they are not known."""
     kind = type(module).__name__
     classes = getattr(config, "num_labels", None)
     if kind.endswith("ForQuestionAnswering"):

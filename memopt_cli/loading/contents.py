@@ -221,7 +221,7 @@ def _state_of(value: Any) -> Any:
     if not isinstance(value, Built):
         return None
     state = _arguments_of(value)[1] if _is_lifted(value) else value.state
-    if isinstance(state, Tuple) and state.items:  # of a class with slots: a pair of ``__dict__`` and the slots
+    if isinstance(state, Tuple) and state.items:  # a class with slots has a pair of ``__dict__`` and the slots
         state = state.items[0]
     return state
 

@@ -56,7 +56,7 @@ _RECORDS: Final = re.compile(
     re.ASCII,
 )
 """Names of the records of a program, as PyTorch writes them since 2.8 and before; none holds compiled code."""
-_MAX_NAME_LENGTH: Final = 80  # of a record, in a message
+_MAX_NAME_LENGTH: Final = 80  # longer names of records are cut in messages
 _SCHEMA: Final = 8
 """Major version of the program's JSON: since PyTorch 2.6."""
 _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")

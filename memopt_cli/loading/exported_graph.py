@@ -83,7 +83,7 @@ class Op:
 
 
 class GraphReader:
-    """A reader of the JSON of a graph, in which lists of values become values of their own."""
+    """Reads the JSON of a graph; each list of values in it becomes one more value."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, str] = {}
@@ -274,7 +274,7 @@ def _stack(metadata: Any) -> tuple[Call, ...]:
 
 
 def common(stacks: Iterable[tuple[Call, ...]]) -> tuple[Call, ...]:
-    """Return the calls with which all ``stacks`` begin."""
+    """Return the calls that all ``stacks`` begin with."""
     prefix: tuple[Call, ...] | None = None
     for stack in stacks:
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prefix or stack, stack, strict=False))

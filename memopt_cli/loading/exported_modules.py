@@ -49,7 +49,7 @@ class Scope:
 
 
 class Builder:
-    """A builder of the programs of all modules."""
+    """Builds the programs of all modules."""
 
     def __init__(
         self, reader: GraphReader, tensors: dict[str, tuple[ModulePath, ...]], constants: frozenset[str]
@@ -77,7 +77,7 @@ class Builder:
 
 
 class Method:
-    """A builder of one method of a module."""
+    """Builds one method of a module."""
 
     def __init__(self, builder: Builder, path: ModulePath, scope: Scope) -> None:
         self._builder = builder

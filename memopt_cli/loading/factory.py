@@ -38,7 +38,7 @@ from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, unseen
 from memopt_cli.text.documents import quoted_flag, quoted_path
 from memopt_cli.text.misnamed import other_class_hint
 from memopt_cli.text.optimizer_text import is_function
-from memopt_cli.text.units import format_some
+from memopt_cli.text.units import format_shape, format_some
 from memopt_cli.training.module_calls import raised_at
 from memopt_cli.training.step import is_out_of_memory
 from memopt_cli.training.user_step import Step, StepModels
@@ -190,7 +190,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
     else:
         notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
     chosen = saved.get(where)
-    if chosen is None:  # of a module, whose state dict is not in the file
+    if chosen is None:  # the state dict of a module, which is not itself in the file
         chosen, pickle = pickled.pickle.with_dict(state_dicts[where].items())
         pickled = replace(pickled, pickle=pickle)
     weights: Mapping[str, Tensor] = build_data(file, pickled, chosen)
@@ -242,7 +242,7 @@ def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     missing = [str(name) for name in own if name not in weights]
     unexpected = [str(name) for name in weights if name not in own]
     other_shape = [
-        f"{name} is {_shape_text(weights[name])}, not {_shape_text(tensor)}"
+        f"{name} is {format_shape(weights[name].shape)}, not {format_shape(tensor.shape)}"
         for name, tensor in own.items()
         if name in weights and weights[name].shape != tensor.shape
     ]
@@ -263,7 +263,3 @@ def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
 def _storage_kind(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that differs between dense, sparse, quantized and meta tensors."""
     return tensor.layout, tensor.is_quantized, tensor.is_meta
-
-
-def _shape_text(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"

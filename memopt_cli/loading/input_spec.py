@@ -337,7 +337,7 @@ def _read_data(path: str, expected_sha256: str | None) -> Any:
     require_same(path, _sha256(data), expected_sha256)
     inputs = reader(data, path)
     if isinstance(inputs, Mapping | list | tuple):
-        _require_few(len(inputs), path)
+        _check_input_count(len(inputs), path)
     if any(tensor.is_meta for tensor in _tensors_in(inputs)):
         raise FileFormatError(
             f"{path} holds a tensor of the meta device, which has no data",
@@ -359,7 +359,7 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _require_few(count: int, path: str) -> None:
+def _check_input_count(count: int, path: str) -> None:
     if count > MAX_INPUTS:
         raise FileFormatError(
             f"{path} holds {count} inputs; memopt accepts at most {MAX_INPUTS}",
@@ -377,7 +377,7 @@ def _read_npz(data: bytes, path: str) -> dict[str, Tensor]:
     check_archive(data, path)
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            _require_few(len(arrays.files), path)
+            _check_input_count(len(arrays.files), path)
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     except FileFormatError:
         raise
@@ -429,7 +429,7 @@ def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:
 
 
 def _sizes_taken(arguments: Iterable[str]) -> set[int | str]:
-    """Return every symbol by which ``dims`` may give a size to a script with these ``arguments``."""
+    """Return every symbol that ``dims`` may use to give a size to a script with these ``arguments``."""
     return {alias for name in arguments for alias in (name, name.upper(), _LONG_NAMES.get(name, name))}
 
 

@@ -53,6 +53,10 @@ from memopt_cli.text.units import format_some
 
 _SHOWN: Final = 5
 """Refused names that a message lists; the flags in its hint allow all of them."""
+_MAX_NAMES: Final = 2000
+"""Maximum number of names that a file uses."""
+_MAX_IMPORTS: Final = 100
+"""Maximum number of modules of libraries that a file imports."""
 _MAX_FLAGS_LENGTH: Final = 4000
 """Maximum number of characters of flags in a hint; in place of a longer hint, loading unchecked is advised."""
 _SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
@@ -106,8 +110,8 @@ def load_tensors(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> Any:
 
 def build_data(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
     """Make the tensors and plain containers that ``root`` reaches; the errors are those of :func:`load_tensors`."""
-    nobody = Vouched(Trust(), UserCode(()))
-    return _audit_and_make(file, pickled, root, kinds_of_data(storages_of(pickled)), nobody)
+    no_trust = Vouched(Trust(), UserCode(()))
+    return _audit_and_make(file, pickled, root, kinds_of_data(storages_of(pickled)), no_trust)
 
 
 def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Denied | Missing | None]:
@@ -115,20 +119,20 @@ def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Deni
 
     If the file holds one model, only the names that the model needs are listed.
     """
-    nobody = Vouched(Trust(), UserCode(()))
+    no_trust = Vouched(Trust(), UserCode(()))
     try:
         root = module_in(pickled.pickle.root, file.key, file.path).root
     except FileFormatError:
         root = pickled.pickle.root
     _refuse_many(file, pickled.scan.wanted)
-    known, unclaimed = assign_kinds(uses_in(root), kinds_of(storages_of(pickled), nobody))
+    known, unclaimed = assign_kinds(uses_in(root), kinds_of(storages_of(pickled), no_trust))
     _refuse_libraries(file, known)
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
-    refused: dict[Global, Denied | Missing] = dict(_unknown(unclaimed, nobody.code))
+    refused: dict[Global, Denied | Missing] = dict(_unknown(unclaimed, no_trust.code))
     refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
     # After a refusal, loading would import nothing.
     if not any(isinstance(verdict, Denied) for verdict in refused.values()):
-        audit = Audit(root, known, nobody.vouches)
+        audit = Audit(root, known, no_trust.vouches)
         refused |= dict(audit.refused)
         if not refused:
             _refuse_exhausting(file, audit)
@@ -142,14 +146,14 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     code.run_scripts()
     try:
         loaded = _load_with_pickle(file, code, trust)
-    except UsageError:  # of :meth:`UserCode.require_single`
+    except UsageError:  # from :meth:`UserCode.require_single`; its message is for the user already
         raise
     except Exception as err:  # a damaged file can make the unpickler raise anything
-        missing = "on <module" in str(err)
-        message = "it needs a class of the script that saved it" if missing else first_line(err)
+        is_class_missing = "on <module" in str(err)  # "Can't get attribute 'Net' on <module '__main__' …>"
+        message = "it needs a class of the script that saved it" if is_class_missing else first_line(err)
         hint = (
             "Name the script: `--code-path YOUR_SCRIPT.py`."
-            if missing
+            if is_class_missing
             else "Save the model again with torch.save(model, path)."
         )
         if isinstance(err, ModuleNotFoundError):
@@ -278,9 +282,6 @@ def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, ObjectKind]])
         )
 
 
-_MAX_NAMES, _MAX_IMPORTS = 2000, 100  # that a file may use, and modules of libraries that it may import
-
-
 def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
     """Raise :class:`UnvouchedError` for names that run code, even if the model does not use them.
 
@@ -331,15 +332,15 @@ def _refuse_denied(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Mi
 
 def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> UnvouchedError:
     remedies = [verdict.remedy for verdict in denied.values()]
-    helps = None not in remedies  # flags for some of the names would not load the file
-    together_with = together(remedy for remedy in remedies if remedy is not None)
-    remedy = together_with if helps else Trust()
+    has_remedy = None not in remedies  # flags for only some of the names would not load the file
+    all_remedies = together(remedy for remedy in remedies if remedy is not None)
+    remedy = all_remedies if has_remedy else Trust()
     if len(remedy.flags) > _MAX_FLAGS_LENGTH:
-        helps, remedy = False, Trust()
+        has_remedy, remedy = False, Trust()
     hint = (
         f"If you trust where it came from, add: {remedy.flags}"
-        if helps
-        else suggest_unchecked(together((trust, together_with)))
+        if has_remedy
+        else suggest_unchecked(together((trust, all_remedies)))
     )
     beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
     message = f"{file.path} was not loaded: {list_names(beyond_help or denied)}"

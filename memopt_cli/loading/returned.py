@@ -108,7 +108,7 @@ def _makes_more(pickled: PickledFile) -> bool:
 def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool]]:
     """Yield (name, whether it is called) of each class of a library or of code that the user vouches for.
 
-    A class has the name by which it would be saved now: ``timm.models.layers.DropPath`` of an older file is
+    A class has the name that it would be saved under now: ``timm.models.layers.DropPath`` of an older file is
     ``timm.layers.drop.DropPath``.
     """
     known, _ = assign_kinds(uses_in(pickled.pickle.root), kinds_of(storages_of(pickled), vouched))

@@ -21,7 +21,7 @@ TYPE_TAG: Final = "torch.jit._pickle.restore_type_tag"
 _LISTS: Final = frozenset(f"torch.jit._pickle.build_{kind}list" for kind in ("int", "double", "bool", "tensor"))
 """Functions that turn a list into one of a certain type."""
 _MAX_SOURCE_BYTES: Final = 64 << 20
-"""Largest size of one source in bytes: its lines are stored once, and each may be used many times."""
+"""Maximum number of bytes of one source, which may repeat a stored line many times."""
 _RESTORING: Final = frozenset({"__getstate__", "__setstate__"})
 TENSORS: Final = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
 _NUMBERS: Final[Mapping[str, tuple[type, ...]]] = {
@@ -85,7 +85,7 @@ class ScriptObjects:
             return
         name = str(node.callee)
         if (node.items or node.entries or node.has_state) and node.how in ("called", "stored"):
-            raise ValueError(f"it fills an object that {name} made")
+            raise ValueError(f"it adds items or state to an object that {name} returned")
         if node.how == "created":
             self._check_object(node, name)
         elif node.how == "called" and name.startswith("__torch__."):

@@ -14,7 +14,7 @@ from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters
 def restore_sequentials(model: nn.Module) -> nn.Module:
     """Return ``model``, changed in place, with an ``nn.Sequential`` for each lifted one.
 
-    A program reads attributes of lifted modules only, so a Sequential of which one is read stays lifted.
+    A program reads attributes of lifted modules only, so a Sequential stays lifted if one of its attributes is read.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     lifted = {path: module for path, module in modules.items() if isinstance(module, LiftedModule)}

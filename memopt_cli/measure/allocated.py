@@ -26,10 +26,10 @@ MarkedStep = Callable[[Callable[[Phase], None]], object]
 """A step that calls its argument with each phase as it begins."""
 
 _MEMORY_EVENT = "[memory]"
-"""The name by which the profiler calls an allocation or a release."""
+"""The profiler's name for an allocation or a release."""
 _STEP_ENDED = "memopt::ended"
 _GROWTH_STEPS = 3
-"""Number of steps by which growth is judged; memory that the first allocates and later ones reuse is not a leak."""
+"""Number of steps that growth is judged by; memory that the first allocates and later ones reuse is not a leak."""
 _MARKS: Mapping[Phase, str] = {phase: f"memopt::{phase}" for phase in get_args(Phase)}
 _PHASES: Mapping[str, Phase] = {name: phase for phase, name in _MARKS.items()}
 

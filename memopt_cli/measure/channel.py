@@ -66,7 +66,7 @@ class Channel:
             return None
 
     def close(self, *, patiently: bool) -> None:
-        """End the subprocess at once, or ``patiently`` only if it has not ended by itself in a few seconds."""
+        """Kill the subprocess; if ``patiently``, give it a few seconds to end first."""
         self._jobs.close()
         if patiently and self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired, processes.ServerLostError):

@@ -139,13 +139,13 @@ class OnlineStepJob(StepJob[Answer]):
 
 def class_of(name: str) -> type[Job[Any]]:
     """Return the class of jobs called ``name``; the name comes from the parent process, which is trusted."""
-    kind: type[Job[Any]] = globals()[name]
-    return kind
+    cls: type[Job[Any]] = globals()[name]
+    return cls
 
 
-def answer_of(kind: type[Job[Answer]]) -> type[Answer]:
-    """Return the type of the answer to jobs of the class ``kind``, which may be a union of types."""
-    (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
+def answer_of(cls: type[Job[Answer]]) -> type[Answer]:
+    """Return the type of the answer to jobs of the class ``cls``, which may be a union of types."""
+    (base,) = cls.__orig_bases__  # type: ignore[attr-defined]
     answer: type[Answer]
     (answer,) = get_args(base)
     return answer

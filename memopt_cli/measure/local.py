@@ -97,9 +97,9 @@ class LocalSession(Session):
         return self._worker
 
 
-def _over_the_wire(record: Any, kind: type[Answer]) -> Answer:
+def _over_the_wire(record: Any, cls: type[Answer]) -> Answer:
     """Return ``record`` as it would arrive through a pipe, so that both kinds of session see equal values."""
-    return from_data(kind, json.loads(json.dumps(to_short_data(record))))
+    return from_data(cls, json.loads(json.dumps(to_short_data(record))))
 
 
 @contextlib.contextmanager

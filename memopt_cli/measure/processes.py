@@ -33,7 +33,7 @@ IMPORT_LIBRARIES = b"m"
 """Message to the server: import the libraries of a model."""
 
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
-"""Settings with which glibc's malloc keeps freed memory, where the user has set none.  Otherwise a step gets part of
+"""Settings that make glibc's malloc keep freed memory, where the user has set none.  Otherwise a step gets part of
 its memory anew from the system, in some processes and not in others, which makes the original's step up to 7 % slower
 and a plan's slowdown seem smaller by as much."""
 

@@ -31,21 +31,21 @@ class UserFunction:
 
 
 def locate_function(function: str | Callable[..., Any] | None, what: str) -> UserFunction:
-    """Return the way to reach the user's ``function``, given itself or by reference; messages call it a ``what``."""
+    """Locate the user's ``function``, an object or a reference; ``what`` is what messages call it, such as ``loss``."""
     if function is None or isinstance(function, str):
         return UserFunction(reference=function or "")
     name = getattr(function, "__qualname__", type(function).__name__)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if file is None or not name.isidentifier() or getattr(module, name, None) is not function:
-        reference, reason = f"{what} {name}{IN_MEMORY}", "no file has it by name at its top"
+        reference, reason = f"{what} {name}{IN_MEMORY}", "it is not defined at the top level of a file"
     else:
-        reference, reason = f"{os.path.abspath(file)}:{name}", _unreachable_alone(module, name)
+        reference, reason = f"{os.path.abspath(file)}:{name}", _import_obstacle(module, name)
     obstacle = f"a subprocess cannot import the {what} {name} ({reason})" if reason else ""
     return UserFunction(reference=reference, function=function, obstacle=obstacle)
 
 
-def _unreachable_alone(module: ModuleType | None, name: str) -> str:
+def _import_obstacle(module: ModuleType | None, name: str) -> str:
     """Return why running the file of ``module`` in a subprocess does not define ``name``; empty if it does."""
     if module is sys.modules["__main__"]:
         return _unreachable_in_main(name)

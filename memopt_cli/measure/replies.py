@@ -44,7 +44,7 @@ _FAILURES: dict[str, type[Failure | FileChanged]] = {
 
 
 def read(line: bytes, job: Job[Answer], report: Report = ignore) -> Answer | Failure | FileChanged:
-    """Return the answer to ``job`` in a line of JSON.  Raises any exception if it cannot be one.
+    """Return the answer to ``job`` in a line of JSON; raises an exception of any type for an impossible answer.
 
     ``report`` is called with each message for the user that comes with it.
     """
@@ -120,7 +120,7 @@ def _check_trace(trace: StepTrace) -> None:
 
 def _require_possible(is_possible: bool) -> None:
     if not is_possible:
-        raise ValueError
+        raise ValueError("the answer holds values that no step can have")
 
 
 def _with_named_inputs(spec: InputSpec, users_spec: InputSpec | None) -> InputSpec:

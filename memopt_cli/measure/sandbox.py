@@ -59,7 +59,7 @@ _MAX_FILE_BYTES: Final = 16 << 30
 """Largest file in bytes that a confined process writes; a model that it saves goes to the parent instead."""
 _CAPABILITIES: Final = 0x20080522  # version 3 of the interface of capget(2)
 _READ_ANYTHING: Final = 1 << 2
-"""``CAP_DAC_READ_SEARCH``, by which root reads all files, confined or not."""
+"""``CAP_DAC_READ_SEARCH``, which lets root read all files, confined or not."""
 
 HINT: Final = (
     "It ran confined: it may write only to a temporary folder, and may not read a terminal, change modes or times of "
@@ -70,7 +70,7 @@ _REFUSALS: Final = re.compile(
     r".*: Permission denied( \(13\))?|CUDA error: OS call failed or operation not supported on this OS"
 )
 _ERROR_CLASSES: Final = ("RuntimeError", "AcceleratorError")
-"""The first lines of the errors by which PyTorch reports a refusal, and the classes of these errors."""
+"""The first lines of PyTorch's errors for a refusal, and the classes of these errors."""
 
 
 _confined = False

@@ -123,8 +123,8 @@ class Worker:
 def main(jobs: TextIO, replies: TextIO, unconfined: str, places: Mapping[str, str]) -> None:
     """Read the subject from ``jobs``, then answer jobs until there are no more.
 
-    ``unconfined``: why this process could not be confined; ``places``: the names of files in messages, as the parent
-    spells them.
+    ``unconfined``: why this process could not be confined.
+    ``places``: the names of files in messages, as the parent spells them.
     """
     documents.places.update(places)
     bounds.limits_process = sandbox.is_confined()

@@ -102,7 +102,7 @@ class TrialInputs:
 
 
 class RouteModel(nn.Module):
-    """A route on a stacked model as an ``nn.Module``, with which :class:`Step` can take steps."""
+    """A route on a stacked model as an ``nn.Module``, so that :class:`Step` can take steps with it."""
 
     def __init__(self, name: RouteName, tree: nn.Module, models: int) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ DataOrder = Literal["g b", "(g b)", "b g", "(b g)"]
 
 
 def models_first(tensor: Tensor, models: int, order: DataOrder) -> Tensor:
-    """Return ``tensor``, which holds ``models`` models in ``order``, as a view (models, images, …)."""
+    """Return a view (models, images, …) of ``tensor``, which holds ``models`` models in ``order``."""
     check_order(order)
     check_models(models)
     dimension = 1 if order == "b g" else 0

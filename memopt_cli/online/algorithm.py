@@ -71,7 +71,7 @@ class OnlineAlgorithm(nn.Module):
         SampleShapes(states_of(self.model).values(), has_batch=has_batch).check(inputs)
         if not has_tags(self.model):
             warnings.warn(
-                f"no weight of {type(self.model).__name__} is tagged, so that each gets only the gradient of each "
+                f"no weight of {type(self.model).__name__} is tagged, so each of them gets only the gradient of each "
                 "step. Tag the layers that should learn from the past with traced(layer), or call untraced(model) to "
                 "silence this warning.",
                 stacklevel=2,
@@ -144,7 +144,7 @@ class OnlineAlgorithm(nn.Module):
         return output if torch.is_grad_enabled() else tree_map_only(Tensor, Tensor.detach, output)
 
     def update(self, *inputs: Tensor) -> Any:
-        """Return the output for ``inputs``, like a call of the algorithm."""
+        """Return the output for ``inputs``; BrainScale's name for a call of the algorithm."""
         return self(*inputs)
 
     def _begin_sequence(self, device: torch.device) -> None:
@@ -194,7 +194,7 @@ class ES_D_RTRL(OnlineAlgorithm):
     """D-RTRL with exponentially smoothed, factored traces; memory ``B * (I + k * H)`` numbers per weight."""
 
     unseen: Tensor
-    """Share of the correction's filter that comes from before the sequence: ``base^t`` after t steps, in float64."""
+    """Weight of the time before the sequence in the correction's filter: ``base^t`` after t steps, in float64."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from memopt_cli.runtime.private_torch import is_of_vmap, tree_flatten, tree_unfl
 
 
 class WholeBatch:
-    """A runner of functions on whole batches, even if the model sees one sample, a lane of a ``vmap``."""
+    """Runs functions on whole batches, even if the model sees one sample, a lane of a ``vmap``."""
 
     def __init__(self, *, has_batch: bool) -> None:
         """Prepare for a model that sees the batch (``has_batch``), or one sample at a time."""

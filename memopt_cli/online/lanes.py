@@ -42,7 +42,7 @@ def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callabl
     axis_size:
         Lanes, one per sample: the size of a leading axis that every state gets.
     state_tag:
-        Tag of these states, by which :class:`Vmap` finds them.
+        Tag of these states, for :class:`Vmap` to find them.
 
     Returns
     -------

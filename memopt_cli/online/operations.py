@@ -1,4 +1,4 @@
-"""Tagging weights for eligibility traces, and the operations by which tagged weights act.
+"""Tagging weights for eligibility traces, and the operations that use tagged weights.
 
 An operation is affine in its weight: ``y = sum_k rows(z)[..., k] * weight[..., k] + bias``.  A trace of a linear,
 convolutional or elementwise weight uses nothing else of it.

@@ -21,7 +21,7 @@ from memopt_cli.runtime.private_torch import tree_leaves
 
 
 class TracedStep(Interception):
-    """A runner of time steps, which advances the traces and ties the outputs of cells to the weights.
+    """Runs time steps, advances the traces, and ties the outputs of cells to the weights.
 
     In a single step, the graph inside a cell serves only for its Jacobian and is cut from the loss: the gradient of an
     output goes by ties straight to the weights, and to whatever their inputs were computed from.  For a neuron
@@ -51,7 +51,7 @@ class TracedStep(Interception):
             past_state: State(model.get_submodule(past_state.cell), past_state.name)
             for past_state in structure.unfollowed_sources
         }
-        """State that does not depend on traced weights, which each step checks -> its place in the model."""
+        """Past state that no traced weight may reach, as each step checks -> the state in the model."""
         self._parts = StepParts(structure, self.gate)
         """The parts of the step that runs; every step starts with new ones."""
 

@@ -232,11 +232,11 @@ class Trace(nn.Module):
         self.live.filtered.scale = scale
 
     def ties(self, row: Row) -> Ties:
-        """Return the ties by which the gradient of a tensor with ``row`` reaches the weights through the trace."""
+        """Return the ties that lead the gradient of a tensor with ``row`` to the weights through the trace."""
         raise NotImplementedError
 
     def onward(self, row: Row) -> Ties:
-        """Return the ties by which the gradient of a tensor with ``row`` reaches ``y`` and what ``y`` depends on."""
+        """Return the ties that lead the gradient of a tensor with ``row`` to ``y`` and what ``y`` depends on."""
         live = self.live
         if self.use not in row.inputs or not live.y.requires_grad:
             return []

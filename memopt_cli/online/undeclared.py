@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
     A detached tensor that a module keeps connects nothing.  The states advance by both steps.
     Raises :class:`MemoptError`, which names the attribute.
     """
-    first_results = _take_step(model, inputs)
+    first_results = _results_and_states(model, inputs)
     states = states_of(model)
     undeclared = [(path, tensor) for path, tensor in tensors_in(model) if path not in states]
     paths = {tensor.grad_fn: path for path, tensor in undeclared if tensor.grad_fn is not None}
@@ -27,7 +26,7 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
     for state in states.values():
         state.value = state.value.detach()
     # A variable, since in PyTorch 2.8 the nodes of a user-defined Function die with its result.
-    second_results = _take_step(model, inputs)
+    second_results = _results_and_states(model, inputs)
     for node in reachable_nodes(second_results):
         if node in first_nodes and not hasattr(node, "variable"):
             raise MemoptError(
@@ -38,8 +37,7 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
             )
 
 
-def _take_step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+def _results_and_states(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Take one step, and return its results and the declared states after it."""
-    output: Any = model(*inputs)
-    returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    returned = [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
     return [*returned, *(state.value for state in states_of(model).values())]

@@ -42,7 +42,7 @@ from memopt_cli.pipeline.fingerprints.gaps import (
 )
 from memopt_cli.pipeline.fingerprints.imports import import_notes
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS
-from memopt_cli.pipeline.prepare import Opening, Prepared, import_libraries, prepare_beside_another
+from memopt_cli.pipeline.prepare import Opening, Prepared, import_libraries, prepare_without_libraries
 from memopt_cli.records import (
     TOLERANCE,
     Cause,
@@ -65,13 +65,13 @@ def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None =
         settings=request.settings,
         timeout_s=request.timeout_s,
     )
-    reference = prepare_beside_another(opening, progress=progress, ask=ask)
+    reference = prepare_without_libraries(opening, progress=progress, ask=ask)
     # Two checkouts have modules of one name: the reference imports them from the first of the code paths, the candidate
     # from the last.
     trust = replace(request.candidate.trust, code_paths=request.candidate.trust.code_paths[::-1])
     source = replace(request.candidate, keeps_compiled=True, trust=trust)
     candidate_opening = replace(opening, source=source, spec=reference.subject.spec)
-    candidate = prepare_beside_another(candidate_opening, progress=progress, ask=ask)
+    candidate = prepare_without_libraries(candidate_opening, progress=progress, ask=ask)
     import_libraries(reference, [name for name in reference.facts.libraries if name in candidate.facts.libraries])
     comparison = compare_prepared(reference, candidate, request.steps)
     return replace(comparison, spent_s=time.monotonic() - started)
@@ -134,7 +134,7 @@ def _require_trained(answer: FollowedSteps | Failure) -> FollowedSteps:
 
 
 class _Sides:
-    """The reference and the candidate, each of which takes its steps in fresh subprocesses."""
+    """The reference and the candidate; each takes its steps in fresh subprocesses."""
 
     def __init__(self, reference: Prepared, candidate: Prepared, cache: StepCache) -> None:
         self._reference, self._candidate = reference, candidate

@@ -1,4 +1,4 @@
-"""Turning off the checkpointing that a model does by itself, as Hugging Face's do, before a plan is searched."""
+"""Turning off the checkpointing that a model does by itself, as Hugging Face's do, before the search for a plan."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     own = _measure(prepared) if measures else None
     cost = "" if own is None else _cost_in_words(own)
     note = (
-        f"The model checkpoints by itself ({attributes_in_words(switches)}){cost}. Plans are searched, and compared, "
-        "with that off. Applying a plan turns it off in your training script too; do not turn it on again."
+        f"The model checkpoints by itself ({attributes_in_words(switches)}){cost}. The search for plans, and its "
+        "comparisons, run with that off. Applying a plan turns it off in your training script too; do not turn it on "
+        "again."
     )
     prepared.progress.note(note)
     subject = replace(prepared.subject, source=replace(source, own_checkpoints=False))

@@ -45,6 +45,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Ask, Progress
 
 TAKEN_OFF_NOTE = "The file carries a plan already; it was taken off first."
+NAME_BUILDER_HINT = "Name what builds the model: package.module:callable, or file.py:function."
 LEFT_OUT_NOTE = "The model carries a plan already; it is left out here."
 """Note on an answer that changes no model, and is given without the plan that the model carries."""
 _COMPILER_BACKENDS: Final = ("inductor",)
@@ -134,7 +135,7 @@ class Prepared:
         return self._with_spec(spec, self.batch)
 
     def _with_spec(self, spec: InputSpec, batch: int) -> Prepared:
-        """Return the model with the inputs of ``spec``, at other sizes of which the step was not measured."""
+        """Return the model with the inputs of ``spec``; a measurement at other sizes is left behind."""
         subject, facts = replace(self.subject, spec=spec), replace(self.facts, spec=spec, batch=batch)
         own = self.own_checkpoints if spec == self.subject.spec else None
         return replace(self, subject=subject, facts=facts, own_checkpoints=own)
@@ -161,7 +162,7 @@ def opening_of(
     fake: bool = False,
     backend: str | None = None,
 ) -> Opening:
-    """Return the data and device with which to open the model of ``request``, for a step here or on a device elsewhere.
+    """Return how to open the model of ``request``: on which data and device, for a step here or elsewhere.
 
     For a ``card``, and for one rank of a ``layout``, the step is recorded on the CPU.  For a card, and if ``fake``,
     only a few samples run.  For a layout, and for a fake step of a model that code builds, nothing runs on data, and
@@ -175,12 +176,12 @@ def opening_of(
     if card is not None and is_gpu:
         raise UsageError(
             f"`--device {device}` runs the step, but `--for {card.name}` estimates it for a device elsewhere",
-            hint="Keep one of them.",
+            hint="Remove one of them.",
         )
     if layout is not None and not is_code:
         raise UsageError(
             f"{location} has parameters, and one of {layout.ranks} ranks is predicted without any",
-            hint="Name what builds the model: package.module:callable, or file.py:function.",
+            hint=NAME_BUILDER_HINT,
         )
     if layout is not None and is_gpu:
         raise UsageError(
@@ -216,8 +217,8 @@ def remembered_inputs(location: str) -> InputSpec | None:
     """Return the inputs that were typed last for the model at ``location``; ``None`` if no file next to it has any.
 
     The plan, the summary and the frontier that ``memopt optimize`` wrote hold them.  These files may have come with the
-    model, so only inputs that name no code and no other file are taken.  A file that cannot be read, or neither has the
-    name of the model nor is about one of its name, is skipped without an error, since the user has not named it.
+    model, so only inputs that name no code and no other file are taken.  Files that cannot be read, or are about
+    another model, are skipped without an error, since the user has not named them.
     """
     paths, model_path = output_paths(location, None), Path(location)
     name = model_path.absolute().name
@@ -254,15 +255,15 @@ def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepare
 
 def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
     """Load the model of ``opening`` as :func:`prepare` does, and keep the plan that its file carries."""
-    prepared = prepare_beside_another(opening, progress=progress, ask=ask)
+    prepared = prepare_without_libraries(opening, progress=progress, ask=ask)
     import_libraries(prepared, prepared.facts.libraries)
     return prepared
 
 
-def prepare_beside_another(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
+def prepare_without_libraries(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
     """Load the model of ``opening`` as :func:`prepare_with_plan` does, and import no libraries for all subprocesses.
 
-    The code of the other model may have libraries of the same names in its own folder.
+    For a model that runs next to another one, whose folder may have libraries of the same names.
     """
     progress.stage("loading")
     settings = replace(opening.settings, device=resolve_device(opening.settings.device))
@@ -294,7 +295,7 @@ def _refuse_settings(settings: StepSettings, location: str) -> None:
             also = ", or `--global-batch`," if name == "micro_batches" else ""
             raise UsageError(
                 f"`{SETTING_FLAGS[name]}`{also} sets how a step is run, but {location} makes a step of its own",
-                hint="Omit it.",
+                hint=f"Remove `{SETTING_FLAGS[name]}`, or set this in the step itself.",
             )
 
 

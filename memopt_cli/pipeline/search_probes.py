@@ -113,7 +113,7 @@ def _rule_in(answer: object) -> ChunkRule | Refused:
 def planner_probes(
     probes: SearchProbes, original: Counted, progress: Progress, *, fake: bool, allow_inexact: bool
 ) -> Probes:
-    """Return the functions by which a planner tries plans; they also show its progress.
+    """Return the functions that try plans for a planner; they also show its progress.
 
     ``fake``: whether to count on fake tensors.  ``allow_inexact``: whether to allow chunks that change batch
     statistics, and nothing else.

@@ -264,7 +264,7 @@ class BaselineRequest(StepRequest):
     plan_path: str | None = None
     """Path of a plan to run the step under; ``None`` for the plan that the file carries, if any."""
     layout: RankLayout | None = None
-    """Layout of ranks, of which one is predicted without data; ``None`` for one device."""
+    """Layout of ranks, where one rank is predicted without data; ``None`` for one device."""
     output: str = "memopt-baseline.json"
     force: bool = False
     """Whether an existing file may be replaced."""
@@ -285,6 +285,6 @@ class CheckRequest(StepRequest):
     plan_path: str | None = None
     """Path of a plan to run the step under; ``None`` for the plan that the file carries, if any."""
     flags: tuple[str, ...] | None = None
-    """Flags by which the user described the model, its inputs and its step; suggested commands repeat them.  ``None``
-    for a call from Python."""
+    """Flags that describe the model, its inputs and its step; suggested commands repeat them; ``None`` for a
+    call from Python."""
     layout: RankLayout | None = None

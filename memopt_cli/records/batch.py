@@ -30,7 +30,7 @@ class BatchProbe:
     update_s: float = 0.0
     """Seconds of the step that clipping and the optimizers took; 0 if not measured."""
     replicas: int = 1
-    """Number of copies of the model that took the step at once."""
+    """Number of copies of the model that took the step together."""
     route: str = ""
     """Class that ran the copies (``BatchModule``); empty for a single model."""
     waited: float = 0.0
@@ -74,7 +74,7 @@ class BatchEstimate:
     is_limited_by_memory: bool = True
     """Whether memory limits the batch: ``False`` if even batches larger than anybody trains with would fit."""
     because: str = ""
-    """Reason why memory does not limit the batch, in words; empty if it does."""
+    """Reason why memory does not limit the batch; empty if it does."""
     is_measured: bool = False
     """Whether a step at this batch was run, and fitted."""
     without_optimizer: bool = False
@@ -171,7 +171,7 @@ class ModelCall:
     entry: str | int = ""
     """Key or index of the loss, where it is an entry of the output."""
     draws_ignored: bool = False
-    """Whether the inputs hold integers of which some are -100, the label that losses ignore by default."""
+    """Whether the inputs hold integers and some are -100, the label that losses ignore by default."""
 
     @property
     def may_ignore_labels(self) -> bool:
@@ -201,7 +201,7 @@ class LengthBatching:
 class BatchRequest(StepRequest):
     """The options of ``memopt recommend-batch``, resolved.
 
-    The constructor raises :class:`OptionError` for options that exclude each other, so later stages need not check.
+    The constructor raises :class:`OptionError` for options that cannot be combined, so later stages need not check.
     """
 
     settings: StepSettings = StepSettings()
@@ -246,7 +246,7 @@ class BatchRequest(StepRequest):
 
     @property
     def aim(self) -> Objective:
-        """Objective by which the batch is chosen; by default the largest batch, or the fastest number of copies."""
+        """Objective that chooses the batch; by default the largest batch, or the fastest number of copies."""
         return self.objective or ("max" if self.replicas is None else "throughput")
 
     @property
@@ -274,11 +274,11 @@ class BatchRequest(StepRequest):
         return next((option for option, value in options.items() if value is not None), "")
 
     def __post_init__(self) -> None:
-        """Raise :class:`OptionError` for options that exclude or need each other."""
+        """Raise :class:`OptionError` for options that cannot be combined or need each other."""
         if self.backend is not None and self.uncompiled:
             raise OptionError(
                 f"`--compile` measures compiled steps, but {self.uncompiled} measures or predicts others",
-                hint="Leave one of them out.",
+                hint="Remove one of them.",
             )
         if not self.runs:
             self._check_without_runs()
@@ -291,30 +291,30 @@ class BatchRequest(StepRequest):
         elif self.replicas is not None and (self.dim_range is not None or self.lengths_path is not None):
             other_option = "`--lengths`" if self.dim_range is None else "a range of `--dim`"
             raise OptionError(
-                f"`--replicas` and {other_option} cannot be given together",
+                f"`--replicas` cannot be combined with {other_option}",
                 hint="Ask for one first, then for the other.",
             )
         if self.global_batch is not None and self.settings.micro_batches > 1:
             raise OptionError(
                 f"`--global-batch {self.global_batch}` asks how many micro-batches make it up, but "
                 f"`--accumulate {self.settings.micro_batches}` sets that number",
-                hint="Keep one of them.",
+                hint="Remove one of them.",
             )
 
     def _check_without_runs(self) -> None:
         needs_runs = {
-            "a search": self.search is not None,
-            "a comparison of strategies": bool(self.strategies),
-            "a comparison of copies": self.replicas is not None,
-            "the throughput": self.aim == "throughput",
-            "a comparison of lengths": self.lengths_path is not None,
-            "a longest step": self.longest_step_s != LONGEST_STEP_S,
+            "`--search`": self.search is not None,
+            "`--strategy`": bool(self.strategies),
+            "`--replicas`": self.replicas is not None,
+            "`--objective throughput`": self.aim == "throughput",
+            "`--lengths`": self.lengths_path is not None,
+            "`--longest-step`": self.longest_step_s != LONGEST_STEP_S,
         }
-        need = next((need for need, is_wanted in needs_runs.items() if is_wanted), None)
-        if need is not None:
+        flag = next((flag for flag, is_wanted in needs_runs.items() if is_wanted), None)
+        if flag is not None:
             place = "on many ranks, since one rank is predicted" if self.layouts else "without data"
             place = place if self.card is None else f"for {self.card.name}, which is not here"
-            raise OptionError(f"{need} needs steps that run, but no step runs {place}", hint="Leave one of them out.")
+            raise OptionError(f"{flag} needs steps that run, but no step runs {place}", hint=f"Remove {flag}.")
 
     def _check_ranks(self) -> None:
         if self.card is None and isinstance(self.memory, float):
@@ -331,7 +331,7 @@ class BatchRequest(StepRequest):
         if flag is not None:
             raise OptionError(
                 f"{flag} cannot be used with `--ranks`, which lists the batch that fits for each number of ranks",
-                hint="Leave it out; `--json` has everything that is found.",
+                hint=f"Remove {flag}; `--json` has everything that is found.",
             )
 
     def _check_search(self, search: ResolvedSearch) -> None:
@@ -348,7 +348,7 @@ class BatchRequest(StepRequest):
         for flag, (purpose, is_given) in excluded.items():
             if is_given:
                 raise OptionError(
-                    f"`--search` {purpose}: {flag} cannot be combined with it", hint="Leave one of them out."
+                    f"`--search` {purpose}: {flag} cannot be combined with it", hint="Remove one of them."
                 )
 
     def _check_strategies(self) -> None:
@@ -368,7 +368,7 @@ class BatchRequest(StepRequest):
         if flags:
             raise OptionError(
                 f"{' and '.join(flags)} cannot be used with `--strategy`, which tabulates memory at one batch size",
-                hint="Leave it out, or ask without `--strategy`.",
+                hint=f"Remove {' and '.join(flags)}, or ask without `--strategy`.",
             )
         if self.plan_path is not None and "plan" not in self.strategies:
             raise OptionError(
@@ -408,7 +408,7 @@ class BatchRecommendation:
     step: StepSettings = StepSettings()
     """Settings of the step that was run, which a training script must share to need the same memory and time."""
     call: ModelCall = ModelCall()
-    """Call of the model, and the place of its loss, by which a loop to paste trains it."""
+    """Call of the model and place of its loss, for the loop to paste."""
     plan: str = ""
     """Path of the plan's file; empty if no plan was asked for, or the model's file carries it."""
     card: str = ""

@@ -31,7 +31,7 @@ class AdaptiveSizing:
     min_batch_size: int = 1
     max_batch_size: int = 128
     adaptation_interval: int = 10
-    """Calls between two changes of the batch size; near the memory limit, it changes at once."""
+    """Calls between two changes of the batch size; near the memory limit, it changes immediately."""
     performance_window: int = 50
     """Number of observations that the memory model keeps, and time constant of the average loss in calls."""
 

@@ -55,7 +55,7 @@ class AllocatorRules:
     middle_segment_bytes: int = 20 << 20
     """Size of a middle segment (``kLargeBuffer``)."""
     round_bytes: int = 2 << 20
-    """Unit of the segments of larger blocks, each of which has its own segment (``kRoundLarge``)."""
+    """Unit of the segments of larger blocks; each block has its own segment (``kRoundLarge``)."""
 
     def __post_init__(self) -> None:
         check_amounts(self, minimum=1)

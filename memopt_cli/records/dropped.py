@@ -82,7 +82,7 @@ class LeftOut:
     segment: str | None
     """Path of the module that was a segment; ``None`` for packing outside of segments."""
     difference: str
-    """Difference from the original that the part causes, in words."""
+    """Text of the difference from the original that the part causes."""
 
     @property
     def sentence(self) -> str:

@@ -166,7 +166,7 @@ class Equivalence:
     failed: str = ""
     """Error of the candidate in step ``differs_in_step``, where the reference raises none; empty if there is none."""
     hooks: str = ""
-    """Difference in the calls of hooks, in words; empty if there is none."""
+    """Text of the difference in the calls of hooks; empty if there is none."""
     cause: Cause | None = None
     notes: tuple[str, ...] = ()
     spent_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The request and the results of ``memopt explain``: why a step does not fit, and changes with which it does."""
+"""The request and the results of ``memopt explain``: why a step does not fit, and changes that make it fit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExplainRequest:
     optimizer_in_backward: bool = False
     """Whether plans may run the optimizer in backward."""
     flags: tuple[str, ...] = ()
-    """Flags by which the user described the model, its inputs and its step; suggested commands repeat them."""
+    """Flags that describe the model, its inputs and its step; suggested commands repeat them."""
 
     def __post_init__(self) -> None:
         """Raise :class:`OptionError` for options that exclude, or lack, each other."""
@@ -100,7 +100,7 @@ class SnapshotFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A change with which the step fits: by a run, or by a dry run where the step does not fit here."""
+    """A change that makes the step fit, in a run, or in a dry run where the step does not fit here."""
 
     change: Literal["plan", "offload", "fused optimizer", "optimizer in backward", "micro-batches", "autocast"]
     text: str

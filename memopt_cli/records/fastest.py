@@ -41,13 +41,13 @@ class FastestTraining:
     limit: str
     """Memory limit in words, with its source."""
     runs: tuple[PairRun, ...]
-    """Runs in their order."""
+    """Runs in the order in which they were made."""
     chosen: int
     """Index of the answer."""
     original: int | None
     """Index of the fastest run without a plan, at the smallest batch if several are equal; ``None`` if none fits."""
     level: int
-    """Highest level at which plans were searched."""
+    """Highest level that the search for plans used."""
     accumulation: Accumulation | None
     """Passes that make up a step of the optimizer; ``None`` without ``--global-batch`` and ``--accumulate``."""
     verification: Verification | None
@@ -65,7 +65,7 @@ class FastestTraining:
     step: StepSettings = StepSettings()
     """Settings of the step that was run, which a training script must share to need the same memory and time."""
     call: ModelCall = ModelCall()
-    """Call of the model, and the place of its loss, by which a loop to paste trains it."""
+    """Call of the model and place of its loss, for the loop to paste."""
     interrupted: bool = False
     """Whether the search was interrupted; the answer is the best of the runs until then."""
     dropped: tuple[Dropped, ...] = ()

@@ -1,4 +1,4 @@
-"""The header with which every file that memopt writes begins: which memopt, model, inputs and device it is from."""
+"""The header of every file that memopt writes: which memopt, model, inputs and device it is from."""
 
 from __future__ import annotations
 

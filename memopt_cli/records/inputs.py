@@ -52,7 +52,7 @@ class InputSpec:
     data_file: str | None = None
     """Path of a file that holds the inputs (``--input-data``); ``None`` if the inputs come from elsewhere."""
     data_sha256: str | None = None
-    """Hash of that file when it was first read, by which a changed file is refused; ``None`` if it has not been
+    """Hash of that file when it was first read, to refuse a changed file; ``None`` if it has not been
     read."""
     script: str | None = None
     """Function ``file.py:function``, called with the dimensions it names (``--input-script``); ``None`` if absent."""
@@ -83,4 +83,4 @@ class InputSpec:
         sources = {"tensors": self.tensors, "data_file": self.data_file, "script": self.script}
         names = [name for name, value in sources.items() if value]
         if len(names) > 1:
-            raise UsageError(f"the inputs are described twice, by {' and '.join(names)}", hint="Keep one of them.")
+            raise UsageError(f"the inputs are described twice, by {' and '.join(names)}", hint="Remove one of them.")

@@ -1,4 +1,4 @@
-"""The layout of a model over many ranks, and the collectives by which ranks exchange tensors."""
+"""The layout of a model over many ranks, and the collectives that exchange tensors between ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BUILT_IN = ("fsdp", "ddp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """The distribution of a model over ranks, each of which is a process with a device."""
+    """The distribution of a model over ranks; each is a process with a device."""
 
     ranks: int
     parallel: str
@@ -21,7 +21,7 @@ class RankLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """The calls of one kind by which ranks exchange tensors in a step."""
+    """The calls of one kind that exchange tensors between ranks in a step."""
 
     kind: str
     """``all-gather``, ``reduce-scatter``, ``all-reduce``, ``broadcast``, ``all-to-all`` …"""

@@ -50,7 +50,7 @@ class StrategyCurve:
 
     strategy: StrategyName
     label: str
-    """Strategy in words, with its rule if it has one."""
+    """Text of the strategy, with its rule if it has one."""
     points: tuple[StrategyPoint, ...]
     """Points by the number of steps; empty if the strategy cannot be run."""
     slope_bytes: float | None

@@ -141,7 +141,7 @@ class Measurement:
     phases: tuple[PhasePeak, ...] = ()
     """Phases of the step, in order; empty in files of older versions of memopt."""
     slowdown_error: float = 0.0
-    """Amount by which the slowdown may be larger or smaller; 0 if the step was not timed in turns with the
+    """Amount that the slowdown may be larger or smaller by; 0 if the step was not timed in turns with the
     original."""
     waited: float = 0.0
     """Share of the time of the timed steps that they waited for a processor, because the machine was busy."""

@@ -89,7 +89,7 @@ class ModelSource:
     own_checkpoints: bool = True
     """Whether the model's own checkpointing stays on; otherwise the attributes that control it are turned off."""
     sha256: str | None = None
-    """Hash of the model file when it was first read, by which a changed file is refused; ``None`` if it has not been
+    """Hash of the model file when it was first read, to refuse a changed file; ``None`` if it has not been
     read yet, or is a callable."""
     weights_sha256: str | None = None
     """Hash of the file of weights when it was first read; ``None`` if it has not been read yet, or there is none."""
@@ -148,5 +148,5 @@ class ModelFacts:
     """Modules of model libraries that were imported to load the model, and that later subprocesses need as well;
     without those that the user's code hides; empty if loading changed the environment, on which imports depend."""
     checkpoint_switches: tuple[str, ...] = ()
-    """Attributes by which the model checkpoints by itself, as
+    """Attributes that make the model checkpoint by itself, as
     :func:`memopt_cli.training.own_checkpoints.find_switches` finds them."""

@@ -40,7 +40,7 @@ class ShownFrontier:
 class OptimizeRequest(StepRequest):
     """The options of ``memopt optimize``, resolved.
 
-    The constructor raises :class:`OptionError` for options that exclude each other, so later stages need not check.
+    The constructor raises :class:`OptionError` for options that cannot be combined, so later stages need not check.
     """
 
     settings: StepSettings = StepSettings()
@@ -58,9 +58,9 @@ class OptimizeRequest(StepRequest):
     dry_run: bool = False
     """Whether to search and report without writing anything."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which the plan is searched by estimates; ``None`` for the device here."""
+    """Device that this machine lacks, for which the plan is found by estimates; ``None`` for the device here."""
     layout: RankLayout | None = None
-    """Layout over many ranks, for one of which a plan is searched without measuring; ``None`` for a single device."""
+    """Layout over many ranks, where a plan for one is found without measuring; ``None`` for a single device."""
     plan_only: bool = False
     """Whether to write no model, because a training script applies the plan."""
     unverified: bool = False
@@ -82,8 +82,8 @@ class OptimizeRequest(StepRequest):
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
     flags: tuple[str, ...] | None = None
-    """Flags by which the user described the model, its inputs and its step, to suggest another memopt command;
-    ``None`` for a call from Python."""
+    """Flags that describe the model, its inputs and its step, to suggest another memopt command; ``None`` for a
+    call from Python."""
     backend: str | None = None
     """Backend of ``torch.compile``, to look for compiled steps as well; ``None`` to leave them out."""
     interruptible: bool = False
@@ -115,7 +115,7 @@ class OptimizeRequest(StepRequest):
         if self.unverified and self.runs:
             raise OptionError(
                 "`--unverified` is for a step that is not run here, but this one is measured",
-                hint="Omit it, or give `--ranks` or `--for`.",
+                hint="Remove `--unverified`, or give `--ranks` or `--for`.",
             )
         if not self.runs:
             self._check_without_runs()
@@ -130,7 +130,7 @@ class OptimizeRequest(StepRequest):
         if self.confirm_batch:
             raise OptionError(
                 "`--recommend-batch` predicts batches without a compiler",
-                hint="Leave it out: `memopt recommend-batch --compile` measures them.",
+                hint="Remove `--recommend-batch`: `memopt recommend-batch --compile` measures them.",
             )
 
     def _check_range(self, varied: DimRange) -> None:
@@ -188,7 +188,7 @@ class ApplyRequest(StepRequest):
     output: str | None = None
     force: bool = False
     timeout_s: float = 600.0
-    """Time limit, in seconds, of loading the model, of the comparison, and of each piece of the file written."""
+    """Seconds that loading the model, the comparison, and each piece of the file written may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

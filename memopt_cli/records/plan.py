@@ -15,7 +15,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.text.spelling import with_python_spelling
 
 MAX_RANGES = 100
-"""Maximum number of ranges of a plan by length, each of which is measured by itself."""
+"""Maximum number of ranges of a plan by length; each is measured by itself."""
 
 CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "parts", "own"]
 """Name of a codec: a key of ``COMPRESSORS`` in ``runtime/compressor.py``, or ``own``."""
@@ -78,7 +78,7 @@ class SegmentPlan(ChunkRule):
     compressor: CompressorName = "null"
     """Codec of the stored input tensors; ``own`` is the module's ``x_compressor``."""
     chunks: int = 1
-    """Number of chunks; with 1 the input runs at once, and the fields of :class:`ChunkRule` have no effect."""
+    """Number of chunks; with 1 the input runs whole, and the fields of :class:`ChunkRule` have no effect."""
     spatial_split: bool = False
     """Whether each module that ``__spatial_split__`` returns is a separate segment."""
     keep: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ class PlanRange(_ShortRepr):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CompilePlan(_ShortRepr):
-    """The settings with which ``torch.compile`` compiles the model as a whole.
+    """The settings of ``torch.compile`` for the model as a whole.
 
     Raises :class:`UsageError` for a memory budget outside of 0 to 1, or that the backend does not read, and for a mode
     of any backend but inductor.

@@ -20,7 +20,7 @@ from memopt_cli.text.writing import content, write_all
 PREDICTED = "predicted"
 """Key of the predictions for a step under the plan."""
 PARALLEL = "parallel"
-"""Key of the layout of ranks for which the plan was searched."""
+"""Key of the layout of ranks for which the plan was found."""
 TURNS_OFF = "turns_off"
 """Key of the model's attributes, for its own checkpointing, that the plan turns off."""
 
@@ -51,7 +51,7 @@ def plan_yaml(
     """Return the content of ``*.plan.yaml``: the keys of ``header``, the ``level`` of a search, and ``plan``.
 
     For people, the file also has the estimate for another device (``predicted``), the ``layout`` of the ranks that the
-    plan was searched for (``parallel``) and the attributes of the model that the plan turns off (``turns_off``).
+    plan was found for (``parallel``) and the attributes of the model that the plan turns off (``turns_off``).
     Applying the plan needs none of these.
     """
     plan_data = {**({} if level is None else {"level": level}), **to_short_data(plan)}

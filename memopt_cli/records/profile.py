@@ -34,11 +34,11 @@ class ProfileRequest(StepRequest):
     card: DeviceProfile | None = None
     """Device that this machine lacks, for which the step is estimated without a run; ``None`` for the device here."""
     layout: RankLayout | None = None
-    """Layout of ranks, of which one is predicted without data; ``None`` for one device."""
+    """Layout of ranks, where one rank is predicted without data; ``None`` for one device."""
     rank: int | None = None
-    """Rank to predict; ``None`` for the first and the last, of which the larger is shown in full."""
+    """Rank to predict; ``None`` for the first and the last; the larger one is shown in full."""
     backend: str | None = None
-    """Backend of ``torch.compile`` with which the step is measured as well; ``None`` if it is not compiled."""
+    """Backend of ``torch.compile`` to measure the step with as well; ``None`` if it is not compiled."""
 
     @property
     def runs(self) -> bool:

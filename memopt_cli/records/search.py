@@ -138,9 +138,9 @@ class SearchGoal:
     """The goal of a search; by default it is the lowest peak that the level allows."""
 
     budget: Budget | None = None
-    """Budget within which the fastest plan is searched; ``None`` without a budget."""
+    """Budget that the fastest plan must keep to; ``None`` without a budget."""
     frontier: bool = False
-    """Whether plans from the fastest to the smallest are searched and shown."""
+    """Whether to find and show plans from the fastest to the smallest."""
     pick: int | None = None
     """Plan of the frontier to apply, from 1; ``None`` if not given."""
 

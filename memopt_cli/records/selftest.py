@@ -16,7 +16,7 @@ class SelftestRow:
     promise: str
     """Promise: ``the same gradients``."""
     seen: str
-    """Finding of the test in words, or the reason why there is none."""
+    """Text of what the test found, or the reason why there is none."""
     holds: bool
 
 

@@ -16,7 +16,7 @@ PRECISIONS: tuple[str, ...] = typing.get_args(Precision)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """The settings with which one training step is run."""
+    """The settings of one training step."""
 
     device: str = "cpu"
     """Device, ``cpu`` or ``cuda:N`` (never ``auto``)."""
@@ -28,7 +28,7 @@ class StepSettings:
     optimizer: str = ""
     """Optimizer of the step, as :func:`~memopt_cli.text.optimizer_text.parse_optimizer` reads it; empty if none."""
     micro_batches: int = 1
-    """Number of micro-batches in a step of the optimizer.  Only the last is run; it adds to gradients that exist."""
+    """Number of micro-batches in a step of the optimizer.  Only the last is run; it adds to existing gradients."""
     clip_norm: float | None = None
     """Maximum total gradient norm (``clip_grad_norm_``); ``None`` without clipping."""
     seed: int = 0
@@ -71,5 +71,5 @@ class StepSettings:
             raise OptionError(
                 f"`--optimizer-in-backward` cannot be combined with {self.all_gradients_flag}, which needs all "
                 "gradients at once",
-                hint="Omit one of them.",
+                hint="Remove one of them.",
             )

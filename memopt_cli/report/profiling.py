@@ -157,7 +157,7 @@ def _category_table(profile: StepProfile) -> Table:
 
 
 def _phase_table(profile: StepProfile) -> Table:
-    """Return a table of the peak of each phase, as recorded and, if the step was run, as measured."""
+    """Return a table of the peak of each phase: recorded, and also measured if the step was run."""
     measured = profile.measurement.phases if isinstance(profile.measurement, Measurement) else ()
     allocated = {peak.phase: format_bytes(peak.allocated_peak_bytes) for peak in measured}
     recorded = "predicted\npeak" if profile.fake else "recorded\npeak"

@@ -187,7 +187,7 @@ def _plan_cell(row: BatchRow, planned: bool) -> list[str]:
 
 
 def _verdict(run: BatchProbe, advice: BatchAdvice) -> str:
-    """Return why ``run`` does not fit by ``advice``, in words; empty if it does."""
+    """Return why ``run`` does not fit by ``advice``; empty if it does."""
     if run.allocated_peak_bytes > advice.budget_bytes:
         return "over the limit"
     return "the step takes too long" if run.batch > advice.recommended_batch else ""

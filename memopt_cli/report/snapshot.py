@@ -44,7 +44,7 @@ def snapshot(trace: StepTrace) -> dict[str, Any]:
 
 
 class _Recorder:
-    """Walk through a recorded step that yields its allocations and frees, and then knows the blocks still alive."""
+    """Replays a recorded step as allocations and frees, and knows afterwards which blocks are still alive."""
 
     def __init__(self, trace: StepTrace) -> None:
         self._trace = trace

@@ -1,4 +1,4 @@
-"""Run a module in chunks, with batch norms that use the statistics of the whole batch.
+"""Running a module in chunks, with batch norms that use the statistics of the whole batch.
 
 The chunks run several times.  In the first *pass*, each chunk stops at the first batch norm and returns the mean and
 variance of that norm's input.  Merging them, inside autograd, gives the statistics of the whole batch (parallel
@@ -255,8 +255,8 @@ class _Norms(TorchFunctionMode):
     ) -> None:
         """Run ``module`` on the chunk at ``index`` with the statistics of ``known_norms``, from earlier passes.
 
-        ``hands_on``: hand a norm's input on to the next pass; ``input_bytes``: bytes of the chunk's inputs that need
-        gradients.
+        ``hands_on``: hand a norm's input on to the next pass.
+        ``input_bytes``: bytes of the chunk's inputs that need gradients.
         """
         super().__init__()
         self._module = module

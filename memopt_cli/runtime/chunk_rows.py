@@ -1,4 +1,4 @@
-"""Find rows that mix: modules that must not run in chunks, since a row of their output needs rows of another chunk.
+"""Finding rows that mix: modules that must not run in chunks, since a row of their output needs rows of another chunk.
 
 A cumulative sum, attention, or a loop over time steps that is written in forward would start again in each chunk, and
 silently compute something else.  Two trials on a piece of the input, without gradients, find that::
@@ -34,7 +34,7 @@ from memopt_cli.runtime.norms import OtherNormsError
 from memopt_cli.runtime.private_torch import unseen
 
 _MAX_ROUNDINGS: Final = 8
-"""Roundings of the largest value by which an output may differ between two runs on inputs of one shape."""
+"""Difference that an output may show between two runs on one shape, in roundings of the largest value."""
 _MAX_DIFFERENCE_SHARE: Final = 1e-3
 """Share of the largest value by which an element may differ between inputs of two shapes: kernels for other shapes add
 up in another order."""
@@ -63,7 +63,7 @@ Starting = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The subject of a trial: a segment, and a piece of its input along the axis by which it is cut."""
+    """The subject of a trial: a segment, and a piece of its input along the axis to cut."""
 
     module: nn.Module
     starting: Starting
@@ -86,7 +86,7 @@ class Piece:
 
     @property
     def half_lengths(self) -> tuple[int, int]:
-        """The lengths of the two halves, of which the first is the longer one, like the first chunk."""
+        """The lengths of the two halves; the first is the longer one, like the first chunk."""
         return self.length - self.length // 2, self.length // 2
 
 

@@ -1,4 +1,4 @@
-"""Find state that forward updates once per call: in chunks it would be updated once per chunk, and end up different.
+"""Finding state that forward updates once per call: in chunks it would be updated once per chunk, and end up different.
 
 Examples are the power iteration of spectral norm, an average over calls, and a counter of calls.  State that is updated
 once per time step, such as a neuron's membrane, ends up the same in chunks.  A trial tells the two apart: a piece of

@@ -1,4 +1,4 @@
-"""Run a segment in chunks: cut its input along an axis, run the chunks one after another, and join their outputs.
+"""Running a segment in chunks: its input is cut along an axis, chunks run one after another, and outputs are joined.
 
 Each chunk is checkpointed on its own, so that backward recomputes one chunk at a time.  Not every module computes the
 same in chunks.  So the first chunk is watched: if it changes state that the whole would change once

@@ -1,4 +1,4 @@
-"""Decide which segments ``torch.compile`` may trace, and run the others as without a compiler, between two graphs.
+"""Deciding which segments ``torch.compile`` may trace, and running the others without a compiler, between two graphs.
 
 Three things forbid tracing.  A backend that does not derive backward ahead of time runs the inside of a checkpoint
 twice, with other random numbers and on the same buffers.  In versions of PyTorch that are ``WRITES_TWICE``, its own

@@ -445,7 +445,7 @@ def _flatten_parts(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
 
 
 def note_stored(x: Tensor, packed: Packed) -> None:
-    """Note that ``x`` is stored as ``packed``, so that a concatenation of which it is a part can refer to it."""
+    """Note that ``x`` is stored as ``packed``, so that a concatenation with it as a part can refer to it."""
     edge = edge_of(x) if is_ordinary(x) else None
     if edge is not None and (packed.raw or packed.parts):
         _stored_by_edge()[edge] = packed
@@ -704,7 +704,7 @@ def _in_storage_order(x: Tensor) -> Tensor:
 
 
 def store_raw(x: Tensor) -> Packed:
-    """Store ``x``, which is detached, as it is."""
+    """Store the detached ``x`` unchanged."""
     return Packed((x,), x.shape, x.stride() if x.layout is torch.strided else (), x.dtype, version_counter(x))
 
 

@@ -220,12 +220,12 @@ class _SegmentClass(type):
             delattr(vars(cls)["_original"], name)
 
 
-def _is_of_segment(kind: type, name: str) -> bool:
-    """Return whether the attribute ``name`` of ``kind`` is its own, not one of the class of the module.
+def _is_of_segment(cls: type, name: str) -> bool:
+    """Return whether the attribute ``name`` of ``cls`` is its own, not one of the class of the module.
 
-    It is while ``kind`` is being made (``__init_subclass__``), and in a class that others derive from a segment's.
+    It is while ``cls`` is being made (``__init_subclass__``), and in a class that others derive from a segment's.
     """
-    return _MADE not in vars(kind) or name in vars(kind) or (name.startswith("__") and name.endswith("__"))
+    return _MADE not in vars(cls) or name in vars(cls) or (name.startswith("__") and name.endswith("__"))
 
 
 def _metaclass(original: type[nn.Module]) -> type[_SegmentClass]:
@@ -296,16 +296,16 @@ def _label(mixin: type[Installed], config: Settings) -> str:
     return f"{mixin.__name__}({', '.join(f'{f.name}={getattr(config, f.name)!r}' for f in chosen)})"
 
 
-def _without_segment(kind: type) -> type:
-    if "_original" in vars(kind):
-        original: type = vars(kind)["_original"]
+def _without_segment(cls: type) -> type:
+    if "_original" in vars(cls):
+        original: type = vars(cls)["_original"]
         return original
-    if not issubclass(kind, Installed):
-        return kind
-    bases = tuple(_without_segment(base) for base in kind.__bases__)
-    body = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
-    make: Any = type if isinstance(kind, _SegmentClass) else type(kind)
-    return make(kind.__name__, bases, body)  # type: ignore[no-any-return]
+    if not issubclass(cls, Installed):
+        return cls
+    bases = tuple(_without_segment(base) for base in cls.__bases__)
+    body = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
+    make: Any = type if isinstance(cls, _SegmentClass) else type(cls)
+    return make(cls.__name__, bases, body)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------------- running it

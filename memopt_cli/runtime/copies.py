@@ -1,4 +1,4 @@
-"""Copy tensors with their layout in memory: copies have the same strides, and overlap if the tensors do."""
+"""Copying tensors with their layout in memory: copies have the same strides, and overlap if the tensors do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Copy:
     stride: tuple[int, ...] = ()
     """The strides of the tensor; empty if ``values`` has the same strides."""
     shared: Tensor | None = None
-    """A vector of which several copies are views; ``None`` if ``values`` is a separate tensor."""
+    """A vector that several copies are views of; ``None`` if ``values`` is a separate tensor."""
     needs_gradient: bool = False
     """Whether the tensor that is restored from the copy needs a gradient."""
 

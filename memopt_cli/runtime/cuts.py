@@ -1,4 +1,4 @@
-"""Record the numbers of chunks into which modules were cut, so that a search can check that a plan's chunks ran."""
+"""Recording the numbers of chunks into which modules were cut, so that a search can check that a plan's chunks ran."""
 
 from __future__ import annotations
 

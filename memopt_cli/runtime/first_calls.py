@@ -7,21 +7,20 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-Look = Callable[[bool], object]
-"""A function that is called with whether the segment is within the user's own checkpoint, where it runs plainly.
-
-It should refer to the model weakly, because it lives as long as the segment."""
-
-_looks: MutableMapping[nn.Module, Look] = WeakKeyDictionary()
+_callbacks: MutableMapping[nn.Module, Callable[[bool], object]] = WeakKeyDictionary()
 
 
-def look_at_first_call(segment: nn.Module, look: Look) -> None:
-    """Register ``look`` to be called before the first run of ``segment`` as a segment, or where it runs plainly."""
-    _looks[segment] = look
+def on_first_call(segment: nn.Module, callback: Callable[[bool], object]) -> None:
+    """Register ``callback`` to be called before the first run of ``segment`` as a segment, or where it runs plainly.
+
+    Its argument is whether the segment is in the user's own checkpoint, where it runs plainly.  It should refer to the
+    model weakly, because it lives as long as the segment.
+    """
+    _callbacks[segment] = callback
 
 
 def first_call(segment: nn.Module, *, within_checkpoint: bool) -> None:
-    """Call the function that looks at the calls of ``segment``, if there is one."""
-    look = _looks.get(segment)
-    if look is not None:
-        look(within_checkpoint)
+    """Call the callback of ``segment``, if it has one."""
+    callback = _callbacks.get(segment)
+    if callback is not None:
+        callback(within_checkpoint)

@@ -1,4 +1,4 @@
-"""Copy Python objects, so that a recomputation can start from them as forward did.
+"""Copying Python objects, so that a recomputation can start from them as forward did.
 
 A forward may change objects that it does not own: it appends to a list, fills a cache, moves a random generator on.  A
 recomputation must find the objects as the first run did, and must not change them a second time.  So they are pickled
@@ -142,19 +142,19 @@ def _once_for_a_class(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return ``find`` with a cache by class that keeps no class alive: a function may define new ones all the time."""
     results: MutableMapping[type, Any] = WeakKeyDictionary()
 
-    def cached(kind: type) -> Any:
-        if kind not in results:
-            results[kind] = find(kind)
-        return results[kind]
+    def cached(cls: type) -> Any:
+        if cls not in results:
+            results[cls] = find(cls)
+        return results[cls]
 
     return cached
 
 
 @_once_for_a_class
-def _is_shared(kind: type) -> bool:
-    home = kind.__module__
+def _is_shared(cls: type) -> bool:
+    home = cls.__module__
     of_torch = home.partition(".")[0] == "torch" and not home.startswith(_COPIED_OF_TORCH)
-    return issubclass(kind, _SHARED) or (of_torch and kind is not torch.Generator)
+    return issubclass(cls, _SHARED) or (of_torch and cls is not torch.Generator)
 
 
 def _is_function(value: Any) -> bool:

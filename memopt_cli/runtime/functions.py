@@ -36,7 +36,7 @@ def checkpoint(
     function:
         The function to run; ``args`` and ``kwargs`` are its arguments.
     compressor:
-        The codec by which tensors among the arguments are stored until backward, or the name of its class; ``None``
+        The codec that stores tensors among the arguments until backward, or the name of its class; ``None``
         stores them raw.
     chunks:
         Number of pieces into which the arguments at ``chunked_args`` are cut along ``time_dim``; the function runs on
@@ -207,5 +207,5 @@ def _find_modules(function: Any) -> Iterator[nn.Module]:
             variables = (value.__globals__.get(name) for name in value.__code__.co_names)
             pending += [variable for variable in variables if isinstance(variable, nn.Module | FunctionType)]
             for cell in value.__closure__ or ():
-                with contextlib.suppress(ValueError):  # it is empty
+                with contextlib.suppress(ValueError):  # an empty cell has no contents
                     pending.append(cell.cell_contents)

@@ -1,4 +1,4 @@
-"""Read and restore positions of random generators, so that a recomputation uses the random numbers of forward."""
+"""Reading and restoring the positions of random generators, so that a recomputation draws the numbers of forward."""
 
 from __future__ import annotations
 

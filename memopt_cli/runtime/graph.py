@@ -1,4 +1,4 @@
-"""Walk autograd's graph, from results back to the leaves from which they were computed."""
+"""Walking autograd's graph, from results back to the leaves from which they were computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 
 def reachable_nodes(tensors: Iterable[Tensor], is_end: Callable[[Node], bool] | None = None) -> Iterator[Node]:
-    """Yield the nodes by which ``tensors`` were computed, like :func:`nodes_from`."""
+    """Yield the nodes that computed ``tensors``, like :func:`nodes_from`."""
     return nodes_from((tensor.grad_fn for tensor in tensors), is_end)
 
 

@@ -1,4 +1,4 @@
-"""Hold the state that a segment's forward changes, until backward has recomputed the segment from it.
+"""Holding the state that a segment's forward changes, until backward has recomputed the segment from it.
 
 For example, a spiking layer sets ``self.v`` in each of 100 calls; each recomputation must start from the ``v`` of its
 own call.  Tensors are held without the graph that made them, and objects as copies (``frozen.py``): with its graph, the

@@ -1,4 +1,4 @@
-"""Run the optimizer in backward: update each parameter as soon as its gradient is complete, and free the gradient.
+"""Running the optimizer in backward: it updates each parameter once its gradient is complete, and frees the gradient.
 
 The optimizer's own step runs for one parameter at a time: for that time, the optimizer has a single group with this
 parameter and the settings of its group, so state, ``state_dict`` and schedulers work as usual.  The training loop need

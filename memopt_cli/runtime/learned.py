@@ -1,4 +1,4 @@
-"""Learn, from the calls of a segment, which part of its state forward changes.
+"""Learning, from the calls of a segment, which part of its state forward changes.
 
 A recomputation must start from the state that forward started from, but copying all state that forward could change
 would be slow.  So the first call is *watched*: everything that forward could change is compared before and after.
@@ -260,7 +260,7 @@ class Learned:
         self.known: Known | None = None
         """Everything that its calls might change; ``None`` if the first call has not ended yet."""
         self.runs = Turns()
-        """The schedule by which calls are watched."""
+        """The schedule of watching calls."""
         self.stages: dict[int, Learned] = {}
         """Index of a module that the segment is split into (``__spatial_split__``) -> the knowledge of it."""
         self.parameters: Parameters | None = None
@@ -346,7 +346,7 @@ def _owners_of_code(
     found: dict[int, Owner] = {}
     may_be_random = False
     kinds = dict.fromkeys(type(module) for module in modules)
-    code: list[Any] = [vars(kind).get("_original", kind) for kind in kinds]  # of a segment, the module's own class
+    code: list[Any] = [vars(kind).get("_original", kind) for kind in kinds]  # for a segment, the module's own class
     values: list[Any] = [*others]
     for owner in owners:
         values += [value for name, value in owner.read().items() if is_object(name, value)]

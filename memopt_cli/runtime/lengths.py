@@ -118,7 +118,7 @@ class at_length:
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:
-    """Return the settings by which ``module`` runs as a segment now; ``None`` if it runs plainly.
+    """Return the settings of ``module`` as a segment now; ``None`` if it runs plainly.
 
     For a module by length these are the settings for the current length; outside of a step, for the longest range.
     """

@@ -1,4 +1,4 @@
-"""Read, take and put back the state of a module tree: buffers, and what modules keep in attributes.
+"""Reading, taking and putting back the state of a module tree: buffers, and what modules keep in attributes.
 
 :class:`ModuleState` takes all state by reference, whether forward changes it or not; segments take more care
 (``state.py``).  The rest of this file lists state by name, copies modules and resets hidden state.
@@ -38,7 +38,7 @@ RUNS_KEY = "_memopt_runs"
 LEARNED_KEY = "_memopt_learned"
 """Attribute with the knowledge from the calls of a segment."""
 COMPILED_KEY = "_memopt_compiled"
-"""Attribute with the settings, as plain data, of a model that a plan compiles; they are saved with the model."""
+"""Attribute of a model that a plan compiles: the settings, as plain data, which are saved with the model."""
 COMPILED_CALL = "_compiled_call_impl"
 """Attribute with the compiled call of such a model, which PyTorch does not save."""
 STRUCTURE = (frozenset(vars(nn.Module())) - {"_buffers", "training"}) | {

@@ -1,4 +1,4 @@
-"""Recognize batch norms, the modules and the functions that all their classes call, and fix their statistics."""
+"""Recognizing batch norms, the modules and the functions that all their classes call, and fixing their statistics."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Snapshot:
         """
         self._mappings: list[dict[Any, Any]] = []
         self._views: list[Iterable[Any]] = []
-        """The current values of each dictionary of which all are compared."""
+        """The current values of each dictionary that is compared as a whole."""
         self._readers: list[tuple[Callable[[Any], tuple[Any, ...]], dict[Any, Any]]] = []
         """Each other dictionary, and the function that reads the values to compare."""
         self._values: list[Any] = []

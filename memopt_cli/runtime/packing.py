@@ -1,4 +1,4 @@
-"""Pack tensors that autograd saves in a module, outside of segments: nothing is recomputed, and no bit is lost.
+"""Packing tensors that autograd saves in a module, outside of segments: nothing is recomputed, and no bit is lost.
 
 Spikes, dropout masks and flags take one bit per element, and indices as few bytes as they need.  A concatenation takes
 nothing for parts that are saved themselves.  Any other tensor stays raw.  A tensor that several operators save is
@@ -49,7 +49,7 @@ from memopt_cli.runtime.private_torch import (
 _MIN_PACKED_BYTES = 4096
 """A tensor with fewer bytes is not packed."""
 _SAMPLE_SIZE = 64
-"""Approximate number of elements by which a codec is chosen, before the codec reads the whole tensor."""
+"""Approximate number of elements to choose a codec by, before the codec reads the whole tensor."""
 _PLANES_SIZE = 2**16
 """Approximate number of elements that show the planes (of height x width) into which the indices of pooling point."""
 

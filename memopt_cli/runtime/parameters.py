@@ -1,4 +1,4 @@
-"""Check and put back the parameters of a forward: a recomputation needs the same ones, with the same values."""
+"""Checking and putting back the parameters of a forward: a recomputation needs the same ones, with the same values."""
 
 from __future__ import annotations
 

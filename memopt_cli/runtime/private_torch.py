@@ -119,9 +119,9 @@ def count_holders(tensor: Tensor) -> int:
 
 
 @functools.cache
-def is_made_of_others(kind: type) -> bool:
-    """Return whether tensors of class ``kind`` consist of others and hold no memory, like a ``DTensor``."""
-    return hasattr(kind, "__tensor_flatten__")
+def is_made_of_others(cls: type) -> bool:
+    """Return whether tensors of class ``cls`` consist of others and hold no memory, like a ``DTensor``."""
+    return hasattr(cls, "__tensor_flatten__")
 
 
 def walk_parts(tensor: Tensor) -> Iterator[Tensor]:
@@ -155,9 +155,9 @@ def has_memory(tensor: Tensor) -> bool:
     return is_strided and not (stands_for_zeros(tensor) or is_of_transform(tensor))
 
 
-def make_without_memory(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a tensor of the subclass ``kind`` that has no memory."""
-    return Tensor._make_wrapper_subclass(kind, torch.Size(shape), dtype=dtype, device=device)
+def make_without_memory(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a tensor of the subclass ``cls`` that has no memory."""
+    return Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
 
 
 quantized_by_tensor: Final[Callable[..., Tensor]] = torch._empty_affine_quantized
@@ -649,7 +649,7 @@ def running_vmap() -> VmapInterpreter:
 
 
 def in_lanes(batch: Tensor, level: int) -> Tensor:
-    """Return ``batch``, whose first axis is the lanes, as one lane of the ``vmap`` at ``level`` sees it."""
+    """Return ``batch`` as one lane of the ``vmap`` at ``level`` sees it; its first axis is the lanes."""
     return torch._C._functorch._add_batch_dim(batch, 0, level)
 
 

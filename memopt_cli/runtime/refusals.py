@@ -1,4 +1,4 @@
-"""Find the reason why a module cannot be a segment, at all or with the settings of a plan.
+"""Finding the reason why a module cannot be a segment, at all or with the settings of a plan.
 
 Every reason is a sentence about the module ("it is a ScriptModule"), which callers show as it is; it is
 empty if there is no reason.

@@ -1,4 +1,4 @@
-"""Compare a recomputation with its forward, by a few elements of every tensor that autograd saves in both.
+"""Comparing a recomputation with its forward, by a few elements of every tensor that autograd saves in both.
 
 The comparison reveals sources that cannot be put back: the clock, random numbers of the operating system, and
 generators that memopt does not find.  It is made in a module's first run, and again in its 16th, its 256th and so on.
@@ -43,7 +43,7 @@ def sampling_off() -> Iterator[None]:
 
 
 class Turns:
-    """The schedule by which the calls of a segment are watched, and compared when they are recomputed."""
+    """The schedule of watching the calls of a segment, and of comparing them when they are recomputed."""
 
     def __init__(self) -> None:
         self._runs, self._next = 0, _TURN_FACTOR

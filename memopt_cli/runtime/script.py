@@ -1,4 +1,4 @@
-"""Wrap a TorchScript module that cannot be lifted (:mod:`memopt_cli.runtime.lifted`) in a plain module.
+"""Wrapping a TorchScript module that cannot be lifted (:mod:`memopt_cli.runtime.lifted`) in a plain module.
 
 :class:`ScriptLeaf` holds the script, has the same names of parameters, buffers and modules, and can be pickled and
 deep-copied.  TorchScript is code, and some of it runs while it is loaded, so :func:`check_script` checks it before.

@@ -1,4 +1,4 @@
-"""Check the code in a TorchScript archive as text, before PyTorch compiles it.
+"""Checking the code in a TorchScript archive as text, before PyTorch compiles it.
 
 TorchScript is a part of Python, so Python's own parser reads it.  Three things are checked:
 
@@ -42,7 +42,7 @@ _WORDS: Final = frozenset(
 """Names that a TorchScript file may use besides its own variables, ``torch``, ``ops`` and ``__torch__``."""
 
 _ROOTS: Final = frozenset({"torch", "ops", "__torch__"})
-"""Names with which operators (``torch.relu``, ``ops.prim.device``) and the archive's own classes begin."""
+"""Names that operators (``torch.relu``, ``ops.prim.device``) and the archive's own classes begin with."""
 _NO_VARIABLES: Final = _ROOTS | {"rpc_async", "rpc_remote", "rpc_sync", "getattr", "hasattr"}
 """Names that no variable may have: a name that is a variable is not checked, and these mean more to the compiler."""
 _ONLY_CALLED: Final = frozenset({"getattr", "hasattr", "unchecked_cast"})

@@ -1,4 +1,4 @@
-"""Call a segment: decide whether its forward can be recomputed, and store its inputs and starting state until then.
+"""Calling a segment: deciding whether its forward can be recomputed, and storing its inputs and state until then.
 
 Containers call :func:`call_checkpointed`.  There are four cases:
 
@@ -156,7 +156,7 @@ def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learne
 def _within_recomputation(
     module: nn.Module, first: Callable[[], Any], tensors: Sequence[Tensor], outer: Any, learned: Learned
 ) -> Any:
-    """Run ``module`` inside the recomputation of ``outer``, which re-reads the saved inputs and the output."""
+    """Run ``module`` inside the recomputation of ``outer``, which holds its inputs and matrices as in forward."""
     for tensor in _clone_inputs(tensors) if learned.overwrites_input else tensors:
         outer.hold_input(tensor)
     for tensor in find_matrices(module):

@@ -1,4 +1,4 @@
-"""The settings of a segment, and the base class by which a module is known to be one."""
+"""The settings of a segment, and the base class that marks a module as one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SegmentConfig:
     """The chunks that ``optimize`` compared with the whole, as :func:`describe_chunks` describes them; empty if it did
     not.  The first forward on such chunks needs no trial in full size, which takes more memory than the plan's peak."""
     path: str = field(default="", compare=False)
-    """The path in the plan, by which messages name the segment."""
+    """The path in the plan, the segment's name in messages."""
 
 
 def describe_chunks(chunks: int, axis: int, shape: Sequence[int]) -> str:

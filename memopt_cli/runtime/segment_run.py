@@ -1,4 +1,4 @@
-"""Run one call of a segment: drop the tensors saved in forward, and recompute them when backward asks for one.
+"""Running one call of a segment: tensors saved in forward are dropped, and recomputed when backward asks for one.
 
 The mechanism is the same as in PyTorch's non-reentrant checkpoint, hooks on the tensors that autograd saves::
 
@@ -106,7 +106,7 @@ class SegmentRun:
     """One call of a segment."""
 
     is_of_segment, is_recomputation = True, False
-    """Class attributes by which ``running.enclosing_segment_run`` recognizes the object behind saved-tensor hooks."""
+    """Class attributes that let ``running.enclosing_segment_run`` recognize the object behind saved-tensor hooks."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class SegmentRun:
     ) -> None:
         """Prepare a call of ``module`` that starts from ``start``; ``repeat`` recomputes its forward.
 
-        ``learned``: the knowledge from earlier calls; ``kept``: keeps the outputs of some operators, which are then not
-        recomputed.
+        ``learned``: the knowledge from earlier calls.
+        ``kept``: keeps the outputs of some operators, which are then not recomputed.
         """
         self._module = module
         self._learned = learned

@@ -1,4 +1,4 @@
-"""Keep the outputs of some operators in a segment, so that they are not recomputed (selective checkpointing).
+"""Keeping the outputs of some operators in a segment, so that they are not recomputed (selective checkpointing).
 
 The idea comes from PyTorch's ``create_selective_checkpoint_contexts``, with these differences:
 
@@ -164,8 +164,8 @@ class KeptOutputs:
     def add(self, call: Call, signature: tuple[Any, ...], result: Any, position_after: Tensor | None) -> None:
         """Keep ``result``, which ``call`` has returned.
 
-        ``signature``: shapes and dtypes of its tensors; ``position_after``: the generator's position after it, or
-        ``None`` if it used no random numbers.
+        ``signature``: shapes and dtypes of its tensors.
+        ``position_after``: the generator's position after it, or ``None`` if it used no random numbers.
         """
         leaves, spec = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Note the settings of PyTorch, global or per thread, that change the bits of results, and restore them in backward.
+"""Noting the settings of PyTorch, global or per thread, that change bits of results, and restoring them in backward.
 
 Examples are autocast, the default dtype, the number of threads, and modes that are active.
 """

@@ -159,7 +159,7 @@ class AbridgedCall:
         self._state_changes = StateChanges(module)
         self._live = live_bytes()
         self._grown_bytes: list[int] = []
-        """The bytes by which live tensors grew in forward, for each chunk that ran."""
+        """The growth of live tensors in forward, in bytes, for each chunk that ran."""
         self._outputs: list[_Form] = []
         """The forms of the latest chunk's outputs."""
         self._gradients: dict[int, list[_Form | None]] = {}

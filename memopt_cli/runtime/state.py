@@ -190,7 +190,7 @@ class StartingState:
                 _hand_over(tensor, of_tensor)
 
     def _register_as_reader(self, tensors: Iterable[Tensor]) -> None:
-        """Register this call as a reader of ``tensors``, of which it holds no copy."""
+        """Register this call as a reader of ``tensors``, which it holds no copies of."""
         for tensor in tensors:
             if self.is_watched or tensor in _ever_written:
                 _readers.setdefault(tensor, WeakSet()).add(self)
@@ -281,7 +281,7 @@ class StartingState:
         return added
 
     def _keep_flags(self, before: Mapping[int, Slots]) -> None:
-        """Keep the flags in ``before`` by which a forward notes that it has added hooks, since the hooks stay as well.
+        """Keep the flags in ``before`` that note that a forward has added hooks, since the hooks stay as well.
 
         Without its flag, the next forward would add the hooks again, like models of transformers that collect hidden
         states.

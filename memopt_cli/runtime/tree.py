@@ -1,4 +1,4 @@
-"""Find, replace and separate the tensors inside arguments: nested tuples, lists, dicts and dataclasses."""
+"""Finding, replacing and separating the tensors inside arguments: nested tuples, lists, dicts and dataclasses."""
 
 from __future__ import annotations
 

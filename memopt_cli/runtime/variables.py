@@ -1,4 +1,4 @@
-"""Find the variables that code may read and write: variables of Python modules, classes and enclosing functions.
+"""Finding the variables that code may read and write: variables of Python modules, classes and enclosing functions.
 
 The search follows the names in the code, and in the code of the functions and classes that it names.  For example::
 
@@ -113,8 +113,8 @@ class _Search:
         for name in names & sys.modules.keys():
             self._add_module(sys.modules[name], names)
 
-    def _read_class(self, kind: type) -> None:
-        for base in kind.__mro__:
+    def _read_class(self, cls: type) -> None:
+        for base in cls.__mro__:
             if not is_library(base.__module__) and not issubclass(base, enum.Enum):
                 for name, value in vars(base).items():
                     if isinstance(value, _DESCRIPTORS):
@@ -158,7 +158,7 @@ def _owners_inside(value: Any) -> Iterable[Owner]:
     if isinstance(value, contextvars.ContextVar):
         yield InContext(value)
     elif isinstance(value, threading.local):
-        yield Table(vars(value))  # of the thread in which forward runs
+        yield Table(vars(value))  # those of the thread in which forward runs
 
 
 @functools.cache

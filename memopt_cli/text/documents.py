@@ -27,7 +27,7 @@ from memopt_cli.text.units import MAX_DIGITS, format_bytes
 
 MAX_BYTES = 64 << 20
 """Maximum size in bytes of a document that people read, or that memopt wrote for them."""
-_MAX_YAML_BYTES = 1 << 20  # of a YAML file
+_MAX_YAML_BYTES = 1 << 20  # a longer YAML file is refused
 _MAX_YAML_VALUES = 60_000
 """Maximum number of separators of a YAML file, enough for a plan of some 6000 segments; PyYAML, in Python, is slow."""
 _MAX_JSON_VALUES = 2_000_000
@@ -41,11 +41,11 @@ _BREAKS: Final = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
 COMMAND: Final = re.compile(rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*:(?=:)|##\w*(?=\[)")
 """Beginnings of commands of CI systems, without the last character: ``::error::``, ``##[error]``, ``##vso[``."""
 _HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Lone surrogates, except those by which Python represents the bytes of a path that is not UTF-8."""
+"""Lone surrogates, except those that Python uses for the bytes of a path that is not UTF-8."""
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A loader of safe YAML without aliases, of which a few can expand to gigabytes."""
+    """Loads safe YAML, and refuses aliases: a few of them can expand to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -74,7 +74,7 @@ _PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_who
 
 
 class _ExactDumper(yaml.SafeDumper):
-    """A dumper of safe YAML that escapes unprintable characters in double quotes, so that text reads back equal."""
+    """Dumps safe YAML, with unprintable characters escaped in double quotes, so that text reads back equal."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')

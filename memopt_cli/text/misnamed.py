@@ -63,7 +63,7 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
     """Return a hint for ``weights``, a file that has no model: to name the folder, if it holds a model of a library.
 
     ``code_paths``: files and folders of ``--code-path``; a file there may define what builds the model; ``names``: the
-    names of the tensors, by which the class of the model is told from others.
+    names of the tensors, to tell the class of the model from others.
     """
     folder = os.path.dirname(weights) or os.curdir
     if os.path.isfile(os.path.join(folder, "config.json")):
@@ -422,7 +422,7 @@ def class_file(location: str) -> str:
 
 
 def _nearest_definition(path: str, name: str) -> str:
-    """Return the definition in the Python file at ``path`` of which ``name`` may be a misspelling; empty if none."""
+    """Return the definition in the Python file at ``path`` that ``name`` may misspell; empty if none."""
     names = [node.name for node in _public_definitions_in(path)]
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.7)), "")
 

@@ -77,7 +77,7 @@ def optimizer_name(class_name: str) -> str:
 def fused_form(text: str) -> tuple[str, str] | None:
     """Return the fused form of the optimizer ``text``, ``adamw:fused``, and its class; ``None`` if it has none.
 
-    An optimizer that is fused already has none, nor has one of a user's function.
+    There is none for an optimizer that is already fused, nor for a user's function.
     """
     name, _, implementation = text.partition(":")
     class_name, implementations = _CLASSES.get(name, ("", ()))

@@ -50,6 +50,11 @@ def format_some(texts: Sequence[str], max_shown: int = 3) -> str:
     return f"{', '.join(texts[:max_shown])}{more}"
 
 
+def format_shape(shape: Sequence[int]) -> str:
+    """Format the shape of a tensor: ``2x3``, or ``scalar`` without dimensions."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
 def dtype_name(dtype: object) -> str:
     """Return the name of ``dtype``, a ``torch.dtype``, without ``torch.``: ``float32``."""
     return str(dtype).removeprefix("torch.")

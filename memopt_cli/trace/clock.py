@@ -171,7 +171,7 @@ def _measure_rates(target: Place, device: str) -> tuple[float, float, float]:
     tensor = torch.ones(_SENT_BYTES, dtype=torch.uint8, device=device)
     out_s, in_s, copying_s, rounds = 0.0, 0.0, 0.0, -1
     while out_s + in_s < _MIN_COPYING_S or rounds < 1:
-        cpu_s = time.process_time()  # of all threads, since others copy while this one waits
+        cpu_s = time.process_time()  # counts all threads, since others copy while this one waits
         sent = target.send(tensor.untyped_storage(), 0, _SENT_BYTES)
         if sent is None:
             return 0.0, 0.0, 0.0

@@ -60,7 +60,7 @@ class NumbersKnown(TorchDispatchMode):
         """Key of a storage without data -> that storage, the operator that makes it, and which of its results it is."""
 
     def note_values(self, tensor: Tensor, values: Tensor) -> None:
-        """Note that ``tensor``, which has no data, has ``values``, which must not be written to."""
+        """Note that ``tensor``, which has no data, has ``values``.  They must not be written to."""
         self._note_results([tensor], _Made.from_values(values))
 
     @contextmanager

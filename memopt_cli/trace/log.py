@@ -161,7 +161,7 @@ class StorageLog(TorchDispatchMode):
 
 
 def shapes_of(args: Any) -> Shapes:
-    """Return the shapes of ``args`` by which workspaces are looked up."""
+    """Return the shapes of ``args`` to look workspaces up by."""
     return argument_shapes(arg.shape if isinstance(arg, Tensor) else () for arg in args)
 
 

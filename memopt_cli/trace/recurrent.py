@@ -28,7 +28,7 @@ def with_workspace(args: Any, output: Any) -> Any:
 
 
 def fixed_bytes(args: Any) -> tuple[tuple[int, int], ...]:
-    """Return pairs of a length and the workspace bytes that do not shrink with it: for the time steps, and the batch.
+    """Return (length, fixed workspace bytes) for the time axis and for the batch axis.
 
     There are such bytes because the workspace holds the first states in addition to the states of every step, and each
     of its parts fills whole pages.
@@ -71,11 +71,11 @@ def _workspace_bytes(steps: int, batch: int, layer: tuple[Any, ...], dtype: torc
         return whole_bytes + (whole_bytes - half_bytes) * (steps - _MAX_STEPS) // (_MAX_STEPS // 2)
     (*_, features), *weights, hidden, cell = layer[:_TENSOR_ARGUMENTS]
     states = ((*state[:-2], batch, state[-1]) for state in (hidden, cell))
-    return _learned_bytes(((steps, batch, features), *weights, *states, *layer[_TENSOR_ARGUMENTS:]), dtype)
+    return _measured_bytes(((steps, batch, features), *weights, *states, *layer[_TENSOR_ARGUMENTS:]), dtype)
 
 
 @functools.cache
-def _learned_bytes(layer: tuple[Any, ...], dtype: torch.dtype) -> int:
+def _measured_bytes(layer: tuple[Any, ...], dtype: torch.dtype) -> int:
     """Run the layer on zeros, and return the bytes of its workspace."""
     with unseen():
         tensors = [torch.zeros(shape, dtype=dtype) for shape in layer[:_TENSOR_ARGUMENTS]]

@@ -70,7 +70,7 @@ class LoggedOp:
 
 
 class StepLog(StorageLog):
-    """The counter of storages that also notes every operator, every call of a module, and saved tensors."""
+    """Counts storages as its base does, and notes every operator, module call and saved tensor."""
 
     def __init__(self, module_running: Callable[[], str], workspaces: Workspaces | None) -> None:
         super().__init__(module_running, workspaces)

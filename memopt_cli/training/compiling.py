@@ -64,7 +64,7 @@ def require_backend(backend: str) -> None:
 
 
 def compiled_as(model: nn.Module) -> CompilePlan | None:
-    """Return the settings with which the plan of ``model`` compiles it, or ``None`` if it has no such plan.
+    """Return the settings that the plan of ``model`` compiles it with, or ``None`` if it has no such plan.
 
     A model read from a file has the settings before it is compiled again.  Raises :class:`UsageError` for settings in
     a file that no plan can have.

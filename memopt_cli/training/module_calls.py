@@ -23,6 +23,7 @@ from memopt_cli.records.progress import Report
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.private_torch import reserve_hook_numbers
 from memopt_cli.runtime.tree import tensors_of
+from memopt_cli.text.units import dtype_name, format_shape
 
 _HINTS: Final = {
     "more than 1 value per channel": "Batch normalization trains on several samples: give a batch of at least 2.",
@@ -90,7 +91,7 @@ def module_hooks(
 
 
 def skipped_layers_notes(model: nn.Module) -> list[str]:
-    """Return a note on each group of layers of ``model`` of which some have gradients and others have none.
+    """Return a note on each group of layers of ``model`` where some have gradients and others have none.
 
     A step with layer drop or stochastic depth skips layers at random, and one with experts those without tokens, so
     the peak of the step that was run is not the peak of every step.  Gradients show it without watching any call.
@@ -216,7 +217,7 @@ def _dtype_hint(call: RunningCall, model_inputs: Any) -> str:
         return ""
     if not (weight.is_floating_point() and first.is_floating_point()):
         return ""
-    dtype = str(weight.dtype)[6:]
+    dtype = dtype_name(weight.dtype)
     spec = f"{'x'.join(map(str, model_input.shape))}@{dtype}"
     return f"Its weights are {dtype}: give such inputs, `-i {spec}`, or run the step in float32, `--precision fp32`."
 
@@ -287,4 +288,4 @@ def _taken_shape(module: nn.Module) -> tuple[Any, ...]:
 
 def _shapes(value: Any) -> str:
     tensors = tensors_of(value)
-    return ", ".join(f"{'x'.join(map(str, t.shape)) or 'scalar'}@{str(t.dtype)[6:]}" for t in tensors) or "(no tensor)"
+    return ", ".join(f"{format_shape(t.shape)}@{dtype_name(t.dtype)}" for t in tensors) or "(no tensor)"

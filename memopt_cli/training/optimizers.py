@@ -69,17 +69,16 @@ def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
 
     Raises :class:`StepError` if the function fails or its optimizer cannot be used.
     """
+    name = getattr(function, "__name__", repr(function))
     try:
         optimizer = function(model)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         raise StepError(
-            f"`--optimizer`: {_hook_name(function)} failed: {first_line(err)}",
+            f"`--optimizer`: {name} failed: {first_line(err)}",
             hint="It is called with the model as its only argument.",
         ) from err
     if not isinstance(optimizer, Optimizer):
-        raise StepError(
-            f"`--optimizer`: {_hook_name(function)} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
-        )
+        raise StepError(f"`--optimizer`: {name} returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
     if wants_closure(optimizer):
         raise StepError(
             f"`--optimizer`: {closure_refusal(optimizer)}", hint="Choose an optimizer that steps without a closure."
@@ -88,23 +87,17 @@ def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0
         if any(id(parameter) not in parameter_ids for parameter in group["params"]):
-            raise StepError(
-                f"`--optimizer`: {_hook_name(function)} updates tensors that are not parameters of its model"
-            )
+            raise StepError(f"`--optimizer`: {name} updates tensors that are not parameters of its model")
     return optimizer
 
 
 def closure_refusal(optimizer: Optimizer) -> str:
-    """Return the message by which memopt refuses ``optimizer``, whose step takes a closure."""
+    """Return the message that refuses ``optimizer``, whose step takes a closure."""
     return CLOSURE_REASON.format(type(optimizer).__name__)
 
 
 def wants_closure(optimizer: Optimizer) -> bool:
     """Return whether the step of ``optimizer`` needs a closure, by its signature."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    is_asked_for = closure is not None and closure.default is inspect.Parameter.empty
-    return isinstance(optimizer, torch.optim.LBFGS) or is_asked_for
-
-
-def _hook_name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", repr(function))
+    is_required = closure is not None and closure.default is inspect.Parameter.empty
+    return isinstance(optimizer, torch.optim.LBFGS) or is_required

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import checkpoint as checkpoints
 
 from memopt_cli.runtime import named_parts, settings_of
-from memopt_cli.runtime.first_calls import look_at_first_call
+from memopt_cli.runtime.first_calls import on_first_call
 from memopt_cli.runtime.private_torch import CheckpointCall, replaced
 from memopt_cli.runtime.warned import warn_caller
 from memopt_cli.text.paths import attributes_in_words
@@ -83,7 +83,7 @@ def warn_if_on(model: nn.Module) -> None:
 
     for _, part in named_parts(model):
         if settings_of(part) is not None:
-            look_at_first_call(part, look)
+            on_first_call(part, look)
 
 
 def _set_switches(model: nn.Module, switches: Sequence[str], *, on: bool) -> None:

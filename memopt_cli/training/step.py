@@ -291,7 +291,7 @@ def _by_keys(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def begin(step: Step, start: StartingState) -> None:
-    """Give ``step`` the state ``start``, fresh gradients and seeds, with which every step begins.
+    """Give ``step`` the state ``start``, fresh gradients and seeds, as every step begins.
 
     Otherwise the membrane of a spiking neuron, for example, would still be part of the last step's graph.  Backward
     would fail half-way, and leave gradients in some layers, to which a second try would add.
@@ -466,7 +466,7 @@ def seed_everything(seed: int) -> None:
 def seed_torch(seed: int) -> None:
     """Seed PyTorch's generators of the CPU, and of a device that has been used.
 
-    ``torch.manual_seed`` would also set the seed with which an unused device starts later, in place of the user's own.
+    ``torch.manual_seed`` would also set the seed of an unused device that starts later, in place of the user's own.
     And on a machine without a device it formats a traceback for each kind of device, 2 ms in a deep stack.
     """
     device = _accelerator()

@@ -1,1 +1,1 @@
-"""Verify that a model computes the same with a plan or in chunks as without, and compare two models."""
+"""Verifying that a model computes the same with a plan or in chunks as without, and comparing two models."""

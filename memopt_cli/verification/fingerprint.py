@@ -1,4 +1,4 @@
-"""Fingerprints of a step: a few numbers for each tensor, by which two processes can compare all that their steps left.
+"""Fingerprints of a step: a few numbers for each tensor, so that two processes can compare all that their steps left.
 
 A digest shows whether two tensors are bit-identical.  If not, since sums may have been formed in another order,
 projections show how far apart they are.  A projection is the sum of a tensor's elements with weights from the normal

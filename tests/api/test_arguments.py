@@ -111,7 +111,7 @@ def test_every_setting_of_a_step_is_compared_except_its_seed(name: str) -> None:
         ({"clip_norm": math.inf}, OptionError, "clip_norm is inf"),
         ({"precision": "int8"}, OptionError, "precision is 'int8'"),
         ({"precision": torch.bfloat16}, OptionError, "precision is a dtype"),
-        ({"device": "gpu"}, UsageError, "there is no device 'gpu'"),
+        ({"device": "gpu"}, UsageError, "unknown device 'gpu'"),
         ({"device": "cuda:999"}, UsageError, "there is no device cuda:999"),
         ({"seed": -1}, OptionError, "seed is -1"),
         ({"model": "model.pt"}, OptionError, "model is 'model.pt'"),

@@ -161,7 +161,7 @@ def test_attention_overtakes_with_the_sequence() -> None:
 def test_unknown_operations_are_named() -> None:
     check = BatchShapeValidator().check_performance_implications((8, 4), ["linear", "warp", "warp"])
     assert check["unknown_operations"] == ["warp"]
-    assert check["warnings"][0].startswith("'warp' is not a known operation (embedding, linear,")
+    assert check["warnings"][0].startswith("unknown operation 'warp'; known: embedding, linear,")
     assert [cost["operation"] for cost in check["operations"]] == ["linear"]
     assert BatchShapeValidator().check_performance_implications((8, 4), [])["bottleneck"] is None
 

@@ -128,7 +128,7 @@ def test_verbosity_ends_with_the_command(pipeline: Any, capsys: pytest.CaptureFi
         ("explain model.pt --for h100", "--for is an option of memopt profile, "),
         ("profile model.pt --fake --compile eager", "--compile"),
         ("check model.pt --fail-on peak", "peak"),
-        ("check model.pt --fail-on 5%", "hint: Write METRIC:LIMIT, peak:5%. Known metrics: peak, "),
+        ("check model.pt --fail-on 5%", "hint: Write METRIC:LIMIT: peak:5%. Known metrics: peak, "),
         ("check model.pt --fail-on peak:5", "'peak:5': '5' has no unit\nhint: Write peak:5% for a share, "),
         ("check model.pt --format xml", "xml"),
     ],

@@ -113,7 +113,7 @@ def test_what_could_not_be_checked_is_red_in_every_format(
     [
         (("nett.py:build", "--format", "FORM"), "there is no file 'nett.py'"),
         (("--format", "FORM", "nett.py:build", "--fail-on", "paek:1%"), "there is no file 'nett.py'"),
-        (("model.pt", "--fail-on", "paek:1%", "--format", "FORM"), "'paek' is not a known metric"),
+        (("model.pt", "--fail-on", "paek:1%", "--format", "FORM"), "unknown metric 'paek'"),
         (("model.pt", "--fial-on", "peak:1%", "--format", "FORM"), "--fial-on"),
         (("model.pt", "--timeout", "soon", "--format", "FORM"), "soon"),
         (("--format", "FORM"), "MODEL"),

@@ -297,7 +297,7 @@ def test_a_file_that_runs_code_must_be_named(
         ("--budget -5%", "'-5%' is not a memory size"),
         ("--budget 150%", "'150%' is not a percentage between 0 and 100"),
         ("--budget 0MiB", "'0MiB' is not an amount that something fits into: 24GiB, 512MB or 60%"),
-        ("--budget 8GiB --pick 2", "--budget and --pick exclude each other"),
+        ("--budget 8GiB --pick 2", "--budget cannot be combined with --pick"),
     ],
 )
 def test_bad_goals(flags: str, said: str, pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -515,7 +515,7 @@ def test_bad_input(flags: list[str], code: int, said: str, memopt: Callable[...,
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--strategy bptt,magic --dim T=16:64", "no strategy 'magic'"),
+        ("--strategy bptt,magic --dim T=16:64", "unknown strategy 'magic'"),
         ("--strategy bptt --dim T=16", "tabulates memory over time steps"),
         ("--strategy online --dim T=16:64 --global-batch 64 -o b.yaml", "--global-batch and --output cannot be used"),
         ("--strategy online --dim T=16:64 --multiple-of 8", "--multiple-of cannot be used with --strategy"),

@@ -193,7 +193,7 @@ def test_no_limits(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_limit(text)
     assert caught.value.hint
-    assert caught.value.message.startswith(f"'{text}': '")
+    assert caught.value.message.startswith(f"'{text}': ")
 
 
 @pytest.mark.parametrize("metric", ["peak", "step"])

@@ -400,7 +400,7 @@ def test_a_model_of_which_no_weight_is_tagged_warns() -> None:
         D_RTRL(net).compile_graph(torch.rand(INPUTS))
 
     with pytest.warns(
-        UserWarning, match="no weight of Sequential is tagged, so that each gets only the gradient of each step"
+        UserWarning, match="no weight of Sequential is tagged, so each of them gets only the gradient of each step"
     ):
         compiled(nn.Sequential(nn.Linear(INPUTS, HIDDEN), LIF(HIDDEN)))
     with silent():

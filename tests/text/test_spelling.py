@@ -174,7 +174,7 @@ X = torch.randn(2, 8)
 CALLS: tuple[tuple[str, Callable[[], Any], type[MemoptError], str], ...] = (
     ("a size", lambda: memopt_cli.optimize(net(), "Bx8"), UsageError, 'Add for example dims={"B": 8}'),
     ("no symbol", lambda: memopt_cli.frontier(net(), "2x8", dims={"S": 4}), UsageError, 'as in inputs="Sx3x224x224"'),
-    ("a limit", lambda: memopt_cli.check(net(), X, fail_on="peek:0"), UsageError, "is not a known metric"),
+    ("a limit", lambda: memopt_cli.check(net(), X, fail_on="peek:0"), UsageError, "unknown metric"),
     ("level 0", lambda: memopt_cli.frontier(net(), X, level=0), OptionError, "Raise level."),
     ("an optimizer", lambda: memopt_cli.profile(net(), X, optimizer="adma"), UsageError, "Or give a function"),
     ("a rank", lambda: memopt_cli.ranks.predict_rank(net, X, ranks=1, parallelize="fsdq"), UsageError, "parallelize"),

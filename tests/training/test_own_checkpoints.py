@@ -342,13 +342,13 @@ class TestCommands:
     def test_a_fastest_training_is_searched_without_it(self, memopt: Any) -> None:
         asked = ("-i", "64x16", "--memory", "256KiB", "--search", "--search-time", "1")
         done = memopt("recommend-batch", "models.py:Asking", *asked)
-        assert "The model checkpoints by itself (use_checkpoint of 1 module). Plans are" in done.out
+        assert "The model checkpoints by itself (use_checkpoint of 1 module). The search" in done.out
         assert "Batches without a plan also run with the model's own checkpointing off" in done.out
 
     def test_an_explanation_looks_for_plans_without_it(self, memopt: Any) -> None:
         done = memopt("explain", "models.py:Asking", "-i", "64x16", "--memory", "110KiB")
         assert "The model checkpoints by itself, in the forward of '(root)'. A plan cannot change that" in done.out
-        assert "The model checkpoints by itself (use_checkpoint of 1 module). Plans are" in done.out
+        assert "The model checkpoints by itself (use_checkpoint of 1 module). The search" in done.out
 
 
 @pytest.mark.slow

@@ -213,9 +213,9 @@ def _keys_of(node: Built) -> Iterator[Any]:
             yield from held_in(part)
 
 
-def _has_plain_hash(kind: type) -> bool:
-    """Return whether objects of ``kind`` are hashed by identity, or by their items or names."""
-    return issubclass(kind, enum.Enum) or kind.__hash__ in (object.__hash__, Tensor.__hash__, tuple.__hash__)
+def _has_plain_hash(cls: type) -> bool:
+    """Return whether objects of ``cls`` are hashed by identity, or by their items or names."""
+    return issubclass(cls, enum.Enum) or cls.__hash__ in (object.__hash__, Tensor.__hash__, tuple.__hash__)
 
 
 def _why_unfit(node: Built, recipe: Recipe) -> str:

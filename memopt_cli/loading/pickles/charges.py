@@ -43,7 +43,7 @@ class PickleScan:
     """The names in the pickles of a file, and the work so far of reading them."""
 
     size: int
-    """Bytes of the file, with which the allowed work grows."""
+    """Bytes of the file; the allowed work grows with them."""
     wanted: set[Global] = field(default_factory=set)
     """Names that the pickles import, whether the model uses them or not."""
     called: set[Global] = field(default_factory=set)
@@ -89,7 +89,7 @@ class PickleScan:
 
 def hash_cost(value: Any) -> int:
     """Return the number of items that hashing ``value`` visits."""
-    # A plain list, dict or set cannot be hashed: Python raises an exception at once.
+    # A plain list, dict or set cannot be hashed: Python raises an exception immediately.
     return value.weight if isinstance(value, Tuple | Built) and value.how != "plain" else 1
 
 

@@ -18,6 +18,7 @@ from memopt_cli.loading.pickles.kinds.interface import plain_entries
 from memopt_cli.loading.pickles.kinds.own import RESTORE_LIFTED, RESTORE_SEGMENTS, RUNTIME
 from memopt_cli.loading.pickles.nodes import Built, Tuple, entries_of
 from memopt_cli.text.documents import abridge, quoted_flag
+from memopt_cli.text.units import format_shape
 from memopt_cli.training.wrappers import WRAPPERS, Wrapper
 
 SCRIPT_LEAF: Final = f"{RUNTIME}.script.ScriptLeaf"
@@ -145,9 +146,8 @@ def refuse_other(root: Any, whole: Any, path: str) -> None:
     ``whole``: all that the file holds, which is ``root`` itself where no entry was named.
     """
     if (tensor := tensor_of(root)) is not None:
-        shape = "x".join(map(str, tensor.shape)) or "no dimensions"
         raise FileFormatError(
-            f"{path} holds one tensor ({shape}), neither a model nor its weights",
+            f"{path} holds one tensor ({format_shape(tensor.shape)}), neither a model nor its weights",
             hint="Save the model with torch.save(model, path).",
         )
     if _is_optimizer_state(root):

@@ -42,11 +42,11 @@ _COPIED: Final = (Global("torch._utils", "_rebuild_sparse_tensor"), Global("torc
 _COPIED_STATES: Final = (Global("torch", "ScriptObject"), Global("memopt_cli.runtime.script", "ScriptLeaf"))
 """Classes that copy the tensors of their state: packed weights, and a TorchScript archive, which is read again."""
 _CREATING: Final = (_RECONSTRUCTOR, _NEWOBJ)
-"""Functions by which the protocols before 2 create an empty object."""
+"""Functions that create an empty object in the protocols before 2."""
 
 
 class Maker:
-    """A maker of stand-ins, which raises :class:`ValueError` if they take more than a model of the file's size does."""
+    """Makes stand-ins; raises :class:`ValueError` if they take more than a model of the file's size does."""
 
     def __init__(self, scan: PickleScan) -> None:
         self.steps: list[UnpicklingStep] = []

@@ -16,12 +16,11 @@ from torch import nn
 
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.inputs.batch_axis import with_batch
-from memopt_cli.inputs.spec_text import is_built_in
 from memopt_cli.loading.input_spec import batch_of, make_inputs, unnamed_arguments
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.answers.model_maker import ModelMaker
 from memopt_cli.measure.jobs import Subject
-from memopt_cli.records import Plan, RankLayout
+from memopt_cli.records import BUILT_IN, Plan, RankLayout
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.chunk_rows import rows_untried
 from memopt_cli.runtime.in_backward import check_steps_alone
@@ -265,7 +264,7 @@ def spread_function(
 
     Raises :class:`UsageError` if the function cannot be found.
     """
-    return None if is_built_in(layout.parallel) else user_function(layout.parallel, "--parallel", functions)
+    return None if layout.parallel in BUILT_IN else user_function(layout.parallel, "--parallel", functions)
 
 
 def _check_steps_alone(bench: Bench) -> None:

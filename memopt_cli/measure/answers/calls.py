@@ -31,7 +31,7 @@ def describe_call(bench: Bench, _: CallJob) -> ModelCall:
 
 
 def _draws_ignored(tensor: TensorSpec) -> bool:
-    """Return whether the values of ``tensor`` are integers of which some are -100."""
+    """Return whether the values of ``tensor`` are integers, some of them -100."""
     bounds = parse_range(tensor.values) if tensor.dtype == "int64" else None
     return bounds is not None and (bounds[0] == _IGNORED or _IGNORED in range(*bounds[1:]))
 

@@ -47,7 +47,7 @@ class ChunkTrials:
         self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
 
     def rule(self, path: str, *, allow_inexact: bool) -> ChunkRule | Refused:
-        """Return the rule by which the module at ``path`` may run in chunks, or the reason why it may not."""
+        """Return the rule for running the module at ``path`` in chunks, or the reason why it may not."""
         find_part(self._bench.model, path)
         if self._small is None:
             return Refused(reason="no step of it may be run on data")

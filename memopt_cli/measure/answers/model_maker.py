@@ -18,7 +18,7 @@ from memopt_cli.training.user_step import StepModels
 
 
 class ModelMaker:
-    """A maker of the model of a subject, with data or without, on the device of its steps."""
+    """Makes the model of a subject, with data or without, on the device of its steps."""
 
     def __init__(self, subject: Subject, build: Callable[[], nn.Module] | None) -> None:
         """Prepare to make the model by ``build``, or to load it from its file."""

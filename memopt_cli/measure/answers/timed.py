@@ -393,7 +393,7 @@ def _time_step(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
     timed = _Timed(bench.settings.device)
     with timed.running():
         step.take(timed.enter if phases else ignore)
-    if bench.settings.micro_batches == 1:  # with several, gradients are kept from one micro-batch to the next
+    if bench.settings.micro_batches == 1:  # several keep gradients from one to the next
         step.model.zero_grad(set_to_none=True)
     return timed
 

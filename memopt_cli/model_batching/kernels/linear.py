@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Kernels = dict[type[nn.Module], Callable[..., Any]]
-"""Type of a module -> a function of the stacked module, with parameters (models, …), and of inputs (models, …)."""
+"""Class of a module -> function ``(module, *inputs)``; parameters and inputs have a first axis of models."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,8 +40,8 @@ def _linear(module: nn.Linear, x: Tensor) -> Tensor:
 def _embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
     """Look ``ids``, (models, …), up in one long table of all models, in which each model's rows start at an offset.
 
-    Under ``vmap``, PyTorch gives padding rows a gradient.  ``F.embedding`` can leave out only one row, and here each
-    model has one: so outputs of padding are detached instead.
+    ``F.embedding`` can exclude one padding row from the gradient, but here each model has its own: so the outputs of
+    padding are detached instead.
     """
     models, words = module.weight.shape[:2]
     offsets = torch.arange(models, device=ids.device).mul_(words).view(-1, *[1] * (ids.dim() - 1))

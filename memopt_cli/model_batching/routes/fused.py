@@ -108,7 +108,7 @@ class _Entry(nn.Module):
 
 
 class _Tracer(fx.Tracer):
-    """A tracer that keeps as one node each module that has a kernel, is a segment, or cannot be traced."""
+    """Traces a model, and keeps as one node each module that has a kernel, is a segment, or cannot be traced."""
 
     proxy_buffer_attributes = True
 

@@ -12,7 +12,7 @@ class RouteRefusedError(Exception):
 
 
 class Route(Protocol):
-    """A runner of one stacked model, whose current tensors it reads at every call."""
+    """Runs one stacked model, and reads the model's current tensors at every call."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the outputs of all models for ``args`` and ``kwargs``; all tensors are (models, …)."""

@@ -134,7 +134,7 @@ def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
 
 
 def _too_large(batch: int, described: BatchProbe) -> str:
-    """Return why ``batch`` is larger than anybody trains with, in words; empty if it is not."""
+    """Return why ``batch`` is larger than anybody trains with; empty if it is not."""
     if batch > _MAX_BATCH_FACTOR * described.batch:
         return f"it is more than {_MAX_BATCH_FACTOR} times the given batch"
     step_s = described.step_s * batch / described.batch

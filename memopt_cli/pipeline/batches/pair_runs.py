@@ -17,7 +17,7 @@ _TIE_SHARE = 0.01
 _MAX_FINALISTS = 3
 """Maximum number of pairs that are run again at the end."""
 _NOISE_SHARE = 0.2
-"""Share by which a rate may vary from run to run on a busy machine (benchmarks/fastest.py)."""
+"""Variation of a rate from run to run, as a share, on a busy machine (benchmarks/fastest.py)."""
 _SHORT_STEP_S = 10.0
 """Longest step, in seconds, that is run again: another run of a longer one would take minutes."""
 

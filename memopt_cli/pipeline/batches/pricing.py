@@ -18,7 +18,7 @@ from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 @dataclass(slots=True, kw_only=True)
 class Pricing:
-    """A planner for each batch, whose dry runs are computed from the recorded step."""
+    """One planner per batch; dry runs are computed from the recorded step."""
 
     models: ScaledModels
     probes: SearchProbes

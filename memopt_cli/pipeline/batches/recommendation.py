@@ -42,7 +42,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.accumulation import accumulate, make_accumulation
-from memopt_cli.search.batch_size.length_comparison import RUNS, compare_lengths, longest_size
+from memopt_cli.search.batch_size.length_comparison import RUNS, compare_lengths, size_of_length_symbol
 from memopt_cli.search.batch_size.length_strategies import read_lengths
 from memopt_cli.search.batch_size.memory_limit import compute_limits, limits_elsewhere
 from memopt_cli.search.batch_size.search import BatchSearch
@@ -106,7 +106,7 @@ def recommend_prepared(
         plan.require_eager("`--compile` compiles it as well")
     check_inputs(request.dim_range, prepared)
     check_varied(prepared)
-    longest = longest_size(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
+    longest = size_of_length_symbol(lengths, prepared.subject.spec, request.dim_range) if lengths else {}
     notes = [*prepared.notes, *optimizer_state_notes(prepared)]
     device = prepared.subject.settings.device
     if request.card is not None:

@@ -34,9 +34,9 @@ MAX_SAVED_TENSORS = 20
 """Number of saved tensors, the largest ones, that a baseline names."""
 
 
-_STEP: Final = "(the step)"
+_STEP_PATH: Final = "(the step)"
 """Path under which a comparison lists tensors that no module of the model holds."""
-_OF_STEP: Final = ("inputs", "optimizer")
+_STEP_KINDS: Final = ("inputs", "optimizer")
 """Categories that no module of the model holds."""
 
 
@@ -44,12 +44,12 @@ def comparable_terms(baseline: Baseline) -> dict[str, str]:
     """Return the conditions, by name, that must be equal for a difference to be caused by the model.
 
     The backend is included because it decides which tensors a step makes: with oneDNN, an LSTM keeps a workspace of its
-    own, and its tensor peak is half as large again.  So is the compiler: the tensors of compiled code cannot be seen,
+    own, and its tensor peak is 1.5 times as large.  So is the compiler: the tensors of compiled code cannot be seen,
     and its allocated peak is used as the tensor peak.  The version of PyTorch is not included.
     """
     header, conditions, compiled = baseline.header, baseline.conditions, baseline.memory.plan.compile
     layout = None if conditions is None else conditions.layout
-    of_any = {
+    always_comparable = {
         "device kind": header.device.partition(":")[0],
         "inputs": inputs_term(header.spec),
         "shorter inputs": ", ".join(step.name for step in baseline.shorter) or "none",
@@ -57,8 +57,8 @@ def comparable_terms(baseline: Baseline) -> dict[str, str]:
         "compiler": "none" if compiled is None else compiled.backend,
     }
     if conditions is None:
-        return of_any
-    return of_any | {
+        return always_comparable
+    return always_comparable | {
         "backend": " + ".join(conditions.backend) or "none",
         **step_terms(conditions.settings),
         "ranks": "one device" if layout is None else f"{layout.ranks}, {format_layout(layout)}",
@@ -175,11 +175,11 @@ def _module_changes(
 def _apart_from_step(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
     """Yield ``modules``, and as one more module the step's tensors that the root holds."""
     for module in modules:
-        of_step = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _OF_STEP}
+        of_step = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _STEP_KINDS}
         own = {kind: size for kind, size in module.held_bytes.items() if kind not in of_step}
         yield replace(module, held_bytes=own)
         if of_step:
-            yield ModuleBytes(path=_STEP, class_name=", ".join(of_step), output_bytes=0, held_bytes=of_step)
+            yield ModuleBytes(path=_STEP_PATH, class_name=", ".join(of_step), output_bytes=0, held_bytes=of_step)
 
 
 def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Paths) -> tuple[SavedTensor, ...]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from memopt_cli.errors import BaselineError, UnsafeFileError
 from memopt_cli.files.contents import baseline_json, read_measured, read_plan
 from memopt_cli.files.outputs import check_outputs
-from memopt_cli.inputs.spec_text import is_built_in
 from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ConditionsJob, MeasureJob, RecordJob, TraceJob
 from memopt_cli.measure.runner import Session
@@ -26,6 +25,7 @@ from memopt_cli.pipeline.prediction import predicted_ranks
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
 from memopt_cli.pipeline.terms import command_line, differences, step_flags
 from memopt_cli.records import (
+    BUILT_IN,
     RECORDED,
     Baseline,
     BaselineRequest,
@@ -153,7 +153,7 @@ def _refuse_named_code(request: CheckRequest, before: Baseline, conditions: Cond
     if spec.script and not has_typed_inputs:
         missing["--input-script"] = spec.script
     layout = conditions.layout
-    if layout is not None and request.layout is None and not is_built_in(layout.parallel):
+    if layout is not None and request.layout is None and layout.parallel not in BUILT_IN:
         missing |= _layout_flags(layout)
     if missing:
         raise _unsafe_error(request, "code", missing)

@@ -106,7 +106,7 @@ class _StrategySearch:
     notes: list[str]
 
     def search_plan(self) -> Plan | StepFailed:
-        """Search a plan at the smallest number of time steps; return it, or why there is none."""
+        """Find a plan at the smallest number of time steps; return it, or why there is none."""
         request = OptimizeRequest(
             source=self.request.source,
             spec=self.prepared.subject.spec,

@@ -190,7 +190,7 @@ def _renamed(reference: FollowedSteps, other: FollowedSteps) -> dict[str, str]:
     return {} if is_taken or "" in stems or "" in stems.values() else stems
 
 
-def _is_within(name: str, other: str) -> bool:
+def _is_wrapped_in(name: str, other: str) -> bool:
     """Return whether ``other`` is ``name`` in a wrapper: ``parameter norm.weight``, ``parameter net.norm.weight``."""
     return other.endswith(f".{name.removeprefix('parameter ')}")
 
@@ -204,7 +204,7 @@ def _require_same_start(reference: FollowedSteps, other: FollowedSteps) -> None:
         [name for name in names if name.startswith(_PARAMETER) and name not in others]
         for names, others in ((before, after), (after, before))
     )
-    if any(_is_within(name, new) or _is_within(new, name) for name in gone[:1] for new in after):
+    if any(_is_wrapped_in(name, new) or _is_wrapped_in(new, name) for name in gone[:1] for new in after):
         raise StepError(
             f"the candidate has no {gone[0]}",
             hint="memopt does not compare a model with a step, or with a model around it: give two of the same kind.",

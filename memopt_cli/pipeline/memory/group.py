@@ -15,7 +15,7 @@ from memopt_cli.measure.jobs import ORIGINAL, GroupJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prediction import predicted_ranks
-from memopt_cli.pipeline.prepare import header_of, inputs_note, opening_of, prepare
+from memopt_cli.pipeline.prepare import NAME_BUILDER_HINT, header_of, inputs_note, opening_of, prepare
 from memopt_cli.records import (
     GroupMeasurement,
     MeasureRequest,
@@ -35,15 +35,15 @@ from memopt_cli.text.writing import content, write_all
 def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
     """Measure a step on every rank, and return the measurements of all; the first rank also predicts and reports them.
 
-    Raises :class:`MemoptError`, on all ranks if one fails before it waits for others, and :class:`RankLostError` if
-    another rank is gone.
+    Raises :class:`MemoptError` for a step that fails; if a rank fails before it waits for others, on all ranks.  Raises
+    :class:`RankLostError` if another rank is gone.
     """
     started = time.monotonic()
     targets = [Path(request.output)] if request.output and request.rank == 0 else []
     check_outputs(targets, request.source.location, force=request.force)
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
     plan.require_eager("ranks are measured without a compiler")
-    settings = replace(request.settings, device=_device(request))
+    settings = replace(request.settings, device=_rank_device(request))
     ranks_measured = _measure_in_group(replace(request, settings=settings), plan, progress)
     notes = [inputs_note(ranks_measured.spec)]
     predicted = (
@@ -71,7 +71,7 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
     return measurement
 
 
-def _device(request: MeasureRequest) -> str:
+def _rank_device(request: MeasureRequest) -> str:
     """Return the device of this rank, for CUDA by its local rank.
 
     Raises :class:`UsageError` for a model that is not a function, and for a device that does not exist or that all
@@ -80,7 +80,7 @@ def _device(request: MeasureRequest) -> str:
     if not is_factory(request.source.location):
         raise UsageError(
             f"{request.source.location} is not a function that builds the model, and every rank must build its own",
-            hint="Name what builds the model: package.module:callable, or file.py:function.",
+            hint=NAME_BUILDER_HINT,
         )
     if ":" in request.settings.device:
         raise UsageError(

@@ -100,7 +100,7 @@ def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) ->
 
 
 def _measure_compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep | None:
-    """Measure the step under ``plan``, which compiles the model; ``None``, and a note, where it does not fit."""
+    """Measure the step under ``plan``, a compiled one; if it does not fit, return ``None`` and add a note."""
     assert plan.compile is not None, "the caller's plan compiles the model"
     prepared.progress.stage("measuring a compiled step")
     answer = prepared.ask(MeasureJob(plan=plan))

@@ -214,7 +214,7 @@ class ChangeTrials:
     def _search(
         self, prepared: Prepared, goal: SearchGoal, max_slowdown: float | None = None, offload: str = "none"
     ) -> Findings:
-        """Search a plan, which may send tensors to the place ``offload``.
+        """Find a plan, which may send tensors to the place ``offload``.
 
         Raises :class:`NothingFitsError` if its results differ from the original's.
         """
@@ -317,7 +317,7 @@ class ChangeTrials:
         )
 
     def _try_in_backward(self) -> Iterator[Suggestion]:
-        """Yield the optimizer in backward, unless plans were searched with it."""
+        """Yield the optimizer in backward, unless the search for plans already used it."""
         settings = self._prepared.subject.settings
         if self._request.optimizer_in_backward or not settings.may_update_in_backward:
             return

@@ -221,7 +221,7 @@ def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | Non
 
 
 def _limit_of(error: OutOfMemoryText) -> str:
-    """Return the source of the limit in ``error``, in words."""
+    """Return the text of the source of the limit in ``error``."""
     if error.limit:
         return f"{error.limit} less the {format_bytes(error.before_bytes)} that the process held before the block"
     return _ERROR_LIMIT if error.asked_bytes else _KILL_LIMIT

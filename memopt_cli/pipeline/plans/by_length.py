@@ -5,7 +5,7 @@ fastest plan that fits at its largest length, measured and verified by
 :func:`~memopt_cli.pipeline.plans.optimization.find_here`, or by estimates alone for a device that is not here
 (``--for``).
 
-A plan is searched and verified at the largest length of its range.  A segment reruns the module's own code, so a plan
+Each plan is found and verified at the largest length of its range.  A segment reruns the module's own code, so a plan
 verified at one length also holds at others.  One case escapes: code that only short inputs reach and that cannot be
 repeated; a dry run at a short length does not show it either.  In training, backward ends with an error if the tensors
 that the module saves differ in number or shape.

@@ -161,7 +161,7 @@ class Climb:
             yield row
 
     def _search_begins(self, stage: str) -> None:
-        """Show the stage ``stage``, unless the time of the search is over and it will answer at once."""
+        """Show the stage ``stage``, unless the time of the search is over and it will answer immediately."""
         time_left = self.search.probes.time_left()
         if time_left is None or time_left.seconds > 0:
             self.measurements.prepared.progress.stage(stage, time_left)

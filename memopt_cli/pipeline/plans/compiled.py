@@ -66,7 +66,7 @@ _TURNS = 3
 _TIE_RATIO: Final = 1.02
 """Peaks within this factor of the lowest count as equally low, so that the fastest step is chosen."""
 _MAX_GROWTH: Final = 4.0
-"""Upper limit on the factor by which the next predicted extra time grows, for segments that take hardly any time."""
+"""Upper limit on the growth of the next predicted extra time, as a factor, for segments that take hardly any time."""
 _FAILED_VERIFICATION: Final = "verification failed"
 """First words of the reason why a plan is dropped that fails verification."""
 

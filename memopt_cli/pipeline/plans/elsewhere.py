@@ -1,4 +1,4 @@
-"""Searching a plan for a step that does not run here: on another device (``--for``), or on many ranks (``--ranks``).
+"""Finding a plan for a step that does not run here: on another device (``--for``), or on many ranks (``--ranks``).
 
 Dry runs count the peaks; nothing runs at full size.  Plans are verified on a few samples.
 """
@@ -43,7 +43,7 @@ _GRADIENT_COPIES = 2
 
 
 def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """Search a plan for a step that is not run here, by dry runs, and verify it on a few samples.
+    """Find a plan by dry runs for a step that does not run here, and verify it on a few samples.
 
     For a card, bytes are counted in the blocks of its allocator, and times come from its roofline.  With many ranks,
     the search looks at the first; verification runs the whole model.  Raises :class:`MemoptError`, among them

@@ -301,7 +301,7 @@ class GoalSearch:
 
 
 def _excess_bytes(outcome: Measurement | OutOfMemory, target_bytes: int, budget_bytes: int) -> int:
-    """Return the bytes by which a plan with this ``outcome`` is too large."""
+    """Return how many bytes too large a plan with this ``outcome`` is."""
     if isinstance(outcome, Measurement):
         return outcome.allocated_peak_bytes - budget_bytes
     return target_bytes // _OOM_DIVISOR if outcome.was_tried else outcome.needed_bytes - outcome.free_bytes

@@ -30,7 +30,7 @@ def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
         raise UsageError(
             f"`--host-memory {exact_bytes(options.host_memory)}` limits what is sent to host memory, and "
             "nothing is sent there",
-            hint="Use `--offload host`, or leave it out.",
+            hint="Use `--offload host`, or remove `--host-memory`.",
         )
     device, notes = prepared.subject.settings.device, prepared.notes
     if place is None:
@@ -38,7 +38,7 @@ def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
     elif place != "device" and not request.runs:
         raise UsageError(
             f"`--offload {place}` needs a step that runs here: how fast tensors go elsewhere is measured",
-            hint="Leave it out with `--for` and `--ranks`.",
+            hint="Remove `--offload` with `--for` and `--ranks`.",
         )
     elif place == "host" and device == "cpu":
         note = (
@@ -64,7 +64,7 @@ def offload_folder_notes(plan: Plan, folder: str | None) -> list[str]:
 
 
 def room_notes(options: SearchOptions, trace: StepTrace, place: PlaceName) -> Iterator[str]:
-    """Yield a note on how many bytes plans may send, and by which limit, if ``place`` is host memory."""
+    """Yield a note on how many bytes plans may send, and on the limit that says so, if ``place`` is host memory."""
     limits = {"half of the free memory": trace.room_bytes, "`--host-memory`": options.host_memory}
     named_limits = {nbytes: name for name, nbytes in limits.items() if nbytes is not None}
     if place == "host" and named_limits:

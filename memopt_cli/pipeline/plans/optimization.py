@@ -1,4 +1,4 @@
-"""``memopt optimize``: load the model, measure it, search a plan, verify it, write the files, recommend a batch."""
+"""``memopt optimize``: load the model, measure it, find a plan, verify it, write the files, recommend a batch."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ class _PlanSearch:
         """Return the ``eager`` points, and with ``--compile`` points of verified compiled steps, fastest first."""
         if self.request.backend is None or self.findings.interrupted:
             return eager
-        if not self.findings.compiled:  # with ``--budget``, they were measured already
+        if not self.findings.compiled:  # ``--budget`` has measured them already
             self._compiled_search(SpreadCompiled, goal_search.search, goal_search.max_shown_slowdown).measure()
         original = self.measurements.known(ORIGINAL)
         original_s = None if original is None else original.step_s
@@ -448,10 +448,10 @@ class _PlanSearch:
         rows[rows.index(applied) if applied in rows and best.plan.compile is None else -1] = best
         return best
 
-    def _compiled_search(self, kind: type[Compiled], search: StartedSearch, max_slowdown: float) -> Compiled:
-        """Return a search of ``kind`` for the compiler of ``--compile``, which shares the prover's verifications."""
+    def _compiled_search(self, cls: type[Compiled], search: StartedSearch, max_slowdown: float) -> Compiled:
+        """Return a search of class ``cls`` for the compiler of ``--compile``; it shares the prover's verifications."""
         assert self.request.backend is not None, "called only with `--compile`"
-        return kind(
+        return cls(
             backend=self.request.backend,
             max_slowdown=max_slowdown,
             search=search,

@@ -54,7 +54,7 @@ def row_to_apply(rows: Sequence[LevelRow], chosen: LevelRow | None) -> LevelRow:
 
 @dataclass(slots=True, kw_only=True)
 class Prover:
-    """A verifier of the row to apply, which puts another row in its place if verification fails."""
+    """Verifies the row to apply, and falls back to another row if verification fails."""
 
     measurements: PlanMeasurements
     findings: Findings

@@ -13,7 +13,7 @@ A file may still call an operator of the list with arguments that its kernel han
 arguments: PyTorch checks them, and memopt runs models in a confined process.
 
 With an operator, its variant that works in place is allowed: ``relu_`` with ``relu``.  The only exception is
-``as_strided_``, with which a parameter could be made to refer to other memory.
+``as_strided_``, which could make a parameter refer to other memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lay out generated code: decide which nodes of a program share a statement, and until when each value is needed.
+"""Laying out generated code: which nodes of a program share a statement, and until when each value is needed.
 
 If only one node uses a value, the value's expression is written into the statement of that node, its *user*, provided
 that nothing in between can change the value::

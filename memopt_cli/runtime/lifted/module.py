@@ -28,7 +28,7 @@ from memopt_cli.runtime.script import ScriptLeaf, ScriptPart
 
 _CLASSES: dict[str, type[LiftedModule]] = {}
 _NUMBERS = itertools.count()
-"""Numbers for the classes' files and modules, by which tracebacks and ``torch.compile`` find their code."""
+"""Numbers for the classes' files and modules, so that tracebacks and ``torch.compile`` find their code."""
 _NAMING: Final = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "IMPORT_NAME"})
 
 

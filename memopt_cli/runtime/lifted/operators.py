@@ -39,7 +39,7 @@ class Expression:
     template: str
     """The expression, with ``{0}``, ``{1}`` … in the places of the operands, and ``{...}`` for a list of all."""
     pure: bool = False
-    """Whether its result depends on nothing that can change, so that it may be computed later, where it is used."""
+    """Whether its result depends on nothing that can change; it may then be computed later, where it is used."""
     alias: bool = False
     """Whether it is a statement that changes its first operand, which is also its result."""
 
@@ -315,7 +315,7 @@ _KEYS_OF_DICTS: Final = (bool, int, float, complex, str, Tensor)
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """Return the parameter or buffer ``name``, which is not an identifier, as in a ``ParameterList``."""
+    """Return the parameter or buffer ``name``, not an identifier: a ``ParameterList`` has such names."""
     table = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
     tensor: Tensor | None = table[name]
     return tensor

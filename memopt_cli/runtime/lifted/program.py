@@ -1,4 +1,4 @@
-"""Define and check the stored form of a lifted class: plain data in static single assignment.
+"""Defining and checking the stored form of a lifted class: plain data in static single assignment.
 
 A *program* is ``(version, class name, methods, functions)``, all of it tuples, strings and numbers:
 

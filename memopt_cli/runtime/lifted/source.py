@@ -1,4 +1,4 @@
-"""Write a stored program as readable Python.
+"""Writing a stored program as readable Python.
 
 A lifted model must hold no more memory than a model written by hand.  So a variable lives only as long as its value is
 needed: after that the next value takes over its name, or the variable is deleted::
@@ -58,7 +58,7 @@ def _only_raises(block: Block) -> bool:
 
 
 class _Writer:
-    """The writer of one function or method."""
+    """Writes one function or method."""
 
     def __init__(self, method: tuple[Any, ...], names: Names, taken: frozenset[str], owner: str) -> None:
         self._name, self._parameters, self.hints, self._block = method

@@ -1,4 +1,4 @@
-"""Assign variables of generated code to the values of a program, and free each name once its value is not needed."""
+"""Assigning variables of generated code to the values of a program, and freeing names of values not needed again."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def _open_file(folder: str) -> int:
 
 
 def _open_unlinked(folder: str, flags: int) -> int:
-    """Open a new file in ``folder`` and remove its name at once, for file systems without nameless files."""
+    """Open a new file in ``folder`` and remove its name immediately, for file systems without nameless files."""
     named, path = tempfile.mkstemp(dir=folder)
     try:
         return os.open(path, flags)

@@ -1,4 +1,4 @@
-"""Send stored tensors to a place in forward, free their memory, and fetch them in backward, each in time.
+"""Sending stored tensors to a place in forward, freeing their memory, and fetching them in backward, each in time.
 
 Tensors that are stored together are a *parcel*: the tensors of one segment, or a few that are saved outside of
 segments.  They are sent as soon as they are stored.  When the next parcel is complete, forward waits until earlier

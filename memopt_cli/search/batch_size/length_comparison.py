@@ -25,8 +25,8 @@ RUNS = 2
 _LENGTH_SYMBOLS = ("S", "T")
 
 
-def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | None) -> dict[str, int]:
-    """Return the symbol of the sequence length in ``spec`` -> the longest of ``lengths``, or 2 if that is less.
+def size_of_length_symbol(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | None) -> dict[str, int]:
+    """Return ``{symbol: size}``: the length's symbol in ``spec``, and the longest of ``lengths`` (at least 2).
 
     Raises :class:`UsageError` if the inputs have no such symbol, or if ``dim_range`` gives it a range.
     """
@@ -38,9 +38,8 @@ def longest_size(lengths: Sequence[int], spec: InputSpec, dim_range: DimRange | 
         )
     if dim_range is not None and dim_range.symbol == symbol:
         raise UsageError(
-            f"`--lengths` and a range of `--dim {symbol}` cannot be given together: the lengths are the sizes "
-            f"of {symbol}",
-            hint="Leave the range out, or the lengths.",
+            f"`--lengths` cannot be combined with a range of `--dim {symbol}`: the lengths are the sizes of {symbol}",
+            hint="Remove one of them.",
         )
     return {symbol: max(2, *lengths)}
 
@@ -92,7 +91,7 @@ def compare_lengths(
     runs = [(BatchExtent(sequences=n, steps=steps, positions=n * steps), probe(n, steps)) for n, steps in sizes]
     memory = fit([(extent, run.allocated_peak_bytes) for extent, run in runs])
     step_s = fit([(extent, run.step_s) for extent, run in runs])
-    fastest_s = min(run.step_s / extent.positions for extent, run in runs)
+    fastest_s_per_position = min(run.step_s / extent.positions for extent, run in runs)
 
     def compare(max_tokens: int) -> tuple[StrategyReport, ...]:
         return compare_length_strategies(
@@ -101,7 +100,7 @@ def compare_lengths(
             max_tokens=max_tokens,
             memory=lambda extent: round(memory(extent)),
             # Far below the sizes of the runs, the fitted time may be negative; no batch beats the best measured rate.
-            step_s=lambda extent: max(fastest_s * extent.positions, step_s(extent)),
+            step_s=lambda extent: max(fastest_s_per_position * extent.positions, step_s(extent)),
             seed=seed,
         )
 

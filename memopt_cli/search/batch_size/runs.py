@@ -29,7 +29,7 @@ class Limits:
     longest_step_s: float
     """Longest time that a step may take."""
     time_name: str = "`--longest-step`"
-    """Time limit in words."""
+    """Text of the time limit of a step."""
     aim: float = 1.0
     """Share of :attr:`longest_step_s` that runs aim at."""
     multiple_of: int = 1
@@ -86,7 +86,7 @@ class Runs(dict[int, BatchProbe | Failure]):
         return [batch for batch, run in self.items() if batch > self.best and not isinstance(run, BatchProbe)]
 
     def failure(self, batch: int) -> str:
-        """Return why ``batch``, which was run, does not fit, in words."""
+        """Return why ``batch``, which was run, does not fit."""
         run = self[batch]
         if isinstance(run, BatchProbe):
             return f"it took {format_bytes(run.allocated_peak_bytes)}"

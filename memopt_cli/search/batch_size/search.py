@@ -17,7 +17,7 @@ from memopt_cli.search.batch_size.runs import Limits, Runs
 _FIRST_RUN_RATIO = 4
 """Ratio of the answer by dry runs to the first batch that is run, if the answer is far above the user's batch.  The
 first run shows the time of a step, and its memory apart from tensors; it is no larger than the user's batch.  An answer
-near the user's batch is run at once, since a smaller run would hardly change it."""
+near the user's batch is run immediately, since a smaller run would hardly change it."""
 _MIN_TIMED_RATIO = 1.5
 """A larger batch limited by time is run if it is this many times the best so far: small ones are slower per sample."""
 _SAFE_SHARE = 0.98

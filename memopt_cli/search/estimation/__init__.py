@@ -1,4 +1,4 @@
-"""Estimates of a step on a device that is not here: its allocator is simulated, its time is a roofline's.  No torch."""
+"""Estimates of a step on a device that is not here: peaks by a simulated allocator, times by a roofline.  No torch."""
 
 from memopt_cli.search.estimation.allocator import CachingAllocator, Lifetime, NoRoomError, lifetimes, replay
 from memopt_cli.search.estimation.roofline import add_seconds, operator_s

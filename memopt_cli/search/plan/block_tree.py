@@ -82,9 +82,9 @@ class Block:
             yield from child
 
 
-def block_tree(model: CostModel) -> Block:
-    """Build the tree of the step that ``model`` was made from."""
-    return _Builder(model).build()
+def block_tree(cost_model: CostModel) -> Block:
+    """Build the tree of the step that ``cost_model`` was made from."""
+    return _Builder(cost_model).build()
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ def _nest_calls(calls: Sequence[ModuleCall]) -> _Node:
     return root
 
 
-def _rounds(nodes: Sequence[_Node], stop: int) -> _Node:
+def _gather_rounds(nodes: Sequence[_Node], stop: int) -> _Node:
     """Gather ``nodes`` in a round up to the operator ``stop``.
 
     Nodes whose backward ends before the next call are rounds of their own in it.
@@ -172,7 +172,7 @@ class _Builder:
         # A user's own step calls its models from no module, so the tree needs a root that is a round.
         root = ModuleCall(path="", start=0, end=0, backward_start=0, backward_end=0, inputs=(), outputs=())
         nodes = _nest_calls([root, *self._trace.calls]).children
-        return self._block(_rounds(nodes, len(self._trace.ops)))
+        return self._block(_gather_rounds(nodes, len(self._trace.ops)))
 
     def _round(self, call: ModuleCall, parts: Sequence[_Node]) -> Block:
         block = self._make_block("", call.forward, call.backward, call.end)
@@ -237,7 +237,7 @@ class _Builder:
                 yield self._block(parts[index])
 
     def _make_block(self, path: str, forward: range, backward: range, stop: int) -> Block:
-        """Make a block of the operators in ``forward`` and ``backward``; a rerun of it ends before ``stop``."""
+        """Make a block of the operators in ``forward`` and ``backward``; a recomputation ends before ``stop``."""
         sums, ops = self._bytes, [*forward, *backward]
         first, last = (bisect.bisect_left(self._costly, i, key=lambda c: c.op) for i in (forward.start, forward.stop))
         passed, passed_whole = sums.bytes_paid_later(forward, backward)
@@ -263,7 +263,7 @@ class _Builder:
         )
 
     def _packed_inputs(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
-        """Return the bytes of the packed inputs and their codec; the step's own inputs count: segments copy them."""
+        """Return the bytes of the packed inputs, those of the step included (segments copy them), and their codec."""
         codecs: tuple[CompressorName, ...] = (module.compressor, "parts")
         for codec in codecs:
             packed = packed_inputs(self._trace, module, call, codec) if codec != "null" else {}

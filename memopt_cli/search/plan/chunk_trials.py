@@ -39,7 +39,7 @@ class ChunkTrials:
         self.count = 0
         """Number of trials."""
         self.rules: Mapping[str, tuple[ChunkRule, int]] = {}
-        """Path -> the rule by which the module there can run in chunks, tried or assumed, and the length of the axis
+        """Path -> the rule for running the module there in chunks, tried or assumed, and the length of the axis
         that is cut."""
 
     @property

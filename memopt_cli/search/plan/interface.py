@@ -17,7 +17,7 @@ class NotTried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probes:
-    """Callables by which a search asks about the model; dry runs or profiling subprocesses answer."""
+    """Callables that a search asks about the model; dry runs or profiling subprocesses answer."""
 
     count: Callable[[Plan], Counted | Failure | NotTried]
     """Counts the peaks of one step under a plan, by a dry run."""

@@ -59,7 +59,7 @@ def choices(calls: Sequence[CostlyCall]) -> list[frozenset[int]]:
 
 
 def keep_names(calls: Sequence[CostlyCall], kept: Collection[int], inner_paths: Collection[str]) -> tuple[str, ...]:
-    """Return the names by which a plan refers to ``kept``, a part of a segment's costly ``calls``.
+    """Return a plan's names for ``kept``, a part of a segment's costly ``calls``.
 
     ``aten::mm`` stands for all calls of that operator, ``aten::mm#2`` for the second call only.  Calls in inner
     segments, at ``inner_paths``, are not numbered.

@@ -117,7 +117,7 @@ class LevelSearch:
         self._approach_by(False, budget_bytes, may_learn=True)
         if True in packings and self.runs.fastest(budget_bytes) is None:
             self._approach_by(True, budget_bytes, may_learn=True)
-        # Ends at once if a plan fits.  Else the plan of the least peak may fit, since the sums are a little off.
+        # Ends immediately if a plan fits.  Else the plan of the least peak may fit, since the sums are a little off.
         self.descend(budget_bytes)
 
     def descend(self, budget_bytes: int, max_slowdown: float = math.inf) -> None:
@@ -145,7 +145,7 @@ class LevelSearch:
     def _lower_by_chunks(self, plan: Plan, max_slowdown: float) -> Plan | None:
         """Try modules in chunks, then return the plan of the least peak; ``None`` if no trial helps."""
         best, trials = self.runs.smallest(max_slowdown), self.space.trials
-        # With no limit on time, chunks at the peak nearly always lower it: try them at once.  Else first guess the
+        # With no limit on time, chunks at the peak nearly always lower it: try them immediately.  Else first guess the
         # results, and try modules only if the plan by these guesses is both smaller and fast enough.
         if math.isinf(max_slowdown) or best is None:
             return self._least_plan(max_slowdown) if self.space.learn(plan) else None

@@ -98,7 +98,7 @@ def _lies_in(segment: SegmentPlan, other: SegmentPlan) -> bool:
 
 def add_counts(counts: Counts, other: Counts) -> Counts:
     """Add the counts of two schedules."""
-    if counts is NO_COUNTS or other is NO_COUNTS:  # by far the most calls
+    if counts is NO_COUNTS or other is NO_COUNTS:  # most calls end here
         return other if counts is NO_COUNTS else counts
     return Counts(counts.segments + other.segments, counts.splits + other.splits, counts.cuts + other.cuts)
 
@@ -253,8 +253,8 @@ def thin_out(schedules: Sequence[Schedule], max_count: int, budget_bytes: int = 
 def _sample(kept: Sequence[int], peaks: Sequence[int], lowest: int, max_count: int) -> list[int]:
     """Choose at most ``max_count`` indices of ``kept`` and ``peaks``: the first in each cell of a grid, and ``lowest``.
 
-    Each side of the grid is divided in ``max_count`` steps at first, then in a fifth fewer until few enough cells are
-    occupied.
+    Each side of the grid is divided in ``max_count`` steps at first, then in a fifth fewer each time, until at
+    most ``max_count`` cells are occupied.
     """
     kept, peaks = _subtract_least(kept), _subtract_least(peaks)
     steps = max_count

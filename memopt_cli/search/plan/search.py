@@ -1,6 +1,6 @@
 """The solver: finds the fastest plan within a budget, by dynamic programming over the tree of blocks.
 
-``schedules.py`` has the three numbers of a schedule (bytes kept, peak, time added) and the rules by which they combine;
+``schedules.py`` has the three numbers of a schedule (bytes kept, peak, time added) and the rules for combining them;
 ``segment_schedules.py`` makes the segments that may be put on a block.
 
 Every rule is monotonic in each number, so a schedule that another beats in all three is part of no best plan.  A block
@@ -291,5 +291,5 @@ class Solver:
 
 
 def _allowed_error(peak_bytes: int) -> int:
-    """Return the bytes by which two peaks near ``peak_bytes`` must differ for the search to tell them apart."""
+    """Return how many bytes two peaks near ``peak_bytes`` must differ by for the search to tell them apart."""
     return max(1, peak_bytes // _PRECISION)

@@ -28,7 +28,7 @@ class Allowed:
     """Whether segments may lie in other segments."""
     compress: bool = True
     chunks: Mapping[str, tuple[ChunkRule, int]] = field(default_factory=dict)
-    """Path -> the rule by which the module there may run in chunks, and the length of the axis that is cut."""
+    """Path -> the rule for running the module there in chunks, and the length of the axis that is cut."""
     may_cut: bool = True
     """Whether more modules may be tried in chunks."""
     chunk_factor: int = 2

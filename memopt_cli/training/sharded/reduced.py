@@ -1,4 +1,4 @@
-"""Find the buckets in which ``DistributedDataParallel`` reduces gradients, by a communication hook on each module."""
+"""Finding the buckets in which ``DistributedDataParallel`` reduces gradients, by a hook on each module."""
 
 from __future__ import annotations
 

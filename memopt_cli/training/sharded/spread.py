@@ -33,7 +33,7 @@ _RETURN_HINT = "Let the function return the model that trains."
 _CALL_HINT = "The function is called with the model and a DeviceMesh of {} with the axes {}."
 _NO_GROUP_HINT = "The group and the mesh exist already: do not make new ones in the function."
 _UNCOUNTED_REASON = "it handles memory in ways that are not counted here"
-_UNPREDICTED = {
+_UNCOUNTED_PACKAGES = {
     "deepspeed": _UNCOUNTED_REASON,
     "torch.distributed._composable.replicate": "it becomes DistributedDataParallel only in the first step",
     "torch.distributed.pipelining": "the schedule of a pipeline depends on data",
@@ -131,7 +131,7 @@ def _refuse(sharded_model: Any, what: str) -> None:
     parts = sharded_model.modules() if isinstance(sharded_model, nn.Module) else [sharded_model]
     kinds = [base for part in parts for base in type(part).__mro__]
     for base in kinds:
-        for package, why in _UNPREDICTED.items():
+        for package, why in _UNCOUNTED_PACKAGES.items():
             if f"{base.__module__}.".startswith(f"{package}."):
                 raise StepError(f"{base.__name__} cannot be {what}: {why}", hint=_ALTERNATIVES_HINT)
 
@@ -166,20 +166,16 @@ _BUILT_IN: dict[str, Shard] = {"fsdp": _fully_sharded, "ddp": lambda model, mesh
 def find_repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of ``model`` to shard one by one, such as the layers of a transformer.
 
-    They are modules with parameters, several of the same class in an ``nn.ModuleList`` or ``nn.Sequential``.  Of a
-    sequence, only classes with modules inside count: a row of linear layers has no blocks.
+    They are modules with parameters, several of the same class in an ``nn.ModuleList`` or ``nn.Sequential``.  In an
+    ``nn.Sequential``, only classes that contain modules count: a row of linear layers has no blocks.
     """
     if isinstance(model, nn.ModuleList | nn.Sequential):
         children = [child for child in model.children() if next(child.parameters(), None) is not None]
-        repeated = {kind for kind in map(type, children) if sum(type(child) is kind for child in children) > 1}
-        repeated = {kind for kind in repeated if isinstance(model, nn.ModuleList) or any(_is_composite(kind, children))}
+        repeated = {cls for cls in map(type, children) if sum(type(child) is cls for child in children) > 1}
+        if not isinstance(model, nn.ModuleList):
+            repeated &= {type(child) for child in children if next(child.children(), None) is not None}
         inner = [child for child in children if type(child) not in repeated]
         return [child for child in children if type(child) in repeated] + [
             block for child in inner for block in find_repeated_blocks(child)
         ]
     return [block for child in model.children() for block in find_repeated_blocks(child)]
-
-
-def _is_composite(kind: type, children: list[nn.Module]) -> list[bool]:
-    """Return, for each of ``children`` of class ``kind``, whether it has modules below it."""
-    return [any(True for _ in child.children()) for child in children if type(child) is kind]

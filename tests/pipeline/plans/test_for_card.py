@@ -197,7 +197,7 @@ def test_in_python(net: nn.Module) -> None:
     estimates = found.summary.estimates
     assert estimates.planned.allocated_peak_bytes < estimates.original.allocated_peak_bytes
     assert memopt_cli.plan_of(net).segments == found.plan.segments != ()
-    with pytest.raises(OptionError, match="device and for_device exclude each other"):
+    with pytest.raises(OptionError, match="device cannot be combined with for_device"):
         memopt_cli.profile(net, "8x32", for_device=card, device="cuda:0")
     with pytest.raises(OptionError, match="not the name of a card"):
         memopt_cli.profile(net, "8x32", for_device=3)  # type: ignore[arg-type]

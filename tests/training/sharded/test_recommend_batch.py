@@ -197,9 +197,9 @@ def test_a_share_of_unknown_memory_is_refused_before_the_model_is_built() -> Non
         ("8", ("--memory", "90%"), "the memory of a rank's device is not known"),
         ("8", ("--global-batch", "64"), "--global-batch cannot be used with --ranks"),
         ("8", ("-o", "batch.yaml"), "--output cannot be used with --ranks"),
-        ("8", ("--replicas", "1:4"), "a comparison of copies needs steps that run"),
-        ("8", ("--search",), "a search needs steps that run"),
-        ("8", ("--objective", "throughput"), "the throughput needs steps that run"),
+        ("8", ("--replicas", "1:4"), "--replicas needs steps that run"),
+        ("8", ("--search",), "--search needs steps that run"),
+        ("8", ("--objective", "throughput"), "--objective throughput needs steps that run"),
         ("8", ("--device", "cuda"), "is predicted on the CPU"),
     ],
 )

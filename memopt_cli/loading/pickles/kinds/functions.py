@@ -25,8 +25,8 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Role,
     Use,
     is_dunder,
+    is_inside,
     is_surrogate,
-    is_within,
     quote,
     resolve,
 )
@@ -68,7 +68,7 @@ class Functions:
         module, name = use.name.module, use.name.name
         if module in _OPERATOR_MODULES:
             return is_allowed(f"aten::{name}")
-        if any(is_within(module, package) and names.fullmatch(name) for package, names in _FUNCTION_MODULES.items()):
+        if any(is_inside(module, package) and names.fullmatch(name) for package, names in _FUNCTION_MODULES.items()):
             return True
         listed = {"builtins": _BUILTINS, "math": _MATH, "operator": _OPERATOR, "_operator": _OPERATOR}
         return name in listed.get(module, ()) or f"{module}.{name}" in _OPERATOR_OWNERS
@@ -91,7 +91,7 @@ class Functions:
 
 
 def _in_function_module(module: str) -> bool:
-    return any(is_within(module, package) for package in _FUNCTION_MODULES)
+    return any(is_inside(module, package) for package in _FUNCTION_MODULES)
 
 
 _KEPT_METHODS: Final = {
@@ -122,36 +122,36 @@ def _check_attribute(node: Built, graph: Graph) -> str:
     return "" if is_permitted else f"asks for the attribute {quote(name)} of {owner_name}"
 
 
-def _may_get_from_class(kind: type, name: str, graph: Graph) -> bool:
-    if issubclass(kind, enum.Enum):
-        return name in kind.__members__
-    if is_surrogate(kind):
+def _may_get_from_class(cls: type, name: str, graph: Graph) -> bool:
+    if issubclass(cls, enum.Enum):
+        return name in cls.__members__
+    if is_surrogate(cls):
         return name == "apply"
-    inner = _class_attribute(kind, name)
-    return _is_listed(kind, name, _KEPT_METHODS) or is_surrogate(inner) or (graph.trusts(kind) and not is_dunder(name))
+    inner = _class_attribute(cls, name)
+    return _is_listed(cls, name, _KEPT_METHODS) or is_surrogate(inner) or (graph.trusts(cls) and not is_dunder(name))
 
 
-def _class_attribute(kind: type, name: str) -> Any:
-    """Return the attribute ``name`` of the class ``kind``, unbound; for a static method its function."""
-    attribute = inspect.getattr_static(kind, name, None)
+def _class_attribute(cls: type, name: str) -> Any:
+    """Return the attribute ``name`` of the class ``cls``, unbound; for a static method its function."""
+    attribute = inspect.getattr_static(cls, name, None)
     return attribute.__func__ if isinstance(attribute, staticmethod) else attribute
 
 
-def _may_get_from_object(kind: type, name: str, graph: Graph) -> bool:
-    method = _class_attribute(kind, name)
+def _may_get_from_object(cls: type, name: str, graph: Graph) -> bool:
+    method = _class_attribute(cls, name)
     if not isinstance(method, types.FunctionType) or is_dunder(name):
         return False
-    is_forward = name == "forward" and issubclass(kind, nn.Module)
-    is_listed = any(_is_listed(kind, name, listed) for listed in (_KEPT_METHODS, _HOOK_METHODS))
-    return is_forward or is_listed or graph.trusts(kind)
+    is_forward = name == "forward" and issubclass(cls, nn.Module)
+    is_listed = any(_is_listed(cls, name, listed) for listed in (_KEPT_METHODS, _HOOK_METHODS))
+    return is_forward or is_listed or graph.trusts(cls)
 
 
-def _is_listed(kind: type, name: str, listed: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether the method ``name`` of ``kind``, a library's class, is ``listed`` and defined by the library."""
-    method = _class_attribute(kind, name)
+def _is_listed(cls: type, name: str, listed: Mapping[str, tuple[str, ...]]) -> bool:
+    """Return whether the method ``name`` of ``cls``, a library's class, is ``listed`` and defined by the library."""
+    method = _class_attribute(cls, name)
     home = str(getattr(method, "__module__", ""))
-    libraries = (library for library, names in listed.items() if name in names and is_within(kind.__module__, library))
-    return isinstance(method, types.FunctionType) and any(is_within(home, library) for library in libraries)
+    libraries = (library for library, names in listed.items() if name in names and is_inside(cls.__module__, library))
+    return isinstance(method, types.FunctionType) and any(is_inside(home, library) for library in libraries)
 
 
 def _inner_class(node: Built, graph: Graph) -> type | None:

@@ -75,8 +75,8 @@ class Graph(Protocol):
     def class_of(self, value: Any) -> type | None:
         """Return the class of the object ``value``, or ``value`` itself if it is a class; ``None`` for plain data."""
 
-    def trusts(self, kind: type) -> bool:
-        """Return whether the user vouched for the class ``kind``."""
+    def trusts(self, cls: type) -> bool:
+        """Return whether the user vouched for the class ``cls``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def resolve(wanted: Global) -> Any | Denied | Missing:
         return target
     except (Exception, SystemExit) as err:  # importing runs the package's code, which may raise anything
         lacks = str(err.name or "") if isinstance(err, ModuleNotFoundError) else ""
-        return Missing(first_line(err), "" if is_within(lacks, wanted.package) else lacks)
+        return Missing(first_line(err), "" if is_inside(lacks, wanted.package) else lacks)
 
 
 TOO_WIDE: Final = frozenset({*sys.stdlib_module_names, "torch", "memopt_cli"})
@@ -136,20 +136,20 @@ def by_name(use: Use, target: Any) -> Trust | None:
     return None if too_wide else Trust(globals=(str(use.name),))
 
 
-def is_within(module: str, package: str) -> bool:
+def is_inside(module: str, package: str) -> bool:
     """Return whether ``module`` is ``package``, or inside it."""
     return module == package or module.startswith(package + ".")
 
 
-def is_callable(kind: type) -> bool:
-    """Return whether objects of the class ``kind`` can be called."""
-    return any("__call__" in vars(base) for base in kind.__mro__)
+def is_callable(cls: type) -> bool:
+    """Return whether objects of the class ``cls`` can be called."""
+    return any("__call__" in vars(base) for base in cls.__mro__)
 
 
 def is_surrogate(target: Any) -> bool:
     """Return whether ``target`` is a class of surrogate gradients of snnTorch."""
     is_function = isinstance(target, type) and issubclass(target, torch.autograd.Function)
-    return is_function and is_within(target.__module__, "snntorch")
+    return is_function and is_inside(target.__module__, "snntorch")
 
 
 def quote(value: Any) -> str:
@@ -202,8 +202,8 @@ def set_attributes(target: Any, state: Any) -> None:
         object.__setattr__(target, name, value)
 
 
-def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Return the reason why an object of ``kind`` must not have the attributes ``entries``; an empty string if it may.
+def shadowing(cls: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
+    """Return the reason why an object of ``cls`` must not have the attributes ``entries``; an empty string if it may.
 
     An attribute hides the method of its name, so a callable would run in the method's place.
     """
@@ -211,13 +211,13 @@ def shadowing(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
         if not isinstance(name, str) or not name.isprintable():
             return f"has an attribute named {quote(name)}"
         runs = graph.role_of(value) in ("module", "callable", "hook", "named")
-        if is_dunder(name) and (runs or not graph.trusts(kind)):
+        if is_dunder(name) and (runs or not graph.trusts(cls)):
             return f"has {name} among its attributes"
-        if name == _LAZY_CLASS_ATTRIBUTE and not graph.trusts(kind):
+        if name == _LAZY_CLASS_ATTRIBUTE and not graph.trusts(cls):
             return f"has {name} among its attributes, a class that would replace its own"
-        own = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        own = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
         hides = runs and own is not None
-        if (hides or (_is_method(own) and not graph.trusts(kind))) and not _is_own_method(value, name):
+        if (hides or (_is_method(own) and not graph.trusts(cls))) and not _is_own_method(value, name):
             return f"replaces its method {name} by an attribute"
     return ""
 

@@ -31,8 +31,8 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Use,
     by_name,
     is_callable,
+    is_inside,
     is_surrogate,
-    is_within,
     plain_entries,
     quote,
     resolve,
@@ -135,7 +135,7 @@ class Libraries:
     def claims(self, use: Use) -> bool:
         """Return whether one of the libraries has the name of ``use``, outside of its programs and examples."""
         is_program = {"__main__", "examples"} & {*use.name.module.split(".")}
-        return any(is_within(use.name.module, library) for library in self.libraries) and not is_program
+        return any(is_inside(use.name.module, library) for library in self.libraries) and not is_program
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for ``use``: a module, hook, enum, named tuple, settings, or a class held as a value."""
@@ -145,7 +145,7 @@ class Libraries:
         remedy = by_name(use, cls)
         if not isinstance(cls, type):
             return Denied("is a function", remedy)
-        if not any(is_within(cls.__module__, library) for library in self.libraries):
+        if not any(is_inside(cls.__module__, library) for library in self.libraries):
             return Denied(f"is not defined in {use.name.package} but in {cls.__module__}", remedy)
         recipe = {"created": _recipe_for_object, "called": _recipe_for_call, "held": self._recipe_for_class}[use.how](
             cls
@@ -154,7 +154,7 @@ class Libraries:
 
     def _recipe_for_class(self, cls: type) -> Recipe | None:
         own = (*LAYER_PACKAGES, *(library for library in self.libraries if library not in LIBRARIES))
-        is_layer = issubclass(cls, _LAYER_BASES) and any(is_within(cls.__module__, package) for package in own)
+        is_layer = issubclass(cls, _LAYER_BASES) and any(is_inside(cls.__module__, package) for package in own)
         if is_layer or is_surrogate(cls) or issubclass(cls, enum.Enum):
             return Recipe(make=lambda: cls, role="callable", kind=cls)
         is_named = issubclass(cls, nn.Module) or _is_settings(cls) or _is_named_tuple(cls)
@@ -198,7 +198,7 @@ _HELPERS: Final = (
 
 
 def _is_settings(cls: type) -> bool:
-    if any(is_within(cls.__module__, package) for package in _HELPERS):
+    if any(is_inside(cls.__module__, package) for package in _HELPERS):
         return True
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
     is_plain = dataclasses.is_dataclass(cls) and not is_callable(cls) and not hasattr(cls, "__setstate__")
@@ -296,12 +296,12 @@ def check_module(node: Built, graph: Graph) -> str:
     return _check_layers(kind, entries) or check_attributes(kind, entries, graph)
 
 
-def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
+def _check_layers(cls: type, entries: list[tuple[Any, Any]]) -> str:
     """Return the reason why a recurrent layer must not have this ``num_layers``; an empty string if it may.
 
     The layer loops over that number, so it must not exceed the number of its parameters.
     """
-    if not issubclass(kind, nn.RNNBase):
+    if not issubclass(cls, nn.RNNBase):
         return ""
     state = dict(entries)
     layers = state.get("num_layers")
@@ -310,11 +310,11 @@ def _check_layers(kind: type, entries: list[tuple[Any, Any]]) -> str:
     return "" if is_plausible else f"has {quote(layers)} layers and {len(parameters)} parameters"
 
 
-def check_attributes(kind: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Return the reason why a module of ``kind`` must not have the attributes ``entries``; an empty string: it may."""
+def check_attributes(cls: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
+    """Return the reason why a module of ``cls`` must not have the attributes ``entries``; an empty string: it may."""
     for name, value in entries:
         register = REGISTERS.get(name) if isinstance(name, str) else None
-        reason = register(name, value, graph) if register else shadowing(kind, [(name, value)], graph)
+        reason = register(name, value, graph) if register else shadowing(cls, [(name, value)], graph)
         if reason:
             return reason
     return ""

@@ -26,7 +26,7 @@ from memopt_cli.loading.pickles.kinds.interface import (
     Recipe,
     Use,
     by_name,
-    is_within,
+    is_inside,
     resolve,
 )
 from memopt_cli.loading.pickles.kinds.modules import check_module, fill
@@ -35,7 +35,7 @@ from memopt_cli.loading.user_code import UserCode, is_session
 from memopt_cli.records import Trust
 
 UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
-"""Name of a script in suggestions where the right one is not known: it may have been a session, which left none."""
+"""Placeholder in suggestions for a script that is not known; if a session saved the file, there is none."""
 _MAX_SCRIPTS = 100
 """Maximum number of files of the current folder that are searched for a class."""
 _MAX_SCRIPT_BYTES = 1 << 20
@@ -51,7 +51,7 @@ Definition = Literal["class", "def", ""]
 
 @dataclass(frozen=True, slots=True)
 class Vouched:
-    """The kind of objects of a package, script or name that the user vouched for.
+    """The :class:`ObjectKind` of names that the user vouched for: singly, by package, or by script.
 
     Trust in a package covers its classes, and its functions as values.  A function that the file calls must be named
     by itself, since its arguments come from the file.  A module is audited as any other: its class is trusted, but its
@@ -65,9 +65,9 @@ class Vouched:
         """Return whether the user vouched for the name of ``use``."""
         return self._vouches(use.name)
 
-    def vouches(self, kind: type) -> bool:
-        """Return whether the user vouched for the class ``kind``, which was imported."""
-        return self._vouches(Global(kind.__module__, kind.__qualname__))
+    def vouches(self, cls: type) -> bool:
+        """Return whether the user vouched for the class ``cls``, which was imported."""
+        return self._vouches(Global(cls.__module__, cls.__qualname__))
 
     def _vouches(self, name: Global) -> bool:
         packages = frozenset(self.trust.packages) - TOO_WIDE
@@ -85,7 +85,7 @@ class Vouched:
         named = str(use.name) in self.trust.globals
         if not named and not own:
             home = str(getattr(target, "__module__", ""))
-            if not any(is_within(home, package) for package in self.trust.packages):
+            if not any(is_inside(home, package) for package in self.trust.packages):
                 return Denied(
                     f"is not defined in {use.name.package} but in {home or 'no package'}", by_name(use, target)
                 )
@@ -137,8 +137,8 @@ def _defined_here(wanted: Global) -> bool:
 def scripts_with(wanted: Collection[Global]) -> dict[Global, Path]:
     """Return name -> script or notebook of this folder to suggest, for each of ``wanted``, names of ``__main__``.
 
-    One script saved the file, so a source that defines all of them is preferred.  Where the sources leave a choice, or
-    miss a name, none is suggested, but :data:`UNKNOWN_SCRIPT`: a source of some names would not load the file.
+    One script saved the file, so a source that defines all of them is preferred.  If several fit, or a name is in
+    none, :data:`UNKNOWN_SCRIPT` stands for all: a source of only some names would not load the file.
     The search reads sources; it runs no script.
     """
     names = [name for name in wanted if not _defined_here(name)]
@@ -162,7 +162,7 @@ def _sources_with(wanted: Global, pattern: str) -> list[Path]:
 
 
 def defined_as(path: Path, wanted: Global) -> Definition:
-    """Return the keyword with which the source at ``path`` defines ``wanted``; empty if it does not.
+    """Return the keyword that defines ``wanted`` in the source at ``path``; empty if there is none.
 
     The source is read, not imported.
     """
@@ -204,7 +204,7 @@ def _cells(notebook: bytes) -> list[str]:
 def _defined_in(source: str | bytes) -> Iterator[tuple[str, Definition]]:
     """Yield the name and kind of each definition at the top level of ``source``, even under an ``if`` or ``try``."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the user's source, such as a wrong escape in a string
+        with warnings.catch_warnings(action="ignore"):  # the user's source may have a wrong escape in a string
             pending: list[ast.AST] = [ast.parse(source)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
