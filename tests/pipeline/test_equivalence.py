@@ -1260,5 +1260,9 @@ def test_each_side_has_the_code_of_its_own_checkout(tmp_path: Path, monkeypatch:
         one = compare(main, other, "main/src")
         assert one.passed
         assert "seglab: both models import it from main/src." in one.notes
+        shutil.move("branch/src", "branch/lib")  # where memopt does not look for it
+        (note,) = (note for note in compare(main, branch, "main/src").notes if note.startswith("seglab: both models"))
+        assert "code of it in branch is not compared" in note
+        shutil.move("branch/lib", "branch/src")
         shutil.copy("main/src/seglab/net.py", "branch/src/seglab/net.py")
         assert compare(main, branch, "main/src").passed  # the code is the same in both

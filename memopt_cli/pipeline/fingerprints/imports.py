@@ -9,7 +9,7 @@ from __future__ import annotations
 import filecmp
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from memopt_cli.errors import UsageError
@@ -49,9 +49,22 @@ def import_notes(
         if folder != other:
             sides = f"the reference imports it from {_shown(folder)}, the candidate from {_shown(other)}"
             notes.append(f"{format_some(names, _SHOWN)}: {sides}.")
-        elif files[0].parent != files[1].parent and not any(part in _INSTALLED for part in folder.parts):
-            notes.append(f"{format_some(names, _SHOWN)}: both models import it from {_shown(folder)}.")
+        elif {file.parent for file in files} != {folder} and not any(part in _INSTALLED for part in folder.parts):
+            notes.append(
+                f"{format_some(names, _SHOWN)}: both models import it from {_shown(folder)}{_side(folder, files)}."
+            )
     return tuple(notes)
+
+
+def _side(folder: Path, files: Sequence[Path]) -> str:
+    """Return what to do if ``folder`` lies in the checkout of one of the two ``files`` alone; else an empty string."""
+    common = Path(os.path.commonpath([file.parent for file in files]))
+    checkouts = [common.joinpath(*file.parent.relative_to(common).parts[:1]) for file in files]
+    inside = [folder.is_relative_to(checkout) for checkout in checkouts]
+    if common in checkouts or not any(inside):
+        return ""
+    other = _shown(checkouts[inside.index(False)])
+    return f", and code of it in {other} is not compared: if there is any, name its folder by a second `--code-path`"
 
 
 def _sources(modules: Mapping[str, str], own: Path) -> dict[str, dict[Path, set[Path]]]:

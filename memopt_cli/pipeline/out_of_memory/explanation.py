@@ -241,6 +241,8 @@ def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> I
         "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which makes glibc's malloc give freed memory "
         "back, at the price of slower steps."
     )
+    if "RLIMIT_AS" in error.limit:
+        malloc += " MALLOC_ARENA_MAX=1 keeps it from reserving 64 MiB of addresses for each further thread."
     kept_bytes = error.allocated_bytes - explanation.needed_bytes
     if explanation.header is not None and kept_bytes > _KEPT_SHARE * error.allocated_bytes:
         yield (
