@@ -220,7 +220,7 @@ def user_code(name: str) -> Iterator[None]:
     """Run the user's code with the command line of ``python name``: memopt's arguments mean nothing to its parser.
 
     Raises :class:`RuntimeError` before the first step of the optimizer if a file that it imports trains a model, and
-    before the code writes over a file, perhaps the weights that memopt was given.  If the code exits, the error gets a
+    before it writes over a file, perhaps the weights that memopt was given.  If the code exits, the error gets a
     note with the last line that it wrote to stderr, which tells why.
     """
     arguments, sys.argv = sys.argv, [name]
@@ -230,7 +230,8 @@ def user_code(name: str) -> Iterator[None]:
         with _files_kept():
             yield
     except _StoppedError as err:
-        atexit.register(_files_kept().__enter__)  # before functions that the code has registered, which may save
+        if not is_session(sys.modules["__main__"]):  # else functions of the user's own process may save at its exit
+            atexit.register(_keep_files_at_exit)  # called before those that the script has registered
         raise RuntimeError(str(err)).with_traceback(err.__traceback__) from None
     except SystemExit as err:
         if written := heard.text.strip():
@@ -256,7 +257,7 @@ def _refuse_training(*_: object) -> None:
 
 @contextlib.contextmanager
 def _files_kept() -> Iterator[None]:
-    """Raise :class:`_StoppedError` in the ``with`` block before a file is written over."""
+    """Raise :class:`_StoppedError` in the ``with`` block before an import writes over a file."""
     global _audits
     if not _audits:
         sys.addaudithook(_audit)  # which cannot be removed
@@ -274,6 +275,16 @@ _keeping: Final[list[None]] = []
 """An entry for each block that runs now in which no file may be written over."""
 
 
+def _keep_files_at_exit() -> None:
+    """Let a script that was stopped write over no file in functions that Python calls at its exit."""
+    _kept_at_exit.append(_files_kept())
+    _kept_at_exit[0].__enter__()
+
+
+_kept_at_exit: Final[list[contextlib.AbstractContextManager[None]]] = []
+"""The block that begins when a process with a stopped script exits, and never ends."""
+
+
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if _keeping and event == "open":
         path, _, flags = arguments
@@ -283,10 +294,14 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _refuse_overwriting(path: str) -> None:
     """Raise :class:`_StoppedError` if ``path`` is a file with contents, outside of hidden folders and caches."""
+    if not (_kept_at_exit or is_importing()):
+        return
     whole = os.path.abspath(path)
     is_cache = any(part.startswith((".", "__pycache__")) for part in whole.split(os.sep))
     if not is_cache and os.path.isfile(whole) and os.path.getsize(whole):
-        raise _StoppedError(f"the code writes over {os.path.basename(path)}; memopt stopped it before that")
+        raise _StoppedError(
+            f"a file that is imported writes over {os.path.basename(path)}; memopt stopped it before that"
+        )
 
 
 class _Heard:

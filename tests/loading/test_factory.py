@@ -108,22 +108,28 @@ def test_a_script_that_writes_over_a_file_where_it_is_imported_is_stopped(folder
     torch.save(nn.Linear(2, 3).state_dict(), "w.pth")
     before = Path("w.pth").read_bytes()
     (folder / "user_saving.py").write_text(f"{CODE}\nimport torch\ntorch.save(1, 'new.pth')\n{line}")
-    with pytest.raises(MemoptError, match=r"the code writes over w.pth; memopt stopped it .*user_saving.py, line"):
+    with pytest.raises(MemoptError, match=r"imported writes over w.pth; memopt stopped it .*user_saving.py, line"):
         load_model(ModelSource(location="user_saving.py:make", weights="w.pth"))
     assert Path("w.pth").read_bytes() == before
     assert Path("new.pth").exists()
     torch.save(1, "w.pth")  # outside of the import
+    (folder / "user_building.py").write_text(
+        "import torch\ndef make():\n    torch.save(1, 'w.pth')\n    return torch.nn.ReLU()"
+    )
+    for _ in range(2):  # each subprocess builds the model
+        load_model(ModelSource(location="user_building.py:make"))
 
 
+@pytest.mark.process
 def test_what_a_script_that_is_stopped_saves_at_its_exit_is_not_written(folder: Path) -> None:
     (folder / "w.pth").write_text("weights")
     (folder / "user_saving.py").write_text(
         f"{CODE}\nimport atexit, torch\natexit.register(torch.save, 1, 'w.pth')\n"
         "try:\n    open('w.pth', 'w')\nfinally:\n    torch.save(1, 'w.pth')"
     )
-    code = "from memopt_cli.loading.user_function import user_function; user_function('user_saving.py:make', 'MODEL')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "the code writes over w.pth" in done.stderr
+    command = [sys.executable, "-m", "memopt_cli", "profile", "user_saving.py:make", "-i", "4x2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "imported writes over w.pth" in done.stderr
     assert (folder / "w.pth").read_text() == "weights"
 
 

@@ -115,9 +115,13 @@ class ChangeTrials:
             suggestions = [*self._attempt("A plan and micro-batches", self._try_plan_and_micro_batches)]
         if not suggestions and self._may_autocast:
             suggestions = [*self._attempt("A plan and autocast to bfloat16", self._try_plan_under_autocast)]
-        return tuple(
-            sorted(suggestions, key=lambda s: (s.change == "autocast", math.inf if s.seconds is None else s.seconds))
-        )
+        return tuple(sorted(suggestions, key=self._rank))
+
+    def _rank(self, suggestion: Suggestion) -> tuple[int, float]:
+        """Return a key by which exact changes come first, then other training steps, then rounding; then by time."""
+        is_other_step = suggestion.change == "micro-batches" and self._prepared.facts.batch_norms
+        kind = 2 if suggestion.change == "autocast" else int(is_other_step)
+        return kind, math.inf if suggestion.seconds is None else suggestion.seconds
 
     def _attempt(self, name: str, attempt: Callable[[], Iterator[Suggestion]]) -> Iterator[Suggestion]:
         try:

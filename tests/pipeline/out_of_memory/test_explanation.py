@@ -39,6 +39,7 @@ from memopt_cli.records import (
     SegmentPlan,
     StepSettings,
     StepTrace,
+    Suggestion,
     TensorSpec,
     Trust,
     break_down,
@@ -617,6 +618,28 @@ def test_one_sample_is_not_offered_in_micro_batches(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(trial, name, lambda **_: iter(()))
     assert trial.suggestions(0, 0) == ()
     assert trial.refused == ["Micro-batches: the batch has one sample, which cannot be split."]
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_exact_changes_come_before_another_training_step(norms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(source=ModelSource(location="net.pt"), spec=SPEC, settings=StepSettings())
+    facts = SimpleNamespace(format="pickle", batch_norms=norms)
+    prepared = SimpleNamespace(subject=subject, notes=(), batch=2, facts=facts)
+    trial = ChangeTrials(ExplainRequest(source=None), prepared, 1 << 20)  # type: ignore[arg-type]
+
+    def found(change: str, seconds: float) -> Any:
+        tried = Suggestion(change=change, text="", command="", predicted_bytes=None, peak_bytes=1, seconds=seconds)  # type: ignore[arg-type]
+        return lambda *_, **__: iter((tried,))
+
+    for name, change, seconds in (
+        ("plan", "plan", 3.0),
+        ("micro_batches", "micro-batches", 2.0),
+        ("autocast", "autocast", 1.0),
+    ):
+        monkeypatch.setattr(trial, f"_try_{name}", found(change, seconds))
+    monkeypatch.setattr(trial, "_try_sending", lambda: iter(()))
+    first = ["plan", "micro-batches"] if norms else ["micro-batches", "plan"]
+    assert [said.change for said in trial.suggestions(0, 0)] == [*first, "autocast"]
 
 
 def test_where_one_sample_does_not_fit_each_figure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
