@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -231,7 +232,8 @@ def user_code(name: str) -> Iterator[None]:
             yield
     except _StoppedError as err:
         if not is_session(sys.modules["__main__"]):  # else functions of the user's own process may save at its exit
-            atexit.register(_keep_files_at_exit)  # called before those that the script has registered
+            # Called before those that the script has registered.
+            atexit.register(_at_exit.enter_context, _files_kept(_always))
         raise RuntimeError(str(err)).with_traceback(err.__traceback__) from None
     except SystemExit as err:
         if written := heard.text.strip():
@@ -256,33 +258,31 @@ def _refuse_training(*_: object) -> None:
 
 
 @contextlib.contextmanager
-def _files_kept() -> Iterator[None]:
-    """Raise :class:`_StoppedError` in the ``with`` block before an import writes over a file."""
-    global _audits
-    if not _audits:
-        sys.addaudithook(_audit)  # which cannot be removed
-        _audits = True
-    _keeping.append(None)
+def _files_kept(applies: Callable[[], bool] = is_importing) -> Iterator[None]:
+    """Raise :class:`_StoppedError` in the ``with`` block before a file is written over where ``applies()`` is true."""
+    _add_audit_hook()
+    _keeping.append(applies)
     try:
         with saving_checked(_refuse_overwriting):
             yield
     finally:
-        _keeping.pop()
+        _keeping.remove(applies)
 
 
-_audits = False
-_keeping: Final[list[None]] = []
-"""An entry for each block that runs now in which no file may be written over."""
+_keeping: Final[list[Callable[[], bool]]] = []
+"""Functions that return whether a file may not be written over now, one for each block of :func:`_files_kept`."""
+_at_exit: Final = contextlib.ExitStack()
+"""Holds the block that begins when a process with a stopped script exits, and never ends."""
 
 
-def _keep_files_at_exit() -> None:
-    """Let a script that was stopped write over no file in functions that Python calls at its exit."""
-    _kept_at_exit.append(_files_kept())
-    _kept_at_exit[0].__enter__()
+def _always() -> bool:
+    return True
 
 
-_kept_at_exit: Final[list[contextlib.AbstractContextManager[None]]] = []
-"""The block that begins when a process with a stopped script exits, and never ends."""
+@functools.cache
+def _add_audit_hook() -> None:
+    """Watch the files that Python opens from now on; the hook cannot be removed, so it is added once."""
+    sys.addaudithook(_audit)
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
@@ -294,7 +294,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _refuse_overwriting(path: str) -> None:
     """Raise :class:`_StoppedError` if ``path`` is a file with contents, outside of hidden folders and caches."""
-    if not (_kept_at_exit or is_importing()):
+    if not any(applies() for applies in _keeping):
         return
     whole = os.path.abspath(path)
     is_cache = any(part.startswith((".", "__pycache__")) for part in whole.split(os.sep))
@@ -361,9 +361,8 @@ def find_spec(
 def imported_files() -> dict[str, str]:
     """Return the name of each module that is imported, with its file; without the standard library, PyTorch, memopt."""
     others = {*sys.stdlib_module_names, "torch", "memopt_cli", "__main__", "__mp_main__"}
-    own = os.path.dirname(
-        os.__file__
-    )  # also has modules of other names, such as _sysconfigdata__linux_x86_64-linux-gnu
+    # It also has modules of names that are not listed, such as _sysconfigdata__linux_x86_64-linux-gnu.
+    own = os.path.dirname(os.__file__)
     named = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     return {
         name: file

@@ -361,6 +361,10 @@ class RoundedJob(StepJob[Fingerprint]):
     max_bytes: ClassVar[int] = PER_TENSOR
 
 
+NEAR_SHARE = 0.05
+"""A slowdown is near the limit if it differs from it by at most this share: it may be on the other side."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedInTurns:
     """Wall times in seconds of steps of the original and under plans, taken in turns in one process."""

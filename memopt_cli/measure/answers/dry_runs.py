@@ -34,9 +34,6 @@ from memopt_cli.training.step import Step
 _USE_DATA = "Check the inputs. If they are right, use a batch that fits, without `--fake` if you gave it."
 _MAX_HOLDERS = 400
 """Maximum number of modules that a dry run names: where no plan fits, they must account for most of its peak."""
-_CPU_RECOMPUTE_FACTOR = 1.2
-"""Seconds of a recomputed operator divided by those in forward, on the CPU, whose caches hold other tensors by then.
-Measured: 1.15 in a ViT, 1.2 in a GPT and a BERT, 1.3 in a ResNet, 1.35 in a U-Net, 1.4 in a GPT-2."""
 
 
 def trace_step(bench: Bench, job: TraceJob) -> Traced:
@@ -225,9 +222,12 @@ def _with_seconds(bench: Bench, plan: Plan, traced: Traced) -> Traced:
     if not times:
         return traced
     device = bench.settings.device
-    rate, overhead = trace.packing_bytes_per_s(device), trace.segment_overhead(device)
-    factor = _CPU_RECOMPUTE_FACTOR if device == "cpu" else 1.0
-    rated = replace(traced.trace, packing_bytes_per_s=rate, segment_overhead=overhead, recompute_factor=factor)
+    rated = replace(
+        traced.trace,
+        packing_bytes_per_s=trace.packing_bytes_per_s(device),
+        segment_overhead=trace.segment_overhead(device),
+        recompute_factor=trace.recompute_factor(device),
+    )
     if bench.subject.place != "device":
         rated = trace.with_link(rated, bench.subject.place, device)
     recorded, no_seconds = trace.with_seconds(rated, times)

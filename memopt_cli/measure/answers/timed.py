@@ -28,7 +28,16 @@ from memopt_cli.measure.answers.dry_runs import codecs_for, operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.without_data import count_step_bytes, require_room
 from memopt_cli.measure.answers.workspaces import full_workspaces, workspaces_seen
-from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, ProbeJob, RoundedJob, TimedInTurns, TimeInTurnsJob
+from memopt_cli.measure.jobs import (
+    NEAR_SHARE,
+    ORIGINAL,
+    Measured,
+    MeasureJob,
+    ProbeJob,
+    RoundedJob,
+    TimedInTurns,
+    TimeInTurnsJob,
+)
 from memopt_cli.records import (
     UPDATE_PHASES,
     BatchProbe,
@@ -57,8 +66,6 @@ _MAX_STEPS = 20
 """Timing of short steps stops after this many seconds in total, or this many steps."""
 _HOPELESS_FACTOR = 3
 """Factor: a plan that exceeds the allowed slowdown so many times in the first turn is not timed again."""
-_NEAR_SHARE = 0.05
-"""A slowdown is near the limit if it differs from it by at most this share."""
 _NEAR_TURNS = 5
 """Minimum number of turns of a plan near the limit.  On a busy machine, three turns gave 1.35, and other turns 1.14 and
 1.13, where 1.33 was allowed."""
@@ -213,7 +220,7 @@ def _is_near(pairs: Sequence[tuple[float, float]], most: int, max_slowdown: floa
     if max_slowdown is None or len(pairs) >= most:
         return False
     slowdown, error = slowdown_in(pairs)
-    least = _NEAR_SHARE * max_slowdown if len(pairs) < _NEAR_TURNS else 0.0
+    least = NEAR_SHARE * max_slowdown if len(pairs) < _NEAR_TURNS else 0.0
     return abs(slowdown - max_slowdown) < max(least, error)
 
 

@@ -21,7 +21,7 @@ from memopt_cli.text.units import format_some
 _INSTALLED = ("site-packages", "dist-packages")
 """Names of the folders of installed packages."""
 _SHOWN = 3
-"""Most packages that a note lists."""
+"""Maximum number of packages that a note lists."""
 
 
 def import_notes(

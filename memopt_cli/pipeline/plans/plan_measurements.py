@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
+from memopt_cli.measure.jobs import NEAR_SHARE, ORIGINAL, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
@@ -19,8 +19,6 @@ _DOUBT_SHARE = 0.1
 """A plan is timed again if its measured slowdown differs from the predicted one by more than this share."""
 _DOUBT_SHARE_WITHOUT_LIMIT = 0.2
 """Larger share for plans slower than predicted if any slowdown is allowed: the number is only reported then."""
-_LIMIT_SHARE = 0.95
-"""A plan whose measured slowdown is more than this share of the limit is timed again: it may be above the limit."""
 _UNUSABLE_SLOWDOWN = 10.0
 """If any slowdown is allowed, plans slower than this are not timed again: nobody needs the exact number."""
 
@@ -142,7 +140,8 @@ def _is_in_doubt(row: LevelRow, original: Measurement, max_slowdown: float) -> b
         return False
     predicted = row.predicted_slowdown or slowdown
     slower_share = _DOUBT_SHARE_WITHOUT_LIMIT if math.isinf(max_slowdown) else _DOUBT_SHARE
-    return slowdown > _LIMIT_SHARE * max_slowdown or not 1 - _DOUBT_SHARE <= slowdown / predicted <= 1 + slower_share
+    is_as_predicted = 1 - _DOUBT_SHARE <= slowdown / predicted <= 1 + slower_share
+    return slowdown > (1 - NEAR_SHARE) * max_slowdown or not is_as_predicted
 
 
 def measurement_in(answer: Measured | Failure) -> Measurement | Failure:
