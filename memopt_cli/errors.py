@@ -95,7 +95,7 @@ class UnsafeFileError(FileError):
 
     exit_code = 4
     trusted_with = ""
-    """Flags that the user loaded the same file with before; empty if none are known."""
+    """Flags that the user loaded the same file with before; empty if no such flags are known."""
 
 
 class PlanError(FileError):

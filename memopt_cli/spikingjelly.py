@@ -142,7 +142,7 @@ def memory_optimization(
     of the first tensor is the batch), and verified against the original.  Without ``dummy_input``, level 1 measures
     nothing, and verifies the plan on inputs guessed from the first layers; a note reports it if the model rejects them.
 
-    If a plan was searched for and none is applied, a warning has the reason.  A plan that ``net`` already carries is
+    If a search finds no plan to apply, a warning has the reason.  A plan that ``net`` already carries is
     removed first, and put back if this call fails.
 
     Parameters
@@ -167,9 +167,9 @@ def memory_optimization(
     example_forward:
         A function that runs a copy of ``net``, instead of ``dummy_input``; memopt takes the inputs of its first call.
     split_fn:
-        A function that returns, for a module that may be a segment, the submodules that may be segments in its place
-        from level 2 on (no submodule inside another).  memopt calls it again with each of them, and does not split a
-        part without the attributes that it reads.  By default every submodule may.
+        A function from a possible segment to its submodules that may be segments in its place from level 2 on (no
+        submodule inside another).  memopt calls the function again with each of them, and does not split a part without
+        the attributes that the function reads.  By default every submodule may be a segment.
     can_chunk:
         A function that returns whether a module may run in chunks.  memopt still tests whether chunks compute the same.
     process_group:

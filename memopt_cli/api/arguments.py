@@ -127,8 +127,8 @@ def check_card(
 ) -> DeviceProfile | None:
     """Return the card that ``for_device`` names, a device that this machine need not have; ``None`` if it is ``None``.
 
-    Raises :class:`UsageError` for an unknown card; :class:`OptionError` if ``for_device`` has another type, or if
-    ``device`` names a device to run on.
+    Raises :class:`UsageError` for an unknown card; :class:`OptionError` if ``for_device`` has the wrong type, or
+    if ``device`` names a device to run on.
     """
     if for_device is None or isinstance(for_device, DeviceProfile):
         card = for_device

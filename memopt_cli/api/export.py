@@ -28,7 +28,7 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     # The list goes into comments, not into the docstring: a module's name may contain quotes that would end the
     # docstring.  It cannot end a comment, since printable() escapes line breaks.
     left_out = [f"# - {printable(reason)}" for reason in (*_by_length(whole), *_left_out(plan))]
-    head = ["# Left out, having no plain form:", *left_out, ""] if left_out else []
+    head = ["# Left out, since plain PyTorch cannot do it:", *left_out, ""] if left_out else []
     source = inspect.getsource(plain)
     table = {s.path: () if _keeps_around_others(s, plan) else s.keep for s in plan.segments if not s.through_loss}
     return "\n".join([*head, source.replace(": dict[str, tuple[str, ...]] = {}", _table_code(table), 1)])
@@ -75,6 +75,6 @@ def _left_out(plan: Plan) -> Iterator[str]:
         if segment.compressor != "null":
             yield f"{path}: its input is stored as it is, not packed ({segment.compressor})"
         if segment.spatial_split:
-            yield f"{path}: what __spatial_split__ returns is not split"
+            yield f"{path}: the modules that __spatial_split__ returns are not separate segments"
         if _keeps_around_others(segment, plan):
-            yield f"{path}: outputs are not kept ({', '.join(segment.keep)})"
+            yield f"{path}: recomputes outputs that the plan keeps ({', '.join(segment.keep)})"

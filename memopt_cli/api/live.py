@@ -170,7 +170,7 @@ def optimize(
         Log the course of the search, by the logger ``memopt_cli``.
 
     Parameters, gradients, buffers, random numbers and the mode stay as they are; a plan that the model carries is
-    replaced by the plan that is found, and stays if none is.
+    replaced by the plan that is found, and stays if no plan is found.
 
     Ctrl-C ends the search, and the best plan so far is measured, verified and applied; a second one, or one before any
     plan was found, is a ``KeyboardInterrupt``, which leaves the model as it was.
@@ -447,7 +447,7 @@ def check(
     ``fail_on``: how much a metric may grow, ``"peak:5%"``.  The settings of the step come from the baseline; only code
     has to be given again: the loss, and an optimizer that is a function.  ``passed`` of the result is whether no
     metric grew by more than that; ``result.exceeded`` lists those that did.  Raises ``BaselineError`` if the baseline
-    is missing, or describes another step.
+    is missing, or describes a different step.
     """
     limits = tuple(map(parse_limit, check_names("fail_on", fail_on)))
     if not limits:
@@ -486,7 +486,7 @@ def _search(
 
 
 def _advise(request: OptimizeRequest, prepared: Prepared, findings: Findings) -> BatchAdvice | BatchEstimate | None:
-    """Return the batch that fits under the plan of ``findings``; ``None`` if none is wanted, or on Ctrl-C."""
+    """Return the batch that fits under the plan of ``findings``; ``None`` if no advice is wanted, or on Ctrl-C."""
     if not findings.wants_batch_advice(request):
         return None
     try:

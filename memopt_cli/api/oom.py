@@ -38,7 +38,7 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
     ``path``: the files' path without ending.  ``.log`` gets the traceback, and on Linux the process's size and limits
     if the CPU's memory ran out.  On a GPU, ``.snapshot.pickle`` gets the allocator's snapshot: which line of code
     allocated what, since stacks are recorded in the ``with`` block.  Existing files are replaced.  A note on the error
-    has the command to type.  Raises ``OptionError`` for a path of another type.
+    has the command to type.  Raises ``OptionError`` for a path of the wrong type.
     """
     base = check_path("path", path)
     if not torch.cuda.is_available():

@@ -73,7 +73,7 @@ def verify(
     ----------
     reference, candidate:
         The same model twice, with the same parameters, or two functions that each make a ``memopt_cli.Step``.
-        The candidate trains in another way: with checkpoints, compiled, under a plan.
+        The candidate trains differently: with checkpoints, compiled, or under a plan.
     inputs, dims:
         The inputs of a step, as for ``memopt_cli.optimize``.
     steps:

@@ -92,11 +92,11 @@ def _check_optimizer(optimizer: Optimizer) -> None:
 
 
 @contextlib.contextmanager
-def _off_the_last_step(model: nn.Module) -> Iterator[None]:
+def _detached_from_last_step(model: nn.Module) -> Iterator[None]:
     """Detach the state of ``model`` from the previous step's graph in the ``with`` block, and restore it afterwards.
 
-    Membrane voltages of a spiking network that was trained and not reset still have that graph, which PyTorch has
-    freed: backward of the first step here would fail ("Trying to backward through the graph a second time").
+    Membrane voltages of a spiking network that was trained and not reset still refer to that graph, which PyTorch
+    has freed: backward of the first step here would fail ("Trying to backward through the graph a second time").
     """
     before = ModuleState(model)
     detach_state(model)
@@ -129,7 +129,7 @@ def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any],
     device = str(tensors[0].device) if tensors else "cpu"
     step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(device=device), loss=loss)
     batch = next((len(t) for t in tensors if t.dim()), 1)
-    with gradients_kept(model), generators_kept(), _off_the_last_step(model), _hint_on_verify(args):
+    with gradients_kept(model), generators_kept(), _detached_from_last_step(model), _hint_on_verify(args):
         install = functools.partial(apply.apply_plan, plan=plan)
         resize = functools.partial(first_samples, args, kwargs)
         verification = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)

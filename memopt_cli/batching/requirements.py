@@ -58,7 +58,7 @@ class ShapeRequirements:
 
 
 def as_requirements(source: ShapeRequirements | Mapping[str, Any] | nn.Module | None) -> ShapeRequirements:
-    """Return the requirements in ``source``: a record, its plain values, or a model; ``None`` if it has none.
+    """Return the requirements in ``source``: a record, its plain values, or a model; no requirements for ``None``.
 
     Raises :class:`~memopt_cli.errors.UsageError` for an unknown key or a value of the wrong type.
     """

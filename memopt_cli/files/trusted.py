@@ -36,7 +36,7 @@ def remember_trust(location: str, sha256: str, trust: Trust) -> None:
 
 
 def recall_trust(location: str) -> Trust | None:
-    """Return the trust last typed for ``location`` with its current content, or ``None`` if none is remembered."""
+    """Return the trust last typed for ``location`` with its current content, or ``None`` if no trust is remembered."""
     with contextlib.suppress(OSError, RuntimeError, ValueError, MemoptError):
         path = _record_path(location, hashlib.sha256(read_bytes(location)).hexdigest())
         if _is_own(path.parent):

@@ -388,7 +388,7 @@ def _check_bounds(low: int, high: int, dtype: str) -> None:
 def parse_mesh(text: str) -> dict[str, int]:
     """Parse the axes of a mesh of ranks, ``"dp=32,tp=2"``, outermost first; -1 stands for the remaining length.
 
-    Raises :class:`UsageError` for another form, an axis given twice, and any other length below 1.
+    Raises :class:`UsageError` for text of a different form, an axis given twice, and any other length below 1.
     """
     axes: dict[str, int] = {}
     for part in text.replace(" ", "").split(","):

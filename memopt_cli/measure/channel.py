@@ -134,7 +134,7 @@ class Channel:
                     return self._post_mortem()  # a process that the subprocess started still holds the pipe open
         return None
 
-    # ------------------------------------------------------------------------------------------ its end
+    # ------------------------------------------------------------------------------------------ end of the subprocess
 
     def refuse_answer(self) -> Crashed:
         """End the subprocess, because its answer cannot be read."""

@@ -175,7 +175,7 @@ class DescribeJob(Job[ModelFacts]):
     spec: InputSpec | None = None
     """The user's description of the inputs; ``None`` if not given."""
     remembered: InputSpec | None = None
-    """The description from an earlier command; ``None`` if none is known."""
+    """The description from an earlier command; ``None`` if no command remembered one."""
     plan: Plan = ORIGINAL
     """A plan; the answer is a failure if it does not suit the model."""
     replicas: bool = False

@@ -13,10 +13,10 @@ from typing import BinaryIO, Self, TypeVar
 
 from memopt_cli.errors import ChangedFileError
 from memopt_cli.measure.channel import Channel
+from memopt_cli.measure.confinement import is_confined, max_saved_bytes
 from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, Subject
 from memopt_cli.measure.replies import read
-from memopt_cli.measure.sizes import is_confined, max_saved_bytes
 from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import Crashed, Failure, ModelSource, StepFailed, to_data
 from memopt_cli.records.progress import Report, ignore

@@ -156,7 +156,7 @@ def _give_up_privileges(libc: ctypes.CDLL) -> None:
 def is_refusal(error: BaseException) -> bool:
     """Return whether the sandbox may have caused ``error``, or an exception that caused it.
 
-    This is judged by types above all: a file can choose the texts of exceptions, and must not be able to show the user
+    Types decide above all: a file can choose the messages of exceptions, and must not be able to show the user
     :data:`HINT`, which names the switch that turns the sandbox off.
     """
     for each in error_chain(error):

@@ -34,7 +34,7 @@ def memory_of(text: str) -> int:
 
 
 def reply_in(line: bytes, max_bytes: int) -> Any:
-    """Return the plain values of a reply; numbers may be infinite, and all texts are made printable.
+    """Return the plain values of a reply; numbers may be infinite, and all strings are made printable.
 
     Raises :class:`ValueError` or :class:`RecursionError` for a line that memopt does not send (it sends printable
     ASCII), and for one that would take more than ``max_bytes`` of memory.

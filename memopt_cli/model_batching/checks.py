@@ -50,7 +50,7 @@ def test_batched_model(
     randomize: bool = True,
     restore_state: bool = True,
 ) -> None:
-    """Assert that ``batched_model``, which batches ``model``, computes what each of its models computes by itself.
+    """Assert that ``batched_model``, a batch of copies of ``model``, computes what each copy computes by itself.
 
     Parameters
     ----------

@@ -45,9 +45,9 @@ _COMPARED_SAMPLES = 3
 _COMPARISON_SHARE = 0.1
 """Once a route can be used, other routes are compared for at most this share of the time of a step on all samples."""
 _MIN_COMPARISON_S = 0.25
-"""Smallest limit, in seconds, by :data:`_COMPARISON_SHARE`."""
+"""Smallest limit, in seconds, that follows from :data:`_COMPARISON_SHARE`."""
 _MAX_COMPARISON_S = 1.0
-"""Largest limit, in seconds, by :data:`_COMPARISON_SHARE`."""
+"""Largest limit, in seconds, that follows from :data:`_COMPARISON_SHARE`."""
 _GENERATOR_KEY = "random generator"
 """Text in the names of effects that are states of random generators."""
 

@@ -193,7 +193,7 @@ def cell_states(cell: nn.Module) -> list[State]:
 
 
 def changed_step(path: str, change: str) -> MemoptError:
-    """Return the error for a step in which ``path`` has the ``change``, words that follow its name in the message."""
+    """Return the error that ``path`` changed in a step; ``change`` continues its name: ``is written …``."""
     return MemoptError(
         f"{path or 'the model'} {change}, which was not so in the step that compile_graph ran",
         hint="Let every step take the same path, and multiply by a mask where some steps skip a part. Or compile with "

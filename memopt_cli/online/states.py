@@ -159,7 +159,7 @@ def declare_state(
         module.register_buffer(name, like.detach().new_empty(0), persistent=False)
     except (KeyError, TypeError) as err:
         raise UsageError(
-            f"{name!r} cannot be a state of {type(module).__name__}: {err.args[0]}", hint="Give it another name."
+            f"{name!r} cannot be a state of {type(module).__name__}: {err.args[0]}", hint="Give it a different name."
         ) from err
     module.__dict__.setdefault(_DECLARED, {})[name] = (sizes, initializer, None)
     State(module, name).initialize()

@@ -1,4 +1,4 @@
-"""The structure of one time step: which weights carry traces, which states they reach, and which tensors are tied.
+"""The structure of one time step: weights that carry traces, the states that they reach, and tied tensors.
 
 A step is taken apart into its *parts*: the states from the last step, the outputs of tagged weights, and the outputs of
 cells.  For each part, it is recorded which other parts it reads, and whether it reads them neuron by neuron.  This

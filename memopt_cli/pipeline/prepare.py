@@ -17,11 +17,11 @@ from memopt_cli.files.trusted import recall_trust, remember_trust
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.inputs.spec_text import format_tensor, is_factory
 from memopt_cli.measure import processes
+from memopt_cli.measure.confinement import is_confined
 from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.jobs import ORIGINAL, Answer, CompareJob, Data, DescribeJob, Job, SaveJob, Subject
 from memopt_cli.measure.runner import Session, import_path
-from memopt_cli.measure.sizes import is_confined
 from memopt_cli.pipeline.failures import raise_failure, require_answer
 from memopt_cli.pipeline.terms import SETTING_FLAGS, missing_settings
 from memopt_cli.records import (

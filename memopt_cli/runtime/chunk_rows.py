@@ -1,7 +1,7 @@
 """Finding rows that mix: modules that must not run in chunks, since a row of their output needs rows of another chunk.
 
 A cumulative sum, attention, or a loop over time steps that is written in forward would start again in each chunk, and
-silently compute something else.  Two trials on a piece of the input, without gradients, find that::
+silently compute other values.  Two trials on a piece of the input, without gradients, find that::
 
     whole                   cumsum([1, 2, 3, 4])    1 3 6 10
     trial 1, second half    cumsum([1, 2, 1, 2])    1 3 4 6     the first half of the output stays as it was: good
@@ -37,7 +37,7 @@ _MAX_ROUNDINGS: Final = 8
 """Difference that an output may show between two runs on one shape, in roundings of the largest value."""
 _MAX_DIFFERENCE_SHARE: Final = 1e-3
 """Share of the largest value by which an element may differ between inputs of two shapes: kernels for other shapes add
-up in another order."""
+up in a different order."""
 _MAX_FLIPPED_SHARE: Final = 0.02
 """At most this share of a row's elements may differ more: rounding may flip a few spikes from 0 to 1."""
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

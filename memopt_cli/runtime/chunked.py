@@ -157,7 +157,7 @@ def _runs_whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _run_passes(call: _Call) -> Any:
     """Run a pass over the chunks for the statistics of each norm, and one for the output.
 
-    Raises :class:`_NotInChunksError` if the whole would compute something else.
+    Raises :class:`_NotInChunksError` if the module would compute other values.
     """
     # Checked when it became a segment, too; but hooks or norms may have been added since.
     if refused := statistics_refusal(call.module, len(call.pieces)):
@@ -195,7 +195,7 @@ def _one_by_one(
 
     ``forwards``: the functions that run in place of the module's own forward on each chunk; ``short``: the call
     with stand-ins for some chunks, in a dry run; ``tries_rows``: try whether rows mix.  Raises
-    :class:`_NotInChunksError` if chunks would compute something else than the whole, or leave other state behind.
+    :class:`_NotInChunksError` if chunks would compute other values than the whole, or leave different state.
     """
     module, pieces, states = call.module, call.pieces, call.states
     config = config_of(module)
@@ -245,7 +245,7 @@ def _resumes(module: nn.Module) -> bool:
 
 
 class _NotInChunksError(Exception):
-    """A module computes something else in chunks, or leaves other state behind."""
+    """A module computes other values in chunks, or leaves different state behind."""
 
     def __init__(self, reason: Complaint, undo: Callable[[], None], *, is_certain: bool) -> None:
         """Give the ``reason``.  ``undo``: puts state back; ``is_certain``: chunks are certainly at fault."""

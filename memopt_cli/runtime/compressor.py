@@ -398,7 +398,7 @@ class PartsCompressor(SpikeCompressor):
     name = "parts"
 
     def compress(self, x: Tensor) -> Packed:
-        """Return references to the stored parts of ``x`` and copies of the others; ``x`` itself if none is stored."""
+        """Return references to the stored parts of ``x`` and copies of the others; ``x`` if no part is stored."""
         concatenation = parts_of_concatenation(x) if is_ordinary(x) and _is_encodable(x) else None
         whole = None if concatenation is None else _find_stored(edge_of(x), x.detach())
         if concatenation is None or (whole is not None and whole.raw):

@@ -1,4 +1,4 @@
-"""Recording the numbers of chunks into which modules were cut, so that a search can check that a plan's chunks ran."""
+"""Recording into how many chunks each module was cut: a search checks that the chunks of its plan ran."""
 
 from __future__ import annotations
 

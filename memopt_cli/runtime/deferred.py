@@ -239,10 +239,10 @@ class DeferredLinear(Tensor):
         if not was_computed:
             size = f"{values.nbytes / 2**20:.1f} MiB"
             if self._head.has_loss:
-                how = f"after its loss, so {size} of it are computed once more: one matmul, and memory until they go"
+                how = f"after its loss, so it is computed again ({size}): a matmul, and its memory until it is freed"
                 advice = "Read only the rows that you need (logits[:, -1]), or read it in eval()"
             else:
-                how = f"by something else than cross_entropy, so it is computed whole ({size}), and so is its loss"
+                how = f"by something other than cross_entropy, so it is computed whole ({size}), and so is its loss"
                 advice = "Read it after its loss; if its loss is not F.cross_entropy, remove the layer from the plan"
             warn_caller(
                 f"the output of a linear layer that runs in chunks through its loss is read {how}. {advice}.",

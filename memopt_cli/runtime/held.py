@@ -44,7 +44,7 @@ class HeldTensor:
     """Its index among the released tensors; ``None`` if it is still held."""
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Return whether forward has, or may have, written to ``tensor``, which is held here.
+        """Return whether forward has, or may have, written to ``tensor``, the tensor of this record.
 
         Batch norm writes its running statistics without raising their version, so vectors that were copied always
         count as written.
@@ -53,7 +53,7 @@ class HeldTensor:
         return is_vector or not self.is_equal(tensor)
 
     def is_equal(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor``, which this holds, has the values that it had when forward started."""
+        """Return whether ``tensor``, the tensor of this record, still has the values that it had before forward."""
         is_unwritten = version_of(tensor) == self.version
         return is_unwritten and (self.copy is None or is_unchanged(tensor.detach(), self.copy.values))
 

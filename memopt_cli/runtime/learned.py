@@ -168,8 +168,8 @@ class Known:
         """Read the slots that change; return ``None`` if forward must be watched again.
 
         That is so if modules, their mode or their hooks have changed, or if forward may do something new: an attribute
-        has changed, a slot holds an object of another class, or a part of an object was changed.  Slots whose value was
-        exchanged since the last call count as changing from now on.
+        has changed, a slot holds an object of a different class, or a part of an object was changed.  Slots that got
+        new values since the last call count as changing from now on.
 
         ``others``: objects among the arguments.  ``exchanged``: number of exchanges of each slot between calls.
         """
@@ -194,7 +194,7 @@ class Known:
         return Reading(self.stable, before, changing)
 
     def _knows_types(self, others: Sequence[Any]) -> bool:
-        """Return whether each of ``others`` has a type seen in the watched call, and none is a function.
+        """Return whether each of ``others`` has a type seen in the watched call, and that no argument is a function.
 
         Each function may change other state, so a call with a function is always watched.
         """

@@ -15,7 +15,7 @@ from memopt_cli.runtime.graph import reachable_nodes
 from memopt_cli.runtime.private_torch import name_of_node, sequence_number
 
 _FILLED_LATER: Final = ("RreluWithNoiseBackward", "RreluWithNoiseFunctionalBackward")
-"""Names of the nodes of all ATen operators whose schema shows that they write to an argument which they save."""
+"""Names of the nodes of all ATen operators that, by their schemas, write to an argument that they save."""
 
 
 def noise_since(first: int, outputs: Iterable[Tensor]) -> frozenset[int]:

@@ -28,7 +28,10 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
 
 
 class OtherNormsError(Exception):
-    """Batch norms see other channels in a chunk than in the whole input; the message is a ``Complaint``."""
+    """A batch norm gets different channels on a part of the input from those on all of it.
+
+    The message is a ``Complaint``.
+    """
 
 
 class SameStatistics(TorchFunctionMode):

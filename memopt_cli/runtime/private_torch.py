@@ -352,7 +352,7 @@ def children_of(module: Any) -> dict[str, Any]:
 
 
 def program_of(script: Any) -> Any:
-    """Return the C++ object of ``script``, one for all Python objects of it.
+    """Return the C++ object behind ``script``, which all of its Python wrappers share.
 
     Its ``getattr`` and ``setattr`` reach attributes and buffers by name; ``qualified_name`` is the name of its class.
     """
@@ -472,7 +472,7 @@ def name_of_node(node: Any) -> str:
 
 
 def sequence_number(node: Any) -> int:
-    """Return the number that ``node`` got when it was made; nodes that add up gradients have the highest there is."""
+    """Return the number that ``node`` got when it was made; nodes that accumulate gradients have the largest."""
     return int(node._sequence_nr())
 
 
@@ -794,12 +794,12 @@ def graph_breaks() -> Iterator[list[str]]:
 def make_uncached_call(model: nn.Module) -> Callable[..., Any]:
     """Return a function that calls ``model`` uncompiled, with its own code; its first argument is not passed on.
 
-    PyTorch compiles one piece of code eight times at most, for whatever models, and then runs it as it is.  It compiles
-    it again if the first argument, a string, differs.
+    PyTorch compiles a code object at most eight times, all models together, and then runs it uncompiled.  It compiles
+    the code again if the first argument, a string, differs.
     """
 
     def call(hooks: str, /, *args: Any, **kwargs: Any) -> Any:
-        len(hooks)  # the compiler compares, from call to call, only what is used
+        len(hooks)  # the compiler guards only on arguments that are used
         return model._call_impl(*args, **kwargs)
 
     return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
@@ -884,7 +884,7 @@ def means_lost_rank(error: BaseException) -> bool:
 MAKES_REDUCER: Final = "_ddp_init_helper"
 """The method of ``DistributedDataParallel`` that makes its reducer, and the reducer's logger."""
 SETS_HOOKS: Final = ("register_comm_hook", "_register_builtin_comm_hook", "_register_buffer_comm_hook")
-"""Methods that have ``DistributedDataParallel`` exchange gradients or buffers in another way."""
+"""Methods that have ``DistributedDataParallel`` exchange gradients or buffers differently."""
 FIRST_BUCKET_BYTES: Final[int] = getattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 20)
 """Maximum bytes of its first bucket, which is small so that something is reduced early."""
 
@@ -1048,6 +1048,6 @@ def load_script(archive: bytes) -> tuple[Any, Any]:
     The unit holds the free functions of its code as well.  An error of the compiler is passed on.
     """
     unit = torch._C.CompilationUnit()
-    read: Any = torch._C.import_ir_module_from_buffer  # PyTorch's stubs are of another version
+    read: Any = torch._C.import_ir_module_from_buffer  # PyTorch's stubs are for a different version
     module = read(unit, archive, torch.device("cpu"), {}, False)
     return torch.jit._recursive.wrap_cpp_module(module), unit

@@ -118,7 +118,7 @@ def _has_no_values(tensor: Tensor) -> bool:
 def matches_sample(before: list[Any], tensor: Tensor) -> bool:
     """Return whether :func:`sample` reads the elements ``before`` of ``tensor``, except for rounding.
 
-    The tensor may come from another kernel, which rounds differently.
+    The tensor may come from a different kernel, which rounds differently.
     """
     now = sample(tensor)
     return now is None or now == before or _are_close(before, now, tensor.dtype)

@@ -24,7 +24,7 @@ def check_script(archive: bytes) -> None:
     Raises :class:`UnsafeScriptError` for a record, operator, class or name that is not known to be harmless, and for
     code that cannot be read; :class:`RuntimeError` if the bytes are not such an archive.
     """
-    # By PyTorch's own reader, so that the code that is checked is the code that ``torch.jit.load`` compiles.
+    # PyTorch's own reader: the checked code must be the code that ``torch.jit.load`` compiles.
     reader = open_archive(archive)
     code = {}
     for record in reader.get_all_records():

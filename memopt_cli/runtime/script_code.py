@@ -126,7 +126,7 @@ def check_code(records: Mapping[str, str]) -> dict[str, ast.Module]:
 
 
 def parse_code(text: str) -> ast.Module:
-    """Return ``text`` parsed.  Raises :class:`UnsafeScriptError` if PyTorch's parser might read it in another way."""
+    """Return ``text`` parsed.  Raises :class:`UnsafeScriptError` if PyTorch's parser might read it differently."""
     try:
         if not _TEXT.fullmatch(text):
             raise UnsafeScriptError("characters beyond ASCII, which PyTorch and Python may read differently")

@@ -61,7 +61,7 @@ _DIFFERS = "computes something else when it runs again for backward"
 
 
 class UnrepeatableError(RuntimeError):
-    """A forward cannot run in a segment, or computes something else there; the message is a :data:`Complaint`."""
+    """A forward cannot run in a segment, or computes other values there; the message is a :data:`Complaint`."""
 
 
 class _Complete(Exception):
@@ -72,7 +72,7 @@ class _Complete(Exception):
 
 
 class _Saved:
-    """A tensor that autograd saved in a segment, made by :func:`_make_saved`.
+    """A tensor that autograd saved in a segment; :func:`_make_saved` makes these.
 
     A call saves many, so values that few have are the class's until they are set, and there is no ``__init__``, which
     would take twice as long.
@@ -260,7 +260,7 @@ class SegmentRun:
             wait_for(self._module.parameters(), self)
 
     def _last_activation(self) -> int | None:
-        """Return the index of the tensor to compare in every call; ``None`` if none can be compared.
+        """Return the index of the tensor to compare in every call; ``None`` if no tensor can be compared.
 
         The index is negative, counted from the end: if a later call saves more tensors, its last ones differ.
         """

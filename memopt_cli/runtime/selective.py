@@ -67,7 +67,7 @@ def keep_refusal(names: Sequence[str]) -> str:
 
 
 def why_misspelled(names: Sequence[str]) -> str:
-    """Return why one of ``names`` is an operator of no version of PyTorch; empty if none is."""
+    """Return why one of ``names`` is an operator of no version of PyTorch; empty if all are operators."""
     return _first_refused(names, lambda name: "" if _KEPT_NAME.fullmatch(name) else _NO_OPERATOR)
 
 
@@ -136,7 +136,7 @@ class KeptOutputs:
         self._in_storage: dict[int, list[tuple[_Output, int]]] = defaultdict(list)
         """Storage -> the outputs in it, each with the index of its leaf."""
         self.other_kernel: Complaint = ""
-        """How PyTorch runs another kernel because outputs are kept."""
+        """How PyTorch runs a different kernel because outputs are kept."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -272,7 +272,7 @@ class _Recording(_Calls):
             for tensor in _written_tensors(func, args, kwargs):
                 kept.copy_before_write(tensor)
         if _may_be_max_pool1d(func, args):
-            kept.other_kernel = "pools in one dimension, by another kernel where outputs are kept"
+            kept.other_kernel = "pools in one dimension, with a different kernel where outputs are kept"
         call = self._kept_call(func)  # before it runs, since a call that fails counts as well
         result = func(*args, **kwargs)
         if call:
@@ -302,8 +302,8 @@ class _Replaying(_Calls):
 def _may_be_max_pool1d(func: Any, args: Any) -> bool:
     """Return whether ``func`` may be ``max_pool1d`` on the CPU, of a tensor that needs no gradient.
 
-    Without a mode, PyTorch would use a kernel that computes no indices.  Its output has another layout in memory, and
-    a later dropout would make its mask in that order.
+    Without a mode, PyTorch would use a kernel that computes no indices.  Its output has a different layout in memory,
+    and a later dropout would make its mask in that order.
     """
     if func is not torch.ops.aten.max_pool2d_with_indices.default:
         return False

@@ -19,7 +19,7 @@ up ``count`` in place (``self.count.add_(1)``)::
                 afterwards              v = C, count = 2
 
 Tensors are held without the graph that made them.  Otherwise each call would keep alive the graph of the call before
-it, that one the graph of the call before that, and memory would grow with every call.
+it, and so of all earlier calls, and memory would grow with every call.
 
 A segment inside another does not hold its ``v`` from forward to backward, since the outer segment recomputes it.  It
 *releases* its matrices: :meth:`StartingState.release_tensors` returns them, the outer segment treats them as it treats
@@ -198,7 +198,7 @@ class StartingState:
     def receive(self, number: int, written: HeldTensor) -> None:
         """Take the copy of the tensor with the ``id`` ``number`` that another call made before its forward wrote to it.
 
-        A copy of another version is ignored: it has values that this call's forward did not see.
+        A copy of a different version is ignored: it has values that this call's forward did not see.
         """
         versions = [version for tensor, version in self._reads if id(tensor) == number]
         if self._held is not None and (own := self._held.tensors.get(number)) is not None:

@@ -1,6 +1,6 @@
 """The state of the current thread of a program: the length of its input, the segment that it recomputes, and so on.
 
-Blocks that change it are classes with names in lower case, used like functions, as ``torch.no_grad`` is.  They are no
+Blocks that change it are classes with names in lower case, used like functions, as ``torch.no_grad`` is.  They are not
 generators (``contextlib.contextmanager``), which take several times as long: segments enter such blocks in every call.
 """
 
@@ -23,7 +23,7 @@ class _ThisThread(threading.local):
     length: float = math.inf
     """The length of the current input; infinity if it is unknown."""
     moment: int = 0
-    """The moment (:mod:`memopt_cli.runtime.unsafe`) at which the forward that is now recomputed began; 0 if none is."""
+    """The moment (:mod:`memopt_cli.runtime.unsafe`) at which the recomputed forward began; else 0."""
     recomputing: tuple[nn.Module, ...] = ()
     """The segments that are recomputed, the outermost first."""
     outermost_segment: nn.Module | None = None
@@ -33,7 +33,7 @@ class _ThisThread(threading.local):
     chunk: SequenceChunk | None = None
     """The chunk that runs, of the innermost segment in chunks; ``None`` if no chunk runs."""
     keeping: KeptOutputs | None = None
-    """The kept outputs for which calls of operators count; ``None`` if they count for no segment."""
+    """The kept outputs of the segment that numbers its calls of operators; ``None`` if no segment numbers them."""
     makes_internal_tensors: bool = False
     """Whether new tensors are memopt's own, and not the model's."""
 
@@ -42,7 +42,7 @@ this_thread = _ThisThread()
 
 
 class as_of:
-    """Context manager; inside it, the moment is an earlier ``moment``, and the length the ``length`` of then."""
+    """Context manager; inside it, moment and length are those of an earlier call: ``moment`` and ``length``."""
 
     __slots__ = ("_length", "_moment", "_outer")
 

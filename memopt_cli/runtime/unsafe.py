@@ -1,4 +1,4 @@
-"""Segments that turn out to be unsafe: their forward cannot be repeated, or computes something else in chunks.
+"""Segments that turn out to be unsafe: their forward cannot be repeated, or computes other values in chunks.
 
 Such a segment warns, and runs plainly, or in one chunk, from then on; with ``memopt_cli.on_unsafe = "raise"``, its
 forward fails instead.  A recomputation must do what its forward did, even if the segment has changed in between.  So
@@ -22,9 +22,9 @@ from memopt_cli.runtime.warned import warn_caller
 _moments = itertools.count(1)
 _unrepeatable_count = 0
 _plain_since: MutableMapping[nn.Module, int] = WeakKeyDictionary()
-"""Module that runs plainly -> the moment at which that began."""
+"""Module that runs plainly -> the moment from which it does."""
 _whole_since: MutableMapping[nn.Module, int] = WeakKeyDictionary()
-"""Module that runs in one chunk instead of several -> the moment at which that began."""
+"""Module that runs in one chunk instead of several -> the moment from which it does."""
 _reasons: MutableMapping[nn.Module, str] = WeakKeyDictionary()
 """Module -> why it runs in one chunk."""
 _warnings: MutableMapping[nn.Module, str] = WeakKeyDictionary()
@@ -103,7 +103,7 @@ def list_warnings(module: nn.Module) -> list[str]:
 def forget_unsafe(module: nn.Module) -> None:
     """Let all parts of ``module`` be recomputed and run in chunks again.
 
-    Every call of a part must have had its backward: otherwise its recomputation would do something else.
+    Every call of a part must have had its backward: otherwise its recomputation would differ from it.
     """
     for part in module.modules():
         for notes in (_plain_since, _whole_since, _reasons, _warnings):

@@ -2,7 +2,7 @@
 
 Many formulas (``torch/csrc/autograd/FunctionsManual.cpp``) ask whether a tensor could be a subclass, which is true of
 every tensor in a *watched* step, one under a dispatch mode.  Then they write nothing in place: where a plain step has
-one tensor, the watched step has two, and some formulas compute in another way altogether.  This cannot be turned off,
+one tensor, the watched step has two, and some formulas compute quite differently.  This cannot be turned off,
 as fake tensors are subclasses.  So the tensors of a watched formula are counted as in a plain one.
 """
 

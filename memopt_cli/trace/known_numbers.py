@@ -57,7 +57,7 @@ class NumbersKnown(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: dict[int, tuple[weakref.ref[Any], _Made, int]] = {}
-        """Key of a storage without data -> that storage, the operator that makes it, and which of its results it is."""
+        """Key of a storage without data -> the storage, the operator that makes it, and the index among its results."""
 
     def note_values(self, tensor: Tensor, values: Tensor) -> None:
         """Note that ``tensor``, which has no data, has ``values``.  They must not be written to."""
@@ -283,4 +283,4 @@ _TAKES: dict[Any, Callable[..., Tensor]] = {
     _aten.index.Tensor: _index_numbers,
     _aten.masked_select.default: _masked_select,
 }
-"""Operator whose result has a size that masks decide -> a function for it that needs only the masks' values."""
+"""Operator with results of a size that depends on masks -> a function that computes them from the masks alone."""

@@ -1,4 +1,4 @@
-"""The line of the model's code that calls an operator, for profiles that show which line holds the memory."""
+"""The line of the model's code that calls an operator: profiles show the lines that hold the memory."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class Codecs:
     """Codecs of tensors that packed to fewer bytes in a step with data."""
 
     saved: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    """Module, and index of a storage among those that its forward makes -> the codec that held that storage."""
+    """Module, and index among the storages that its forward makes -> the codec that held the storage."""
     outputs: Mapping[tuple[str, int], str] = field(default_factory=dict)
     """Module, and index among its outputs -> the codec that held that output, whichever module had made it."""
     inputs: Mapping[str, float] = field(default_factory=dict)

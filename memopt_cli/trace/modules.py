@@ -148,7 +148,7 @@ def _own_codec(module: nn.Module) -> OwnCompressor:
 
 
 def list_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:
-    """List every module of ``model`` in its order, as if none was called: without inputs and outputs."""
+    """List every module of ``model`` in its order, without inputs and outputs, as if no module was called."""
     return tuple(
         ModuleTrace(
             path=path,

@@ -61,7 +61,7 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output
 
 
 def find_dtype(leaves: Iterable[Any]) -> str:
-    """Return the dtype (``bfloat16``) of the first floating-point or complex tensor in ``leaves``; empty if none is."""
+    """Return the dtype (``bfloat16``) of the first floating-point or complex tensor in ``leaves``, else ""."""
     dtypes = (leaf.dtype for leaf in leaves if isinstance(leaf, Tensor))
     floating = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
     return next(map(dtype_name, floating), "")

@@ -15,7 +15,7 @@ _BATCH_NORMS = (_aten.native_batch_norm.default, _aten._native_batch_norm_legit.
 
 
 def corrected_output(func: Any, args: Any, output: Any) -> Any:
-    """Return ``output`` of ``func``, corrected if it is fake: with the storages that a real one has."""
+    """Return ``output`` of ``func``; a fake one gets the storage sizes and strides that a real one has."""
     correct = _CORRECTIONS.get(func)
     return correct(args, output) if correct else output
 

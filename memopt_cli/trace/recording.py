@@ -146,7 +146,7 @@ class _Records:
         return [max(uses.get(s.index, 0), s.born) if s.index in saved else s.died for s in log.storages.made]
 
     def op_records(self) -> tuple[OpTrace, ...]:
-        """Return a record of every operator of the step; its seconds are added later, by :func:`with_seconds`."""
+        """Return a record of every operator of the step; :func:`with_seconds` adds the seconds later."""
         made: dict[int, list[int]] = defaultdict(list)
         for s in self._log.storages.made:
             made[s.born - 1].append(s.index)

@@ -19,7 +19,7 @@ MIN_BYTES = 1 << 16
 """A smaller workspace of an operator is not counted."""
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Shapes of an operator's arguments in order, ``()`` for arguments that are not tensors; by :func:`argument_shapes`."""
+"""Shapes of an operator's arguments in order, as :func:`argument_shapes` makes them; ``()`` for other arguments."""
 
 
 def argument_shapes(shapes: Iterable[Sequence[int]]) -> Shapes:
@@ -43,7 +43,7 @@ class _Run:
 
         Bytes grow with the number of elements of the tensor whose shape differs; if several differ, of the tensor with
         the highest :func:`_shape_rank`.  The line need not go through zero: a part of a workspace may not grow with the
-        batch, such as weights in another layout.  It goes through zero if no smaller run has fewer elements; and for
+        batch, such as reordered weights.  It goes through zero if no smaller run has fewer elements; and for
         larger shapes, if it would fall otherwise.
         """
         differing = [n for n, (own, other) in enumerate(_pair_shapes(self.shapes, shapes)) if own != other]

@@ -21,7 +21,7 @@ OptimizerMaker = Callable[[nn.Module], Optimizer | None]
 """Makes the optimizer of a model, or of a copy of it without data; returns ``None`` for a step without optimizer."""
 
 _DEFAULTS = {"SGD": {"momentum": 0.9}}
-"""Class -> usual arguments: without momentum, SGD has no state."""
+"""Class -> arguments that differ from PyTorch's defaults: without momentum, SGD has no state."""
 
 
 def no_optimizer(model: nn.Module) -> None:
@@ -55,7 +55,7 @@ def _make_named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
 
 
 def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Parameter]) -> dict[str, bool]:
-    """Return the argument that selects the implementation; without data PyTorch would choose another default."""
+    """Return the argument that selects the implementation; without data PyTorch would choose a different default."""
     if choice.implementation == "for-loop":
         return {"foreach": False}
     if choice.implementation != "default":

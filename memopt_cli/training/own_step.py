@@ -234,7 +234,7 @@ def guessed_number(func: Any, args: Any, *, updating: bool) -> float | None:
 
 
 class _NumbersGuessed(TorchDispatchMode):
-    """Dispatch mode that answers reads of numbers from tensors without data by :func:`guessed_number`."""
+    """Dispatch mode in which a number read from a tensor without data is a guess (:func:`guessed_number`)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -182,8 +182,8 @@ class Step:
     def run_checked(self) -> Any:
         """Run one forward and backward, explain every failure of the model's own code, and return the output.
 
-        Raises :class:`StepError`, which names the module whose forward failed or states that only backward fails.  An
-        out-of-memory error is raised unchanged.
+        Raises :class:`StepError`, with the name of the module whose forward failed, or with the statement that only
+        backward fails.  An out-of-memory error is raised unchanged.
         """
         with failure_named(self.model):
             output = self.forward()
@@ -252,7 +252,7 @@ def seeds_of_backward(
     With a ``loss`` given, that is the only one.  Otherwise it is the loss that :func:`loss_entry` finds in ``output``.
     Otherwise backward starts from all floating tensors of the output, with random cotangents made from ``seed``: the
     gradients of a plain sum vanish in many models.  ``report`` is called with a message about each guess: which of
-    several outputs is the loss, or that none is.  Raises :class:`StepError` if nothing is differentiable.
+    several outputs is the loss, or that no output is.  Raises :class:`StepError` if nothing is differentiable.
     """
     if loss is not None:
         output = _call_loss(loss, output)

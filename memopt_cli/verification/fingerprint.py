@@ -1,6 +1,6 @@
 """Fingerprints of a step: a few numbers for each tensor, so that two processes can compare all that their steps left.
 
-A digest shows whether two tensors are bit-identical.  If not, since sums may have been formed in another order,
+A digest shows whether two tensors are bit-identical.  If not, since sums may have been formed in a different order,
 projections show how far apart they are.  A projection is the sum of a tensor's elements with weights from the normal
 distribution; there are :data:`_DIRECTIONS`.  The squared difference of two tensors' projections is, on average, the
 squared distance of the tensors (Johnson and Lindenstrauss, "Extensions of Lipschitz mappings into a Hilbert space",

@@ -90,7 +90,7 @@ class _Compared:
     exact: bool
     """Whether the effects must be bit-identical."""
     whole: bool
-    """See :attr:`memopt_cli.records.Verification.whole`."""
+    """Whether a segment with chunks ran whole, since its first chunk did something that chunks must not do."""
 
     @property
     def passed(self) -> bool:

@@ -138,7 +138,7 @@ def test_what_has_no_plain_form_is_named() -> None:
         "- what is saved for backward outside of segments is not packed",
         "- blocks.0: run whole, not in 4 chunks",
         "- blocks.0: its input is stored as it is, not packed (bit)",
-        "- blocks.1: outputs are not kept (aten::addmm)",
+        "- blocks.1: recomputes outputs that the plan keeps (aten::addmm)",
         "- head: no segment; the plan runs it in 8 chunks through the loss",
     ]
 

@@ -182,7 +182,7 @@ def deferred() -> tuple[nn.Linear, Tensor]:
 
 def test_reading_it_before_its_loss_is_told() -> None:
     _, logits = deferred()
-    with pytest.warns(UserWarning, match="read by something else than cross_entropy") as warned:
+    with pytest.warns(UserWarning, match="read by something other than cross_entropy") as warned:
         logits.argmax(-1)
     assert warned[0].filename == __file__  # not a line of PyTorch's, in which nothing can be mended
 
@@ -195,7 +195,7 @@ def test_its_shape_is_known_without_its_values() -> None:
     assert not logits.is_computed
     flat(logits).backward()
     assert not logits.is_computed
-    with pytest.warns(UserWarning, match=r"after its loss, so 0\.0 MiB of it are computed once more: .*\[:, -1\]"):
+    with pytest.warns(UserWarning, match=r"after its loss, so it is computed again \(0\.0 MiB\): .*\[:, -1\]"):
         torch.testing.assert_close(logits.detach(), F.linear(logits._head.x, layer.weight, layer.bias))
 
 

@@ -144,7 +144,7 @@ class Bench:
         """Cache ``fact`` as the result of ``find_out``, if steps that ran for another purpose have shown it."""
         self._facts.setdefault(find_out, fact)
 
-    # ------------------------------------------------------------------------------------------ its state
+    # ------------------------------------------------------------------------------------------ state of the bench
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -181,7 +181,7 @@ class Bench:
         self.model.zero_grad(set_to_none=True)
         self.enter_start()
 
-    # ------------------------------------------------------------------------------------------ its steps
+    # ------------------------------------------------------------------------------------------ steps of the bench
 
     def step(self, batch: int | None = None, dims: Mapping[str, int] | None = None) -> Step:
         """Make a step at the sizes ``batch`` and ``dims``; the description of the inputs gives the other sizes.

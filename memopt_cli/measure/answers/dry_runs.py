@@ -198,7 +198,7 @@ def codecs_for(bench: Bench, plan: Plan) -> trace.Codecs | None:
 def _codecs(bench: Bench) -> trace.Codecs:
     """Return which tensors codecs can hold in fewer bytes.
 
-    They are found by a step on data if it may run, because a dry run has no values to inspect.
+    A step on data finds them if it may run, because a dry run has no values to inspect.
     """
     if bench.subject.data == "none":
         return trace.Codecs()

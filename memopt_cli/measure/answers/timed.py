@@ -62,13 +62,14 @@ from memopt_cli.verification.effects import UpdateGradients, parameters_kept, te
 from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_after_step
 
 _MIN_TIMED_S = 0.3
+"""Total seconds after which timing of short steps stops."""
 _MAX_STEPS = 20
-"""Timing of short steps stops after this many seconds in total, or this many steps."""
+"""Number of steps after which timing of short steps stops."""
 _HOPELESS_FACTOR = 3
 """Factor: a plan that exceeds the allowed slowdown so many times in the first turn is not timed again."""
 _NEAR_TURNS = 5
-"""Minimum number of turns of a plan near the limit.  On a busy machine, three turns gave 1.35, and other turns 1.14 and
-1.13, where 1.33 was allowed."""
+"""Minimum number of turns of a plan near the limit.  With a limit of 1.33 on a busy machine, three turns measured 1.35,
+and repetitions 1.14 and 1.13."""
 _MAX_TURNS = 8
 """Maximum number of turns of short steps, while the error leaves open whether a plan keeps the limit."""
 _MAX_LONG_TURNS = 3

@@ -63,9 +63,9 @@ def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
 
 
 def _is_on(path: list[str], package: str) -> bool:
-    """Return whether ``package`` was imported from a folder in ``path``, and not from a user's folder."""
-    found = PathFinder.find_spec(package, path)
-    return found is not None and found.origin == getattr(sys.modules.get(package), "__file__", None)
+    """Return whether the imported ``package`` is the one that Python finds on ``path``, and not one of the user's."""
+    spec = PathFinder.find_spec(package, path)
+    return spec is not None and spec.origin == getattr(sys.modules.get(package), "__file__", None)
 
 
 def _environment() -> dict[str, str]:
@@ -185,7 +185,7 @@ class _Pickler(pickle.Pickler):
     """Pickler that refuses classes and functions that no other process could find again."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Raise :class:`StepError` for a ``value`` of a module without a name of its own; else pickle as usual."""
+        """Raise :class:`StepError` for a ``value`` of a module whose name another module has; else pickle as usual."""
         module = getattr(value, "__module__", None) if isinstance(value, type | FunctionType) else None
         if module is not None and module.startswith(TAKEN):
             file = f"{module.removeprefix(TAKEN)}.py"
@@ -229,5 +229,5 @@ def _refuse_without_memory(module: nn.Module) -> None:
 
 
 def _is_batch_norm(module: Any) -> bool:
-    """Return whether ``module`` is a batch norm; one from TorchScript or an exported program shows by its old name."""
+    """Return whether ``module`` is a batch norm, by its original class name if it was compiled or exported."""
     return "BatchNorm" in getattr(module, "original_name", type(module).__name__)

@@ -28,7 +28,7 @@ KERNELS: Kernels = {
     **recurrent.KERNELS,
     **attention.KERNELS,
 }
-"""The kernel of each type of module that has one; a module of another type runs under ``vmap``."""
+"""The kernel of each type of module that has one; a module of any other type runs under ``vmap``."""
 
 
 def find_kernel(module: nn.Module) -> Callable[..., Any] | None:

@@ -48,7 +48,7 @@ FURTHER_CALL: Final = "forward_as"
 _MODULE_NAMES: Final = frozenset({*dir(nn.Module), *vars(nn.Module())}) - {"forward", "training"}
 _LIFTED_NAMES: Final = frozenset({"_constants", "_device", "_home", "_program"})
 _RESERVED: Final = _MODULE_NAMES | _LIFTED_NAMES
-"""Names that mean something else on every module, or on every lifted module."""
+"""Names that already have a meaning on every module, or on every lifted module."""
 
 _MAX_SIZE: Final = 2**22
 """Maximum number of items and characters of one program; programs of large models take a tenth of it."""
@@ -297,7 +297,7 @@ class _Checker:
         _require(len(block[2]) <= 1, f"{name} has several results")
 
     def check_names(self) -> None:
-        """Check that each name in the generated module stands for one thing, so that code calls what was checked."""
+        """Check that each name in the generated module stands for one thing: code must call the checked function."""
         taken = {*FUNCTIONS, *(f"{library}{end}" for library in LIBRARIES for end in ("", "_")), *self._tuples}
         clashes = self.functions & {*self.methods, *taken, *self._arguments} | self._arguments & self._tuples
         _require(not clashes, f"it defines {', '.join(sorted(clashes))}, a name that is already in use")

@@ -142,7 +142,8 @@ class ParcelSeries:
     def note_save(self) -> None:
         """Note that autograd saves one more tensor; after every fourth, the parcel is complete.
 
-        All saved tensors count, not only those that are sent, which may depend on data that a dry run does not have.
+        All saved tensors count, and not only those that are sent: which are sent may depend on data, and a dry run has
+        no data.
         """
         if self._saves == _PARCEL_SAVES:
             self.complete()

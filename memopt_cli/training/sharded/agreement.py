@@ -45,7 +45,7 @@ class Ranks:
         """Call ``do`` on all ranks, and return this rank's result; ``do`` itself must not wait for other ranks.
 
         If it fails on any rank, all ranks raise.  The first rank that failed raises its own exception; the others raise
-        a :class:`MemoptError` of the same class, or a :class:`MeasurementError` for an exception of another kind.
+        a :class:`MemoptError` of the same class, or a :class:`MeasurementError` for an exception of any other kind.
         """
         error: BaseException | None = None
         try:
@@ -58,7 +58,8 @@ class Ranks:
         if failures:
             first, failure = next(iter(failures.items()))
             is_common = len(failures) == self.count and len({other.message for other in failures.values()}) == 1
-            raise failure if is_common else _with_rank(failure, first, self.count)  # the same on all ranks: name none
+            # all ranks failed alike, so no rank is named
+            raise failure if is_common else _with_rank(failure, first, self.count)
         return result
 
     @contextlib.contextmanager
@@ -99,7 +100,7 @@ class Ranks:
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise UsageError(
-                f"rank {other} has another {what} than rank 0: its digest is {digests[other][:12]}, "
+                f"rank {other} has a different {what} from rank 0: its digest is {digests[other][:12]}, "
                 f"not {digests[0][:12]}",
                 hint="Give every rank the same files and flags, and the same version of them.",
             )
@@ -117,12 +118,12 @@ def ranks_of(group: dist.ProcessGroup | None, limit: timedelta) -> Iterator[Rank
         yield Ranks(group)
         return
     with reporting_lost_ranks():
-        ours = dist.new_group(timeout=limit, backend="gloo")
-    assert isinstance(ours, dist.ProcessGroup), "all are in it"
+        group = dist.new_group(timeout=limit, backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank is in a group made for all"
     try:
-        yield Ranks(ours)
+        yield Ranks(group)
     finally:
-        dist.destroy_process_group(ours)
+        dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager

@@ -55,8 +55,8 @@ def shard_for_prediction(model: nn.Module, mesh: DeviceMesh, layout: RankLayout,
     """Shard ``model`` over ``mesh`` to predict a rank: by ``function``, or for ``None`` by FSDP2 or DDP (``layout``).
 
     Most functions change ``model`` in place.  Raises :class:`UsageError` for a function that fails, returns no module
-    or another model, spreads nothing or changes the default group, and :class:`StepError` for a model whose step cannot
-    be predicted.
+    or a different model, spreads nothing or changes the default group, and :class:`StepError` for a model whose step
+    cannot be predicted.
     """
     with without_reducer() as buckets, sharded_without_the_others():
         return ShardedRank(model=_call_and_check(model, mesh, layout, function, "predicted"), buckets=buckets)
@@ -102,7 +102,7 @@ def _call_and_check(
 def data_ranks(model: nn.Module) -> int:
     """Return the number of ranks that have samples of their own: over which ``fully_shard`` or DDP reduces gradients.
 
-    Ranks that divide the work in another way, such as tensor parallel ones, are given the same samples.
+    Ranks that divide the work differently, such as tensor parallel ones, are given the same samples.
     """
     parts = list(model.modules())
     sharded = (reducing_ranks(part) for part in parts if isinstance(part, FSDPModule))

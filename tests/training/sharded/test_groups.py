@@ -64,7 +64,7 @@ def test_a_rank_whose_model_rejects_its_input_says_which_part(ranks: list[dict[s
 def test_what_is_to_be_the_same_is_compared(ranks: list[dict[str, Any]]) -> None:
     assert len({rank["same"] for rank in ranks}) == 1
     (told,) = {rank["other"] for rank in ranks}
-    assert told.startswith("UsageError: rank 1 has another plan than rank 0: its digest is ")
+    assert told.startswith("UsageError: rank 1 has a different plan from rank 0: its digest is ")
 
 
 def test_one_rank_searches_and_all_have_its_plan(ranks: list[dict[str, Any]]) -> None:
@@ -85,7 +85,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_all_models_as_they_were(
     refused, differing, unfit = ([rank[what] for rank in ranks] for what in ("refused", "differing", "unfit"))
     assert "level" in refused[0]
     assert refused[1] == refused[0].replace("OptionError: ", "OptionError: rank 0 of 2: ")
-    assert all("rank 1 has another model than rank 0" in told for told in differing)
+    assert all("rank 1 has a different model from rank 0" in told for told in differing)
     assert unfit[1].startswith("PlanError: module 'first' cannot be a segment")
     assert unfit[0] == unfit[1].replace("PlanError: ", "PlanError: rank 1 of 2: ")
     assert all(rank["kept"] and rank["unfit kept"] for rank in ranks)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from memopt_cli.measure import sizes
-from memopt_cli.measure.sizes import max_saved_bytes
+from memopt_cli.measure import confinement
+from memopt_cli.measure.confinement import max_saved_bytes
 from memopt_cli.records import ModelSource, Trust
 
 
 @pytest.fixture
 def without_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "_MARGIN_BYTES", 0)
+    monkeypatch.setattr(confinement, "_MARGIN_BYTES", 0)
 
 
 @pytest.mark.usefixtures("without_margin")
