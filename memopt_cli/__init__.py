@@ -47,32 +47,22 @@ if TYPE_CHECKING:  # the names of _PUBLIC and _MODULES, for editors and type che
     from memopt_cli.training.user_step import Step as Step
     from memopt_cli.version import __version__ as __version__
 
-_PUBLIC = {
-    "DeviceProfile": "memopt_cli.records",
-    "MemoptError": "memopt_cli.errors",
-    "NothingFitsError": "memopt_cli.errors",
-    "Plan": "memopt_cli.records",
-    "SegmentPlan": "memopt_cli.records",
-    "Step": "memopt_cli.training.user_step",
-    "Trust": "memopt_cli.records",
-    "VerificationError": "memopt_cli.errors",
-    "__version__": "memopt_cli.version",
-    "apply_plan": "memopt_cli.api.verified_plan",
-    "baseline": "memopt_cli.api.live",
-    "check": "memopt_cli.api.live",
-    "explain_oom": "memopt_cli.api.oom",
-    "export_plan": "memopt_cli.api.export",
-    "frontier": "memopt_cli.api.live",
-    "load": "memopt_cli.loading",
-    "optimize": "memopt_cli.api.live",
-    "optimize_step": "memopt_cli.api.optimized_step",
-    "plan_of": "memopt_cli.training.apply",
-    "profile": "memopt_cli.api.live",
-    "read_plan": "memopt_cli.files.contents",
-    "recommend_batch": "memopt_cli.api.live",
-    "remove_plan": "memopt_cli.training.apply",
-    "verify": "memopt_cli.api.verified",
+_NAMES = {
+    "api.export": "export_plan",
+    "api.live": "baseline check frontier optimize profile recommend_batch",
+    "api.oom": "explain_oom",
+    "api.optimized_step": "optimize_step",
+    "api.verified": "verify",
+    "api.verified_plan": "apply_plan",
+    "errors": "MemoptError NothingFitsError VerificationError",
+    "files.contents": "read_plan",
+    "loading": "load",
+    "records": "DeviceProfile Plan SegmentPlan Trust",
+    "training.apply": "plan_of remove_plan",
+    "training.user_step": "Step",
+    "version": "__version__",
 }
+_PUBLIC = {name: f"memopt_cli.{module}" for module, names in _NAMES.items() for name in names.split()}
 _MODULES = ("batching", "errors", "model_batching", "online", "ranks", "records", "runtime", "spikingjelly")
 
 __all__ = [name for name in _PUBLIC if name != "__version__"]

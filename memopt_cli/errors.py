@@ -157,7 +157,6 @@ class Interrupted(MemoptError):
 
 
 def _class_tree(base: type[MemoptError]) -> Iterator[type[MemoptError]]:
-    """Yield ``base`` and all classes below it."""
     yield base
     for kind in base.__subclasses__():
         yield from _class_tree(kind)

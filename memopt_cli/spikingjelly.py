@@ -430,7 +430,6 @@ def _unobserved_codecs(plan: Plan) -> list[str]:
 
 
 def _instance_paths(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[str, ...]:
-    """Return the paths of the modules of ``net`` that are an ``instance``."""
     kinds = instance if isinstance(instance, tuple) else (instance,)
     for kind in kinds:
         if not isinstance(kind, type):
@@ -500,6 +499,5 @@ def _split_of(
 def _chunkable_paths(
     net: nn.Module, instances: Sequence[str], can_chunk: Callable[[nn.Module], bool]
 ) -> tuple[str, ...]:
-    """Return the paths of the modules at and below ``instances`` for which ``can_chunk`` returns true."""
     candidates = {path: m for top in instances for path, m in net.get_submodule(top).named_modules(prefix=top)}
     return tuple(path for path, module in candidates.items() if can_chunk(module))

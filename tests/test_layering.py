@@ -31,7 +31,11 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "search": (("plan", "batch_size", "estimation"),),
     "measure": (
-        *(("processes", "seccomp"), ("devices", "folder", "reach", "sizes", "wire"), ("allocated", "jobs", "sandbox")),
+        *(
+            ("processes", "seccomp"),
+            ("confinement", "devices", "folder", "reach", "wire"),
+            ("allocated", "jobs", "sandbox"),
+        ),
         ("channel", "conditions", "model_file", "replies"),
         *(("answers", "runner"), ("worker",), ("local", "server")),
     ),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from memopt_cli.api import plain
 from memopt_cli.files.contents import load_plan
 from memopt_cli.records import Plan, SegmentPlan
+from memopt_cli.search.plan.interface import is_within
 from memopt_cli.text.documents import printable
 from memopt_cli.text.units import format_count
 
@@ -25,9 +26,13 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     """
     whole = load_plan(plan)
     plan = replace(whole.longest, in_backward=whole.in_backward, compile=whole.compile)
+    reasons = list(_left_out(plan))
+    if whole.by is not None:
+        same = "at every size it does what the plan does at the largest"
+        reasons.insert(0, f"the size of {whole.by.dim} makes no difference: {same}")
     # The list goes into comments, not into the docstring: a module's name may contain quotes that would end the
     # docstring.  It cannot end a comment, since printable() escapes line breaks.
-    left_out = [f"# - {printable(reason)}" for reason in (*_by_length(whole), *_left_out(plan))]
+    left_out = [f"# - {printable(reason)}" for reason in reasons]
     head = ["# Left out, since plain PyTorch cannot do it:", *left_out, ""] if left_out else []
     source = inspect.getsource(plain)
     table = {s.path: () if _keeps_around_others(s, plan) else s.keep for s in plan.segments if not s.through_loss}
@@ -45,13 +50,7 @@ def _keeps_around_others(segment: SegmentPlan, plan: Plan) -> bool:
 
     Kept outputs are named by call, such as ``aten::addmm#2``, and plain PyTorch does not count calls in inner segments.
     """
-    within = f"{segment.path}." if segment.path else ""
-    return bool(segment.keep) and any(s.path.startswith(within) and s is not segment for s in plan.segments)
-
-
-def _by_length(plan: Plan) -> Iterator[str]:
-    if plan.by is not None:
-        yield f"the size of {plan.by.dim} makes no difference: at every size it does what the plan does at the largest"
+    return bool(segment.keep) and any(is_within(s.path, segment.path) and s is not segment for s in plan.segments)
 
 
 def _left_out(plan: Plan) -> Iterator[str]:

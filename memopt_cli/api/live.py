@@ -502,7 +502,6 @@ def _advise(request: OptimizeRequest, prepared: Prepared, findings: Findings) ->
 
 
 def _replace_plan(model: nn.Module, findings: Findings) -> None:
-    """Apply the plan of ``findings`` to ``model`` in place of its current one, and set the folder that it sends to."""
     with replacing_plan(model) as carried:
         apply_plan(model, findings.plan.of_model)
     _, folder = findings.resolved.options.sends_to

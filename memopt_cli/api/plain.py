@@ -87,7 +87,6 @@ def _checkpointed(
 def _contexts(
     modules: list[nn.Module], kept: tuple[str, ...]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts around the first run and around its recomputation."""
     buffers = _Buffers(modules)
     if not kept:
         return buffers.first_run(), buffers.second_run()

@@ -69,7 +69,8 @@ def apply_plan(
         for inputs in verify if isinstance(verify, list) else [verify]:
             _compare(model, plan.of_model.eager, inputs, loss)
     if plan.in_backward and optimizer is not None:
-        _check_optimizer(optimizer)
+        with apply.refusing_in_backward(optimizer):
+            check_steps_alone(optimizer)
     apply.apply_plan(model, plan, optimizer)
     warn_if_unchanged(CHANGES_NOTHING if plan.is_empty else "")
     return model
@@ -82,13 +83,6 @@ def _apply_to_step(step: UserStep | Mapping[str, nn.Module], plan: Plan, *, is_p
             hint="memopt optimize and memopt_cli.optimize_step verify the plan of a step.",
         )
     apply.apply_plan(join_models(step), plan)
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    try:
-        check_steps_alone(optimizer)
-    except ValueError as reason:
-        raise apply.in_backward_error(optimizer, reason) from reason
 
 
 @contextlib.contextmanager

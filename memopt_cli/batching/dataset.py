@@ -168,7 +168,6 @@ def prefetch(
 
 
 def _samples(dataset: Any) -> Iterator[Any]:
-    """Return an iterator over the samples of ``dataset`` in order."""
     # A map-style dataset need not raise IndexError, without which iterating over it would never end.
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return (dataset[i] for i in range(len(dataset)))

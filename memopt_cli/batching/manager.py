@@ -307,7 +307,6 @@ class BatchShapeManager:
         return map_leaves(self._move_to_device, batch)
 
     def _check_shape(self, inputs: Tensor) -> None:
-        """Check the shape of ``inputs``, and log problems, unless samples of that shape were checked before."""
         shape = tuple(inputs.shape)
         if shape[1:] in self._validated_shapes:
             return

@@ -99,7 +99,6 @@ def check_outputs(paths: Iterable[Path], model: str, *, force: bool) -> None:
 
 
 def _require_other(file: str, path: Path) -> None:
-    """Raise :class:`UsageError` if ``path`` is the ``file`` of the model or of the code that builds it."""
     if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
         raise UsageError(f"the output {path} is the model itself", hint="Name another file.")
 

@@ -47,7 +47,6 @@ def _places(source: ModelSource) -> Iterator[str]:
 
 
 def _bytes_of(path: str) -> int:
-    """Return the bytes of the file at ``path``, or of the files in the folder; 0 if there is none."""
     try:
         if not os.path.isdir(path):
             return os.stat(path).st_size

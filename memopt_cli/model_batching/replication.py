@@ -37,8 +37,6 @@ def replicated_step(step: Step, models: int, example: Step) -> tuple[Step, str]:
 
 
 def _repeat_inputs(inputs: Any, models: int) -> Any:
-    """Return ``inputs`` with each tensor repeated for each model, (models, …)."""
-
     def repeat(leaf: Any) -> Any:
         return leaf.detach().expand(models, *leaf.shape).clone() if isinstance(leaf, Tensor) else leaf
 

@@ -147,7 +147,6 @@ def _take_step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _are_read(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[bool]:
-    """Return for each of ``leaves`` whether any of ``results`` depends on it."""
     if not leaves or not results:
         return [False] * len(leaves)
     gradients = torch.autograd.grad(results, leaves, [torch.ones_like(t) for t in results], allow_unused=True)

@@ -15,10 +15,8 @@ statistics of the first run.  Segments whose norms use the statistics of each ch
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,6 +30,7 @@ from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import Complaint
 from memopt_cli.runtime.norms import OtherNormsError
 from memopt_cli.runtime.private_torch import unseen
+from memopt_cli.runtime.this_thread import set_in_block, this_thread
 
 _MAX_ROUNDINGS: Final = 8
 """Difference that an output may show between two runs on one shape, in roundings of the largest value."""
@@ -44,17 +43,10 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 _forwards: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """Segment -> number of its forwards in chunks so far."""
 
-_thread = threading.local()
 
-
-@contextlib.contextmanager
-def rows_untried() -> Iterator[None]:
+def rows_untried() -> AbstractContextManager[None]:
     """Try no segment in the block, whose caller compares chunks with the whole itself."""
-    outer, _thread.untried = getattr(_thread, "untried", False), True
-    try:
-        yield
-    finally:
-        _thread.untried = outer
+    return set_in_block("tries_rows", False)
 
 
 Starting = Callable[[], AbstractContextManager[object]]
@@ -95,7 +87,7 @@ def is_due(module: nn.Module) -> bool:
 
     One trial is not enough, since it sees nothing where all values are zero.  Many trials would show in measured times.
     """
-    if getattr(_thread, "untried", False):
+    if not this_thread.tries_rows:
         return False
     count = _forwards[module] = _forwards.get(module, 0) + 1
     return count.bit_count() == 1 and count.bit_length() % 4 == 1
@@ -197,12 +189,10 @@ class _Result:
     """Whether the run left or returned state for a next chunk, so that later rows rightly depend on earlier rows."""
 
     def is_cut_at(self, piece: Piece) -> bool:
-        """Return whether every output has a row for each row of ``piece``."""
         axis = piece.axis
         return {shape[axis] if -len(shape) <= axis < len(shape) else 0 for shape in self.shapes} == {piece.length}
 
     def rows(self, axis: int, start: int, count: int) -> list[Tensor]:
-        """Return ``count`` rows from ``start`` on of each output of a run in one part."""
         return [whole.narrow(axis, start, count) for (whole,) in self.outputs]
 
 

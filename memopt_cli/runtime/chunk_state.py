@@ -106,7 +106,6 @@ class _Recorded:
     """The value if it is not a tensor."""
 
     def matches(self, value: Any) -> bool:
-        """Return whether ``value`` is the noted value, unchanged."""
         if isinstance(value, Tensor):
             return self.tensor is not None and self.tensor() is value and self.version == version_of(value)
         return self.tensor is None and type(value) is type(self.number) and bool(value == self.number)

@@ -30,7 +30,7 @@ from memopt_cli.runtime.private_torch import (
     parts_of_concatenation,
     version_counter,
 )
-from memopt_cli.runtime.this_thread import this_thread
+from memopt_cli.runtime.this_thread import set_in_block, this_thread
 from memopt_cli.runtime.tree import join_tensors, split_tensors
 from memopt_cli.runtime.warned import warn_caller
 
@@ -448,15 +448,16 @@ def note_stored(x: Tensor, packed: Packed) -> None:
     """Note that ``x`` is stored as ``packed``, so that a concatenation with it as a part can refer to it."""
     edge = edge_of(x) if is_ordinary(x) else None
     if edge is not None and (packed.raw or packed.parts):
-        _stored_by_edge()[edge] = packed
+        _stored.by_edge[edge] = packed
 
 
-def _stored_by_edge() -> MutableMapping[Edge, Packed]:
-    """Return the stored tensors that this thread made, by their edges; each thread numbers its own nodes."""
-    if not hasattr(_thread, "stored"):
-        _thread.stored = WeakValueDictionary()
-    stored: MutableMapping[Edge, Packed] = _thread.stored
-    return stored
+class _Stored(threading.local):
+    def __init__(self) -> None:
+        self.by_edge: MutableMapping[Edge, Packed] = WeakValueDictionary()
+        """The stored tensors that this thread made, by their edges; each thread numbers its own nodes."""
+
+
+_stored = _Stored()
 
 
 def _split_along(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
@@ -467,7 +468,7 @@ def _split_along(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Ten
 
 def _find_stored(edge: Edge | None, piece: Tensor) -> Packed | None:
     """Return the stored tensor to which ``edge`` leads, if it has the bits of ``piece``; otherwise ``None``."""
-    stored = None if edge is None else _stored_by_edge().get(edge)
+    stored = None if edge is None else _stored.by_edge.get(edge)
     return stored if stored is not None and _has_bits(stored, piece) else None
 
 
@@ -538,22 +539,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(first, second)
 
 
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def assuming_sparse_share(share: Callable[[], float]) -> Iterator[None]:
+def assuming_sparse_share(share: Callable[[], float]) -> contextlib.AbstractContextManager[None]:
     """Count a fake tensor that ``sparse`` stores in the ``with`` block as ``share()`` (below 1) of its bytes."""
-    _thread.share = share
-    try:
-        yield
-    finally:
-        del _thread.share
+    return set_in_block("sparse_share", share)
 
 
 def _fake_positions(flat: Tensor) -> tuple[Tensor, ...] | None:
     """Return empty positions of the size set by :func:`assuming_sparse_share`; ``None`` if they would save nothing."""
-    share: Callable[[], float] | None = getattr(_thread, "share", None)
+    share = this_thread.sparse_share
     nbytes = int(flat.numel() * flat.element_size() * share()) if share else flat.nbytes
     return (flat.new_empty(nbytes // 4, dtype=torch.int32),) if nbytes < flat.nbytes else None
 

@@ -100,7 +100,6 @@ def _lies_in_memory(tensor: Tensor) -> bool:
 
 
 def _count_spanned(tensor: Tensor) -> int:
-    """Return the number of elements of memory that ``tensor`` spans, from its first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from memopt_cli.runtime.this_thread import set_in_block, this_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +19,6 @@ class Cut:
     """The length of the tensors that were cut."""
 
 
-_thread = threading.local()
-
-
 @contextlib.contextmanager
 def recorded_cuts() -> Iterator[dict[int, Cut]]:
     """Yield a dictionary in which every cut in the ``with`` block is recorded, by the ``id`` of its owner.
@@ -28,16 +26,13 @@ def recorded_cuts() -> Iterator[dict[int, Cut]]:
     It holds the shortest of several cuts of one owner.
     """
     cuts: dict[int, Cut] = {}
-    outer, _thread.cuts = getattr(_thread, "cuts", None), cuts
-    try:
+    with set_in_block("cuts", cuts):
         yield cuts
-    finally:
-        _thread.cuts = outer
 
 
 def record_cut(owner: object, chunks: int, length: int) -> None:
     """Record that ``owner``, a module or its weight, is being cut; outside of :func:`recorded_cuts` do nothing."""
-    cuts: dict[int, Cut] | None = getattr(_thread, "cuts", None)
+    cuts = this_thread.cuts
     if cuts is None:
         return
     earlier = cuts.get(id(owner))

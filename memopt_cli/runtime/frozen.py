@@ -87,7 +87,7 @@ class _Pickler(pickle.Pickler):
         self.shared: dict[int, Any] = {}
         self.uncopyable_iterator = ""
         self.parts: list[Any] | None = None
-        """A list to collect the parts in; ``None`` if nobody asks for them, since a copy must not hold its originals."""
+        """A list to collect the parts in; ``None`` if not wanted, since a copy must not hold its originals."""
 
     def persistent_id(self, value: Any) -> int | None:
         if type(value) in ATOMS:

@@ -13,7 +13,6 @@ does, finds no gradient there, and nothing notices that.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 import weakref
@@ -28,11 +27,11 @@ from torch.optim import Optimizer
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.private_torch import step_without_hooks
+from memopt_cli.runtime.this_thread import set_in_block, this_thread
 from memopt_cli.runtime.waiting import recompute_before_update
 
 _installed: MutableMapping[Optimizer, InBackward] = weakref.WeakKeyDictionary()
 """Optimizer that runs in backward -> its hooks."""
-_thread = threading.local()
 _WITHOUT = "take in_backward out of the plan"
 _TRIAL_STEPS = 3
 """Number of steps in a trial."""
@@ -83,7 +82,7 @@ def has_in_backward(model: nn.Module) -> bool:
 
 def is_updating() -> bool:
     """Return whether an optimizer runs inside backward, on this thread."""
-    return getattr(_thread, "is_updating", False)
+    return this_thread.updates_in_backward
 
 
 def optimizers_in_backward(model: nn.Module) -> Iterator[Optimizer]:
@@ -123,7 +122,7 @@ class InBackward:
         if optimizer is None:
             return
         recompute_before_update(parameter)
-        with self._lock, _updating():
+        with self._lock, set_in_block("updates_in_backward", True):
             self._check_gradient(parameter, optimizer)
             step_alone(optimizer, self._used_group(optimizer, parameter), parameter)
             parameter.grad = None
@@ -184,15 +183,6 @@ def _order_state(optimizer: Optimizer, earlier_states: int) -> None:
     new = {id(parameter) for parameter in list(state)[earlier_states:]}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) in new):
         state[parameter] = state.pop(parameter)
-
-
-@contextlib.contextmanager
-def _updating() -> Iterator[None]:
-    _thread.is_updating = True
-    try:
-        yield
-    finally:
-        _thread.is_updating = False
 
 
 def _comparable_settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +285,6 @@ def _filled_tensor(like: Tensor, seed: int) -> Tensor:
 
 
 def _cut_state(state: Mapping[Any, dict[str, Any]], parameter: Tensor | None) -> dict[str, Any]:
-    """Return the state of ``parameter``, cut to a parameter as small as :func:`_filled_tensor` makes."""
     return {name: _cut(value, parameter) for name, value in state.get(parameter, {}).items()}
 
 

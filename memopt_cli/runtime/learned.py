@@ -271,7 +271,7 @@ class Learned:
         """Whether forward uses the global random generators of Python or NumPy."""
         self.runs_to_end: dict[int, bool] = {}
         """Number of tensors that a forward saves -> whether one of its last operators fills a tensor after saving it
-        (:mod:`memopt_cli.runtime.noise`)."""
+        (:mod:`memopt_cli.runtime.segment_run`)."""
         self.compared: int | None = None
         """The index of the saved tensor that is compared in every call, counted from the end (-1 is the last tensor);
         ``None`` if no tensor is compared."""

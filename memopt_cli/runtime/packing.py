@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -45,6 +44,7 @@ from memopt_cli.runtime.private_torch import (
     storage_key,
     version_counter,
 )
+from memopt_cli.runtime.this_thread import set_in_block, this_thread
 
 _MIN_PACKED_BYTES = 4096
 """A tensor with fewer bytes is not packed."""
@@ -54,7 +54,6 @@ _PLANES_SIZE = 2**16
 """Approximate number of elements that show the planes (of height x width) into which the indices of pooling point."""
 
 
-_thread = threading.local()
 _PACKED_DTYPES = frozenset((*FLOATS, *WIDE_INTEGERS, torch.bool, torch.uint8, torch.int8))
 _BYTES = frozenset(map(float, range(256)))
 
@@ -68,11 +67,8 @@ def recorded_answers(
     ``codec_of`` returns the name of the codec for a fake tensor, ``null`` if it stays raw.  ``joined`` is called with
     the outputs that the running module has joined from its chunks, in their order.
     """
-    _thread.codec_of, _thread.joined = codec_of, joined
-    try:
+    with set_in_block("codec_of", codec_of), set_in_block("on_joined", joined):
         yield
-    finally:
-        del _thread.codec_of, _thread.joined
 
 
 def note_joined(outputs: Sequence[Tensor]) -> None:
@@ -80,9 +76,8 @@ def note_joined(outputs: Sequence[Tensor]) -> None:
 
     The recorded step ran without chunks, and there an operator made these tensors.
     """
-    joined: Callable[[Sequence[Tensor]], None] | None = getattr(_thread, "joined", None)
-    if joined is not None:
-        joined(outputs)
+    if this_thread.on_joined is not None:
+        this_thread.on_joined(outputs)
 
 
 def codec_for(x: Tensor) -> SpikeCompressor | None:
@@ -90,8 +85,7 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
     if x.layout is not torch.strided or x.dtype not in _PACKED_DTYPES:
         return None
     if is_fake(x):
-        codec_of: Callable[[Tensor], str] | None = getattr(_thread, "codec_of", None)
-        return _codec_by_name(codec_of(x), x) if codec_of else None
+        return _codec_by_name(this_thread.codec_of(x), x) if this_thread.codec_of else None
     if x.dtype is torch.bool:
         return COMPRESSORS["bit"]
     if not is_dense(x):
@@ -241,7 +235,7 @@ class PackedSaves:
         if saved is not None and isinstance(saved.packed, PackedAway):
             saved.packed.note_use()
         if saved is None and is_large:
-            # It may be noise, which an operator fills after saving it (:mod:`memopt_cli.runtime.noise`).
+            # It may be noise, which an operator fills after saving it (``_FILLED_LATER``).
             if tensor.is_floating_point() and not tensor.requires_grad:
                 self._late.append(_Late(tensor))
                 return self._late[-1]

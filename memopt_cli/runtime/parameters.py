@@ -34,7 +34,6 @@ class _Entries:
         return self._snapshot.is_current()
 
     def versions(self) -> list[int | None]:
-        """Return the current version of each parameter; ``None`` if it is sharded or lazy."""
         if self._have_versions:
             try:
                 return [*map(version_counter, self.tensors)]
@@ -174,5 +173,4 @@ def _may_move(parameter: Tensor | None) -> bool:
 
 
 def _is_whole(parameter: Tensor) -> bool:
-    """Return whether ``parameter`` is neither sharded (FSDP, DTensor) nor lazy."""
     return type(parameter) is nn.Parameter or is_ordinary(parameter)

@@ -384,24 +384,21 @@ def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     return [table for table in map(vars(module).get, _HOOK_ATTRIBUTES) if isinstance(table, dict)]
 
 
-@contextlib.contextmanager
-def saving_checked(check: Callable[[str], object]) -> Iterator[None]:
+def saving_checked(check: Callable[[str], object]) -> AbstractContextManager[None]:
     """Call ``check`` in the ``with`` block with the path of each file that ``torch.save`` is about to write.
 
     PyTorch opens such a file in C++, so no audit event reports it.
     """
-    plain = torch.serialization._open_zipfile_writer
 
-    def open_checked(file: Any) -> Any:
-        if isinstance(file, str):
-            check(file)
-        return plain(file)
+    def checked(plain: Any) -> Any:
+        def open_writer(file: Any) -> Any:
+            if isinstance(file, str):
+                check(file)
+            return plain(file)
 
-    torch.serialization._open_zipfile_writer = open_checked  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.serialization._open_zipfile_writer = plain
+        return open_writer
+
+    return replaced(torch.serialization, "_open_zipfile_writer", checked)
 
 
 def reserve_hook_numbers(model: nn.Module) -> None:
@@ -540,27 +537,23 @@ def vector_jacobian(
 _ENGINE: Final = _engine_run_backward.__code__
 
 
-@contextlib.contextmanager
-def engine_watched(enter: Callable[[], object], leave: Callable[[], object]) -> Iterator[None]:
+def engine_watched(enter: Callable[[], object], leave: Callable[[], object]) -> AbstractContextManager[None]:
     """Call ``enter`` and ``leave`` around every run of autograd that a script starts in the ``with`` block.
 
     ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all look this function up to start it.
     """
-    namespace = vars(torch.autograd)
-    plain = namespace["_engine_run_backward"]
 
-    def run(*arguments: Any, **named: Any) -> Any:
-        enter()
-        try:
-            return plain(*arguments, **named)
-        finally:
-            leave()
+    def watched(plain: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
+            enter()
+            try:
+                return plain(*arguments, **named)
+            finally:
+                leave()
 
-    namespace["_engine_run_backward"] = run
-    try:
-        yield
-    finally:
-        namespace["_engine_run_backward"] = plain
+        return run
+
+    return replaced(torch.autograd, "_engine_run_backward", watched)
 
 
 _NOT_COMPILED: Final = frozenset({"torch._compile", "torch._dynamo.eval_frame"})

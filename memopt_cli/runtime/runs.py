@@ -142,7 +142,6 @@ def _update_runs(module: nn.Module) -> dict[str, Run]:
 
 
 def _children_and_runs(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children of ``module`` by name, with runs in place of the children that are in them."""
     run_of = {child: name for name, run in _update_runs(module).items() for child in children_of(run)}
     parts: dict[str, nn.Module] = {}
     for name, child in children_of(module).items():

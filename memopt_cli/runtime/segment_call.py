@@ -11,8 +11,9 @@ Containers call :func:`call_checkpointed`.  There are four cases:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.copies import copy_values, restored_tensors
-from memopt_cli.runtime.first_calls import first_call
 from memopt_cli.runtime.learned import Learned, ensure_learned
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import find_matrices, label_of, uninitialized
@@ -135,20 +135,36 @@ def call_checkpointed(
     return forward(*args, **kwargs)
 
 
+_callbacks: MutableMapping[nn.Module, Callable[[bool], object]] = WeakKeyDictionary()
+
+
+def on_first_call(segment: nn.Module, callback: Callable[[bool], object]) -> None:
+    """Register ``callback`` to be called before the first run of ``segment`` as a segment, or where it runs plainly.
+
+    Its argument is whether the segment is in the user's own checkpoint, where it runs plainly.  It should refer to the
+    model weakly, because it lives as long as the segment.
+    """
+    _callbacks[segment] = callback
+
+
+def _call_back(segment: nn.Module, *, is_in_checkpoint: bool) -> None:
+    if (callback := _callbacks.get(segment)) is not None:
+        callback(is_in_checkpoint)
+
+
 def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learned) -> bool:
-    """Return whether ``module`` can and should run as a segment in this call."""
     for tensor in tensors:
         if tensor.is_nested and tensor.layout is torch.strided:
             run_plainly(module, "is given a nested tensor of the strided layout")
     if not torch.is_grad_enabled() or runs_plainly(module) or is_transformed():
         return False
     if is_checkpointed():
-        first_call(module, within_checkpoint=True)
+        _call_back(module, is_in_checkpoint=True)
         return False
     if not needs_gradient(module, tensors):
         return False
     if learned.known is None:
-        first_call(module, within_checkpoint=False)
+        _call_back(module, is_in_checkpoint=False)
         return not uninitialized(module)  # a lazy module has no state yet to start from
     return True
 

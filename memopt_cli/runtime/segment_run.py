@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, Final
 from weakref import ref
 
 import torch
@@ -31,17 +31,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.runtime.copies import version_of
+from memopt_cli.runtime.graph import reachable_nodes
 from memopt_cli.runtime.in_backward import updates_in_backward
 from memopt_cli.runtime.learned import Learned
 from memopt_cli.runtime.lengths import current_length
 from memopt_cli.runtime.module_state import Complaint, label_of
-from memopt_cli.runtime.noise import noise_since
 from memopt_cli.runtime.private_torch import (
     forbids_hooks,
     is_of_transform,
     memory_of,
+    name_of_node,
     next_node,
     not_compiled,
+    sequence_number,
     unchanged,
 )
 from memopt_cli.runtime.running import enclosing_segment_run, outermost_segment, recomputing, taking_turns
@@ -58,6 +60,12 @@ Repeat = Callable[[Sequence[Tensor], Sequence[Any]], object]
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Autograd's hooks on saving: one that packs a tensor, and one that unpacks it."""
 _DIFFERS = "computes something else when it runs again for backward"
+_FILLED_LATER: Final = ("RreluWithNoiseBackward", "RreluWithNoiseFunctionalBackward")
+"""Names of the nodes of all ATen operators that, by their schemas, write to an argument that they save.
+
+A recomputation ends when the last tensor has been saved.  If the last operator is of this kind, it has not filled its
+tensor by then, so a segment that ends in such an operator runs to its end.
+"""
 
 
 class UnrepeatableError(RuntimeError):
@@ -235,7 +243,7 @@ class SegmentRun:
     def _drop_saved(self, results: Any) -> None:
         """Drop the saved tensors, since forward can be recomputed; ``results`` hold its outputs."""
         if self._watch is not None:
-            noise = noise_since(self._first_node, tensors_of(results))
+            noise = _noise_since(self._first_node, tensors_of(results))
             self._samples = self._watch.samples(self._refs, noise)
             self._learned.runs_to_end[len(self._refs)] = not noise.isdisjoint(self._watch.last)
             self._learned.compared = self._last_activation()
@@ -243,7 +251,7 @@ class SegmentRun:
             self._note_glance()
             # If forward saves a number of tensors that it never saved before, it has taken another branch.
             if len(self._refs) not in self._learned.runs_to_end:
-                noise = noise_since(self._first_node, tensors_of(results))
+                noise = _noise_since(self._first_node, tensors_of(results))
                 self._learned.runs_to_end[len(self._refs)] = bool(noise)
         for reference in self._refs:
             saved = reference()
@@ -446,7 +454,6 @@ class _Watch:
         """For each saved tensor, :attr:`last` then, and a few of its elements, or ``None`` if they cannot be read."""
 
     def note_saved(self, tensor: Tensor) -> None:
-        """Note that autograd saves ``tensor`` now."""
         following = next_node()
         if following != self.last.stop:
             self.last = range(self.last.stop, following)
@@ -495,6 +502,15 @@ class UnusedSaves:
         return saved
 
     hold_input = hold
+
+
+def _noise_since(first: int, outputs: Iterable[Tensor]) -> frozenset[int]:
+    """Return the numbers, from ``first`` on, of the nodes of ``outputs`` that fill a tensor after saving it.
+
+    Backward never asks a node for its tensors if no output depends on the node.
+    """
+    nodes = reachable_nodes(outputs, lambda node: sequence_number(node) < first)
+    return frozenset(sequence_number(node) for node in nodes if name_of_node(node).startswith(_FILLED_LATER))
 
 
 def _overwritten_message(tensor: Tensor, version: int) -> str:

@@ -351,7 +351,6 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return position and name of the arguments that the operator ``func`` modifies."""
     arguments = schema_of(func).arguments if has_schema(func) else ()
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 

@@ -6,13 +6,16 @@ generators (``contextlib.contextmanager``), which take several times as long: se
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from memopt_cli.runtime.cuts import Cut
     from memopt_cli.runtime.running import SequenceChunk
     from memopt_cli.runtime.selective import KeptOutputs
 
@@ -36,9 +39,33 @@ class _ThisThread(threading.local):
     """The kept outputs of the segment that numbers its calls of operators; ``None`` if no segment numbers them."""
     makes_internal_tensors: bool = False
     """Whether new tensors are memopt's own, and not the model's."""
+    updates_in_backward: bool = False
+    """Whether an optimizer runs inside backward."""
+    tries_rows: bool = True
+    """Whether segments try in their first forwards whether rows of their inputs mix."""
+    cuts: dict[int, Cut] | None = None
+    """The cuts recorded so far, by the ``id`` of their owners; ``None`` if cuts are not recorded."""
+    codec_of: Callable[[Tensor], str] | None = None
+    """A function that returns the name of the codec for a fake tensor, ``null`` if it stays raw; ``None`` outside of
+    dry runs with known codecs."""
+    on_joined: Callable[[Sequence[Tensor]], None] | None = None
+    """A function to call with the outputs that a module has joined from its chunks, in their order."""
+    sparse_share: Callable[[], float] | None = None
+    """A function that returns the share (below 1) of its bytes that a fake tensor takes when ``sparse`` stores it."""
 
 
 this_thread = _ThisThread()
+
+
+@contextlib.contextmanager
+def set_in_block(name: str, value: object) -> Iterator[None]:
+    """Set the attribute ``name`` of ``this_thread`` to ``value`` in the ``with`` block, which is not entered often."""
+    outer = getattr(this_thread, name)
+    setattr(this_thread, name, value)
+    try:
+        yield
+    finally:
+        setattr(this_thread, name, outer)
 
 
 class as_of:

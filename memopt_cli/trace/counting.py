@@ -97,7 +97,6 @@ def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace
 
 
 def _bytes_by_module(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:
-    """Return the bytes of activations and temporaries in ``storages`` by module, most bytes first."""
     bytes_by_path: dict[str, int] = defaultdict(int)
     for s in storages:
         if s.kind in ("activations", "temporaries"):

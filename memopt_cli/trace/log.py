@@ -291,7 +291,6 @@ def tensors_held_by(function: Callable[..., Any] | None) -> list[Tensor]:
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among ``values``, and in lists, tuples and dictionaries among them."""
     parts = (tuple(v.values()) if isinstance(v, dict) else v if isinstance(v, list | tuple) else (v,) for v in values)
     return [part for some in parts for part in some if isinstance(part, Tensor)]
 

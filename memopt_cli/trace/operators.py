@@ -74,7 +74,6 @@ def _parameters(func: Any) -> tuple[str, ...]:
 
 @functools.cache
 def _written_names(func: Any) -> tuple[str, ...]:
-    """Return the names of the arguments of ``func`` that a call may write."""
     if not has_schema(func):
         return ()
     declared = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]

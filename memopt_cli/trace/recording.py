@@ -176,7 +176,6 @@ class _Records:
         )
 
     def _first_operator_after(self, tick: int | None) -> int | None:
-        """Return the first operator after ``tick``; ``None`` if there is none."""
         return tick if tick is not None and tick < len(self._log.ops) else None
 
     def call_records(self) -> tuple[ModuleCall, ...]:

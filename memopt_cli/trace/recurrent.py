@@ -48,7 +48,6 @@ def _at_zero(length: int, nbytes: int, half_bytes: int) -> int:
 
 
 def _shapes_for_tensors(args: Any) -> tuple[Any, ...]:
-    """Return the operator's arguments with shapes in place of tensors."""
     shapes = (a.shape if isinstance(a, Tensor) else a for a in args)
     return tuple(tuple(a) if isinstance(a, torch.Size | list) else a for a in shapes)
 

@@ -109,7 +109,8 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
             compile_model(model, plan.compile)
             undo.callback(stop_compiling, model)
         if plan.in_backward and optimizer is not None:
-            _run_in_backward(optimizer, model)
+            with refusing_in_backward(optimizer):
+                install_in_backward(optimizer, model)
         if plan.compile is None and not compiles_by_plan(model):
             stop_compiling(model)  # removes settings of an earlier plan, which torch.load or a copy took over
         warn_if_on(model)
@@ -185,7 +186,6 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def _in_range(module: nn.Module, index: int) -> SegmentConfig | None:
-    """Return the configuration of ``module`` in range ``index``, or ``None`` if it has no segment there."""
     settings = settings_of(module)
     return settings.configs[index] if isinstance(settings, ConfigsByLength) else settings
 
@@ -260,19 +260,16 @@ def remove_segments(model: nn.Module) -> None:
             remove_segment(module)
 
 
-def _run_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
+@contextlib.contextmanager
+def refusing_in_backward(optimizer: Optimizer) -> Iterator[None]:
+    """Raise :class:`PlanError` for a ``ValueError`` in the ``with`` block: why ``optimizer`` cannot run in backward."""
     try:
-        install_in_backward(optimizer, model)
+        yield
     except ValueError as reason:
-        raise in_backward_error(optimizer, reason) from reason
-
-
-def in_backward_error(optimizer: Optimizer, reason: ValueError) -> PlanError:
-    """Return the error for an ``optimizer`` that cannot run in backward for ``reason``."""
-    return PlanError(
-        f"{type(optimizer).__name__} cannot run in backward: it {reason}",
-        hint="Take in_backward out of the plan, or train with another optimizer.",
-    )
+        raise PlanError(
+            f"{type(optimizer).__name__} cannot run in backward: it {reason}",
+            hint="Take in_backward out of the plan, or train with another optimizer.",
+        ) from reason
 
 
 def _add_runs(model: nn.Module, path: str) -> list[Run]:

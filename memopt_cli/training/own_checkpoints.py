@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils import checkpoint as checkpoints
 
 from memopt_cli.runtime import named_parts, settings_of
-from memopt_cli.runtime.first_calls import on_first_call
 from memopt_cli.runtime.private_torch import CheckpointCall, replaced
+from memopt_cli.runtime.segment_call import on_first_call
 from memopt_cli.runtime.warned import warn_caller
 from memopt_cli.text.paths import attributes_in_words
 from memopt_cli.training.module_calls import module_hooks

@@ -202,7 +202,6 @@ def _forward_disproof(module: nn.Module, inputs: Any, rule: ChunkRule) -> str | 
 
 
 def _in_chunks(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
-    """Return a copy of ``module`` that runs in ``chunks`` by ``rule``."""
     chunked = copy.deepcopy(module)
     install_segment(chunked, SegmentConfig(chunks=chunks, **asdict(rule)))
     return chunked

@@ -260,7 +260,6 @@ class _Watch:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the calls in the ``with`` block."""
         mode = _Choosing(self.choose)
         with (
             module_hooks(self.model, self._enter, self._leave, always_leave=True),
@@ -270,7 +269,6 @@ class _Watch:
             yield
 
     def choose(self, operator: str, values: Tensor, chosen: Tensor) -> None:
-        """Record a choice of ``operator`` among ``values``."""
         path = self._running[-1].path if self._running else ""
         choice = ChoicePrint(
             operator=operator,

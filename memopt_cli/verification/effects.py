@@ -75,7 +75,6 @@ def effects(step: Step) -> dict[str, Tensor]:
 
 
 def _plain_effects(step: Step) -> dict[str, Tensor]:
-    """Run the forward and backward of ``step``, and collect its outputs and the gradients of its inputs."""
     inputs = map_leaves(_fresh_leaf if step.compares_inputs else as_leaf, (step.args, step.kwargs))
     args, kwargs = copy_tensors(inputs)
     step = replace(step, args=args, kwargs=kwargs)
@@ -94,7 +93,6 @@ def _plain_effects(step: Step) -> dict[str, Tensor]:
 
 
 def _own_effects(step: OwnStep) -> dict[str, Tensor]:
-    """Run a user's own ``step``, and collect its outputs and the gradients that it passes to its optimizers."""
     args, kwargs = clone_tensors((step.args, step.kwargs))
     updates = UpdateGradients(step)
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]

@@ -62,7 +62,6 @@ def fingerprint(effects: Mapping[str, Tensor | None]) -> Fingerprint:
 
 @functools.cache
 def _projection_weights() -> Tensor:
-    """Return the weights of the projections (2 MiB)."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2 * _PIECE, _DIRECTIONS, dtype=torch.float64, generator=generator)
 
@@ -79,7 +78,6 @@ def _ends_with_step(name: str) -> bool:
 
 
 def _fingerprint_tensor(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:
-    """Return the digest and the projections of ``tensor``, read piece by piece."""
     kind = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()

@@ -170,7 +170,6 @@ class _Deadline:
 
 
 def _limit_s(recorded: RecordedStep) -> float:
-    """Return the longest time that all further checks may take."""
     return max(_MIN_LIMIT_S, _MAX_STEPS * recorded.plain_s, _MAX_FULL_STEPS * recorded.original_step_s)
 
 
@@ -224,7 +223,6 @@ class _SteppingCopy:
         return collected
 
     def noise(self, variation: Variation) -> EffectDifference:
-        """Return the difference between two steps from the same state."""
         self.at_start = True
         first = self.take(variation)
         self.at_start = True

@@ -111,5 +111,4 @@ def _growths_needed(length: int, growth: int, chunks: int) -> int:
 
 
 def _is_uneven(length: int, chunks: int) -> bool:
-    """Return whether ``length`` gives ``chunks`` of two lengths."""
     return length > chunks and length % chunks > 0

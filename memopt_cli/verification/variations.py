@@ -60,8 +60,6 @@ def variations(batch: int, size: int, resize: Resize) -> Iterator[Variation]:
 
 
 def _combine(first: Vary, second: Vary) -> Vary:
-    """Return the variation that makes the changes of ``first``, then of ``second``."""
-
     @contextlib.contextmanager
     def varied(step: Step) -> Iterator[Step]:
         with first(step) as once, second(once) as twice:
@@ -75,8 +73,6 @@ def _as_recorded(step: Step) -> AbstractContextManager[Step]:
 
 
 def _resized_to(resize: Resize, size: int) -> Vary:
-    """Return the variation to inputs of ``size`` samples."""
-
     def varied(step: Step) -> AbstractContextManager[Step]:
         try:
             args, kwargs = resize(size) if step.settings.precision != "fp64" else in_double(resize(size))

@@ -146,7 +146,6 @@ def selftest(device: str, *, progress: Progress) -> SelftestReport:
 
 
 def _tests(device: str) -> Iterator[tuple[_Case, _Test]]:
-    """Yield the cases for ``device``, each with the test that yields its rows."""
     for case in _PLANNED:
         if device != "cpu":
             case = replace(case, dims={**case.dims, "B": _GPU_SAMPLES * case.dims["B"]})
@@ -250,7 +249,6 @@ def _test_repetition(case: _Case, device: str) -> Iterator[SelftestRow]:
 
 
 def _measure(prepared: Prepared) -> Measurement | Failure:
-    """Measure a step in its own subprocess."""
     return measurement_in(prepared.ask(MeasureJob(plan=ORIGINAL)))
 
 

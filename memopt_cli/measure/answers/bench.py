@@ -29,7 +29,7 @@ from memopt_cli.runtime.samples import sampling_off
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import forget_unsafe
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
-from memopt_cli.training.apply import apply_plan, in_backward_error, remove_segments
+from memopt_cli.training.apply import apply_plan, refusing_in_backward, remove_segments
 from memopt_cli.training.module_calls import one_step_noted, skipped_layers_notes
 from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
@@ -270,10 +270,8 @@ def spread_function(
 def _check_steps_alone(bench: Bench) -> None:
     """Raise :class:`PlanError` if the optimizer updates a single parameter differently from all of them together."""
     if bench.optimizer is not None:
-        try:
+        with refusing_in_backward(bench.optimizer):
             check_steps_alone(bench.optimizer)
-        except ValueError as reason:
-            raise in_backward_error(bench.optimizer, reason) from reason
 
 
 def maker_of_optimizer(text: str, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> OptimizerMaker:

@@ -50,7 +50,6 @@ _COMPILING: Final[Mapping[Compiling, Callable[[], AbstractContextManager[None]]]
 
 
 def _without_budget(plan: Plan) -> Plan:
-    """Return ``plan`` without a memory budget of its own."""
     return plan if plan.compile is None else replace(plan, compile=replace(plan.compile, activation_memory_budget=None))
 
 

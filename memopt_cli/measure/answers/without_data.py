@@ -143,7 +143,6 @@ def step_under(
 
 
 def _step_as_described(bench: Bench) -> trace.FakeStep:
-    """Make a step without data at the sizes that the description of the inputs gives."""
     return trace.FakeStep(_step_at(bench, None, {}), bench.mode)
 
 

@@ -55,7 +55,6 @@ def _with_growth(bench: Bench) -> Workspaces:
 
 
 def _of_small_step(bench: Bench) -> Workspaces:
-    """Return the workspaces of the small step; empty if there is none."""
     small = bench.fact(small_step)
     return small.workspaces if small else Workspaces()
 

@@ -205,7 +205,6 @@ class _GraphFusion:
         self._stacked_ids = {id(slot.tensor) for slot in list_slots(source)}
 
     def rewrite(self, graph: fx.Graph) -> fx.Graph:
-        """Return ``graph`` rewritten so that it runs all models."""
         for node in graph.nodes:
             self._is_batched[node], self._new_nodes[node] = getattr(self, f"_rewrite_{node.op}")(node)
         return self._graph

@@ -27,7 +27,6 @@ class _SharedSlot:
     """Whether forward may write the tensor in place."""
 
     def views(self, models: int) -> Sequence[Tensor]:
-        """Return a view of the tensor for each of ``models`` models."""
         tensor = self.slot.tensor
         if self.is_shared:
             return [tensor] * models

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from memopt_cli.runtime.lifted.operators import EXPRESSIONS, READING
+from memopt_cli.runtime.lifted.operators import EXPRESSIONS
 from memopt_cli.runtime.lifted.program import values_among
 
 Block = tuple[tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
@@ -135,7 +135,7 @@ class Layout:
             return adjacent and self.is_expression(node)
         if kind != "operator":
             return kind in ("tuple", "list", "named") or (kind in ("item", "slice", "get", "dict") and adjacent)
-        return detail in EXPRESSIONS and (EXPRESSIONS[detail].pure or (detail in READING and adjacent))
+        return detail in EXPRESSIONS and (EXPRESSIONS[detail].pure or (EXPRESSIONS[detail].reads and adjacent))
 
 
 def _only_user(node: Node, users: Mapping[int, Sequence[int]]) -> int | None:

@@ -40,6 +40,8 @@ class Expression:
     """The expression, with ``{0}``, ``{1}`` … in the places of the operands, and ``{...}`` for a list of all."""
     pure: bool = False
     """Whether its result depends on nothing that can change; it may then be computed later, where it is used."""
+    reads: bool = False
+    """Whether it reads a list, dict or tensor; it must not move past a statement, which might change that."""
     alias: bool = False
     """Whether it is a statement that changes its first operand, which is also its result."""
 
@@ -209,10 +211,9 @@ _ALIASING: Final = {
 
 
 def _table() -> dict[str, Expression]:
-    groups = ((_PURE, True, False), (_READING, False, False), (_CHANGING, False, False), (_ALIASING, False, True))
     return {
-        key: Expression(template, pure, alias)
-        for group, pure, alias in groups
+        key: Expression(template, pure=group is _PURE, reads=group is _READING, alias=group is _ALIASING)
+        for group in (_PURE, _READING, _CHANGING, _ALIASING)
         for (names, overloads), template in group.items()
         for name in names.split()
         for key in _overloads(name, overloads)
@@ -221,13 +222,6 @@ def _table() -> dict[str, Expression]:
 
 EXPRESSIONS: Final[Mapping[str, Expression]] = _table()
 """Operator with its overload (``aten::add.int``) -> the Python expression that computes it."""
-
-READING: Final = frozenset(
-    key for names, overloads in _READING for name in names.split() for key in _overloads(name, overloads)
-)
-"""Operators that read a list, dict or tensor, which a later statement may change: their expressions must not move past
-a statement."""
-
 
 # ---------------------------------------------------------------------------------------------- PyTorch's
 

@@ -283,7 +283,6 @@ class _Checker:
         """The kinds of the nodes whose blocks are being checked, the outermost first."""
 
     def check(self, name: str, parameters: Any, hints: Any, block: Any) -> None:
-        """Check the method or function ``name``."""
         _require(_is_tuple(hints, kind=tuple), f"{name} has malformed hints")
         _require(all(_is_tuple(h, 2) and type(h[0]) is str and type(h[1]) is bool for h in hints), "a malformed hint")
         self._values, self._defined, self._visible = len(hints), set(), {}

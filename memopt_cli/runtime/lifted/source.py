@@ -75,7 +75,6 @@ class _Writer:
         ``y = aten.relu(x)``, and not ``relu = aten.relu(x)`` and ``y = relu``."""
 
     def write(self) -> str:
-        """Return the function's text."""
         declared = [self._owner] if self._owner else []
         used = self.layout.uses(self._block)
         for value, name, default in self._parameters:

@@ -131,7 +131,6 @@ class _Worker:
         threading.Thread(target=self._run, name=f"memopt {name}", daemon=True).start()
 
     def put(self, job: _Job) -> None:
-        """Queue ``job`` after all earlier ones."""
         self._jobs.put(job)
 
     def stop(self) -> None:

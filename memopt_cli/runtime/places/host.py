@@ -73,7 +73,6 @@ class _Blocks:
             return block
 
     def give(self, block: _Block) -> None:
-        """Let ``block`` be used again."""
         with self._lock:
             self._free.append(block)
 

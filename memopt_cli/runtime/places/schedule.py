@@ -225,7 +225,6 @@ class _Part:
                 self._keep_here()
 
     def fetch(self) -> None:
-        """Begin to fetch the part, unless it is here."""
         with self._lock:
             self._fetch()
 
@@ -259,7 +258,6 @@ class _Part:
             return flat[: len(flat) // dtype.itemsize * dtype.itemsize].view(dtype).as_strided(shape, stride, offset)
 
     def _keep_here(self) -> None:
-        """Keep the tensors here from now on."""
         if self._sent is not None:
             self._sent.release()
             self._sent = None

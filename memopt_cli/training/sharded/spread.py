@@ -137,8 +137,6 @@ def _refuse(sharded_model: Any, what: str) -> None:
 
 
 def _refusing_fsdp1(what: str) -> contextlib.AbstractContextManager[None]:
-    """Raise :class:`StepError` if a module of FSDP1 is made in the context."""
-
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise StepError(
             f"FullyShardedDataParallel (FSDP1) cannot be {what}: {_UNCOUNTED_REASON}", hint=_ALTERNATIVES_HINT
