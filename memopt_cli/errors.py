@@ -179,11 +179,11 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
     """Yield ``error``, then the errors that caused it or that were handled when it was raised, each once."""
     pending, seen = [error], set[int]()
     while pending:
-        each = pending.pop()
-        if id(each) not in seen:
-            seen.add(id(each))
-            yield each
-            pending += [earlier for earlier in (each.__context__, each.__cause__) if earlier is not None]
+        current = pending.pop()
+        if id(current) not in seen:
+            seen.add(id(current))
+            yield current
+            pending += [earlier for earlier in (current.__context__, current.__cause__) if earlier is not None]
 
 
 def first_line(error: BaseException) -> str:

@@ -57,8 +57,8 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
 def _is_of_loading(error: BaseException | None) -> bool:
     """Return whether ``error``, or an error that it was raised from, is of a DataLoader's workers without memory."""
     while error is not None:
-        found = read_oom(str(error))
-        if found is not None and found.is_of_loading:
+        report = read_oom(str(error))
+        if report is not None and report.is_of_loading:
             return True
         error = error.__cause__
     return False
@@ -78,13 +78,13 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
     command = " ".join(
         filter(None, [f"memopt explain {model or 'MODEL'} -i SHAPE", _trust_script_flag(), _optimizer(error), flags])
     )
-    meant = "MODEL is a saved model, or net.py:build for a function that makes it"
+    placeholders = "MODEL is a saved model, or net.py:build for a function that makes it"
     if model:
-        meant = f"{model} is made without arguments: else name your function that makes it"
+        placeholders = f"{model} is made without arguments: else name your function that makes it"
     return (
         f"memopt explain {flags}\n"
         f"and to find what would fit: {command}\n"
-        f"{meant}; SHAPE a batch's shape, 64x3x224x224 or 64x128@int64=0..32000; "
+        f"{placeholders}; SHAPE a batch's shape, 64x3x224x224 or 64x128@int64=0..32000; "
         f"add {_OWN_LOSS} if it has a loss of its own"
         f"{_missing_guard_line()}"
     )
@@ -124,16 +124,18 @@ def _model_builder(error: Exception) -> str:
     path = _running_script()
     if path is None or not modules:
         return ""
-    made = type(max(modules, key=lambda module: sum(1 for _ in module.parameters())))
-    is_of_script = made.__module__ == "__main__" and vars(sys.modules["__main__"]).get(made.__name__) is made
-    return quoted_path(f"{path}:{made.__name__}") if is_of_script and not _needs_arguments(made) else ""
+    model_class = type(max(modules, key=lambda module: sum(1 for _ in module.parameters())))
+    is_of_script = (
+        model_class.__module__ == "__main__" and vars(sys.modules["__main__"]).get(model_class.__name__) is model_class
+    )
+    return quoted_path(f"{path}:{model_class.__name__}") if is_of_script and not _needs_arguments(model_class) else ""
 
 
-def _needs_arguments(made: type) -> bool:
+def _needs_arguments(model_class: type) -> bool:
     """Return whether the class ``made`` has parameters without a default, other than ``*args`` and ``**kwargs``."""
     return any(
         parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        for parameter in inspect.signature(made).parameters.values()
+        for parameter in inspect.signature(model_class).parameters.values()
     )
 
 

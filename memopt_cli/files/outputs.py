@@ -51,8 +51,8 @@ class OutputPaths:
 
     def all(self) -> tuple[Path, ...]:
         """Return the paths that are written, the model's first."""
-        beside = self.summary, self.plan, self.batch
-        return beside if self.plan_only else (self.model, *beside)
+        others = self.summary, self.plan, self.batch
+        return others if self.plan_only else (self.model, *others)
 
     def free(self) -> OutputPaths:
         """Return these paths or, if one is taken, the first free ones with a number: ``model.memopt-2.pt``."""

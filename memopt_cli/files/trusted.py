@@ -27,12 +27,12 @@ def remember_trust(location: str, sha256: str, trust: Trust) -> None:
 
     If the folder cannot be written to, nothing is remembered, and no error is raised.
     """
-    typed = replace(trust, code_paths=tuple(map(os.path.abspath, trust.code_paths)))
+    typed_trust = replace(trust, code_paths=tuple(map(os.path.abspath, trust.code_paths)))
     with contextlib.suppress(OSError, RuntimeError, MemoptError):  # ``Path.home`` raises RuntimeError without a home
         path = _record_path(location, sha256)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _is_own(path.parent):
-            write_all({path: content(json_text(to_data(typed)).encode())}, force=True)
+            write_all({path: content(json_text(to_data(typed_trust)).encode())}, force=True)
 
 
 def recall_trust(location: str) -> Trust | None:

@@ -207,8 +207,8 @@ def parse_limit(text: str) -> Limit:
     name, colon, amount = text.replace(" ", "").partition(":")
     metric = next((metric for metric in METRICS if metric == name), None)
     if metric is None:
-        meant = "" if colon else f"Write METRIC:LIMIT: peak:{name if name[:1].isdigit() else '5%'}. "
-        raise UsageError(f"'{text}': unknown metric '{name}'", hint=f"{meant}Known metrics: {', '.join(METRICS)}.")
+        form = "" if colon else f"Write METRIC:LIMIT: peak:{name if name[:1].isdigit() else '5%'}. "
+        raise UsageError(f"'{text}': unknown metric '{name}'", hint=f"{form}Known metrics: {', '.join(METRICS)}.")
     if amount == "0":
         return Limit(text=text, metric=metric, amount=0, relative=False)
     percent, time = _PERCENT_PATTERN.fullmatch(amount), _TIME_PATTERN.fullmatch(amount)

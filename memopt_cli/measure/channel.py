@@ -111,9 +111,9 @@ class Channel:
     def take(self, size: int) -> bytes:
         """Take up to ``size`` bytes of what has arrived."""
         with memoryview(self._buffer) as arrived:
-            taken = bytes(arrived[:size])
+            data = bytes(arrived[:size])
         del self._buffer[:size]
-        return taken
+        return data
 
     def wait_for(self, size: int) -> Ended | None:
         """Wait until ``size`` bytes have arrived; return ``None``, or the reason why they never will."""

@@ -79,7 +79,7 @@ class OnlineAlgorithm(nn.Module):
         structure = find_structure(self.model, inputs, batched=has_batch)
         for use, groups in structure.groups.items():
             operation = make_operation(self.model.get_submodule(use.path))
-            like = operation.bias if operation.weight is None else operation.weight
+            example = operation.bias if operation.weight is None else operation.weight
             trace = self._make_trace(use, groups, operation, structure.input_shapes[use])
             if use in structure.doubled_uses and isinstance(trace, FactoredTrace):
                 raise MemoptError(
@@ -87,7 +87,7 @@ class OnlineAlgorithm(nn.Module):
                     "outside of cells: a factored trace cannot separate the two gradients",
                     hint="Use D_RTRL, or give each reader its own weight.",
                 )
-            self.traces.append(trace.to(like))
+            self.traces.append(trace.to(example))
         init_all_states(self.traces, inputs[0].shape[0] if has_batch else None)
         self._begin_sequence(inputs[0].device)
         traces = cast(list[Trace], list(self.traces))

@@ -154,9 +154,9 @@ def declare_state(
     sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
     if not all(is_size(size, 0) for size in sizes):
         raise UsageError(f"state {name!r}: {sizes} is not a shape", hint="Give the sizes of one sample, none negative.")
-    like = next(module.parameters(), torch.empty(0))
+    example = next(module.parameters(), torch.empty(0))
     try:
-        module.register_buffer(name, like.detach().new_empty(0), persistent=False)
+        module.register_buffer(name, example.detach().new_empty(0), persistent=False)
     except (KeyError, TypeError) as err:
         raise UsageError(
             f"{name!r} cannot be a state of {type(module).__name__}: {err.args[0]}", hint="Give it a different name."

@@ -161,7 +161,7 @@ class Gate:
     def tie(self, values: Sequence[Tensor], ties: Sequence[Ties]) -> tuple[Tensor, ...]:
         """Return ``values`` unchanged; in backward the gradient of each also goes to its ``ties``."""
         channels = list(
-            dict.fromkeys(end for of_value in ties for _, end in of_value if isinstance(end, GradientChannel))
+            dict.fromkeys(end for value_ties in ties for _, end in value_ties if isinstance(end, GradientChannel))
         )
         targets = (target for channel in channels for target in channel.targets)
         tied: tuple[Tensor, ...] = _TiedTensors.apply(self, ties, channels, *values, *targets)  # type: ignore[no-untyped-call]

@@ -397,19 +397,23 @@ class _Links(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
-        of_channel = x.new_empty(x.shape[1], dtype=_in_precise_dtype(x))
-        return x.new_empty(()).expand(x.shape), of_channel, torch.empty_like(of_channel)
+        channel_values = x.new_empty(x.shape[1], dtype=_in_precise_dtype(x))
+        return x.new_empty(()).expand(x.shape), channel_values, torch.empty_like(channel_values)
 
     @staticmethod
-    def backward(ctx: Any, of_x: Tensor | None, of_mean: Tensor | None, of_variance: Tensor | None) -> Tensor | None:
+    def backward(
+        ctx: Any, x_gradient: Tensor | None, mean_gradient: Tensor | None, variance_gradient: Tensor | None
+    ) -> Tensor | None:
         (x,) = ctx.saved_tensors
-        if of_mean is None or of_variance is None:  # the statistics were not used: no output depends on the norm
-            return of_x
-        precise, count = x.to(of_mean.dtype), x.numel() // x.shape[1]
-        scale = of_variance * (2 / count)
-        shift = of_mean / count - scale * precise.mean(_other_dims(x))
+        if (
+            mean_gradient is None or variance_gradient is None
+        ):  # the statistics were not used: no output depends on the norm
+            return x_gradient
+        precise, count = x.to(mean_gradient.dtype), x.numel() // x.shape[1]
+        scale = variance_gradient * (2 / count)
+        shift = mean_gradient / count - scale * precise.mean(_other_dims(x))
         gradient = torch.addcmul(_by_channel(shift, x), precise, _by_channel(scale, x)).to(x.dtype)
-        return gradient if of_x is None else gradient.add_(of_x)
+        return gradient if x_gradient is None else gradient.add_(x_gradient)
 
 
 class _Linked(torch.autograd.Function):

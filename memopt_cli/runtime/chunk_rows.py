@@ -102,11 +102,11 @@ def why_rows_mix(short: Iterable[Piece], full: Piece, *, is_compared: bool) -> C
     ``is_compared``: ``optimize`` has compared these chunks with the whole.
     """
     proofs = (_why_mixed(piece, is_short=True) for piece in short)
-    found = next((reason for reason in proofs if reason is not None), None)
+    short_reason = next((reason for reason in proofs if reason is not None), None)
     is_first = _forwards[full.module] == 1
-    needs_full = not is_compared if is_first else found is None
-    if found or not needs_full:
-        return found or ""
+    needs_full = not is_compared if is_first else short_reason is None
+    if short_reason or not needs_full:
+        return short_reason or ""
     return _why_mixed(full, is_short=False) or ""
 
 

@@ -188,15 +188,15 @@ class _Defer(torch.autograd.Function):
         index = _rows_of(ctx.index).flatten()
         rows = gradient.movedim(_class_axis(ctx.index), -1).reshape(-1, len(head.weight)).to(head.dtype)
         flat = head.x.flatten(0, -2)
-        of_x = of_weight = of_bias = None
+        x_gradient = weight_gradient = bias_gradient = None
         if ctx.needs_input_grad[0]:
             product = (rows @ head.weight.to(head.dtype)).to(flat.dtype)
-            of_x = torch.zeros_like(flat).index_add(0, index, product).view(head.x.shape)
+            x_gradient = torch.zeros_like(flat).index_add(0, index, product).view(head.x.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = (rows.t() @ flat.index_select(0, index).to(head.dtype)).to(head.weight.dtype)
+            weight_gradient = (rows.t() @ flat.index_select(0, index).to(head.dtype)).to(head.weight.dtype)
         if ctx.needs_input_grad[2] and head.bias is not None:
-            of_bias = rows.sum(0).to(head.bias.dtype)
-        return of_x, of_weight, of_bias, None, None, None
+            bias_gradient = rows.sum(0).to(head.bias.dtype)
+        return x_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 class DeferredLinear(Tensor):
@@ -294,16 +294,15 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
         if func is _aten.cross_entropy_loss.default:
             return _cross_entropy(deferred, (), _named_arguments(deferred, *args, **kwargs))
         if func in _CASTS:
-            like = func(torch.empty(0, dtype=deferred.dtype, device=deferred.device), *args, **kwargs)
-            if not isinstance(like, Tensor):  # ``logits.type()`` without an argument returns the name of the type
-                return like
-            upwards = torch.promote_types(deferred.dtype, like.dtype) == like.dtype
-            return (
-                _defer_rows(head, index, like.dtype) if upwards and like.device == deferred.device else NotImplemented
-            )
+            cast = func(torch.empty(0, dtype=deferred.dtype, device=deferred.device), *args, **kwargs)
+            if not isinstance(cast, Tensor):  # ``logits.type()`` without an argument returns the name of the type
+                return cast
+            upwards = torch.promote_types(deferred.dtype, cast.dtype) == cast.dtype
+            is_kept = upwards and cast.device == deferred.device
+            return _defer_rows(head, index, cast.dtype) if is_kept else NotImplemented
         if func in _RESHAPES or func in _VIEWS:
-            moved = _moved_index(func, deferred, args, kwargs)
-            return NotImplemented if moved is None else _defer_rows(head, moved, deferred.dtype)
+            rows = _moved_index(func, deferred, args, kwargs)
+            return NotImplemented if rows is None else _defer_rows(head, rows, deferred.dtype)
         if func is Tensor.retain_grad and head.has_loss:
             raise RuntimeError(
                 "retain_grad is called on the output of a linear layer after its loss was formed chunk by chunk. Call "
@@ -323,17 +322,17 @@ def _moved_index(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any) ->
     index = deferred._index
     if func in _RESHAPES:
         with unseen():  # a recorded step must not count the bytes of this tensor
-            like = func(torch.empty(index.shape, dtype=deferred.dtype, device="meta"), *args, **kwargs)
-        shape = like.shape
+            example = func(torch.empty(index.shape, dtype=deferred.dtype, device="meta"), *args, **kwargs)
+        shape = example.shape
         is_last = _class_axis(index) == index.dim() - 1 and shape and shape[-1] == index.shape[-1]
-        if not is_last or like.dtype != deferred.dtype:
+        if not is_last or example.dtype != deferred.dtype:
             return None
         return _rows_of(index).reshape(shape[:-1]).unsqueeze(-1).expand(shape)
     if func is Tensor.__getitem__ and not _is_basic(args[0]):
         return None
-    moved: Tensor = func(index, *args, **kwargs)
-    whole = [size for size, stride in zip(moved.shape, moved.stride(), strict=True) if stride == 0]
-    return moved if whole == [index.shape[_class_axis(index)]] and moved.numel() else None
+    moved_index: Tensor = func(index, *args, **kwargs)
+    whole = [size for size, stride in zip(moved_index.shape, moved_index.stride(), strict=True) if stride == 0]
+    return moved_index if whole == [index.shape[_class_axis(index)]] and moved_index.numel() else None
 
 
 def _is_basic(key: Any) -> bool:
@@ -387,17 +386,17 @@ class _Loss:
         target = self.target[rows].where(valid, 0)
         log_p = logits.log_softmax(1)
         weight = log_p.new_ones(classes) if self.weight is None else self.weight.to(log_p.dtype)
-        of_target = (1 - smoothing) * weight[target]
-        loss = log_p.gather(1, target[:, None])[:, 0] * of_target
-        of_all = torch.full_like(of_target, smoothing / classes)
+        target_share = (1 - smoothing) * weight[target]
+        loss = log_p.gather(1, target[:, None])[:, 0] * target_share
+        class_share = torch.full_like(target_share, smoothing / classes)
         if smoothing:
-            loss += (log_p @ weight) * of_all
+            loss += (log_p @ weight) * class_share
         loss = -loss.where(valid, 0).sum()
-        of_target, of_all = of_target.where(valid, 0), of_all.where(valid, 0)
-        gradient = log_p.exp_().mul_((of_target + of_all * weight.sum())[:, None])
-        gradient.scatter_add_(1, target[:, None], -of_target[:, None])
+        target_share, class_share = target_share.where(valid, 0), class_share.where(valid, 0)
+        gradient = log_p.exp_().mul_((target_share + class_share * weight.sum())[:, None])
+        gradient.scatter_add_(1, target[:, None], -target_share[:, None])
         if smoothing:
-            gradient.addr_(of_all, weight, alpha=-1)
+            gradient.addr_(class_share, weight, alpha=-1)
         return loss, gradient
 
 
@@ -444,10 +443,10 @@ def _cross_entropy(logits: DeferredLinear, args: Any, kwargs: Any) -> Any:
         dtype=torch.promote_types(logits.dtype, torch.float32),
     )
     # The dtype of the loss without chunks: under autocast float32, though the logits are float16.
-    like = F.cross_entropy(torch.zeros(1, 2, dtype=logits.dtype, device=logits.device), target.new_zeros(1))
+    example = F.cross_entropy(torch.zeros(1, 2, dtype=logits.dtype, device=logits.device), target.new_zeros(1))
     rows = _rows_of(logits._index).flatten()
     value: Tensor = _LinearCrossEntropy.apply(head.x, head.weight, head.bias, head, rows, loss)  # type: ignore[no-untyped-call]
-    return value.to(like.dtype)
+    return value.to(example.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -462,9 +461,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, index: Tensor, loss: _Loss
     ) -> Tensor:
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        of_x = torch.zeros_like(x.flatten(0, -2), dtype=head.dtype) if wants_x else None
-        of_weight = torch.zeros_like(weight, dtype=loss.dtype) if wants_weight else None
-        of_bias = torch.zeros_like(bias, dtype=loss.dtype) if wants_bias and bias is not None else None
+        x_gradient = torch.zeros_like(x.flatten(0, -2), dtype=head.dtype) if wants_x else None
+        weight_gradient = torch.zeros_like(weight, dtype=loss.dtype) if wants_weight else None
+        bias_gradient = torch.zeros_like(bias, dtype=loss.dtype) if wants_bias and bias is not None else None
         total = torch.zeros((), dtype=loss.dtype, device=x.device)
         record_cut(head.weight, head.chunks, len(index))
         ends = itertools.accumulate(chunk_lengths(len(index), head.chunks))
@@ -477,15 +476,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 del logits
                 total += value
                 gradient = gradient.to(head.dtype)
-                if of_x is not None:
-                    of_x.index_add_(0, index[chunk], gradient @ parameters[0])
-                if of_weight is not None:
-                    _add_product(of_weight, gradient, rows)
-                if of_bias is not None:
-                    of_bias += gradient.sum(0, dtype=loss.dtype)
+                if x_gradient is not None:
+                    x_gradient.index_add_(0, index[chunk], gradient @ parameters[0])
+                if weight_gradient is not None:
+                    _add_product(weight_gradient, gradient, rows)
+                if bias_gradient is not None:
+                    bias_gradient += gradient.sum(0, dtype=loss.dtype)
             share = loss.share()
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(share, None if of_x is None else of_x.view(x.shape), of_weight, of_bias)
+        x_gradient = None if x_gradient is None else x_gradient.view(x.shape)
+        ctx.save_for_backward(share, x_gradient, weight_gradient, bias_gradient)
         return total * share
 
     @staticmethod

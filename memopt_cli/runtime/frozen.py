@@ -153,8 +153,8 @@ def _once_for_a_class(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @_once_for_a_class
 def _is_shared(cls: type) -> bool:
     home = cls.__module__
-    of_torch = home.partition(".")[0] == "torch" and not home.startswith(_COPIED_OF_TORCH)
-    return issubclass(cls, _SHARED) or (of_torch and cls is not torch.Generator)
+    is_torch = home.partition(".")[0] == "torch" and not home.startswith(_COPIED_OF_TORCH)
+    return issubclass(cls, _SHARED) or (is_torch and cls is not torch.Generator)
 
 
 def _is_function(value: Any) -> bool:

@@ -72,10 +72,10 @@ class Generators:
         if is_alone and not self._is_outside:
             return
         now = self._read_positions()
-        moved = {key for key, position in self._positions.items() if now.get(key) is not position}
-        self.moved_outside = not moved.isdisjoint(("Python", "NumPy"))
+        moved_keys = {key for key, position in self._positions.items() if now.get(key) is not position}
+        self.moved_outside = not moved_keys.isdisjoint(("Python", "NumPy"))
         if not is_alone:
-            self._positions = {key: position for key, position in self._positions.items() if key in moved}
+            self._positions = {key: position for key, position in self._positions.items() if key in moved_keys}
 
     def current(self) -> Generators:
         """Return the current positions of these generators."""

@@ -108,10 +108,10 @@ class HeldSlots:
             held_slots = self.values[index] = dict[str, Any]()
             for name, value in slots.items():
                 if isinstance(value, Tensor):
-                    held = held_slots[name] = self._hold_tensor(value)
+                    record = held_slots[name] = self._hold_tensor(value)
                     is_written = (index, name) in written
-                    if held is not value and (is_written or (self._is_watched and self._may_write(index, value))):
-                        copied.add(held.number)
+                    if record is not value and (is_written or (self._is_watched and self._may_write(index, value))):
+                        copied.add(record.number)
                 elif is_object(name, value) and not self._known.is_part(index):
                     objects.setdefault(index, {})[name] = value
                     self.object_slots.add((index, name))
@@ -125,20 +125,21 @@ class HeldSlots:
             copied |= self._freeze_contents(objects)
         for number, copy in copy_values([self.originals[number] for number in copied]).items():
             self.tensors[number].copy = copy
-        for number, held in self.tensors.items():
-            if held.copy is None or self._is_watched:  # a watched call drops the copies of what forward does not change
-                held.alias = self.originals[number].detach()
+        for number, record in self.tensors.items():
+            # A watched call drops the copies of what forward does not change.
+            if record.copy is None or self._is_watched:
+                record.alias = self.originals[number].detach()
 
     def _hold_tensor(self, tensor: Tensor) -> Any:
         """Return the :class:`HeldTensor` of ``tensor``, or ``tensor`` itself if it is not state, but a parameter."""
         if not is_plain_state(tensor):
             return tensor
         number = id(tensor)
-        held = self.tensors.get(number)
-        if held is None:
-            held = self.tensors[number] = HeldTensor(number, None, version_of(tensor), tensor.requires_grad)
+        record = self.tensors.get(number)
+        if record is None:
+            record = self.tensors[number] = HeldTensor(number, None, version_of(tensor), tensor.requires_grad)
             self.originals[number] = tensor
-        return held
+        return record
 
     def _may_write(self, index: int, tensor: Tensor) -> bool:
         """Return whether ``tensor`` in the owner at ``index`` is copied in a watched call: forward may write to it.
@@ -189,9 +190,10 @@ class HeldSlots:
         before, after = self._before.get(index, before), self._known.owners[index].read()
         names = find_changes(before, after)
         if written:
-            of_written = {n for n, value in before.items() if any(id(leaf) in written for leaf in leaves_in([value]))}
-            self._known.written |= {(index, name) for name in of_written}
-            names |= of_written
+            leaves = {name: leaves_in([value]) for name, value in before.items()}
+            written_names = {name for name in leaves if any(id(leaf) in written for leaf in leaves[name])}
+            self._known.written |= {(index, name) for name in written_names}
+            names |= written_names
         return names | {
             slot[1] for slot in self._contents if slot[0] == index and self._is_changed(slot, after, written)
         }

@@ -52,8 +52,8 @@ def install_in_backward(optimizer: Optimizer, model: nn.Module) -> None:
     parameters = _check_parameters(optimizer)
     if not {*map(id, parameters)} & {*map(id, model.parameters())}:
         raise ValueError("updates no parameter of the model")
-    taken = {index for other in _installed.values() for index in other.names}
-    if any(id(parameter) in taken for parameter in parameters):
+    used_names = {index for other in _installed.values() for index in other.names}
+    if any(id(parameter) in used_names for parameter in parameters):
         raise ValueError("updates parameters that are updated in backward already")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     _installed[optimizer] = InBackward(optimizer, parameters, names)

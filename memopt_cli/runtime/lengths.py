@@ -146,8 +146,8 @@ def _length_in(
 
     An argument that is ``None`` counts only if all are.
     """
-    found = {argument: _find_argument(type(module).forward, argument, args, kwargs) for argument in length.axes}
-    given = {argument: x for argument, x in found.items() if x is not None} or found
+    arguments = {argument: _find_argument(type(module).forward, argument, args, kwargs) for argument in length.axes}
+    given = {argument: x for argument, x in arguments.items() if x is not None} or arguments
     size = 0
     for argument, x in given.items():
         axes = length.axes[argument]

@@ -213,10 +213,12 @@ def state_by_name(module: nn.Module, without: Container[nn.Module] = ()) -> dict
 
     Modules in ``without`` are left out.  In a container, index or key is the name: ``cell.memories.v``, ``history.0``.
     """
-    state: dict[str, Any] = {}
-    for name, value in _named_attributes(module, without):
-        state |= {path: leaf for path, leaf in _named_leaves(name, value) if _is_tensor(leaf) or type(leaf) in _NUMBERS}
-    return state
+    leaves = (leaf for name, value in _named_attributes(module, without) for leaf in _named_leaves(name, value))
+    return {
+        path: leaf
+        for path, leaf in leaves
+        if type(leaf) in _NUMBERS or (isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter))
+    }
 
 
 def numbers_by_attribute(module: nn.Module) -> dict[str, list[Any]]:
@@ -235,8 +237,8 @@ def generators_by_name(module: nn.Module) -> dict[str, Any]:
 
 
 def _generator_classes() -> tuple[type, ...]:
-    of_numpy = sys.modules.get("numpy.random")
-    others = () if of_numpy is None else (of_numpy.Generator, of_numpy.RandomState)
+    numpy_random = sys.modules.get("numpy.random")
+    others = () if numpy_random is None else (numpy_random.Generator, numpy_random.RandomState)
     return (torch.Generator, random.Random, *others)
 
 
@@ -257,10 +259,6 @@ def _named_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _joined_path(path: str, key: Any) -> str:
     return f"{path}.{key}".removeprefix(".")
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
 
 
 def copy_module(module: nn.Module) -> nn.Module:

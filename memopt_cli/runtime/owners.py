@@ -83,7 +83,7 @@ class Snapshot:
         """Each other dictionary, and the function that reads the values to compare."""
         self._values: list[Any] = []
         """The values then: first the values of the views, then of the readers."""
-        of_readers: list[Any] = []
+        reader_values: list[Any] = []
         self._names: list[Any] = []
         self._others: list[tuple[Owner, Slots]] = []
         """The owners that are not dictionaries, which are compared one by one."""
@@ -101,8 +101,8 @@ class Snapshot:
                 self._values += slots.values()
             elif names:  # the first name twice, since for a single name ``itemgetter`` returns no tuple
                 self._readers.append((itemgetter(names[0], *names), mapping))
-                of_readers += [slots[name] for name in (names[0], *names)]
-        self._values += of_readers
+                reader_values += [slots[name] for name in (names[0], *names)]
+        self._values += reader_values
         self._lengths = [*map(len, self._mappings)]
 
     def is_current(self) -> bool:

@@ -375,8 +375,8 @@ def has_hooks(module: nn.Module) -> bool:
 def has_gradient_hooks(module: nn.Module) -> bool:
     """Return whether a hook gets the gradients that pass ``module``: its own hook, or one of all modules."""
     everywhere = nn.modules.module
-    of_all = (everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks)
-    return any((module._backward_hooks, module._backward_pre_hooks, *of_all))
+    global_hooks = (everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks)
+    return any((module._backward_hooks, module._backward_pre_hooks, *global_hooks))
 
 
 def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
@@ -726,8 +726,8 @@ def backend_is_aot() -> bool:
 
 def _wrapped_backend(backend: Any) -> Any:
     """Return the backend inside one of the wrappers that PyTorch puts around ``backend``, DDP's among them."""
-    if of_ddp := getattr(getattr(backend, "__self__", None), "backend_compile_fn", None):
-        return of_ddp
+    if ddp_backend := getattr(getattr(backend, "__self__", None), "backend_compile_fn", None):
+        return ddp_backend
     names = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")  # the second: PyTorch 2.8's
     return next((inner for name in names if (inner := getattr(backend, name, None))), None)
 

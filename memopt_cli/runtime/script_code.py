@@ -130,7 +130,8 @@ def parse_code(text: str) -> ast.Module:
     try:
         if not _TEXT.fullmatch(text):
             raise UnsafeScriptError("characters beyond ASCII, which PyTorch and Python may read differently")
-        if "#" in text and _has_comment(text):
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline) if "#" in text else ()
+        if any(token.type == tokenize.COMMENT for token in tokens):
             raise UnsafeScriptError("a comment, which PyTorch may read as a type")
         tree = ast.parse(text)
     except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as err:
@@ -145,10 +146,6 @@ def _chain_length(node: ast.AST) -> int:
     if isinstance(node, ast.BoolOp):
         return len(node.values)
     return len(node.ops) if isinstance(node, ast.Compare) else 0
-
-
-def _has_comment(text: str) -> bool:
-    return any(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text).readline))
 
 
 def parse_type(text: str) -> ast.expr:
@@ -255,7 +252,8 @@ def _check_casts(tree: ast.Module) -> None:
     # ``unchecked_cast(T, x)`` takes ``x`` for a ``T`` without a check.  The compiler writes it where it knows that an
     # ``x`` of the type ``Optional[T]`` is not ``None``.  It is allowed if every value that ``x`` may have is declared
     # ``Optional[T]`` or ``T``, or if ``T`` is checked on the value later (``_TAGGED``).
-    casts = {id(node): node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_cast(node)}
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    casts = {id(call): call for call in calls if _is_one_of(call.func, ("unchecked_cast",))}
     owners: list[ast.Module | ast.ClassDef] = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
     for owner in owners:
         attributes = attribute_types(owner) if isinstance(owner, ast.ClassDef) else {}
@@ -267,10 +265,6 @@ def _check_casts(tree: ast.Module) -> None:
                     raise UnsafeScriptError(f"the cast {ast.unparse(cast)[:80]}")
     if casts:
         raise UnsafeScriptError("a cast outside of functions")
-
-
-def _is_cast(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id == "unchecked_cast"
 
 
 def attribute_types(owner: ast.ClassDef) -> dict[str, ast.expr]:

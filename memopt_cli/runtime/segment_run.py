@@ -300,16 +300,13 @@ class SegmentRun:
         Inputs of segments inside are not packed: hooks may return them with other strides, and these segments would
         then run on strides that differ from forward's.
         """
-        for saved in self._live_saved():
+        for saved in filter(None, (reference() for reference in self._refs)):
             tensor, saved.run = saved.tensor, None
             assert tensor is not None
             if hooks is not None and not saved.is_input and version_of(tensor) == saved.version:
                 with torch.no_grad():
                     saved.packed, saved.tensor = (hooks[1], hooks[0](tensor)), None
         self._refs.clear()
-
-    def _live_saved(self) -> Iterator[_Saved]:
-        return (saved for reference in self._refs if (saved := reference()) is not None)
 
     # ------------------------------------------------------------------------------------------------ backward
 
@@ -379,29 +376,29 @@ class _Repetition:
     @not_compiled
     def pack(self, tensor: Tensor) -> Tensor:
         """Put ``tensor`` into the next :class:`_Saved`; end the run after the last."""
-        made = tensor if tensor.is_leaf else tensor.detach()
+        leaf = tensor if tensor.is_leaf else tensor.detach()
         index, refs = self._count, self._refs
         self._count = index + 1
         if index >= len(refs):
             if self._runs_to_end:
-                return made
+                return leaf
             raise _Complete  # once more: an ``except Exception`` in the module's own code has caught the first
         saved = refs[index]()
         if saved is not None:
             shape = self._shapes[index]
-            if made.shape != shape:
+            if leaf.shape != shape:
                 raise self._stop_repeating(
-                    f"saves a tensor of shape {tuple(made.shape)}, and forward saved {tuple(shape or ())}"
+                    f"saves a tensor of shape {tuple(leaf.shape)}, and forward saved {tuple(shape or ())}"
                 )
-            saved.tensor = made
-            saved.version = version_of(made)
-        if self._samples and (before := self._samples.get(index)) is not None and not matches_sample(before, made):
-            self._suspects.append((before, made))
-        if index == self._compared_index and not matches_glance(self._compared_bytes, made):
-            self._differing = made
+            saved.tensor = leaf
+            saved.version = version_of(leaf)
+        if self._samples and (before := self._samples.get(index)) is not None and not matches_sample(before, leaf):
+            self._suspects.append((before, leaf))
+        if index == self._compared_index and not matches_glance(self._compared_bytes, leaf):
+            self._differing = leaf
         if index + 1 == len(refs) and not self._runs_to_end:
             raise _Complete
-        return made
+        return leaf
 
     hold_input = pack
 

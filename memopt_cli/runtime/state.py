@@ -160,16 +160,16 @@ class StartingState:
         ``written``: the ``id`` of each tensor that forward has written to.
         """
         known, newly_changing = self._known, dict[int, set[Any]]()
-        held = self._held = self._held or HeldSlots(known, Reading(self._stable, {}, {}), (), is_watched=False)
+        held_slots = self._held = self._held or HeldSlots(known, Reading(self._stable, {}, {}), (), is_watched=False)
         for index in indices:
-            names = held.changes(index, self._stable[index], written)
+            names = held_slots.changes(index, self._stable[index], written)
             if names and index in known.hooked:
                 self._irreversible = _HOOKS
             if new := names - known.changing[index]:
                 newly_changing[index] = new
         if newly_changing:
             known.add_changing(newly_changing)
-        self._irreversible = held.irreversible or self._irreversible
+        self._irreversible = held_slots.irreversible or self._irreversible
         if self.is_watched:
             known.drop_needless_owners()
             self._stable = known.stable
@@ -183,11 +183,11 @@ class StartingState:
     def _drop_unneeded(self, written: set[int]) -> None:
         """Hold only what a recomputation needs; give copies of written tensors to other calls that read them."""
         assert self._held is not None
-        held = self._held.drop_unneeded(written)
-        self._register_as_reader(tensor for tensor, of_tensor in held if of_tensor.copy is None)
-        for tensor, of_tensor in held:
-            if of_tensor.copy is not None and tensor.dim() > 1:  # each call copies vectors itself
-                _hand_over(tensor, of_tensor)
+        records = self._held.drop_unneeded(written)
+        self._register_as_reader(tensor for tensor, record in records if record.copy is None)
+        for tensor, record in records:
+            if record.copy is not None and tensor.dim() > 1:  # each call copies vectors itself
+                _hand_over(tensor, record)
 
     def _register_as_reader(self, tensors: Iterable[Tensor]) -> None:
         """Register this call as a reader of ``tensors``, which it holds no copies of."""
@@ -304,26 +304,26 @@ class StartingState:
         ``value_for``: returns the new value of a slot, given its current value and a copy of the value to restore;
         without it, the new value is the copy.
         """
-        held, received = self._held, self._received or {}
-        if held is None:
-            made = restored_tensors(received) if received else {}
+        held_slots, received = self._held, self._received or {}
+        if held_slots is None:
+            tensors = restored_tensors(received) if received else {}
             restored_slots = dict[int, Slots]()
             others = list[Any]()
         else:
-            copies = {n: one.copy for n, one in held.tensors.items() if one.copy is not None}
-            made = restored_tensors(copies | received if received else copies)
-            restored_slots, others = held.thaw(partial(_tensor_for, made, state_tensors))
+            copies = {n: one.copy for n, one in held_slots.tensors.items() if one.copy is not None}
+            tensors = restored_tensors(copies | received if received else copies)
+            restored_slots, others = held_slots.thaw(partial(_tensor_for, tensors, state_tensors))
         for index, current in current_slots.items():
             wanted = self._stable[index]
             if received:
-                wanted = {name: restored(value, made) for name, value in wanted.items()}
+                wanted = {name: restored(value, tensors) for name, value in wanted.items()}
             if index in restored_slots:
                 values = restored_slots[index]
                 if value_for is not None:
                     values = {n: value_for((index, n), current.get(n), value) for n, value in values.items()}
                 wanted = wanted | values
                 # The order counts: hooks run in it, and forward may iterate over a dictionary.
-                order = wanted if held is None else held.names.get(index, wanted)
+                order = wanted if held_slots is None else held_slots.names.get(index, wanted)
                 wanted = {name: wanted[name] for name in order}
             if not is_same(wanted, current):
                 self._known.owners[index].write(wanted)
@@ -332,8 +332,8 @@ class StartingState:
     def _check_reads(self) -> None:
         """Raise :class:`RuntimeError` if a tensor that forward read has been written since."""
         reads = [(tensor, version, id(tensor)) for tensor, version in self._reads]
-        held = () if self._held is None else self._held.tensors.values()
-        reads += ((h.alias, h.version, h.number) for h in held if h.copy is None and h.alias is not None)
+        records = () if self._held is None else self._held.tensors.values()
+        reads += ((h.alias, h.version, h.number) for h in records if h.copy is None and h.alias is not None)
         for tensor, version, number in reads:
             if version_of(tensor) != version and number not in (self._received or {}):
                 raise RuntimeError(
@@ -368,12 +368,12 @@ def _hand_over(tensor: Tensor, written: HeldTensor) -> None:
         reader.receive(id(tensor), written)
 
 
-def _tensor_for(made: dict[int, Tensor], state_tensors: Sequence[Tensor], held: Any) -> Any:
+def _tensor_for(tensors: dict[int, Tensor], state_tensors: Sequence[Tensor], held: Any) -> Any:
     """Return the tensor to put in place of ``held``, from ``made`` or added to it; ``held`` if it holds no tensor."""
     if not isinstance(held, HeldTensor):
         return held
-    if held.number not in made:
+    if held.number not in tensors:
         source = held.alias if held.released_index is None else state_tensors[held.released_index]
         assert source is not None, "a tensor without an alias was released"
-        made[held.number] = source.detach().requires_grad_(held.needs_gradient)
-    return made[held.number]
+        tensors[held.number] = source.detach().requires_grad_(held.needs_gradient)
+    return tensors[held.number]

@@ -142,7 +142,6 @@ def _with_codec_of(module: ModuleTrace, small: ModuleTrace | None) -> ModuleTrac
 
 
 def _packed_like(storage: StorageTrace, small: StorageTrace) -> StorageTrace:
-    """Return ``storage`` with the codec of ``small``, packed by the same ratio."""
     if small.compressor == "null" or not small.nbytes:
         return storage
     packed_bytes = storage.nbytes * small.packed_bytes // small.nbytes

@@ -47,9 +47,11 @@ def count(
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
+    lasting = (s for s in log.storages.made if s.nbytes and (s.died is None or s.died >= s.born))
+    lives = [(s.nbytes, s.born - 1, s.died) for s in lasting]  # of storages that outlive the operator that made them
     return Counted(
         tensor_peak_bytes=log.peaks.tensor_bytes,
-        allocated_peak_bytes=allocated(_storage_lives(log)) if allocated else log.peaks.allocated_bytes,
+        allocated_peak_bytes=allocated(lives) if allocated else log.peaks.allocated_bytes,
         resident_bytes=resident,
         breakdown=break_down((s.kind, s.nbytes) for s in log.storages.alive_at(log.peaks.tensor_tick)),
         holders=_bytes_by_module(log.storages.alive_at(log.peaks.allocated_tick)),
@@ -58,12 +60,6 @@ def count(
         operators=log.storages.tick,
         elsewhere_bytes=elsewhere.peak_bytes,
     )
-
-
-def _storage_lives(log: StorageLog) -> list[Life]:
-    """Return the lives of storages that have bytes and outlive the operator that made them."""
-    lasting = (s for s in log.storages.made if s.nbytes and (s.died is None or s.died >= s.born))
-    return [(s.nbytes, s.born - 1, s.died) for s in lasting]
 
 
 def match_codecs(trace: StepTrace, dry_run: StepTrace) -> Codecs:

@@ -68,8 +68,8 @@ def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
 
 def _place_on_device(tensor: Tensor, settings: StepSettings) -> Tensor:
     dtype = input_dtype(settings)
-    moved = tensor.detach().to(torch.device(settings.device), None if dtype is None else dtype_in(dtype, tensor))
-    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    placed = tensor.detach().to(torch.device(settings.device), None if dtype is None else dtype_in(dtype, tensor))
+    return nn.Parameter(placed, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else placed
 
 
 def _copied_without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -80,13 +80,11 @@ def _copied_without_data(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 return model.make_again()
             except MemoptError as error:  # its hint is about the user's function, which only fails without data
                 raise RuntimeError(error.message) from error
-    copied = {id(g): g.clone_state() for g in _find_generators(model)}  # the mode would copy them without their state
+    values = (value for module in model.modules() for value in vars(module).values())
+    generators = (value for value in values if isinstance(value, torch.Generator))
+    copied = {id(g): g.clone_state() for g in generators}  # the mode would copy them without their state
     with FakeCopyMode(mode):
         return copy.deepcopy(model, copied)
-
-
-def _find_generators(model: nn.Module) -> Iterator[torch.Generator]:
-    return (value for m in model.modules() for value in vars(m).values() if isinstance(value, torch.Generator))
 
 
 class FakeStep:
@@ -177,10 +175,10 @@ class FakeStep:
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or is_fake(leaf):
                 return leaf
-            made = self._mode.from_tensor(leaf)
+            fake_tensor = self._mode.from_tensor(leaf)
             if leaf.layout is torch.strided and not leaf.is_floating_point() and not leaf.is_complex():
-                self._valued_inputs.append((made, leaf))
-            return made
+                self._valued_inputs.append((fake_tensor, leaf))
+            return fake_tensor
 
         with self._mode:
             args, kwargs = map_leaves(fake, (step.args, step.kwargs))

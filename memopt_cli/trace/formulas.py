@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -119,10 +118,5 @@ def formula_at(tick: int, before: Formula | None) -> Formula | None:
     name, number = node.name(), sequence_number(node)
     if before is not None and (before.name, before.number) == (name, number):
         return before
-    return Formula(name, number, tick, _is_shared(node))
-
-
-def _is_shared(node: Any) -> bool:
-    """Return whether two gradients of ``node`` go to the same input of another node."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
-    return len(set(edges)) < len(edges)
+    return Formula(name, number, tick, is_shared=len(set(edges)) < len(edges))

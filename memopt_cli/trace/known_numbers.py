@@ -120,9 +120,9 @@ class NumbersKnown(TorchDispatchMode):
 
     def made_known(self, values: Tensor, device: torch.device) -> Tensor:
         """Make a tensor without data on ``device`` that is known to have ``values``."""
-        made = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
-        self.note_values(made, values)
-        return made
+        tensor = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
+        self.note_values(tensor, values)
+        return tensor
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether the result of ``func`` follows from known numbers."""

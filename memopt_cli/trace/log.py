@@ -136,7 +136,8 @@ class StorageLog(TorchDispatchMode):
     ) -> Storage:
         if path is None:
             path = self.module_running()
-        record = self.storages.begin(storage, path, kind or self._kind_now(), share)
+        kind_now = "activations" if self.phase == "forward" or recomputing_module() else "temporaries"
+        record = self.storages.begin(storage, path, kind or kind_now, share)
         if kind is None and self.phase == "forward" and not makes_internal_tensors():
             record.rank = self._made[path]
             self._made[path] += 1
@@ -155,9 +156,6 @@ class StorageLog(TorchDispatchMode):
     def find(self, tensor: Tensor) -> Storage | None:
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
         return self.storages.find(tensor)
-
-    def _kind_now(self) -> str:
-        return "activations" if self.phase == "forward" or recomputing_module() else "temporaries"
 
 
 def shapes_of(args: Any) -> Shapes:

@@ -47,8 +47,8 @@ def _laid_out(source: int | None) -> Callable[[Any, Any], Any]:
             return output
         last = None if source is None else CHANNELS_LAST.get(args[source].dim())
         is_last = last is not None and args[source].is_contiguous(memory_format=last)
-        made = torch.empty_like(first, memory_format=last if is_last else torch.contiguous_format)
-        return made if first is output else (made, *output[1:])
+        corrected = torch.empty_like(first, memory_format=last if is_last else torch.contiguous_format)
+        return corrected if first is output else (corrected, *output[1:])
 
     return correct
 

@@ -147,10 +147,10 @@ class _Records:
 
     def op_records(self) -> tuple[OpTrace, ...]:
         """Return a record of every operator of the step; :func:`with_seconds` adds the seconds later."""
-        made: dict[int, list[int]] = defaultdict(list)
+        results: dict[int, list[int]] = defaultdict(list)
         for s in self._log.storages.made:
-            made[s.born - 1].append(s.index)
-        return tuple(replace(op.record, makes=tuple(made[index])) for index, op in enumerate(self._log.ops))
+            results[s.born - 1].append(s.index)
+        return tuple(replace(op.record, makes=tuple(results[index])) for index, op in enumerate(self._log.ops))
 
     def storage_records(self, freed: list[int | None]) -> tuple[StorageTrace, ...]:
         """Return a record of every storage; ``freed`` has the ticks at which the model itself released them."""

@@ -181,16 +181,12 @@ class StepLog(StorageLog):
         if node is None:  # no node runs: backward has not begun, and this is the loss
             return "forward", None
         number = sequence_number(node)
-        if number <= self._last_node:
+        if number <= next(reversed(self.op_of_node), 0) + 1:  # up to the last node of forward
             index = bisect.bisect_right(self._call_from_node, (number, len(self.calls))) - 1
             return "backward", self._call_from_node[index][1]
         # AccumulateGrad, which adds a gradient to a parameter, has a number above all others.  It runs as soon as the
         # gradient is complete, so it belongs to the same call as the operator before it.
         return "backward", (self.ops[-1].call if self.ops[-1].call is not None else -1)
-
-    @property
-    def _last_node(self) -> int:
-        return next(reversed(self.op_of_node), 0) + 1
 
     def _note_saved(self, alias: Tensor) -> Tensor:
         """Note that autograd saves ``alias``, and return it unchanged, so that no storage lives longer than usual."""

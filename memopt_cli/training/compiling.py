@@ -36,15 +36,11 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
         raise PlanError(f"the model cannot be compiled: {reason}", hint="Change compile in the plan.") from reason
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled(_hooks_on(model), *args, **kwargs)
+        # A text of all hooks: when they change, PyTorch compiles again and sees them.
+        return compiled(str([[*vars(model)[name]] for name in _HOOKS]), *args, **kwargs)
 
     vars(model)[COMPILED_CALL] = call
     vars(model)[COMPILED_KEY] = to_data(how)
-
-
-def _hooks_on(model: nn.Module) -> str:
-    """Return a text that identifies the hooks of ``model``: when they change, PyTorch compiles again and sees them."""
-    return str([[*vars(model)[name]] for name in _HOOKS])
 
 
 def require_uncompiled(model: nn.Module) -> None:

@@ -97,13 +97,14 @@ def skipped_layers_notes(model: nn.Module) -> list[str]:
     the peak of the step that was run is not the peak of every step.  Gradients show it without watching any call.
     """
     ran = {name: p.grad is not None for name, p in model.named_parameters() if p.requires_grad}
-    like_ran = {_NUMBER.sub("*", name) for name, has_gradient in ran.items() if has_gradient}
+    with_gradients = [name for name, has_gradient in ran.items() if has_gradient]
+    like_ran = {_NUMBER.sub("*", name) for name in with_gradients}
     groups: dict[str, None] = {}
     for name, has_gradient in ran.items():
         if has_gradient or _NUMBER.sub("*", name) not in like_ran:
             continue
         layers = (name[: number.end()] for number in _NUMBER.finditer(name))
-        outermost = next((path for path in layers if not _has_any(ran, f"{path}.")), "")
+        outermost = next((p for p in layers if not any(name.startswith(f"{p}.") for name in with_gradients)), "")
         if outermost:
             groups.setdefault(_NUMBER.sub("*", outermost))
     return [
@@ -144,10 +145,6 @@ def _runs_one_time_step(module: nn.Module) -> bool:
     attributes = vars(module)  # ``getattr`` would run a property, which may be the user's code
     in_mode_s = attributes.get("_step_mode") == "s" and "v" in attributes.get("_memories", ())
     return in_mode_s or attributes.get("init_hidden") is True
-
-
-def _has_any(ran: Mapping[str, bool], prefix: str) -> bool:
-    return any(has_gradient for name, has_gradient in ran.items() if name.startswith(prefix))
 
 
 class InputsRejectedError(StepError):

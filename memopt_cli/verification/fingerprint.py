@@ -68,13 +68,10 @@ def _projection_weights() -> Tensor:
 
 def mark_repeatable(first: Fingerprint, second: Fingerprint) -> Fingerprint:
     """Return ``first``, marked as repeatable if ``second``, of another run without outputs, has the same bits."""
-    bits = {tensor.name: tensor.bits for tensor in first.tensors if not _ends_with_step(tensor.name)}
+    # Outputs, and gradients at an update, exist only during a step.
+    lasting = (t for t in first.tensors if not t.name.startswith("output[") and AT_UPDATE not in t.name)
+    bits = {tensor.name: tensor.bits for tensor in lasting}
     return replace(first, repeats=bits == {tensor.name: tensor.bits for tensor in second.tensors})
-
-
-def _ends_with_step(name: str) -> bool:
-    """Return whether the tensor called ``name`` exists only during a step."""
-    return name.startswith("output[") or AT_UPDATE in name
 
 
 def _fingerprint_tensor(name: str, tensor: Tensor, weights: Tensor) -> TensorPrint:

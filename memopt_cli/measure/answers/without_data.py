@@ -68,10 +68,10 @@ def require_room(bench: Bench, needed_bytes: int) -> None:
 
     The kernel may end any process when memory runs out, so such a step must not be tried.
     """
-    held = {*bench.model.parameters(), *bench.model.buffers()}
+    held_tensors = {*bench.model.parameters(), *bench.model.buffers()}
     if bench.optimizer is not None:  # its state is here already once a step was taken
-        held.update(tensors_of([*bench.optimizer.state.values()]))
-    free_bytes = runnable_bytes("cpu") + unique_bytes(held)
+        held_tensors.update(tensors_of([*bench.optimizer.state.values()]))
+    free_bytes = runnable_bytes("cpu") + unique_bytes(held_tensors)
     if needed_bytes > free_bytes:
         raise StepTooLargeError(needed_bytes, free_bytes)
 

@@ -130,7 +130,8 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         # A program of ``torch.export`` whose example inputs have no size that may vary.
         fixed_sizes=loaded.format == "exported" and loaded.example_spec is not None and not loaded.example_spec.dims,
         indices=dict(_indices_in(model)),
-        batch_norms=any(map(_is_batch_norm, model.modules())),
+        # TorchScript and exported programs keep the original class name.
+        batch_norms=any("BatchNorm" in getattr(m, "original_name", type(m).__name__) for m in model.modules()),
         trainable_bytes=unique_bytes(p for p in model.parameters() if p.requires_grad and not is_lazy(p)),
         held_bytes=unique_bytes(t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)),
         checkpoint_switches=find_switches(model),
@@ -226,8 +227,3 @@ def _refuse_without_memory(module: nn.Module) -> None:
                 f"{name} is a parameter of the layout {tensor.layout}; memopt cannot record a step of such a model",
                 hint="Make it dense (to_dense); sparse buffers are fine.",
             )
-
-
-def _is_batch_norm(module: Any) -> bool:
-    """Return whether ``module`` is a batch norm, by its original class name if it was compiled or exported."""
-    return "BatchNorm" in getattr(module, "original_name", type(module).__name__)

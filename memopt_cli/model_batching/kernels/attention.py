@@ -48,7 +48,9 @@ def _attention(
         return output.squeeze(images), None if weights is None else weights.squeeze(1)
     if not module.batch_first:
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-    q, k, v = (_split_heads(t, module.num_heads) for t in _project_in(module, query, key, value))
+    projected = _project_in(module, query, key, value)
+    # (models, images, length, size) becomes (models, images, heads, length, size of a head).
+    q, k, v = (torch.unflatten(t, -1, (module.num_heads, -1)).transpose(2, 3) for t in projected)
     mask = _merged_mask(attn_mask, key_padding_mask, q)
     dropout = module.dropout if module.training else 0.0
     weights = None
@@ -72,11 +74,6 @@ def _project_in(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
     else:
         weights = module.in_proj_weight.chunk(3, dim=1)
     return [linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
-
-
-def _split_heads(x: Tensor, heads: int) -> Tensor:
-    """Return ``x``, (models, images, length, size), as (models, images, heads, length, size of a head)."""
-    return torch.unflatten(x, -1, (heads, -1)).transpose(2, 3)
 
 
 def _merged_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:

@@ -115,13 +115,13 @@ class Layout:
     def _measure_heights(self, block: Block, users: dict[int, list[int]]) -> list[int]:
         """Return the nesting depth of each node's expression if every node that may move to its user does."""
         heights: list[int] = []
-        of_value: dict[int, int] = {}
+        value_heights: dict[int, int] = {}
         for node in block[1]:
             inner = max((self._block_height(inner) for inner in node[4]), default=0) if node[0] == "if" else 0
-            height = 1 + max((of_value.get(v, 0) for v in node[2] if type(v) is int), default=0) + inner
+            height = 1 + max((value_heights.get(v, 0) for v in node[2] if type(v) is int), default=0) + inner
             heights.append(height)
             if _only_user(node, users) is not None and self._moves(node, True) and height < _MAX_HEIGHT:
-                of_value[first_output(node)] = height
+                value_heights[first_output(node)] = height
         self._heights[id(block)] = max(heights, default=0)
         return heights
 

@@ -297,8 +297,8 @@ class _Checker:
 
     def check_names(self) -> None:
         """Check that each name in the generated module stands for one thing: code must call the checked function."""
-        taken = {*FUNCTIONS, *(f"{library}{end}" for library in LIBRARIES for end in ("", "_")), *self._tuples}
-        clashes = self.functions & {*self.methods, *taken, *self._arguments} | self._arguments & self._tuples
+        used_names = {*FUNCTIONS, *(f"{library}{end}" for library in LIBRARIES for end in ("", "_")), *self._tuples}
+        clashes = self.functions & {*self.methods, *used_names, *self._arguments} | self._arguments & self._tuples
         _require(not clashes, f"it defines {', '.join(sorted(clashes))}, a name that is already in use")
 
     def _check_block(self, block: Any, parameters: int, results: int | None) -> None:

@@ -45,8 +45,8 @@ def generate(program: tuple[Any, ...]) -> tuple[str, Names]:
     known = {text for name in (*FUNCTIONS, *LIBRARIES) for text in (name, f"{name}_")}
     nodes = (node for function in (*methods, *functions) for node in walk_nodes(function[3]))
     named = {tuple_name(detail[0]) for kind, detail, *_ in nodes if kind == "named"}
-    taken = frozenset({*known, *named, "self", *(f[0] for f in functions)})
-    writers = [_Writer(f, names, taken, "") for f in functions] + [_Writer(m, names, taken, "self") for m in methods]
+    used = frozenset({*known, *named, "self", *(f[0] for f in functions)})
+    writers = [_Writer(f, names, used, "") for f in functions] + [_Writer(m, names, used, "self") for m in methods]
     return "\n\n\n".join(writer.write() for writer in writers) + "\n", names
 
 
@@ -60,14 +60,14 @@ def _only_raises(block: Block) -> bool:
 class _Writer:
     """Writes one function or method."""
 
-    def __init__(self, method: tuple[Any, ...], names: Names, taken: frozenset[str], owner: str) -> None:
+    def __init__(self, method: tuple[Any, ...], names: Names, used: frozenset[str], owner: str) -> None:
         self._name, self._parameters, self.hints, self._block = method
         self._owner = owner
         self.layout = Layout()
         self.data = _known_data(self._block, set())
         self.lines: list[str] = []
         self.indent = 1
-        self.variables = Variables(taken)
+        self.variables = Variables(used)
         """The variables of the values that are still needed."""
         self.expressions = Expressions(names, {parameter[1] for parameter in self._parameters}, self.variables)
         self._wishes: dict[int, str] = {}
@@ -117,7 +117,8 @@ class _Writer:
                 _branches(self, node, {}, Needed({}, 0, (), needed[index].ending), tail=True)
                 return ()
             else:
-                self._emit_statement(node, needed[index])
+                write = None if self.layout.is_expression(node) else _STATEMENTS.get(node[0])
+                (write or _write_expression)(self, node, needed[index])
                 if not (index == last and (tail or node[0] == "raise")):
                     self._release_variables((*needed[index].ending, *node[3]), needed[index])
         if tail and (results or not nodes) and not _only_raises(block):
@@ -139,12 +140,6 @@ class _Writer:
         for value, place in last.items():
             ending[place].append(value)
         return [*(Needed(last, i, outer, values) for i, values in enumerate(ending)), Needed(last, -1, outer)]
-
-    def _emit_statement(self, node: Node, after: Needed) -> None:
-        if self.layout.is_expression(node):
-            _write_expression(self, node, after)
-        else:
-            _STATEMENTS.get(node[0], _write_expression)(self, node, after)
 
     def inner(
         self,

@@ -41,8 +41,8 @@ class Variables:
 
     def held(self, values: Iterable[int]) -> list[int]:
         """Return the ``values`` that variables hold, in the order in which the variables came into use."""
-        held = [value for value in values if value in self._names]
-        return sorted(held, key=lambda value: self._since[self._names[value]])
+        held_values = [value for value in values if value in self._names]
+        return sorted(held_values, key=lambda value: self._since[self._names[value]])
 
     def holds_since(self, value: int, position: int) -> bool:
         """Return whether a variable held ``value`` at ``position``, and still does."""

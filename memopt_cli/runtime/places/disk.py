@@ -245,14 +245,14 @@ class Disk(Place):
         done = 0
         while done < len(block):
             try:
-                moved = move(self._file, [block[done:]], offset + done)
+                moved_bytes = move(self._file, [block[done:]], offset + done)
             except OSError as error:
                 if error.errno != errno.EINVAL or not _stop_passing_cache(self._file):
                     raise
                 continue
-            if not moved:
+            if not moved_bytes:
                 raise OSError(errno.EIO, "the file ends too early")
-            done += moved
+            done += moved_bytes
 
 
 def _open_file(folder: str) -> int:
