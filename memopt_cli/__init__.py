@@ -1,8 +1,8 @@
 """memopt: train the same model in a fraction of the memory.
 
-The public names are loaded when they are first used, so that ``import memopt_cli.runtime``, which is all that an
-optimized model needs, and ``memopt --help`` import little.  Names that few scripts need are in modules that load in
-the same way: ``batching``, ``errors``, ``model_batching``, ``online``, ``ranks``, ``records``, ``runtime`` and
+The public names are loaded when they are first used, so that ``memopt --help`` and ``import memopt_cli.runtime``, all
+that an optimized model needs, import little.  Modules with names for few scripts load in the same way:
+``batching``, ``errors``, ``model_batching``, ``online``, ``ranks``, ``records``, ``runtime`` and
 ``spikingjelly``.
 """
 
@@ -68,7 +68,7 @@ _MODULES = ("batching", "errors", "model_batching", "online", "ranks", "records"
 __all__ = [name for name in _PUBLIC if name != "__version__"]
 
 on_unsafe = "warn"
-"""Reaction to a segment whose forward cannot be repeated, or whose recomputation gives other values: ``warn``, and run
+"""Reaction to a segment with a forward that cannot be repeated or gives other values when it is: ``warn``, and run
 the segment without recomputation from then on; or ``raise``."""
 
 offload_folder: str | None = None

@@ -1,7 +1,7 @@
 """Predicting one rank of many, as ``--ranks`` does for ``memopt profile``, ``optimize`` and ``recommend-batch``.
 
-The model is a function that builds it, and ``parallelize`` is the function of a training script that spreads it over a
-``DeviceMesh``.  Both run in one process, on tensors without data, as one rank of a group that does not exist.
+The model is given as a function that builds it, and ``parallelize`` is a training script's function that spreads it
+over a ``DeviceMesh``.  Both run in one process, on tensors without data, as one rank of a group that does not exist.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def plan_rank(
 ) -> Optimized:
     """Find a plan for one rank of many by predictions, as ``memopt optimize --ranks --plan-only``.
 
-    The plan is verified on the whole model, in one process and with a few samples.  ``unverified`` leaves that out,
-    for a model that this machine cannot hold.  To use the plan, write
+    The plan is verified on the whole model, in one process and with a few samples.  ``unverified`` leaves that out, for
+    a model too large for this machine.  To use the plan, write
     ``parallelize(memopt_cli.apply_plan(build(), found.plan), mesh)``.
 
     For the arguments of the search see :func:`memopt_cli.optimize`; for other arguments and errors see

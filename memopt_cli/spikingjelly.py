@@ -244,9 +244,9 @@ def apply_gc(
 ) -> Any:  # a tuple with return_summary
     """Make segments of the outermost modules of ``net`` that are an ``instance``, in place, without measuring.
 
-    With ``dummy_input``, one forward of a copy in training mode shows which of these modules are called, which codec
-    packs their inputs, and which modules have the largest inputs.  Without ``dummy_input``, a checkpoint budget takes
-    modules in the model's order, and inputs are stored unpacked unless a module has an ``x_compressor``.
+    With ``dummy_input``, one forward of a copy in training mode shows the called modules among these, the codecs for
+    their inputs, and the modules with the largest inputs.  Without ``dummy_input``, a checkpoint budget takes modules
+    in the model's order, and inputs are stored unpacked unless a module has an ``x_compressor``.
     ``device``: the device of that forward; ``cuda`` without a number is the device of :func:`resolve_device`, which is
     the CPU on a machine without CUDA.  Returns ``net``, or ``(net, summary)``, a dictionary with the fields of
     :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.

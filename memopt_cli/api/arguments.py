@@ -125,7 +125,7 @@ def check_step(
 def check_card(
     for_device: str | os.PathLike[str] | DeviceProfile | None, device: str | torch.device | None
 ) -> DeviceProfile | None:
-    """Return the card that ``for_device`` names, a device that this machine need not have; ``None`` if it is ``None``.
+    """Return the card that ``for_device`` names, which need not be in this machine; ``None`` if it is ``None``.
 
     Raises :class:`UsageError` for an unknown card; :class:`OptionError` if ``for_device`` has the wrong type, or
     if ``device`` names a device to run on.

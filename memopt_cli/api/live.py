@@ -169,8 +169,8 @@ def optimize(
     verbose:
         Log the course of the search, by the logger ``memopt_cli``.
 
-    Parameters, gradients, buffers, random numbers and the mode stay as they are; a plan that the model carries is
-    replaced by the plan that is found, and stays if no plan is found.
+    Parameters, gradients, buffers, random numbers and the mode stay as they are; the plan of the search replaces a plan
+    that the model carries, which stays if no plan is found.
 
     Ctrl-C ends the search, and the best plan so far is measured, verified and applied; a second one, or one before any
     plan was found, is a ``KeyboardInterrupt``, which leaves the model as it was.

@@ -91,7 +91,7 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
 
 
 def _missing_guard_line() -> str:
-    """Return a line that asks for the guard of the running script, which the command imports; empty if it has one."""
+    """Return a line that asks for a guard in the running script, since the command imports it; empty if it has one."""
     path = _running_script()
     try:
         is_guarded = path is None or "__main__" in Path(path).read_text(errors="replace")

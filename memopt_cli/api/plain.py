@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 SEGMENTS: dict[str, tuple[str, ...]] = {}
-"""Path of a module, or of layers as ``features.0-2``, that backward runs again -> operators whose outputs are kept."""
+"""Path of a module, or of layers as ``features.0-2``, that backward runs again -> operators with outputs to keep."""
 
 
 def checkpoint_segments(model: nn.Module) -> nn.Module:

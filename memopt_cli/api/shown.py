@@ -90,7 +90,7 @@ class RanksRecommended(Shown):
 
     @property
     def fewest_ranks(self) -> int:
-        """Smallest number of ranks, of those that were tried, on which the smallest batch fits."""
+        """Smallest number of ranks among those tried on which the smallest batch fits."""
         return self.result.fewest_ranks
 
 

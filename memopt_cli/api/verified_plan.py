@@ -55,10 +55,9 @@ def apply_plan(
     ``loss``: a function of the output, as in training.  ``optimizer``: the training script's, which a plan with
     ``in_backward`` runs in backward; the script must then not accumulate, clip or scale gradients.
 
-    Raises ``PlanError`` for a plan that does not suit the model or its optimizer, ``VerificationError`` if a
-    step differs, and ``StepError``, which names the module, if one fails; the model is then as it was.  Gradients stay
-    as they are.
-    Warns if the plan changes nothing.
+    Raises ``PlanError`` for a plan that does not suit the model or its optimizer, ``VerificationError`` if a step
+    differs, and ``StepError`` with the name of the module if a step fails; the model is then as it was.  Gradients stay
+    as they are.  Warns if the plan changes nothing.
     """
     plan = load_plan(plan)
     if not isinstance(model, nn.Module):
@@ -89,8 +88,8 @@ def _apply_to_step(step: UserStep | Mapping[str, nn.Module], plan: Plan, *, is_p
 def _detached_from_last_step(model: nn.Module) -> Iterator[None]:
     """Detach the state of ``model`` from the previous step's graph in the ``with`` block, and restore it afterwards.
 
-    Membrane voltages of a spiking network that was trained and not reset still refer to that graph, which PyTorch
-    has freed: backward of the first step here would fail ("Trying to backward through the graph a second time").
+    If a spiking network was trained and not reset, its membrane voltages still refer to that graph.  PyTorch has freed
+    it: backward of the first step here would fail ("Trying to backward through the graph a second time").
     """
     before = ModuleState(model)
     detach_state(model)

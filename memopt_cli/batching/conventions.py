@@ -17,7 +17,7 @@ from memopt_cli.errors import BatchShapeError
 from memopt_cli.runtime.module_state import reset_hidden_state
 
 State = tuple[Any, ...]
-"""Values that a layer returned after its output, which it takes again at the next time step."""
+"""Values that a layer returns after its output, and takes again at the next time step."""
 
 
 def flatten_sequences(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from memopt_cli.training.step import synchronize
 
 Strategy = Literal["memory_adaptive", "fixed", "throughput"]
 Collate = Callable[[Sequence[Any]], Any]
-"""Function of samples that returns them as one batch, a structure of tensors that the model takes."""
+"""Function that joins samples into one batch, a structure of tensors for the model."""
 
 STRATEGIES: tuple[Strategy, ...] = ("memory_adaptive", "fixed", "throughput")
 _MIN_SPEEDUP = 1.05

@@ -168,7 +168,7 @@ def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
 
     Two kinds of events do not count: memopt's own allocations, inside an ``ASIDE_LABEL`` event, and the freeing of
     memory that this profile did not see allocated.  The profiler remembers the addresses of earlier profiles: memory
-    that was allocated between two profiles, at an address that the first one knew, is reported with its old size.
+    allocated between two profiles, at an address known to the first, is reported with its old size.
     """
     pending, seen = [(event, False) for event in tree], []
     while pending:

@@ -1,8 +1,8 @@
 """The pipes to a profiling subprocess: messages go out, bytes come in, until a deadline.
 
 A subprocess that exceeds its time limit, is killed by a signal or runs out of memory raises no error here: the caller
-gets a value instead of the answer (:data:`Ended`).  The subprocess may have been taken over by the
-model that it runs, so nothing that it sends, or fails to send, may block this end.
+gets a value instead of the answer (:data:`Ended`).  The model may have taken over its subprocess, so nothing that the
+subprocess sends, or fails to send, may block this end.
 """
 
 from __future__ import annotations

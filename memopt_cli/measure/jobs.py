@@ -66,7 +66,7 @@ class Subject:
     settings: StepSettings = _DEFAULTS
     data: Data = "full size"
     card: DeviceProfile | None = None
-    """A device that this machine lacks, and whose peaks and times are estimated; ``None`` to measure the step."""
+    """A device that this machine lacks, so that peaks and times on it are estimated; ``None`` to measure the step."""
     layer_runs: bool = False
     """Whether flat Sequentials are divided into runs of layers, and each run can be a segment."""
     tries_rows: bool = True

@@ -1,4 +1,4 @@
-"""A seccomp filter, which refuses the system calls that Landlock leaves open to a confined process.
+"""A seccomp filter against the system calls that Landlock leaves open to a confined process.
 
 Landlock does not cover sockets with a path, memory and queues with a key, limits and priorities of other processes, nor
 modes, times and attributes of files.
@@ -75,7 +75,7 @@ _BINDING_VARIABLES: Final = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY",
 """Variables that make OpenMP bind its threads to processors; it would fail if ``sched_setaffinity`` were refused."""
 
 _ALL: Final = 0xFFFFFFFF
-"""The bits that the kernel reads of any argument that is checked here."""
+"""The bits that the kernel reads of each argument checked here."""
 _NAMESPACES: Final = 0x7E020000  # CLONE_NEW*
 _TRUNCATE: Final = 0x200  # O_TRUNC
 _UNIX, _STREAM_BITS, _STREAM = 1, 0b1011, 0b0001
@@ -107,7 +107,7 @@ def install(*, gpu: bool, signals: bool) -> str:
     """Filter the system calls of this process and its children, for good; return the reason if that fails, else "".
 
     ``gpu``: allow the calls that drivers of GPUs make.  ``signals``: let this process signal only itself, for kernels
-    whose Landlock cannot see to that.
+    in which Landlock cannot see to that.
     """
     machine = platform.machine()
     if machine not in _ARCHITECTURES or sys.maxsize < 2**32:

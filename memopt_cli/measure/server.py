@@ -128,7 +128,7 @@ class _Server:
             end.close()
 
     def _reap(self) -> None:
-        """Send the exit codes of subprocesses that have ended, once all processes that they started are gone."""
+        """Send the exit codes of ended subprocesses, once all processes that they started are gone."""
         with contextlib.suppress(BlockingIOError):
             self._deaths.recv(1 << 12)
         for pid in tuple(self._alive):

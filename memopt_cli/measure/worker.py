@@ -64,7 +64,7 @@ class Worker:
 
     @functools.cached_property
     def bench(self) -> Bench:
-        """The bench of the model, which is loaded for the first job that runs a step."""
+        """The bench of the model, loaded for the first job with a step."""
         return Bench(self._subject, self._build, self._functions)
 
     def answer(self, job: Job[Answer]) -> Answer:

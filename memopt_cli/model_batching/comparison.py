@@ -93,7 +93,7 @@ class TrialInputs:
         def cut(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            # Samples are in dimension 1, if that is as long as in the first input that has one.
+            # Samples are in dimension 1, if that is as long as dimension 1 of the first input with two.
             is_sampled = leaf.dim() > 1 and leaf.shape[1] == samples
             return leaf[:count, :_COMPARED_SAMPLES] if is_sampled else leaf[:count]
 

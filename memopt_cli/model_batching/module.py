@@ -45,7 +45,7 @@ class BatchModule(nn.Module):
     Segments of a plan that is applied to ``model`` (or to ``models``) work: the loop and the fused kernels recompute
     them, vmap is refused.
 
-    Raises :class:`~memopt_cli.errors.UsageError` that names a module which cannot be batched.
+    Raises :class:`~memopt_cli.errors.UsageError`, with the name of a module that cannot be batched.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ def replicated_step(step: Step, models: int, example: Step) -> tuple[Step, str]:
 
     Each copy gets the step's inputs and has its own loss; the sum of the losses is differentiated.  The route is chosen
     on the inputs of ``example``, which should be small, since choosing takes several times the memory of a step.  State
-    that the model keeps in attributes is reset before every step.  Raises :class:`~memopt_cli.errors.UsageError` that
-    names the module that cannot be batched.
+    that the model keeps in attributes is reset before every step.  Raises :class:`~memopt_cli.errors.UsageError`, with
+    the name of the module that cannot be batched.
     """
     batched = BatchModule(step.model, models)
     args, kwargs = _repeat_inputs((example.args, example.kwargs), models)

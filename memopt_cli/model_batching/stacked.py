@@ -53,7 +53,7 @@ def list_slots(model: nn.Module) -> list[Slot]:
 def stack_model(model: nn.Module, models: int) -> nn.Module:
     """Return a copy of ``model`` with ``models`` copies of each parameter and buffer, and registered modules replaced.
 
-    Ties stay ties, frozen parameters stay frozen.  Raises :class:`UsageError` that names a module that cannot be
+    Ties stay ties, frozen parameters stay frozen.  Raises :class:`UsageError`, with the name of a module that cannot be
     batched.
     """
     refuse_unsupported(model)

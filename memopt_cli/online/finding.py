@@ -26,8 +26,8 @@ from memopt_cli.runtime.state import StartingState
 _SPREADS = (1.0, 10.0)
 """Average distances of the random states from rest, one for each run of the step.
 
-The structure is taken from the first run.  The second only adds parts that mix neurons where states are large,
-which the first may not show.
+The structure is taken from the first run.  The second only adds parts that mix neurons where states are large: the
+first may not show these.
 """
 
 

@@ -99,7 +99,7 @@ class Interception:
         raise NotImplementedError
 
     def on_forgotten(self, past_state: PastState) -> None:
-        """Handle that another module left a constant in ``past_state`` at the end of the step, which ends its past."""
+        """Handle a constant that another module left in ``past_state`` at the end of the step, which ends its past."""
         raise NotImplementedError
 
     def run(self, model: nn.Module, inputs: Sequence[Tensor]) -> Any:

@@ -62,7 +62,7 @@ Reset = Literal["soft", "hard"]
 
 
 class Neuron(nn.Module):
-    """Neurons that take one step per call, with the sum of the inputs that they received since their last step."""
+    """Neurons that take one step per call, with the sum of the inputs received since their last step."""
 
     _received: Tensor | None = None
 
@@ -188,7 +188,7 @@ class LeakyRateReadout(nn.Module):
 
 
 class ExplicitState(nn.Module):
-    """A wrapper that declares the states of a cell which takes and returns them: ``cell(input, *states)``.
+    """A wrapper that declares the states which a cell takes and returns: ``cell(input, *states)``.
 
     The cell returns ``(output, *new states)``, like snnTorch's: ``ExplicitState(snntorch.Leaky(0.9), {"mem": 200})``.
     For a cell that takes its states as one named tuple, as Norse's cells do, give a tuple of their shapes:

@@ -22,7 +22,7 @@ from memopt_cli.runtime.private_torch import tree_leaves
 
 
 class Probe(Interception):
-    """A time step in which every part is cut off from the others, and the parts that it reads are recorded."""
+    """A time step that cuts every part off from the others, and records the parts read by each."""
 
     def __init__(
         self,

@@ -211,7 +211,7 @@ def init_all_states(model: nn.Module, batch_size: int | None = None) -> None:
 
 @contextmanager
 def recording_new_states() -> Iterator[list[State]]:
-    """Yield a list that fills with the states that are initialized in the ``with`` block."""
+    """Yield a list, to which the ``with`` block adds each state that it initializes."""
     states: list[State] = []
     token = _recorded_states.set(states)
     try:

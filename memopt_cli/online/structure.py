@@ -53,15 +53,15 @@ class Structure:
     cells: tuple[str, ...]
     """Paths of the cells that have states in a group, and of cells between a weight and such a cell."""
     edges: dict[CellOutput, Edges]
-    """Output of a cell that is followed -> the parts that it depends on."""
+    """Followed output of a cell -> the parts that it depends on."""
     constant_uses: frozenset[ModuleUse]
     """Uses whose input was computed only from the last step's states and the model's inputs."""
     connected_uses: frozenset[ModuleUse]
-    """Uses whose output is also read outside of the cells that are tied to it."""
+    """Uses with an output that is also read outside of the cells tied to it."""
     doubled_uses: frozenset[ModuleUse]
     """Connected uses that a cell also reads through an attached output (see :attr:`attached_outputs`)."""
     exposed_states: frozenset[PastState]
-    """States of the last step that are also read outside of the cell that declares them."""
+    """States of the last step that are also read outside of their own cell."""
     attached_outputs: frozenset[CellOutput]
     """Outputs of cells that depend on more than their edges, such as on a time constant, and keep their graph."""
     source_states: dict[CellOutput, frozenset[int]]
@@ -71,11 +71,11 @@ class Structure:
     call_counts: dict[str, int]
     """Tagged module or cell -> number of its calls in the step."""
     known_sources: dict[CellOutput, frozenset[Source]]
-    """Output of a cell that is followed -> all parts that it was computed from, by any path."""
+    """Followed output of a cell -> all parts that it was computed from, by any path."""
     unfollowed_sources: dict[PastState, frozenset[Source]]
-    """State that does not depend on traced weights -> all parts that it was computed from, by any path."""
+    """State independent of traced weights -> all parts that it was computed from, by any path."""
     unread_parts: frozenset[PastState | ModuleUse]
-    """States, and outputs of traced weights, that are read only by cells that are tied to them."""
+    """States, and outputs of traced weights, that only the cells tied to them read."""
     entering_states: frozenset[PastState]
     """States of the last step that are read only by their own cells and by weights."""
     sources_by_weight: dict[CellOutput | PastState, frozenset[Source]]

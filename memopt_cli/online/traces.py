@@ -188,7 +188,7 @@ class _RunningStep:
     z: Tensor | None = None
     """Input of the weight in this step, detached; ``None`` for an elementwise parameter."""
     y: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Output of the weight, through which gradients reach the tensors that ``z`` was computed from."""
+    """Output of the weight; through it gradients reach the tensors that ``z`` was computed from."""
     channels: dict[object, GradientChannel] = field(default_factory=dict)
     """Channels of this step, by the state or the use whose gradient they sum."""
 

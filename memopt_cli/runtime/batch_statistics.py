@@ -27,8 +27,8 @@ of ``h`` of all chunks exist at the same time.  If they would take more memory t
 not linked, and its own backward goes all the way to ``x``.
 
 Norms are found by intercepting ``batch_norm``, which every norm class calls in the end.  Every chunk starts from the
-running statistics and counters that the whole starts from, and updates them as the whole would, so code that reads them
-sees the same values as without chunks.
+same running statistics and counters as the whole, and updates them as the whole would, so code that reads them sees the
+same values as without chunks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _UNSEEN_WRITES = frozenset(
         *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage),
     )
 )
-"""Functions that give access to a tensor's memory, which may then be written without a new version."""
+"""Functions that give access to a tensor's memory: a write to it may not raise the version."""
 _ARGUMENTS_USED = frozenset(("input", "running_mean", "running_var", "weight", "bias", "momentum", "eps"))
 
 
@@ -165,8 +165,8 @@ class BatchStatistics:
         self._forward = forward
         self._norms: tuple[_Norm, ...] = ()
         """The norms whose statistics are known, in the order of forward."""
-        # A segment that keeps outputs finds them by the number of the operator's call, which must be the same in every
-        # pass: there no pass may skip an operator.
+        # A segment finds its kept outputs by the number of the operator's call, which must be the same in every pass:
+        # there no pass may skip an operator.
         self._hands_on = not config_of(module).keep
         self._start = StateBeforePasses(module, inputs)
 
@@ -240,7 +240,7 @@ def merge_statistics(parts: Sequence[Statistics]) -> Statistics:
 
 
 class _Unknown(Exception):  # no BaseException: ``nn.Module`` calls its ``always_call`` hooks for an Exception only
-    """The signal that breaks off a forward at a norm whose statistics are not known yet."""
+    """The signal that breaks off a forward at a norm without known statistics."""
 
     def __init__(self, reached: ReachedNorm) -> None:
         super().__init__()

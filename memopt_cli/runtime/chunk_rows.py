@@ -50,7 +50,7 @@ def rows_untried() -> AbstractContextManager[None]:
 
 
 Starting = Callable[[], AbstractContextManager[object]]
-"""A function that returns a context manager that puts a module into its starting state."""
+"""A function that returns a context manager, inside which a module is in its starting state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class ChunkStarts:
         self._generators = Generators()
 
     def add(self, start: StartingState, run: Callable[[Sequence[Any]], object]) -> Callable[[], list[Tensor]]:
-        """Add the next chunk, which starts at ``start``, and whose forward ``run`` recomputes.
+        """Add the next chunk: it starts at ``start``, and ``run`` recomputes its forward.
 
         Returns a function that recomputes the tensors for :meth:`StartingState.replay`.
         """

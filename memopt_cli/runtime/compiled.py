@@ -63,7 +63,7 @@ def _is_exported() -> bool:
 def uncompiled(
     run: Run, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``run`` uncompiled: a compiler that gives up on a function goes on with the functions that this calls."""
+    """Call ``run`` uncompiled: a compiler that gives up on a function goes on with the functions called there."""
     with taking_turns(module):
         return run(module, forward, args, kwargs)
 

@@ -185,7 +185,7 @@ class SparseSpikeCompressor(SpikeCompressor):
         return data if sum(t.nbytes for t in data) < flat.nbytes else None
 
     def packed_bytes(self, x: Tensor) -> int:
-        """Count the bytes that :meth:`compress` would hold for ``x``, which is faster than finding the positions."""
+        """Count the bytes that :meth:`compress` would hold for ``x``, without finding the positions."""
         if not _is_encodable(x):
             return x.nbytes
         flat = _bits(_in_storage_order(x.detach()))

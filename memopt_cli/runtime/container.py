@@ -117,7 +117,7 @@ class LossContainer(Installed):
 
 
 class ByLengthContainer(Installed):
-    """Mixin of a module whose settings depend on the length of the model's input, and of the root, which knows it."""
+    """Mixin of a module with settings by the length of the model's input, and of the root, which knows the length."""
 
 
 Settings = SegmentConfig | ConfigsByLength

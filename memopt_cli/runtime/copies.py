@@ -34,7 +34,7 @@ class Copy:
 def copy_values(tensors: Sequence[Tensor]) -> dict[int, Copy]:
     """Return copies of the values that ``tensors`` have now, by the ``id`` of each.
 
-    Tensors that overlap are copied as views of one vector that has the same layout::
+    Overlapping tensors are copied as views of one vector with the same layout::
 
         a = memory[0:6], b = memory[4:8]    one vector of 8 elements, of which both copies are views
     """

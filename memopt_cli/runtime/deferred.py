@@ -69,7 +69,7 @@ _MEMORY_READERS = {
     Tensor.tolist,
     Tensor.__repr__,
 }
-"""Functions that read memory, which a deferred tensor does not have: they get the computed values instead."""
+"""Functions that read memory; a deferred tensor has none: they get the computed values instead."""
 _SHAPE_READERS = {
     Tensor.size,
     Tensor.dim,
@@ -140,7 +140,7 @@ def _sample_weight(weight: Tensor) -> Tensor:
 
 
 class Deferring(TorchFunctionMode):
-    """A mode in which linear layers return a :class:`DeferredLinear`, whose loss is computed in ``chunks`` chunks."""
+    """A mode in which linear layers return a :class:`DeferredLinear`, for a loss in ``chunks`` chunks."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__()

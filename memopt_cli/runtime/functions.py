@@ -29,7 +29,7 @@ def checkpoint(
     """Return ``function(*args, **kwargs)``, and recompute it in backward instead of keeping its saved tensors.
 
     The state of modules that the function uses advances only once, as in a segment: batch statistics, hidden states.
-    Such modules are the function itself, the object whose method it is, and modules in variables that it refers to.
+    Such modules are the function itself, the object of a method, and modules in variables that the function refers to.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def to_gc_function(x_compressor: Any = None, f_forward: Callable[..., Any] | Non
 
 
 class FunctionModule(nn.Module):
-    """A function as a module, whose children are the modules that it uses."""
+    """A function as a module, with the modules that it uses as children."""
 
     may_use_parameters_of_others = True
 

@@ -97,8 +97,11 @@ class Generators:
 
 
 _lock = threading.RLock()
-"""A lock around every access to a generator.  PyTorch locks a generator while it is read, and garbage that is collected
-meanwhile may let another Python thread run, which would wait for that lock while it holds Python's own: a deadlock."""
+"""A lock around every access to a generator.
+
+PyTorch locks a generator while it is read.  Garbage collected meanwhile may let another Python thread run.  That thread
+would wait for the generator's lock while it holds Python's own: a deadlock.
+"""
 
 
 def _renew_lock() -> None:

@@ -30,7 +30,7 @@ def nodes_from(starts: Iterable[Node | None], is_end: Callable[[Node], bool] | N
 
 
 def leaves_before(tensors: Sequence[Tensor], ends: Collection[Node] = ()) -> Iterator[Tensor]:
-    """Yield the leaves from which ``tensors`` were computed, by paths that pass none of the ``ends``."""
+    """Yield the leaves from which ``tensors`` were computed, by paths through none of the ``ends``."""
     yield from (tensor for tensor in tensors if tensor.grad_fn is None)
     for node in reachable_nodes(tensors, set(ends).__contains__):
         if hasattr(node, "variable"):

@@ -23,7 +23,7 @@ from memopt_cli.runtime.owners import Slots
 _MAX_COPY_BYTES: Final = 1 << 16
 """Maximum bytes of a tensor that is copied, in a watched call, if an object outside of the module holds it."""
 _OTHERS: Final[Slot] = (-1, None)
-"""A slot of no owner, under which the arguments that are not tensors are held."""
+"""A slot of no owner, for the arguments that are not tensors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +173,7 @@ class HeldSlots:
         numbers = set[int]()
         for number, held in self.tensors.items():
             is_copied = held.copy is not None
-            # Earlier calls wrote to every tensor that is copied in a call that is not watched.
+            # In an unwatched call, only tensors that earlier calls wrote to are copied.
             if (is_copied and not self._is_watched) or held.is_written(self.originals[number]):
                 numbers.add(number)
                 if not is_copied and self._is_watched:

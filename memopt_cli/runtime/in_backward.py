@@ -218,8 +218,8 @@ def _check_parameters(optimizer: Optimizer) -> list[Tensor]:
 def check_steps_alone(optimizer: Optimizer) -> None:
     """Try whether ``optimizer`` updates parameters one by one as it does together, on a few small ones like its own.
 
-    Raises :class:`ValueError`, as :func:`install_in_backward` does, for an optimizer that needs a closure, that looks
-    at several parameters at once, or that needs a gradient of every parameter.
+    Raises :class:`ValueError`, as :func:`install_in_backward` does, for an optimizer that needs a closure, looks at
+    several parameters at once, or needs a gradient of every parameter.
     """
     _check_parameters(optimizer)
     together, alone = _small_copy(optimizer), _small_copy(optimizer)

@@ -94,11 +94,11 @@ class Known:
         self.owners = [*own, *hooked, *of_code]
         self._kinds_of_others = {type(other) for other in others}
         self.own = len(own) + len(hooked)
-        """Number of owners that belong to modules, which come first; then variables of code, then parts of objects."""
+        """Number of owners of modules, which come first; after them come variables of code, then parts of objects."""
         self.hooked = range(len(own), self.own)
         """The indices of the owners that are dictionaries of hooks."""
         self._slots_of_parts: dict[int, Slot] = {}
-        """Index of an owner that is a part of an object -> the slot of that object."""
+        """Index of an owner that is a part of an object -> the object's slot."""
         self._add_parts()
         self.indices = [*range(len(self.owners))]
         """The indices of the owners that are looked at."""
@@ -205,7 +205,7 @@ class Known:
         return {index: self.owners[index].read() for index in indices}
 
     def _note_changes(self, readings: Mapping[int, Slots], exchanged: Counter[Slot]) -> bool:
-        """Note the values that were exchanged since the last call in the owners whose current slots are ``readings``.
+        """Note the values exchanged since the last call in the owners of ``readings``, their current slots.
 
         Return whether forward may be expected to change the same slots as before.  The first two times that a value is
         exchanged it may not: forward could branch on ``self.mode``, and count or use dropout only in one branch.

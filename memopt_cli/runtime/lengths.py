@@ -29,7 +29,7 @@ from memopt_cli.runtime.this_thread import this_thread
 from memopt_cli.runtime.warned import warn_caller
 
 _warned: WeakSet[nn.Module] = WeakSet()
-"""Roots that have warned that an input is beyond the last range, or has no such dimension."""
+"""Roots that have warned of an input beyond the last range, or without such a dimension."""
 _NOTHING = contextlib.nullcontext()
 
 
@@ -80,7 +80,7 @@ class ConfigsByLength:
     configs: tuple[SegmentConfig | None, ...]
     """The settings in each range; ``None`` if the module runs plainly."""
     length: LengthOf | None = None
-    """The dimension that is the length, in the root, which sees the model's input; ``None`` if it is another module."""
+    """In the root, which sees the model's input, the dimension that is the length; ``None`` if it is another module."""
     path: str = ""
     """The path in the plan, for messages."""
 

@@ -262,7 +262,7 @@ def _joined_path(path: str, key: Any) -> str:
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """Return a deep copy of ``module``, in which tensors with a graph, which cannot be copied, are detached.
+    """Return a deep copy of ``module``, in which tensors with a graph are detached, since they cannot be copied.
 
     An error that a class of the attributes raises is passed on.
     """

@@ -35,7 +35,7 @@ class OtherNormsError(Exception):
 
 
 class SameStatistics(TorchFunctionMode):
-    """A mode in which each call of a batch norm uses the statistics that the same call had in the first run.
+    """A mode in which each call of a batch norm uses the statistics of the same call in the first run.
 
     In later runs, a module may run on several parts in turn, and the norms' calls repeat for each part.  No weights are
     applied: weights of zero would hide differences.  Raises :class:`OtherNormsError` if a call gets other channels.

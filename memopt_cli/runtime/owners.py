@@ -371,7 +371,7 @@ def owners_in(part: Any) -> Iterator[Owner]:
 
 
 def tables_of_hooks(modules: Sequence[nn.Module]) -> list[dict[Any, Any]]:
-    """Return the dictionaries of hooks that run inside a call of the first of ``modules``, which contains the others.
+    """Return the dictionaries of hooks that run inside a call of the first of ``modules``, the parent of the others.
 
     The first module's own hooks are left out: they run before and after the segment.
     """

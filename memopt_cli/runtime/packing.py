@@ -51,7 +51,7 @@ _MIN_PACKED_BYTES = 4096
 _SAMPLE_SIZE = 64
 """Approximate number of elements to choose a codec by, before the codec reads the whole tensor."""
 _PLANES_SIZE = 2**16
-"""Approximate number of elements that show the planes (of height x width) into which the indices of pooling point."""
+"""Approximate number of elements that show the planes (height x width) of the indices of pooling."""
 
 
 _PACKED_DTYPES = frozenset((*FLOATS, *WIDE_INTEGERS, torch.bool, torch.uint8, torch.int8))

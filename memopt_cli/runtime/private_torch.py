@@ -94,7 +94,7 @@ __all__ = [
   tensor inside one wrapping.
 - ``suggest_memory_format``: the memory format in which a kernel lays out its result for a tensor.
 - ``OpOverload``, ``OpOverloadPacket``: the classes of what ``torch.ops`` holds.
-- ``tree_…``: PyTorch's own walk through containers, which knows those that others have registered.
+- ``tree_…``: PyTorch's own walk through containers, registered ones of other packages included.
 """
 
 
@@ -179,7 +179,7 @@ LAYOUT_OF_MKLDNN: Final[torch.layout] = torch._mkldnn  # type: ignore[attr-defin
 # ---------------------------------------------------------------------------------------------- dry runs
 
 UNKNOWN_WITHOUT_DATA: Final = (DataDependentOutputException, DynamicOutputShapeException)
-"""Errors that an operator raises in a dry run if its result, or the shape of that, depends on data."""
+"""Errors of an operator in a dry run if its result, or the result's shape, depends on data."""
 
 
 def is_fake(value: Any) -> bool:
@@ -193,7 +193,7 @@ def is_ordinary(tensor: Tensor) -> bool:
 
 
 class DryRun(FakeTensorMode):
-    """PyTorch's mode in which tensors have no data, mended for an operator whose dtypes it refuses.
+    """PyTorch's mode in which tensors have no data, mended for an operator with dtypes that the mode refuses.
 
     For grouped matrix products (mixtures of experts), the meta function takes only bfloat16, and kernels take more.
     """
@@ -252,7 +252,7 @@ def patch_deepcopy() -> None:
 def fake_parameters_swappable() -> Iterator[None]:
     """Let ``Module.to``, ``half`` and the like work on models without data, in the ``with`` block.
 
-    They swap tensors, which fails for a tensor with weak references, such as those that the dry run keeps.
+    They swap tensors, which fails for a tensor with weak references, and a dry run keeps such references.
     """
 
     def exchanging(plain: Any) -> Any:
@@ -706,7 +706,7 @@ PyTorch 2.8 does, with ``inductor`` and ``aot_eager``, and 2.13 does not; the ve
 
 @constant_while_compiling
 def backend_is_aot() -> bool:
-    """Return whether the backend that compiles now is a PyTorch backend that derives backward ahead of time.
+    """Return whether the backend that compiles now is one of PyTorch's that derive backward ahead of time.
 
     Such a backend takes a checkpoint apart, so that its operators use random numbers and update buffers once.  Other
     backends run the graph as it is, in which a checkpoint runs its part twice, with other random numbers.
@@ -761,7 +761,7 @@ def memory_snapshot() -> Any:
 
 
 def import_compiler() -> None:
-    """Import ``torch._dynamo``, which dry runs need and which takes as long to import as PyTorch itself."""
+    """Import ``torch._dynamo``, which dry runs need, and takes as long to import as PyTorch itself."""
     import torch._dynamo  # noqa: F401
 
 
@@ -1002,7 +1002,7 @@ def put_cuda_generator(device: torch.device, position: Tensor) -> None:
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Take the step that the class of ``optimizer`` defines, without the hooks that PyTorch calls around it."""
+    """Take the step defined by the class of ``optimizer``, without the hooks that PyTorch calls around it."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 

@@ -48,7 +48,7 @@ GroupedSequential.forward.__qualname__ = "Sequential.forward"
 
 
 class Chain(nn.Sequential):
-    """A Sequential in which a tuple that one module returns becomes the arguments of the next.
+    """A Sequential in which a tuple from one module becomes the arguments of the next.
 
     Saved models name this class: do not rename it.
     """

@@ -64,10 +64,10 @@ _WHILE_RESTORING: Final = frozenset(
     "linear_prepack linear_prepack_fp16 conv1d_prepack conv2d_prepack conv3d_prepack conv_transpose1d_prepack "
     "conv_transpose2d_prepack conv_transpose3d_prepack conv_prepack embedding_bag_prepack".split()
 )
-"""Operators that restore a quantized layer, the only work that a script does while it is loaded."""
+"""Operators that restore a quantized layer: scripts may do no other work while they are loaded."""
 _PRIM_WHILE_RESTORING: Final = frozenset({"RaiseException", "unchecked_unwrap_optional"})
 _ON_VALUES: Final = frozenset("eq ne lt gt le ge len __is__ __isnot__ __not__ __getitem__".split())
-"""Operators that compare or look up values, which take no time and make nothing large."""
+"""Operators that compare or look up values: they take no time and make nothing large."""
 _TO_RESTORE: Final = (
     *(ast.FunctionDef, ast.arguments, ast.arg, ast.Assign, ast.If, ast.Expr, ast.Return, ast.Pass, ast.expr_context),
     *(ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Tuple, ast.List, ast.Call, ast.UnaryOp, ast.USub),
@@ -89,7 +89,7 @@ _NONE: Final = ast.dump(ast.Name("NoneType", ast.Load()))
 
 
 class UnsafeScriptError(Exception):
-    """The code of an archive uses something that is not known to be harmless, which the message names."""
+    """The code of an archive uses something not known to be harmless; the message names it."""
 
 
 def classify_record(record: str) -> Kind:
@@ -283,7 +283,7 @@ def attribute_types(owner: ast.ClassDef) -> dict[str, ast.expr]:
 
 
 class _Variables:
-    """The types that a function declares for its variables, and the expressions that are assigned to them."""
+    """The declared types of a function's variables, and the expressions assigned to them."""
 
     def __init__(self, function: ast.FunctionDef, attributes: Mapping[str, ast.expr]) -> None:
         self._attributes = attributes
@@ -404,7 +404,7 @@ def _check_restorer(function: ast.FunctionDef, methods: Collection[str]) -> list
 
 
 def _check_displays(function: ast.FunctionDef) -> None:
-    # A list that holds one list ten times, which holds another ten times, and so on, is far larger than its text.
+    # A list can hold one list ten times, this list another ten times, and so on: far more than its text.
     containers = {
         target.id
         for node in ast.walk(function)

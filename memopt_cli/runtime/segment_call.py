@@ -232,8 +232,8 @@ def _repeat_forward(
 def _call_traced(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``forward`` in PyTorch's checkpoint, which ``torch.compile`` can trace.
 
-    PyTorch leaves a forward that it cannot trace (for example because it writes to attributes) to a checkpoint that is
-    not compiled.  There :func:`_call_replayed` starts every later run from the starting state of the first.
+    PyTorch runs a forward that it cannot trace (for example because it writes to attributes) in an uncompiled
+    checkpoint.  There :func:`_call_replayed` starts every later run from the starting state of the first.
     """
     tensors, skeleton = split_tensors((args, kwargs))
     if not torch.is_grad_enabled() or not needs_gradient(module, tensors):

@@ -11,7 +11,7 @@ does not raise the peak of a step: all of them exist together once more when for
 node of autograd is freed before backward, its _Saved is freed with it, and the recomputation skips it.
 
 If a segment is called inside another, the outer segment saves the inner segment's inputs as it saves any tensor, so
-that its recomputation includes them.  A segment that runs inside the recomputation of another drops the tensors that it
+that its recomputation includes them.  Inside the recomputation of another segment, a segment drops the tensors that it
 saves: backward never asks for them, unless the outer segment's forward computes gradients itself.
 
 References point from autograd's nodes to :class:`_Saved`, from there to :class:`SegmentRun`, and from there to inputs
@@ -82,8 +82,8 @@ class _Complete(Exception):
 class _Saved:
     """A tensor that autograd saved in a segment; :func:`_make_saved` makes these.
 
-    A call saves many, so values that few have are the class's until they are set, and there is no ``__init__``, which
-    would take twice as long.
+    A call saves many, so rarely set values are the class's, and there is no ``__init__``, which would take twice as
+    long.
     """
 
     run: SegmentRun | None
@@ -356,7 +356,7 @@ class _Repetition:
         *,
         runs_to_end: bool,
     ) -> None:
-        """Prepare a run of ``module`` that recomputes the tensors of ``refs``, which have ``shapes``.
+        """Prepare a run of ``module`` that recomputes the tensors of ``refs``, of these ``shapes``.
 
         ``samples``: elements of some of them; ``compared_index``, ``compared_bytes``: the tensor that is compared in
         every call, and some of its bytes; ``runs_to_end``: do not end the run when the last tensor is saved.
@@ -445,8 +445,10 @@ class _Watch:
 
     def __init__(self, first_node: int) -> None:
         self.last = range(first_node, first_node)
-        """Numbers of nodes, one of which is the node that saved a tensor last.  They can be several, since an operator
-        that is given a view of a tensor that was written in place makes a node for the view after its own."""
+        """Numbers of nodes, among them the node that saved a tensor last.
+
+        There can be several: an operator on a view that was written in place makes a node for the view after its own.
+        """
         self._notes: list[tuple[range, list[Any] | None]] = []
         """For each saved tensor, :attr:`last` then, and a few of its elements, or ``None`` if they cannot be read."""
 

@@ -1,9 +1,9 @@
 """Stand-ins: a dry run skips the middle ones of many equal chunks, and makes only the tensors that they would leave.
 
 A dry run takes time by the number of its operators, and 256 chunks have many.  Equal chunks that change no state
-allocate the same tensors, each on top of those that earlier chunks left, which grow or shrink by the same bytes from
-one chunk to the next.  So the bytes at any instant of a chunk in the middle lie between those at the same instant of an
-earlier and of a later chunk, and the peak is at either end.  One *stand-in* takes the place of all chunks in the
+allocate the same tensors.  Each chunk comes on top of what earlier chunks left, and that grows or shrinks by the same
+bytes from chunk to chunk.  So the bytes at any instant of a chunk in the middle lie between those at the same instant
+of an earlier and of a later chunk, and the peak is at either end.  One *stand-in* takes the place of all chunks in the
 middle, and runs nothing: in forward it makes tensors like those that its chunks would leave, and in backward the
 gradients of their inputs::
 

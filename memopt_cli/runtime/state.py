@@ -175,8 +175,8 @@ class StartingState:
             self._stable = known.stable
             self._reads = [(t, version_of(t)) for t in known.tensors]
         else:
-            # A plain value is put back by reference.  But an object that changes for the first time in a call that is
-            # not watched was changed in place, and nobody has copied it before.
+            # A plain value is put back by reference.  But an object that changes for the first time in an unwatched
+            # call was changed in place, and nobody has copied it before.
             values = ((name, self._stable[index].get(name)) for index, new in newly_changing.items() for name in new)
             self.has_new_changes |= any(is_object(name, value) for name, value in values)
 

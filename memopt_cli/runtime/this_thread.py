@@ -51,7 +51,7 @@ class _ThisThread(threading.local):
     on_joined: Callable[[Sequence[Tensor]], None] | None = None
     """A function to call with the outputs that a module has joined from its chunks, in their order."""
     sparse_share: Callable[[], float] | None = None
-    """A function that returns the share (below 1) of its bytes that a fake tensor takes when ``sparse`` stores it."""
+    """A function that returns the share (below 1) of a fake tensor's bytes in which ``sparse`` stores it."""
 
 
 this_thread = _ThisThread()

@@ -1,4 +1,4 @@
-"""Segments that wait for their recomputation, for parameters that an optimizer updates in backward.
+"""Segments that wait for their recomputation, by the parameters that an optimizer updates in backward.
 
 The gradient of a parameter may be complete before backward asks for any tensor that the segment saved.  Example:
 ``bias`` in ``inner(x) + bias``, since a sum saves no tensors.  The segment must then be recomputed before the update,
@@ -36,6 +36,6 @@ def wait_for(parameters: Iterable[Tensor], saved: Recomputable) -> None:
 
 
 def recompute_before_update(parameter: Tensor) -> None:
-    """Recompute everything that waits for ``parameter``, whose value is about to change."""
+    """Recompute everything that waits for ``parameter``, before its value changes."""
     for saved in list(_waiting.pop(parameter, ())):
         saved.ensure_recomputed()

@@ -48,7 +48,7 @@ def count(
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
     lasting = (s for s in log.storages.made if s.nbytes and (s.died is None or s.died >= s.born))
-    lives = [(s.nbytes, s.born - 1, s.died) for s in lasting]  # of storages that outlive the operator that made them
+    lives = [(s.nbytes, s.born - 1, s.died) for s in lasting]  # of storages that outlive their first operator
     return Counted(
         tensor_peak_bytes=log.peaks.tensor_bytes,
         allocated_peak_bytes=allocated(lives) if allocated else log.peaks.allocated_bytes,

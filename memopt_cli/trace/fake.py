@@ -43,7 +43,7 @@ from memopt_cli.training.user_step import StepModels
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode in which new tensors have no data, and operators may mix them with tensors that have data."""
+    """Return a mode in which new tensors have no data, and operators may mix tensors with and without data."""
     patch_deepcopy()
     return RememberingDryRun(allow_non_fake_inputs=True)
 
@@ -91,7 +91,7 @@ class FakeStep:
     """A step on fake tensors, with the same storages as a real one.
 
     ``mode`` is the mode of tensors in ``step`` that are fake already.  ``sharded`` is a model without data to use
-    instead of a copy of the step's.  An error of a model that needs data, which fake tensors lack, is passed on.
+    instead of a copy of the step's.  An error of a model that needs data is passed on: fake tensors have none.
     """
 
     def __init__(self, step: Step, mode: FakeTensorMode | None = None, sharded: nn.Module | None = None) -> None:

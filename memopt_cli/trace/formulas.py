@@ -69,7 +69,7 @@ _SHARES: dict[str, dict[str, float]] = {
     )
     | {"aten::cat#1": 2.0},  # PyTorch 2.8's, which goes from row to row where a plain one sums all at once
 }
-"""Formula -> operators that only the watched formula calls, each with the share of its bytes that a plain one takes.
+"""Formula -> operators of the watched formula only, each with the share of its bytes that a plain formula takes.
 
 A plain formula chooses a shorter way by the values of its input, which a watched formula may not read.  It is assumed
 to find no zeros in a product, and no NaN.  ``aten::cumsum#1`` is the first call of that operator.

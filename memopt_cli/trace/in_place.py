@@ -23,7 +23,7 @@ from memopt_cli.trace.storages import Peaks, Storage, Storages
 _ZEROS = torch.ops.aten._efficientzerotensor.default
 """Operator whose result represents zeros without memory."""
 _OWN_MODULES = frozenset((__name__, "memopt_cli.trace.log", "torch._compile", "torch._dynamo.eval_frame"))
-"""Python modules whose frames lie between the caller of an operator and the dispatch mode that sees it."""
+"""Python modules with frames between the caller of an operator and the dispatch mode that sees it."""
 
 
 class InPlace:
@@ -95,8 +95,8 @@ class InPlace:
 def _adds_gradients(func: Any, args: Any) -> bool:
     """Return whether autograd's engine, and not the code of a node, calls ``func`` to sum gradients of a tensor.
 
-    The engine adds in place only to a gradient that is dense, without overlaps, and not a view, whose base may be in
-    use.  It adds a sparse gradient only to a contiguous one.
+    The engine adds in place only to a dense gradient without overlaps, and not to a view: its base may be in use.  It
+    adds a sparse gradient only to a contiguous one.
     """
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
         return False

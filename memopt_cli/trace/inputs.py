@@ -19,7 +19,7 @@ from memopt_cli.training.step import Step
 
 
 def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
-    """Record the modules that one forward of ``step`` calls, each with the codec that holds its inputs exactly.
+    """Record the modules called in one forward of ``step``, each with the codec that holds its inputs exactly.
 
     The forward advances the model's state.  It runs without gradients, so the records have no saved bytes.
     """

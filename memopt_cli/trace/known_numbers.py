@@ -52,7 +52,7 @@ _COMPARES_WITH_NUMBER = {_aten.eq.Scalar: True, _aten.ne.Scalar: False}
 
 
 class NumbersKnown(TorchDispatchMode):
-    """Dispatch mode in which numbers that follow from code and inputs can be read from tensors without data."""
+    """Dispatch mode in which numbers can be read from tensors without data, if they follow from code and inputs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """The counter of storages: a dispatch mode that adds up the bytes alive at every instant of a training step.
 
 It sees every storage that an operator returns, real tensors as well as fake ones, and counts the same bytes in
-every run: the *tensor peak*.  Memory that kernels allocate for themselves, which the allocated peak includes, is not
+every run: the *tensor peak*.  The allocated peak also includes memory that kernels allocate for themselves; it is not
 seen here, but added from :mod:`memopt_cli.trace.workspace`.
 
 Some operators write in place in a plain step and make a new storage under a dispatch mode; that is not counted
@@ -200,7 +200,7 @@ class Codecs:
 
 @contextmanager
 def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
-    """Pack tensors without data in the ``with`` block, which ``log`` watches, by the codecs that ``codecs`` names."""
+    """Pack tensors without data in the ``with`` block, watched by ``log``, with the codecs that ``codecs`` names."""
     codecs = codecs or Codecs()
     codec_of_whole: dict[int, str] = {}
     """Index of the storage of an output that was concatenated from chunks -> its codec."""

@@ -1,4 +1,4 @@
-"""Notes on every module that a step calls (inputs and their codec, outputs, state), which become its record."""
+"""Notes on every module that a step calls (inputs and their codec, outputs, state), from which its record is made."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def requested_compressor(module: nn.Module) -> CompressorName | None:
 
 
 def codec_paths(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of modules that can be segments and whose ``x_compressor`` asks for packed inputs."""
+    """Return the paths of modules that can be segments and ask for packed inputs with ``x_compressor``."""
     return tuple(path for path, module in named_parts(model) if requested_compressor(module) not in (None, "null"))
 
 

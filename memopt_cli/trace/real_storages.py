@@ -20,7 +20,7 @@ def corrected_output(func: Any, args: Any, output: Any) -> Any:
 
 
 def _reduced_loss(args: Any, output: Any) -> Any:
-    """Return a reduced loss whose storage is as large as the unreduced loss, which the kernel writes there first."""
+    """Return a reduced loss in a storage as large as the unreduced loss, since the kernel writes that there first."""
     if not is_fake(output) or output.dim():
         return output
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)

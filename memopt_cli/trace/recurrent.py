@@ -1,4 +1,4 @@
-"""The workspace that recurrent layers on the CPU (oneDNN) save for backward, whose size fake tensors do not have."""
+"""The workspace that recurrent layers on the CPU (oneDNN) save for backward: fake tensors have a different size."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.module_calls import module_hooks
 
 GREW: Final = "storage::resize_"
-"""Name in the log for a resize that gives a storage bytes, which is noted like an operator."""
+"""Name in the log for a resize that gives a storage bytes: it is noted like an operator."""
 _RECURRENT: Final = torch.ops.aten.mkldnn_rnn_layer.default
 
 
@@ -64,7 +64,7 @@ class LoggedOp:
     """One operator of the step."""
 
     record: OpTrace
-    """Record of the operator, without the storages that it makes, which are added once the step has ended."""
+    """Record of the operator; the storages that it makes are added once the step has ended."""
     call: int | None
     """In backward, index of the differentiated call (-1 outside of modules); ``None`` outside of backward."""
 

@@ -1,4 +1,4 @@
-"""Workspaces: memory that kernels allocate for themselves while they run, which only the allocator sees.
+"""Workspaces: memory that kernels allocate for themselves while they run, seen only by the allocator.
 
 They are recorded once in a real step, by operator and shapes of its arguments.  A dry run then looks them up to predict
 the allocated peak of a plan.  For chunks, which have other shapes, workspaces are interpolated.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import ne
 
 ASIDE_LABEL = "memopt: set aside"
-"""Label in a profile for code that is not part of the step, whose operators and memory do not count."""
+"""Label in a profile for code outside of the step: its operators and memory do not count."""
 MIN_BYTES = 1 << 16
 """A smaller workspace of an operator is not counted."""
 
@@ -83,7 +83,7 @@ class Workspaces:
     """
 
     kept_bytes: int = 0
-    """Bytes that libraries such as cuBLAS hold all the time, which count as part of every workspace."""
+    """Bytes that libraries such as cuBLAS hold all the time; they count as part of every workspace."""
     _runs: dict[str, list[_Run]] = field(default_factory=lambda: defaultdict(list))
     """Operator -> its recorded runs, in their order."""
     _cache: dict[tuple[str, Shapes], int] = field(default_factory=dict)

@@ -22,8 +22,8 @@ def compile_model(model: nn.Module, how: CompilePlan) -> None:
     That method silently leaves a model of a PyTorch class, such as an ``nn.Sequential``, uncompiled: the compiler
     skips functions in PyTorch's files until it reaches one of another file: here in :func:`make_uncached_call`.
 
-    A memory budget holds only for this model.  Raises :class:`UsageError` for a backend that PyTorch does not have,
-    and :class:`PlanError` for a mode that inductor does not have.
+    A memory budget holds only for this model.  Raises :class:`UsageError` for a backend unknown to PyTorch, and
+    :class:`PlanError` for a mode unknown to inductor.
     """
     require_backend(how.backend)
     backend: Any = how.backend

@@ -1,4 +1,4 @@
-"""Hooks on the calls of a model's modules, and the message that names the module which rejected its input.
+"""Hooks on the calls of a model's modules, and the message about a module that rejected its input.
 
 When forward fails, the error names the innermost module still running, with the shape that it takes.
 """
@@ -169,7 +169,8 @@ def running_calls(error: BaseException, model: nn.Module) -> list[RunningCall]:
 def failed_step(error: Exception, model: nn.Module) -> StepError:
     """Return the exception to raise for ``error``, which the user's code raised in a step of ``model``.
 
-    It names the module that rejected its input, and what that takes.  An error that speaks of no input, such as a
+    The message names the module that rejected its input, and the input that the module takes.  An error that speaks of
+    no input, such as a
     ``raise`` in the user's code, is reported as such, with the line that raised it.
     """
     stack = running_calls(error, model)

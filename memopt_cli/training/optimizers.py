@@ -92,7 +92,7 @@ def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
 
 
 def closure_refusal(optimizer: Optimizer) -> str:
-    """Return the message that refuses ``optimizer``, whose step takes a closure."""
+    """Return the message that refuses ``optimizer``, because its step takes a closure."""
     return CLOSURE_REASON.format(type(optimizer).__name__)
 
 

@@ -27,7 +27,7 @@ from memopt_cli.training.module_calls import module_hooks
 _SWITCH: Final = re.compile(r"(?!save|load|resume|from)\w*(checkpoint|ckpt)\w*|with_cp|memory_efficient")
 """Names of attributes that turn checkpoints on, such as ``use_checkpoint`` and mmcv's ``with_cp``."""
 _SUSPENDED: Final = "_memopt_checkpoints_off"
-"""Attribute of a model under a plan, which lists the switches that were on before."""
+"""Attribute of a model under a plan: a list of the switches that were on before."""
 _ON_AGAIN: Final = (
     "The model checkpoints by itself under its plan ({}): those parts are recomputed twice, or without "
     "the plan, which takes more memory and time. Turn that off after the plan is applied, or do not turn it on, as "

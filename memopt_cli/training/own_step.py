@@ -87,7 +87,7 @@ class OwnStep(Step):
         return tuple(self.models.step.optimizers)
 
     def reset_gradients(self) -> None:
-        """Give zeros to the parameters that have gradients after a step, which the first call takes steps to learn."""
+        """Give zeros to the parameters that have gradients after a step; the first call takes steps to find them."""
         models = self.models
         models.zero_grad(set_to_none=True)
         if models.leaves is None:

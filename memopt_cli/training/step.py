@@ -60,7 +60,7 @@ class Step:
     make_optimizer: OptimizerMaker = no_optimizer
     """Makes an optimizer like ``optimizer`` for a copy of the model."""
     scaler: torch.amp.GradScaler | None = None
-    """Scaler of the loss, which skips updates whose gradients are not finite; ``None`` if not scaled."""
+    """Scaler of the loss, which skips updates without finite gradients; ``None`` if not scaled."""
     buckets: Sequence[Tensor] = ()
     """Buckets in which DDP reduces gradients over ranks; listed here: no attribute of the model refers to them.  A
     step may replace them."""
@@ -355,7 +355,7 @@ def check_finite(output: Any, what: str = "the model's output") -> None:
 def failure_named(model: nn.Module) -> Iterator[None]:
     """Raise an error of the ``with`` block, a part of a step of ``model``, as a :class:`StepError` with its module.
 
-    Errors of memopt, and errors that mean that memory ran out, are raised unchanged.
+    Errors of memopt, and errors for lack of memory, are raised unchanged.
     """
     try:
         yield

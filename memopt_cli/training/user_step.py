@@ -24,8 +24,8 @@ _EXAMPLE = 'Write for example memopt_cli.Step(models={"net": net}, optimizers=[o
 class Step:
     """A training step, the result of a function such as ``train.py:make_step``.
 
-    Raises ``OptionError`` (a ``ValueError``) for a name that no plan could use, and for an optimizer that
-    wants a closure or updates a tensor of no listed model.
+    Raises ``OptionError`` (a ``ValueError``) for a name that no plan could use, and for an optimizer with a closure or
+    with a tensor of no listed model.
     """
 
     models: Mapping[str, nn.Module]

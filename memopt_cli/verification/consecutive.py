@@ -309,7 +309,7 @@ def _print_tensors(value: Any) -> tuple[TensorPrint, ...]:
 
 
 class _Choosing(TorchDispatchMode):
-    """Dispatch mode that reports every operator that chooses among values."""
+    """Dispatch mode that reports every choice of an operator among values."""
 
     def __init__(self, report: Callable[[str, Tensor, Tensor], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

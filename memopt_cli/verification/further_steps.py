@@ -82,7 +82,7 @@ class CheckResult:
 def follow(
     recorded: RecordedStep, install: Callable[[nn.Module], object], resize: Resize
 ) -> tuple[tuple[FurtherCheck, ...], CheckResult | None]:
-    """Take further steps with and without the plan, which ``install`` puts on a copy, up to the first that differs.
+    """Take further steps with and without the plan, up to the first that differs; ``install`` puts the plan on a copy.
 
     Returns all checks, and the check that differs, or ``None``.  If there is not enough time for all, the steps have
     fewer samples (``resize`` makes the inputs), or the last steps are skipped.

@@ -1,4 +1,4 @@
-"""The names that ``memopt verify`` gives to the tensors that steps of two models leave, to compare them.
+"""The names that ``memopt verify`` gives to the tensors left by steps of two models, to compare them.
 
 Outputs are named by key, state by path.  Numbers in attributes and a model's own random generators are turned into
 tensors as well, but stay apart: a model may store the time.  They are compared only if two runs of one model agree.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.measure import replies, sizes, wire
+from memopt_cli.measure import confinement, replies, wire
 from memopt_cli.measure.jobs import (
     ORIGINAL,
     DescribeJob,
@@ -182,7 +182,7 @@ def test_a_file(pieces: Any, doing: Doing) -> None:
 def test_a_file_larger_than_the_model_can_be(
     pieces: Any, doing: Doing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizes, "_MARGIN_BYTES", 1000)
+    monkeypatch.setattr(confinement, "_MARGIN_BYTES", 1000)
     model = tmp_path / "model.pt"
     model.write_bytes(bytes(5000))
     with open(tmp_path / "made", "wb") as file, doing(sending(pieces), location=str(model)) as session:

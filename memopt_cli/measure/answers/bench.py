@@ -104,7 +104,7 @@ class Bench:
         self.optimizer = self._make_optimizer(self.model)
         self._scaler = make_scaler(self.settings)
         self.messages: dict[str, None] = {}
-        """Sentences that the user should read on steps that were run, each once."""
+        """Sentences for the user on the steps that were run, each once."""
         self._facts: dict[Callable[[Bench], Any], Any] = {}
         """Function that finds out a fact about the original -> the fact."""
         self.rank_step = CachedValue()
@@ -210,7 +210,7 @@ class Bench:
         )
 
     def note_skipped_layers(self) -> None:
-        """Note the layers that the step whose gradients are in memory has skipped."""
+        """Note the layers that the last step has skipped, as its gradients in memory show."""
         for note in skipped_layers_notes(self.model):
             self.messages.setdefault(note)
 

@@ -100,7 +100,7 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
 def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.AllocatedPeak:
     """Return a function that estimates the allocated peak on ``card``, including what its libraries keep.
 
-    ``to_fit``: whether to estimate the smallest memory in which the step fits, which the search for a batch needs.
+    ``to_fit``: whether to estimate the smallest memory in which the step fits, as the search for a batch does.
     """
     library = library_blocks(bench.fact(_original_trace).trace.ops, card)
 

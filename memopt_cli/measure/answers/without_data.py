@@ -113,7 +113,7 @@ def may_need_data(error: Exception) -> bool:
 
 
 def failed_without_data(error: Exception) -> str:
-    """Describe ``error``, which a step raised on tensors without data, with the user's line that raised it."""
+    """Describe ``error`` of a step on tensors without data, with the user's line that raised it."""
     if not isinstance(error, UNKNOWN_WITHOUT_DATA):
         return f"{first_line(error)}{raised_at(error)}"
     reader = "the loss" if is_of_loss(error) else "it"

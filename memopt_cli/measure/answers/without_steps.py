@@ -127,7 +127,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         batch=None if spec is None else batch_of(spec),
         carried=carried,
         asked_codecs=codec_paths(model),
-        # A program of ``torch.export`` whose example inputs have no size that may vary.
+        # A program of ``torch.export`` in whose example inputs no size may vary.
         fixed_sizes=loaded.format == "exported" and loaded.example_spec is not None and not loaded.example_spec.dims,
         indices=dict(_indices_in(model)),
         # TorchScript and exported programs keep the original class name.
@@ -183,7 +183,7 @@ _WITHOUT_FILE = "With `--plan-only`, no model is written. In the training script
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that refuses classes and functions that no other process could find again."""
+    """Pickler that refuses classes and functions of this process only: no other process could find them."""
 
     def reducer_override(self, value: Any) -> Any:
         """Raise :class:`StepError` for a ``value`` of a module whose name another module has; else pickle as usual."""

@@ -48,7 +48,7 @@ def run_custom(module: AbstractBatchModule, *inputs: Any) -> Any:
 
 
 def mapped(module: nn.Module) -> Callable[..., Any]:
-    """Return a function that runs ``module``, whose tensors are stacked, under ``vmap``."""
+    """Return a function that runs ``module``, with its stacked tensors, under ``vmap``."""
     has_run = False
 
     def run(*args: Any, **kwargs: Any) -> Any:

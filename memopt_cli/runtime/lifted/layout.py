@@ -88,7 +88,7 @@ class Layout:
         heights = self._measure_heights(block, users)
         places = [*range(end + 1)]
         # Backwards, since a node moves to where its user has moved.  ``barrier``: the nearest later statement.  A node
-        # that reads a list may move into that statement, but not past it, since it might change the list.
+        # that reads a list may move into that statement, but not past it: the statement might change the list.
         barrier = end
         for index in range(end - 1, -1, -1):
             node = nodes[index]

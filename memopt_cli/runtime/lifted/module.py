@@ -155,7 +155,7 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
 
 
 def _namespace(number: int, names: dict[str, Any]) -> dict[str, Any]:
-    """Return the globals of generated code, which is a module of its own that Python can import.
+    """Return the globals of generated code: those of a module of its own, which Python can import.
 
     ``torch.compile`` looks globals up by the name of that module, and finds Python's builtins there for the functions
     of PyTorch and memopt that it compiles into it; PyTorch imports lazily, by the import that it finds there.

@@ -1,8 +1,7 @@
 """The operators of lifted programs: PyTorch's that only compute, and Python's own for numbers and containers.
 
 TorchScript's operators on numbers, strings, lists and dicts mean what Python's mean, so they become Python
-expressions; an operator that takes or gives tensors is called as it is (``torch.ops``), with the kernel that the
-original called.
+expressions; an operator on tensors is called as it is (``torch.ops``), with the kernel that the original called.
 """
 
 from __future__ import annotations
@@ -175,7 +174,7 @@ _READING: Final = {
     ("aten::FloatImplicit", "-"): "float({0})",
     ("aten::ScalarImplicit", "-"): "{0}.item()",
     ("aten::item", "-"): "{0}.item()",
-    # A tensor that shares memory as ``data`` does, but whose changes autograd notices.
+    # A tensor that shares memory as ``data`` does, but with changes that autograd notices.
     ("prim::data aten::data", "-"): "{0}.detach()",
     ("prim::rangelist", "-"): "list(range({0}))",
 }

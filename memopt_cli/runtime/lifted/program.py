@@ -44,7 +44,7 @@ VERSION: Final = 1
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FURTHER_CALL: Final = "forward_as"
-"""The keyword argument that names the method which a call of a module runs in place of ``forward``."""
+"""The keyword argument of a module's call that names the method to run in place of ``forward``."""
 _MODULE_NAMES: Final = frozenset({*dir(nn.Module), *vars(nn.Module())}) - {"forward", "training"}
 _LIFTED_NAMES: Final = frozenset({"_constants", "_device", "_home", "_program"})
 _RESERVED: Final = _MODULE_NAMES | _LIFTED_NAMES

@@ -71,7 +71,8 @@ class _Writer:
         """The variables of the values that are still needed."""
         self.expressions = Expressions(names, {parameter[1] for parameter in self._parameters}, self.variables)
         self._wishes: dict[int, str] = {}
-        """Value -> the variable that it should get if that is free by then.  A branch that must assign ``y`` is then
+        """Value -> the variable that it should get, if the variable is free by then.  A branch that must assign ``y``
+        is then
         ``y = aten.relu(x)``, and not ``relu = aten.relu(x)`` and ``y = relu``."""
 
     def write(self) -> str:

@@ -1,8 +1,8 @@
 """The disk as a place: one file in which tensors of host memory wait.
 
 The file has no name, so nothing is left of it however the process ends.  One thread writes and one reads, without the
-interpreter's lock.  If the file system can, they bypass its cache (``O_DIRECT``), which would take the memory that the
-plan saves.
+interpreter's lock.  If the file system can, they bypass its cache (``O_DIRECT``): the cache would take the memory that
+the plan saves.
 """
 
 from __future__ import annotations

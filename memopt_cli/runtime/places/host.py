@@ -1,8 +1,8 @@
 """Host memory as a place: pinned memory, in which tensors of a GPU wait.
 
-One CUDA stream copies out, another copies in, and a third computes; events order the three.  Tensors are not
-given to ``record_stream``, after which the time that copies take would decide when the allocator may use their memory
-again, and so the peak.  Instead, the computing stream waits for a copy before the memory is freed.
+One CUDA stream copies out, another copies in, and a third computes; events order the three.  Tensors are not given to
+``record_stream``: after that, the time that copies take would decide when the allocator may use their memory again, and
+so decide the peak.  Instead, the computing stream waits for a copy before the memory is freed.
 """
 
 from __future__ import annotations

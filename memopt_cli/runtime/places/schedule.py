@@ -160,7 +160,7 @@ class ParcelSeries:
 
 
 class _Part:
-    """A part of a storage that is sent, and the tensors that show it."""
+    """A part of a storage to send, and the tensors that show the part."""
 
     __slots__ = (
         *("__weakref__", "_address", "_device", "_flat", "_layouts", "_lock", "_parcel", "_reads", "_sent", "_tensors"),
@@ -263,7 +263,7 @@ class _Part:
             self._sent = None
 
     def __del__(self) -> None:
-        self._keep_here()  # waits for copies that still read or write this memory, which is about to be used otherwise
+        self._keep_here()  # waits for copies that still read or write this memory: it is about to be used otherwise
 
 
 def _address_of(tensor: Tensor) -> int:

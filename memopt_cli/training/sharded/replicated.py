@@ -31,7 +31,7 @@ _UNCOUNTED = ("mixed_precision", "delay_all_reduce_named_params", "bucket_cap_mb
 """Arguments of DDP that are refused, because this reducer makes no casts and no other buckets."""
 
 _ELSEWHERE = frozenset(("device_ids", "output_device"))
-"""Arguments that name a device of the user's script, which are dropped: here, tensors are on the CPU."""
+"""Arguments that name a device of the user's script; they are dropped: here, tensors are on the CPU."""
 _REDUCERS: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
