@@ -170,7 +170,6 @@ def _count(
 
 
 def _limit(marker: pytest.Mark) -> int:
-    """Return the bytes that ``marker`` allows; fails the test if it names none."""
     if len(marker.args) != 1 or marker.kwargs or not isinstance(marker.args[0], str):
         pytest.fail(f'write @pytest.mark.{_MARKER}("120 MiB")', pytrace=False)
     try:

@@ -70,6 +70,7 @@ from memopt_cli.search.plan.targets import (
     refusal_notes,
     segments_plan,
 )
+from memopt_cli.text.paths import quote_module
 from memopt_cli.text.spelling import notes_in_python, warn_if_unchanged, with_python_spelling
 from memopt_cli.text.units import format_some
 from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, list_modules, record_inputs
@@ -420,7 +421,7 @@ def _make_unmeasured(
 
 def _unobserved_codecs(plan: Plan) -> list[str]:
     """Return notes for a ``plan`` made without inputs: how segments store theirs, and which codecs were not tried."""
-    untried = [f"'{s.path or '(root)'}'" for s in plan.segments if s.compressor != "null"]
+    untried = [quote_module(s.path) for s in plan.segments if s.compressor != "null"]
     stored = ["Without dummy_input, inputs are stored packed only where x_compressor is set."]
     tried = [
         f"x_compressor was not tried on your inputs in {format_some(untried)}: an input that it would not restore bit "
@@ -462,12 +463,12 @@ def _part_paths(
         for part in split:
             if part not in paths:
                 raise OptionError(
-                    f"split_fn of '{path or '(root)'}' returned {label_of(part)}, which does not lie in it",
+                    f"split_fn of {quote_module(path)} returned {label_of(part)}, which does not lie in it",
                     hint="Return submodules of the module that split_fn is called with, or an empty list.",
                 )
             if any(part is not whole and part in whole.modules() for whole in split):
                 raise OptionError(
-                    f"split_fn of '{path or '(root)'}' returned '{paths[part]}' and a module that contains it",
+                    f"split_fn of {quote_module(path)} returned '{paths[part]}' and a module that contains it",
                     hint="Return only modules that do not contain each other; memopt splits each of them in turn.",
                 )
         pending += [paths[part] for part in split if paths[part] not in part_paths]
@@ -490,7 +491,7 @@ def _split_of(
         raise
     if not isinstance(split, list | tuple | nn.ModuleList):
         raise OptionError(
-            f"split_fn of '{path or '(root)'}' returned a value of type {type(split).__name__}, not a list of modules",
+            f"split_fn of {quote_module(path)} returned a value of type {type(split).__name__}, not a list of modules",
             hint="Return a list or a tuple, which is empty for a module that is not to be split.",
         )
     return list(split)

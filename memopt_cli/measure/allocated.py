@@ -144,7 +144,6 @@ def _results_of(profiled: profile) -> Any:
 
 
 def _mark_phase(phase: Phase) -> None:
-    """Leave the name of ``phase`` among the profiler's events."""
     with record_function(_MARKS[phase]):
         pass
 

@@ -149,7 +149,6 @@ def _values(*values: int) -> tuple[tuple[int, int], ...]:
 
 
 def _numbers(table: str, machine: str) -> Iterator[int]:
-    """Yield the numbers of the calls in ``table`` on ``machine``."""
     lines = (line for line in table.splitlines() if not line.lstrip().startswith("#"))
     words = " ".join(lines).split()
     column = 1 + tuple(_ARCHITECTURES).index(machine)

@@ -65,7 +65,6 @@ class _Server:
             ctypes.CDLL(None).prctl(become_subreaper, 1, 0, 0, 0)
 
     def serve(self) -> NoReturn:
-        """Serve until the parent ends."""
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._deaths, selectors.EVENT_READ)
         while True:

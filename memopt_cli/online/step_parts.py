@@ -98,7 +98,6 @@ class StepParts:
         return ()
 
     def _unknown_parts(self, known_sources: frozenset[Source]) -> dict[Source, Tensor]:
-        """Return the parts of this step so far that are not in ``known_sources``."""
         parts: tuple[Mapping[Any, Tensor], ...] = (self.past_values, self.use_outputs, self.cell_outputs)
         return {key: tensor for part in parts for key, tensor in part.items() if key not in known_sources}
 

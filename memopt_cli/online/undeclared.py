@@ -38,6 +38,5 @@ def refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
 
 
 def _results_and_states(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Take one step, and return its results and the declared states after it."""
     returned = [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
     return [*returned, *(state.value for state in states_of(model).values())]

@@ -137,7 +137,6 @@ class ScriptSlots(MutableMapping[str, Any]):
 
 
 def _attributes_of(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
-    """Yield the mappings in which ``module`` keeps its state."""
     yield vars(module)
     if isinstance(module, torch.jit.ScriptModule) and attributes_of_script(module):
         yield ScriptSlots(module)

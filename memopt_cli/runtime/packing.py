@@ -251,7 +251,6 @@ class PackedSaves:
         return tensor is not None and memory_of(tensor) == memory
 
     def _send_packed(self, packed: Packed) -> Packed | PackedAway:
-        """Begin to send ``packed``, if there is a place to send it to, and return it."""
         return packed if self._parcels is None else self._parcels.take(packed)
 
     def _store_raw(self, tensor: Tensor) -> Packed | PackedAway:

@@ -30,7 +30,6 @@ class _Entries:
         self._have_versions = all(map(_is_whole, self.tensors))
 
     def are_in_place(self) -> bool:
-        """Return whether the dictionaries hold these entries, and no others."""
         return self._snapshot.is_current()
 
     def versions(self) -> list[int | None]:

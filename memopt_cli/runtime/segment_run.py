@@ -101,7 +101,6 @@ class _Saved:
 
 
 def _make_saved(run: SegmentRun | None, tensor: Tensor) -> _Saved:
-    """Return the record of ``tensor``, which autograd saves in ``run``."""
     saved = _Saved()
     saved.run = run
     # Without its ``grad_fn``, which may be the very node that saves the tensor: that would be a cycle.

@@ -190,7 +190,6 @@ class StartingState:
                 _hand_over(tensor, record)
 
     def _register_as_reader(self, tensors: Iterable[Tensor]) -> None:
-        """Register this call as a reader of ``tensors``, which it holds no copies of."""
         for tensor in tensors:
             if self.is_watched or tensor in _ever_written:
                 _readers.setdefault(tensor, WeakSet()).add(self)

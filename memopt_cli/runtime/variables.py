@@ -92,7 +92,6 @@ class _Search:
                     self._read_class(code)
 
     def owners(self) -> tuple[Owner, ...]:
-        """Return the owners that were found."""
         return (*self._variables.values(), *self._others.values())
 
     def _read_function(self, function: types.FunctionType) -> None:

@@ -118,7 +118,6 @@ def scale_to(times: Sequence[OperatorTime], step_s: float) -> tuple[OperatorTime
 
 
 def _step_s(step: Step, start: StartingState, clock: Clock | None = None) -> float:
-    """Return the seconds of one step from ``start``, with its operators timed by ``clock`` if given."""
     begin(step, start)
     with clock or contextlib.nullcontext():
         _, seconds = _time_run(step.take, step.settings.device)

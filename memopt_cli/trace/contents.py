@@ -129,7 +129,6 @@ def _comparable_storages(trace: StepTrace) -> list[int]:
 
 
 def _with_codec_of(module: ModuleTrace, small: ModuleTrace | None) -> ModuleTrace:
-    """Return ``module`` with the codec that ``small``, its record in a smaller step, has."""
     if small is None or not small.input_bytes:
         return module
     return replace(

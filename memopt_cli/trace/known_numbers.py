@@ -218,7 +218,6 @@ def _index_numbers(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None
 
 
 def _masked_select(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor]) -> Tensor:
-    """Return ``x.masked_select(mask)`` without data; ``masks`` has the values of ``mask``."""
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     with unseen():
         number = int(masks[0].broadcast_to(shape).count_nonzero())

@@ -118,7 +118,6 @@ class RememberingDryRun(DryRun):
         return True
 
     def _restore_result(self, entry: Any, args: Sequence[Any]) -> Any:
-        """Return the result that ``entry`` describes, for a call with ``args``."""
         kind = type(entry)
         if kind is _New:
             return FakeTensor(self, _without_data(entry), entry.device)

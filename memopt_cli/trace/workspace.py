@@ -120,7 +120,6 @@ class Workspaces:
         return self.kept_bytes + self._peak_beyond_kept(operator, shapes)
 
     def _peak_beyond_kept(self, operator: str, shapes: Shapes) -> int:
-        """Return the workspace bytes of ``operator`` without :attr:`kept_bytes`."""
         if operator not in self._runs:
             return 0
         key = operator, shapes

@@ -118,7 +118,6 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
 
 
 def _segment_configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
-    """Return module -> the configuration of the segment that ``plan`` puts on it."""
     configs: dict[nn.Module, SegmentConfig] = {}
     paths: dict[nn.Module, str] = {}
     handles_saves = plan.packed or plan.place != "device"

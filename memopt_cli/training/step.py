@@ -366,7 +366,6 @@ def failure_named(model: nn.Module) -> Iterator[None]:
 
 
 def _finite_loss(loss: Callable[[Any], Tensor], output: Any) -> Tensor:
-    """Return the user's ``loss`` of ``output``.  Raises :class:`StepError` if it is not finite."""
     value: Tensor = _call_loss(loss, output)
     check_finite(value, "the loss")
     return value

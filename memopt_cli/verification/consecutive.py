@@ -192,7 +192,6 @@ def _print_named(tensors: Mapping[str, Tensor]) -> tuple[TensorPrint, ...]:
 
 
 def _generator_digest(model: nn.Module) -> str:
-    """Return a digest of the states of all random generators, including generators that ``model`` owns."""
     return hashlib.blake2b(Generators().to_bytes() + own_generator_states(model), digest_size=16).hexdigest()
 
 

@@ -372,7 +372,6 @@ class _Timed:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Time the step that is taken in the ``with`` block."""
         self._since = self._synchronized_time()
         yield
         self._add_elapsed()

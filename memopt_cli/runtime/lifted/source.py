@@ -72,8 +72,7 @@ class _Writer:
         self.expressions = Expressions(names, {parameter[1] for parameter in self._parameters}, self.variables)
         self._wishes: dict[int, str] = {}
         """Value -> the variable that it should get, if the variable is free by then.  A branch that must assign ``y``
-        is then
-        ``y = aten.relu(x)``, and not ``relu = aten.relu(x)`` and ``y = relu``."""
+        is then ``y = aten.relu(x)``, and not ``relu = aten.relu(x)`` and ``y = relu``."""
 
     def write(self) -> str:
         declared = [self._owner] if self._owner else []
@@ -171,7 +170,6 @@ class _Writer:
             self.line(f"{', '.join(p[0] for p in pairs)} = {', '.join(p[1] for p in pairs)}")
 
     def _release_variables(self, values: Iterable[int], needed: Container[int]) -> None:
-        """Release the variables of ``values``, except values that are still ``needed``."""
         unneeded = self.variables.held(value for value in values if value not in needed)
         names = [(self.variables.name(value), self.hints[value][1]) for value in unneeded]
         for name, _ in names:

@@ -168,7 +168,6 @@ class _Part:
     )
 
     def __init__(self, sent: Sent, parcel: Parcel, tensor: Tensor) -> None:
-        """Note that ``parcel`` has ``sent`` the part of a storage that ``tensor`` shows."""
         self._parcel, self._device, self._address = parcel, tensor.device, _address_of(tensor)
         self._sent: Sent | None = sent
         """Its bytes on their way, or in the place; ``None`` if it stays here."""
@@ -267,7 +266,6 @@ class _Part:
 
 
 def _address_of(tensor: Tensor) -> int:
-    """Return the address of the storage of ``tensor``; 0 if it has no data."""
     return 0 if is_fake(tensor) else tensor.untyped_storage().data_ptr()
 
 
