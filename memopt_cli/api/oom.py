@@ -75,9 +75,10 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
     if _is_of_loading(error):
         return f"memopt explain {flags}"
     model = _model_builder(error)
-    command = " ".join(
-        filter(None, [f"memopt explain {model or 'MODEL'} -i SHAPE", _trust_script_flag(), _optimizer(error), flags])
-    )
+    script = _running_script()
+    trust = f"--code-path {quoted_path(script)}" if script else ""  # lets classes of the script be imported
+    words = (f"memopt explain {model or 'MODEL'} -i SHAPE", trust, _optimizer(error), flags)
+    command = " ".join(filter(None, words))
     placeholders = "MODEL is a saved model, or net.py:build for a function that makes it"
     if model:
         placeholders = f"{model} is made without arguments: else name your function that makes it"
@@ -100,12 +101,6 @@ def _missing_guard_line() -> str:
     if is_guarded:
         return ""
     return f'\nthe command imports {path}: first put what trains there under if __name__ == "__main__":'
-
-
-def _trust_script_flag() -> str:
-    """Return the flag that lets classes of the running script be imported; empty in a notebook."""
-    path = _running_script()
-    return f"--code-path {quoted_path(path)}" if path else ""
 
 
 def _running_script() -> str | None:

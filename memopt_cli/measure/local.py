@@ -68,7 +68,6 @@ class LocalSession(Session):
         return False
 
     def ask(self, job: Job[Answer]) -> Answer | Failure:
-        """Return the answer to ``job``, or the failure that prevented it."""
         with _one_at_a_time, isolate_state():
             try:
                 worker = self._work()
@@ -82,7 +81,6 @@ class LocalSession(Session):
                 return failure_of(error)
 
     def save(self, job: SaveJob, file: BinaryIO) -> Saved | Failure:
-        """Write the model of ``job`` into ``file``."""
         with _one_at_a_time, isolate_state():
             try:
                 self._work().save(job, file)

@@ -52,7 +52,8 @@ class StepParts:
         ``key``: the output of the cell that the tensor ``output`` is.
         """
         if key in self.structure.source_states:
-            indices = sorted(find_sole_ends(output, _index_by_node(new_states)))
+            index_by_node = {t.grad_fn: i for i, t in enumerate(new_states) if t.grad_fn is not None}
+            indices = sorted(find_sole_ends(output, index_by_node))
             slopes = jacobian_row(self.gate, output, [new_states[index] for index in indices])
             through = {
                 CellOutput(key.cell, key.call, index): slope
@@ -118,10 +119,6 @@ def describe_source(source: Source) -> str:
             return f"{cell}.{name}".removeprefix(".")
         case CellOutput(cell=cell):
             return f"an output of {cell}"
-
-
-def _index_by_node(tensors: Sequence[Tensor]) -> dict[Node, int]:
-    return {tensor.grad_fn: index for index, tensor in enumerate(tensors) if tensor.grad_fn is not None}
 
 
 def _entries(keys: Iterable[K], row: Iterator[Tensor | None]) -> dict[K, Tensor]:

@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -303,7 +303,6 @@ class OwnCompressor(SpikeCompressor):
         return packed
 
     def packed_bytes(self, x: Tensor) -> int:
-        """Return the bytes that :meth:`compress` would hold for ``x``."""
         return self._try_codec(x)[0].nbytes
 
     def misfit(self, x: Tensor) -> str:
@@ -329,7 +328,6 @@ class OwnCompressor(SpikeCompressor):
         return Packed(tuple(data), x.shape, x.stride(), x.dtype, None, skeleton), ""
 
     def decompress(self, packed: Packed) -> Tensor:
-        """Return the tensor that was stored as ``packed``, bit for bit, with its strides."""
         if packed.raw:
             return load_raw(packed)
         restored = self._restore(join_tensors(packed.data, packed.skeleton), packed.shape)
@@ -412,7 +410,9 @@ class PartsCompressor(SpikeCompressor):
             return store_raw(x.detach())
         stored = [reference or store_raw(piece.clone()) for reference, piece in zip(references, pieces, strict=True)]
         copies = tuple(part.data[0] for part, reference in zip(stored, references, strict=True) if reference is None)
-        return Packed(copies, x.shape, x.stride(), x.dtype, None, parts=tuple(_flatten_parts(stored, dim)), dim=dim)
+        # A part that is a concatenation along the same dimension is replaced by its parts (DenseNet).
+        flat = tuple(p for part in stored for p in (part.parts if part.parts and part.dim == dim else (part,)))
+        return Packed(copies, x.shape, x.stride(), x.dtype, None, parts=flat, dim=dim)
 
     def decompress(self, packed: Packed) -> Tensor:
         """Return the tensor that was stored as ``packed``.
@@ -436,12 +436,6 @@ def _load_part(packed: Packed) -> Tensor:
             "place, or set compressor: null and packed: false in the plan."
         )
     return x
-
-
-def _flatten_parts(parts: Iterable[Packed], dim: int) -> Iterator[Packed]:
-    """Yield ``parts``; a part that is a concatenation along ``dim`` itself is replaced by its parts (DenseNet)."""
-    for part in parts:
-        yield from part.parts if part.parts and part.dim == dim else (part,)
 
 
 def note_stored(x: Tensor, packed: Packed) -> None:

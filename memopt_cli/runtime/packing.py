@@ -90,7 +90,9 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
         return COMPRESSORS["bit"]
     if not is_dense(x):
         return None
-    values = {value for value in _sample_values(x) if value != 0}
+    flat = x.as_strided((x.numel(),), (1,))
+    # ``| 1`` makes the step odd: an even step through rows of even length would see some of the columns only.
+    values: set[float] = {value for value in flat[:: flat.numel() // _SAMPLE_SIZE | 1].tolist() if value != 0}
     if not values and x.is_floating_point():
         return COMPRESSORS["two-valued"]  # all sampled values are zero; this codec takes zeros and one other value
     if values <= {1}:
@@ -100,13 +102,6 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
     if len(values) == 1:
         return COMPRESSORS["two-valued"]
     return COMPRESSORS["uint8"] if all(value in _BYTES for value in values) else None
-
-
-def _sample_values(x: Tensor) -> list[float]:
-    flat = x.as_strided((x.numel(),), (1,))
-    # ``| 1`` makes the step odd: an even step through rows of even length would see some of the columns only.
-    values: list[float] = flat[:: flat.numel() // _SAMPLE_SIZE | 1].tolist()
-    return values
 
 
 def _codec_by_name(name: str, x: Tensor) -> SpikeCompressor | None:

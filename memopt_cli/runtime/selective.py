@@ -269,7 +269,8 @@ class _Recording(_Calls):
         kwargs = kwargs or {}
         kept = self._kept
         if not kept.is_empty:
-            for tensor in _written_tensors(func, args, kwargs):
+            written = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)]
+            for tensor in _tensors_in(written):
                 kept.copy_before_write(tensor)
         if _may_be_max_pool1d(func, args):
             kept.other_kernel = "pools in one dimension, with a different kernel where outputs are kept"
@@ -353,10 +354,6 @@ def _tensors_in(value: Any) -> list[Tensor]:
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     arguments = schema_of(func).arguments if has_schema(func) else ()
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-
-
-def _written_tensors(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    return _tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)])
 
 
 def _generator_used(func: Any, kwargs: dict[str, Any], result: Any) -> torch.Generator | None:

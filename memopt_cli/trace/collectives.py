@@ -69,16 +69,13 @@ class Collectives:
         kind = classify_collective(func)
         if kind:
             self._calls[kind] += 1
-            self._bytes[kind] += max(map(_count_bytes, (*args, *kwargs.values(), output)))
+            leaves = ([t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in (*args, *kwargs.values(), output))
+            self._bytes[kind] += max(sum(tensor.nbytes for tensor in tensors) for tensors in leaves)
 
     def records(self) -> tuple[Collective, ...]:
         """Return the collectives so far, in descending order of their bytes."""
         kinds = sorted(self._calls, key=lambda kind: (-self._bytes[kind], kind))
         return tuple(Collective(kind=k, calls=self._calls[k], whole_bytes=self._bytes[k]) for k in kinds)
-
-
-def _count_bytes(value: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def exchange_buffers(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, str]]:

@@ -70,7 +70,6 @@ class RememberingDryRun(DryRun):
     """Key -> :class:`_New`, :class:`_View`, index of the argument that is the result, ``None``, or several of them."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the result of an operator, from the cache if possible."""
         key = self._call_key(func, args, kwargs or {})
         if key is None:
             return super().dispatch(func, types, args, kwargs)

@@ -168,7 +168,8 @@ class Step:
 
     def has_scale(self) -> bool:
         """Return whether all current gradients are finite, so that the scaler lets the optimizer step."""
-        return self.scaler is None or all(map(_is_finite, self.model.parameters()))
+        gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
+        return self.scaler is None or all(bool(torch.isfinite(g.to_dense()).all()) for g in gradients)
 
     def reset_gradients(self) -> None:
         """Remove all gradients; with several micro-batches, set them to zeros, since earlier ones leave gradients."""
@@ -221,10 +222,6 @@ def _unscale_without_data(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(1.0)
-
-
-def _is_finite(parameter: Tensor) -> bool:
-    return parameter.grad is None or bool(torch.isfinite(parameter.grad.to_dense()).all())
 
 
 def _scale_loss(

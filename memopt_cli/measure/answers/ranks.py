@@ -17,7 +17,7 @@ from memopt_cli.errors import RankLostError
 from memopt_cli.loading import load_model
 from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.loading.user_function import user_function
-from memopt_cli.measure.allocated import Allocated, measure_allocated
+from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.measure.answers.bench import check_spreadable, maker_of_optimizer, spread_function
 from memopt_cli.measure.answers.without_steps import facts_of
 from memopt_cli.measure.jobs import DescribeJob, GroupJob, Subject
@@ -78,7 +78,10 @@ def _measure_ranks(
         warm_up(step, start)
         times = tuple(_time_step(step, start, ranks) for _ in range(_TIMED_STEPS))
         step = with_buckets(step, start)
-        allocated, counted = _measure_allocated(step, start), median_count(step, start)
+        begin(step, start)
+        held_bytes = trace.resident_bytes(step) + sum(bucket.nbytes for bucket in step.buckets)
+        allocated = measure_allocated(step.take, step.settings.device, held_bytes)
+        counted = median_count(step, start)
     measurement = RankMeasurement(
         rank=ranks.rank,
         tensor_peak_bytes=counted.tensor_peak_bytes,
@@ -151,12 +154,6 @@ def median_count(step: Step, start: StartingState) -> Counted:
         begin(step, start)
         counts.append(trace.count(step))
     return sorted(counts, key=lambda counted: counted.tensor_peak_bytes)[_COUNT_REPEATS // 2]
-
-
-def _measure_allocated(step: Step, start: StartingState) -> Allocated:
-    begin(step, start)
-    held_bytes = trace.resident_bytes(step) + sum(bucket.nbytes for bucket in step.buckets)
-    return measure_allocated(step.take, step.settings.device, held_bytes)
 
 
 def _time_step(step: Step, start: StartingState, ranks: Ranks) -> float:

@@ -56,7 +56,6 @@ class FusedRoute(Route):
         self._module = FusedModule(tree, models)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the models on ``args`` and ``kwargs``, as :class:`~memopt_cli.model_batching.routes.interface.Route`."""
         return self._module(*args, **kwargs)
 
 

@@ -26,7 +26,6 @@ class VmapRoute(Route):
         self._has_run = False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the models on ``args`` and ``kwargs``, as :class:`~memopt_cli.model_batching.routes.interface.Route`."""
         tensors, skeleton = split_tensors((args, kwargs))
 
         def run_model(state: dict[str, Tensor], pieces: list[Tensor]) -> Any:
