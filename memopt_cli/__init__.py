@@ -1,9 +1,8 @@
 """memopt: train the same model in a fraction of the memory.
 
 The public names are loaded when they are first used, so that ``memopt --help`` and ``import memopt_cli.runtime``, all
-that an optimized model needs, import little.  Modules with names for few scripts load in the same way:
-``batching``, ``errors``, ``model_batching``, ``online``, ``ranks``, ``records``, ``runtime`` and
-``spikingjelly``.
+that an optimized model needs, import little.  Modules with names for few scripts load in the same way: ``batching``,
+``errors``, ``model_batching``, ``online``, ``ranks``, ``records``, ``runtime`` and ``spikingjelly``.
 """
 
 from __future__ import annotations

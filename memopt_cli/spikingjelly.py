@@ -143,8 +143,8 @@ def memory_optimization(
     of the first tensor is the batch), and verified against the original.  Without ``dummy_input``, level 1 measures
     nothing, and verifies the plan on inputs guessed from the first layers; a note reports it if the model rejects them.
 
-    If a search finds no plan to apply, a warning has the reason.  A plan that ``net`` already carries is
-    removed first, and put back if this call fails.
+    If a search finds no plan to apply, a warning has the reason.  A plan that ``net`` already carries is removed first,
+    and put back if this call fails.
 
     Parameters
     ----------

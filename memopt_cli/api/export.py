@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from memopt_cli.api import plain
@@ -36,13 +36,9 @@ def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     head = ["# Left out, since plain PyTorch cannot do it:", *left_out, ""] if left_out else []
     source = inspect.getsource(plain)
     table = {s.path: () if _keeps_around_others(s, plan) else s.keep for s in plan.segments if not s.through_loss}
-    return "\n".join([*head, source.replace(": dict[str, tuple[str, ...]] = {}", _table_code(table), 1)])
-
-
-def _table_code(rows: Mapping[str, tuple[str, ...]]) -> str:
-    """Return the code `` = {…}`` of a dictionary with ``rows``, which replaces the empty one of ``SEGMENTS``."""
-    lines = (f"    {key!r}: {value!r},\n" for key, value in rows.items())
-    return " = {\n" + "".join(lines) + "}" if rows else " = {}"
+    rows = "".join(f"    {key!r}: {value!r},\n" for key, value in table.items())
+    code = " = {\n" + rows + "}" if rows else " = {}"
+    return "\n".join([*head, source.replace(": dict[str, tuple[str, ...]] = {}", code, 1)])
 
 
 def _keeps_around_others(segment: SegmentPlan, plan: Plan) -> bool:

@@ -127,7 +127,7 @@ def _model_builder(error: Exception) -> str:
 
 
 def _needs_arguments(model_class: type) -> bool:
-    """Return whether the class ``made`` has parameters without a default, other than ``*args`` and ``**kwargs``."""
+    """Return whether ``model_class`` has parameters without a default, other than ``*args`` and ``**kwargs``."""
     return any(
         parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         for parameter in inspect.signature(model_class).parameters.values()

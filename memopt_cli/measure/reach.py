@@ -83,7 +83,9 @@ def _unreachable_in_main(name: str) -> str:
     tree = ast.parse(script.read_bytes())
     if not _is_called_from_main_part(tree):
         return f'{script.name} calls memopt outside of its if __name__ == "__main__" part'
-    if name.partition(".")[0] not in _defined_names(tree.body):
+    nodes = (inner for node in tree.body if not _is_main_part(node) for inner in ast.walk(node))
+    defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    if name.partition(".")[0] not in defined:
         return f"{script.name} defines it in its main part"
     return ""
 
@@ -110,9 +112,3 @@ def _is_main_part(node: ast.stmt) -> bool:
         return False
     test = ast.unparse(node.test)
     return "__name__" in test and "__main__" in test
-
-
-def _defined_names(body: list[ast.stmt]) -> set[str]:
-    """Return the names of the classes and functions that a script defines outside of its main part, at any depth."""
-    nodes = (inner for node in body if not _is_main_part(node) for inner in ast.walk(node))
-    return {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}

@@ -119,7 +119,8 @@ def _record_value(value: Any) -> _Recorded:
 
 def _is_alike(before: Any, whole: Any, halves: Any) -> bool:
     """Return whether two runs changed ``before`` to the same value but for rounding: to ``whole`` and to ``halves``."""
-    before, whole, halves = (_as_tensor(value) for value in (before, whole, halves))
+    values = (before, whole, halves)
+    before, whole, halves = (torch.tensor(v, dtype=torch.float64) if type(v) is float else v for v in values)
     if not isinstance(whole, Tensor) or not isinstance(halves, Tensor):
         return type(whole) is type(halves) and bool(whole == halves)
     if (whole.shape, whole.dtype) != (halves.shape, halves.dtype):
@@ -131,10 +132,6 @@ def _is_alike(before: Any, whole: Any, halves: Any) -> bool:
     change = largest(whole - before if is_like_before and before.isfinite().all() else whole)
     rounding = _MAX_ROUNDINGS * torch.finfo(whole.dtype).eps * largest(whole)
     return largest(whole - halves) <= _MAX_CHANGE_SHARE * change + rounding
-
-
-def _as_tensor(value: Any) -> Any:
-    return torch.tensor(value, dtype=torch.float64) if type(value) is float else value
 
 
 def largest(x: Tensor) -> float:

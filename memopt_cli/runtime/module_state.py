@@ -319,14 +319,11 @@ def restored(value: Any, replaced: Mapping[int, Any]) -> Any:
     if isinstance(value, _HeldGenerator):
         return value.restore()
     if isinstance(value, tuple):
-        return _rebuild_tuple(value, [restored(item, replaced) for item in value])
-    return replaced.get(id(value), value)
-
-
-def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    if all(map(is_, items, value)):
+        items = [restored(item, replaced) for item in value]
+        if not all(map(is_, items, value)):
+            return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
         return value
-    return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+    return replaced.get(id(value), value)
 
 
 def leaves_in(values: Iterable[Any]) -> Iterator[Any]:

@@ -107,6 +107,8 @@ class StepLog(StorageLog):
         fixed = (
             self.workspaces.fixed(operator_name(func), shapes_of(args)) if self.workspaces and workspace_bytes else 0
         )
+        tensors = [leaf for leaf in (*arguments, *tree_leaves(output)) if isinstance(leaf, Tensor)]
+        moved = ((t.nbytes, storage.nbytes) for t in tensors if (storage := self.find(t)) is not None)
         record = OpTrace(
             name=operator_name(func),
             phase=phase,
@@ -116,7 +118,7 @@ class StepLog(StorageLog):
             random=is_random(func, args, kwargs),
             flops=count_flops(func, args, kwargs, output),
             dtype=find_dtype(arguments),
-            moved_bytes=self._count_bytes([*arguments, *tree_leaves(output)]),
+            moved_bytes=sum(map(min, moved)),  # an expanded tensor counts as its storage at most
             workspace_bytes=workspace_bytes,
             fixed_workspace_bytes=fixed,
             line=line_of_the_model() if self.phase == "forward" else "",
@@ -199,11 +201,6 @@ class StepLog(StorageLog):
                     whole = part if part.nbytes == storage.nbytes else part.new_empty(0).set_(part.untyped_storage())
                 self.packed[storage.index] = self._contents.codec_of_saved(whole)
         return alias
-
-    def _count_bytes(self, leaves: list[Any]) -> int:
-        """Return the bytes of the tensors in ``leaves``; an expanded tensor counts as its storage at most."""
-        tensors = ((leaf, self.find(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
-        return sum(min(tensor.nbytes, storage.nbytes) for tensor, storage in tensors if storage is not None)
 
     def _indices(self, leaves: list[Any]) -> tuple[int, ...]:
         storages = (self.find(leaf) for leaf in leaves if isinstance(leaf, Tensor))

@@ -170,8 +170,7 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
     """Return the exception to raise for ``error``, which the user's code raised in a step of ``model``.
 
     The message names the module that rejected its input, and the input that the module takes.  An error that speaks of
-    no input, such as a
-    ``raise`` in the user's code, is reported as such, with the line that raised it.
+    no input, such as a ``raise`` in the user's code, is reported as such, with the line that raised it.
     """
     stack = running_calls(error, model)
     if not stack:
@@ -179,13 +178,14 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
             f"the step failed: {first_line(error)}{raised_at(error)}",
             hint="Give one `-i` for each argument of forward, or of run.",
         )
-    if not (_OF_INPUTS.search(str(error)) or _is_of_torch(type(stack[-1].module).__module__)):
-        return StepError(
-            f"{_describe_forward(stack, model)} raised {first_line(error)}{raised_at(error)}",
-            hint="The same error appears when the model is called with these inputs in plain Python.",
-        )
     last = stack[-1]
     path, kind = _own_path(last, model), type(last.module).__name__
+    if not (_OF_INPUTS.search(str(error)) or _is_of_torch(type(last.module).__module__)):
+        where = f"module '{path}' ({kind})" if path else kind
+        return StepError(
+            f"forward of {where} raised {first_line(error)}{raised_at(error)}",
+            hint="The same error appears when the model is called with these inputs in plain Python.",
+        )
     where = f"module '{path}' ({kind})" if path else f"the model itself ({kind})"
     reason = f"{first_line(error)}{_expected_input(last.module, last.inputs)}{raised_at(error)}"
     hint = next((hint for words, hint in _HINTS.items() if words in str(error)), GIVE_ACCEPTED)
@@ -223,11 +223,6 @@ def _dtype_hint(call: RunningCall, model_inputs: Any) -> str:
 def _own_path(call: RunningCall, model: nn.Module) -> str:
     """Return the module's own path: the path of ``call`` goes through a run of layers, if it is in one."""
     return next((path for path, module in model.named_modules() if module is call.module), call.path)
-
-
-def _describe_forward(stack: list[RunningCall], model: nn.Module) -> str:
-    path, kind = _own_path(stack[-1], model), type(stack[-1].module).__name__
-    return f"forward of module '{path}' ({kind})" if path else f"forward of {kind}"
 
 
 def raised_at(error: BaseException) -> str:

@@ -90,7 +90,9 @@ def follow(
     start = StartingState(recorded.step.model)
     try:
         pair = _Pair(recorded, install)
-        return _compare_all(recorded, pair, variations(recorded.batch, _affordable_batch(recorded), resize))
+        share = _limit_s(recorded) / (CHECKS * _PAIR_RATIO * recorded.plain_s)
+        affordable_batch = max(1, min(recorded.batch, int(recorded.batch * share)))  # all checks should end in time
+        return _compare_all(recorded, pair, variations(recorded.batch, affordable_batch, resize))
     except CannotCopyError as error:
         skipped = FurtherCheck(name="in later steps", batch=recorded.batch, not_tried=error.message, skipped=True)
         return (skipped,), None
@@ -171,12 +173,6 @@ class _Deadline:
 
 def _limit_s(recorded: RecordedStep) -> float:
     return max(_MIN_LIMIT_S, _MAX_STEPS * recorded.plain_s, _MAX_FULL_STEPS * recorded.original_step_s)
-
-
-def _affordable_batch(recorded: RecordedStep) -> int:
-    """Return the largest batch, up to the recorded one, at which all checks end in time."""
-    share = _limit_s(recorded) / (CHECKS * _PAIR_RATIO * recorded.plain_s)
-    return max(1, min(recorded.batch, int(recorded.batch * share)))
 
 
 class _SteppingCopy:

@@ -15,7 +15,7 @@ from memopt_cli.errors import StepError
 from memopt_cli.loading.user_code import imported_files
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.jobs import Compiling, FollowJob, Mode
-from memopt_cli.records import FollowedSteps, Plan, StepPrint
+from memopt_cli.records import FollowedSteps, StepPrint
 from memopt_cli.runtime.module_state import reset_hidden_state
 from memopt_cli.runtime.private_torch import compiled_with_eager_random, compiled_within_budget, is_compiled
 from memopt_cli.training.apply import apply_plan
@@ -26,7 +26,10 @@ from memopt_cli.verification.effects import step_cast_to_double, step_in_double
 
 def follow(bench: Bench, job: FollowJob) -> FollowedSteps:
     """Take consecutive steps under the plan of ``job``, and return their results."""
-    apply_plan(bench.model, (_without_budget(job.plan) if job.compiled == "no recomputation" else job.plan).of_model)
+    plan = job.plan
+    if job.compiled == "no recomputation" and plan.compile is not None:
+        plan = replace(plan, compile=replace(plan.compile, activation_memory_budget=None))
+    apply_plan(bench.model, plan.of_model)
     step = bench.step()
     if step.scaler is not None:  # a scaler skips updates until it has found a scale, so find it first
         try:
@@ -47,10 +50,6 @@ _COMPILING: Final[Mapping[Compiling, Callable[[], AbstractContextManager[None]]]
     "same random numbers": compiled_with_eager_random,
     "no recomputation": compiled_within_budget,
 }
-
-
-def _without_budget(plan: Plan) -> Plan:
-    return plan if plan.compile is None else replace(plan, compile=replace(plan.compile, activation_memory_budget=None))
 
 
 def _enter_mode(bench: Bench, mode: Mode) -> None:
