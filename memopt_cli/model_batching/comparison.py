@@ -39,7 +39,6 @@ TOLERANCE = 1e-10
 STORED_TOLERANCE = 1e-5
 """The limit for models that cannot run in float64, and are compared in their own precision."""
 _COMPARED_MODELS = 2
-"""Number of models that are compared."""
 _COMPARED_SAMPLES = 3
 """Number of compared samples of each model; it differs from the number of models, so that mixed-up axes show."""
 _COMPARISON_SHARE = 0.1

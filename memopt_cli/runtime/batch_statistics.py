@@ -267,7 +267,6 @@ class _Norms(TorchFunctionMode):
         self._linked = {norm.chunks[index].source: norm.chunks[index] for norm in known_norms}
         self._hooks = hooks_on_saving()
         self._costly = 0
-        """Number of costly operators that have run."""
         self._last: _Output | None = None
         """The output of the last costly operator; ``None`` if the next pass must run that operator itself."""
         self.broken_off = ""

@@ -38,7 +38,6 @@ _COPIED_OF_TORCH: Final = ("torch.distributions", "torch.quasirandom")
 _MAX_OBJECTS: Final = 10_000
 """Maximum number of objects that are copied, not counting atoms: more objects are data, not state."""
 _MAX_ARRAY_BYTES: Final = 1 << 16
-"""Maximum bytes of an array that is copied."""
 _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Thread)
 
 

@@ -34,7 +34,6 @@ _installed: MutableMapping[Optimizer, InBackward] = weakref.WeakKeyDictionary()
 """Optimizer that runs in backward -> its hooks."""
 _WITHOUT = "take in_backward out of the plan"
 _TRIAL_STEPS = 3
-"""Number of steps in a trial."""
 _PARAMETERS_OF_A_KIND = 2
 """Number of parameters in a trial of each kind (dimensions, dtype, device) in a group: two show a coupling."""
 _MAX_SIZE = 4
@@ -99,7 +98,6 @@ class InBackward:
         self._lock = threading.Lock()  # backward runs a thread for each device
         self._groups: list[dict[str, Any]] = []
         self._group_of: dict[int, dict[str, Any]] = {}
-        """``id`` of a parameter -> its group."""
         self._updated: set[int] = set()
         """``id`` of each parameter that was updated since the last ``step``."""
         self._used: list[tuple[dict[str, Any], Any]] = []

@@ -46,9 +46,7 @@ class SameStatistics(TorchFunctionMode):
         self._statistics: list[tuple[Tensor, Tensor]] = []
         """Mean and variance for each call of the first run."""
         self._calls = 0
-        """Number of calls in this run."""
         self._is_first = True
-        """Whether this is the first run."""
 
     def __enter__(self) -> SameStatistics:
         self._calls = 0

@@ -327,16 +327,14 @@ def alias(tensor: Tensor) -> Tensor:
 # Functions and not aliases, since ``torch.compile`` can trace them.
 
 
-def parameters_of(module: Any) -> dict[str, Any]:
+def parameters_of(module: nn.Module) -> dict[str, Any]:
     """Return the dictionary of the own parameters of ``module``, some ``None``; writing to it skips every check."""
-    table: dict[str, Any] = module._parameters
-    return table
+    return module._parameters
 
 
-def buffers_of(module: Any) -> dict[str, Any]:
+def buffers_of(module: nn.Module) -> dict[str, Any]:
     """Return the dictionary of the own buffers of ``module``."""
-    table: dict[str, Any] = module._buffers
-    return table
+    return module._buffers
 
 
 MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
@@ -345,10 +343,9 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """Number of dimensions -> the memory format with the channels last."""
 
 
-def children_of(module: Any) -> dict[str, Any]:
+def children_of(module: nn.Module) -> dict[str, Any]:
     """Return the dictionary of the children of ``module``; of a ``ScriptModule``, an object that has ``items``."""
-    table: dict[str, Any] = module._modules
-    return table
+    return module._modules
 
 
 def program_of(script: Any) -> Any:

@@ -80,7 +80,6 @@ class StepLog(StorageLog):
         self._innermost = -1
         """Index of the innermost call that is running; -1 outside of calls."""
         self._path_of: dict[int, str] = {}
-        """Id of a module -> its path."""
         self._call_from_node: list[tuple[int, int]] = [(0, -1)]
         """Pairs of a node's number and the call that was the innermost from that node on, in order."""
         self.op_of_node: dict[int, int] = {}

@@ -255,7 +255,6 @@ class _Watch:
     is_nested: bool = False
     """Whether a backward was started inside another."""
     _backwards: int = 0
-    """Number of backwards that are running."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

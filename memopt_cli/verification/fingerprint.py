@@ -28,7 +28,6 @@ from memopt_cli.verification.effects import AT_UPDATE, tensors_on
 _DIGEST_BYTES = 16
 """Length of a digest: two different tensors have the same one by chance once in 2^128."""
 _DIRECTIONS = 8
-"""Number of projections of each tensor."""
 _PIECE = 1 << 14
 """Elements that are copied to the CPU at a time, so that a fingerprint needs hardly any memory."""
 _SHIFT = 4099

@@ -53,9 +53,7 @@ _RESERVED: Final = _MODULE_NAMES | _LIFTED_NAMES
 _MAX_SIZE: Final = 2**22
 """Maximum number of items and characters of one program; programs of large models take a tenth of it."""
 _MAX_TUPLE_DEPTH: Final = 400
-"""Maximum number of tuples nested in each other."""
 _MAX_BITS: Final = 1024
-"""Maximum number of bits of a number."""
 _MAX_BLOCK_DEPTH: Final = 48
 _MAX_LOOP_DEPTH: Final = 16
 """Maximum nesting of blocks, and of loops among them; the limits of Python's compiler are 100 and 20."""
@@ -275,7 +273,6 @@ class _Checker:
         self.functions = functions
         self._arguments: set[str] = set()
         self._tuples: set[str] = set()
-        """The names of named tuples in generated code."""
         self._values = 0
         self._defined: set[int] = set()
         self._visible: dict[int, None] = {}
