@@ -267,7 +267,7 @@ def check_names(name: str, given: object) -> tuple[str, ...]:
     Raises :class:`OptionError` for other types.
     """
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    return tuple(check_text(name, each) for each in several)
+    return tuple(check_text(name, text) for text in several)
 
 
 def check_text(name: str, given: object) -> str:

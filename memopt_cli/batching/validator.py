@@ -67,9 +67,9 @@ def _cost_of_products(s: _Sizes, weights: int) -> tuple[int, int]:
 
 def _attention(s: _Sizes) -> tuple[int, int]:
     """Return FLOPs and elements moved of four projections and ``S²`` pairs of positions, with one head's scores."""
-    flops, moved = _cost_of_products(s, 4 * s.features**2)
+    flops, elements = _cost_of_products(s, 4 * s.features**2)
     pairs = s.sequences * s.positions**2
-    return flops + 4 * pairs * s.features, moved + 2 * pairs
+    return flops + 4 * pairs * s.features, elements + 2 * pairs
 
 
 def _elementwise(s: _Sizes, flops: int) -> tuple[int, int]:
@@ -131,10 +131,10 @@ class BatchShapeValidator:
         """
         sizes = _token_sizes(require_batch_shape(batch_shape))
         costs = [
-            OperationCost(operation=name, flops=flops, bytes=_FLOAT_BYTES * moved)
+            OperationCost(operation=name, flops=flops, bytes=_FLOAT_BYTES * elements)
             for name in operation_sequence
             if name in _OPERATIONS
-            for flops, moved in [_OPERATIONS[name](sizes)]
+            for flops, elements in [_OPERATIONS[name](sizes)]
         ]
         unknown = [name for name in dict.fromkeys(operation_sequence) if name not in _OPERATIONS]
         slowest = max(costs, key=lambda c: max(c["flops"] / flops_per_byte, c["bytes"]), default=None)

@@ -83,9 +83,9 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FileHeader, Plan]:
         written by a later memopt.
     """
     data = _plan_data(path)
-    of_plan = [f.name for f in fields(Plan)]
+    plan_keys = [f.name for f in fields(Plan)]
     header = _read_header({key: data[key] for key in data if key in _HEADER_KEYS}, str(path))
-    return header, from_data(Plan, {key: data[key] for key in data if key in of_plan}, where=str(path))
+    return header, from_data(Plan, {key: data[key] for key in data if key in plan_keys}, where=str(path))
 
 
 def load_plan(plan: Plan | str | os.PathLike[str]) -> Plan:

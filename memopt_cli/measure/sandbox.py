@@ -159,10 +159,10 @@ def is_refusal(error: BaseException) -> bool:
     Types decide above all: a file can choose the messages of exceptions, and must not be able to show the user
     :data:`HINT`, which names the switch that turns the sandbox off.
     """
-    for each in error_chain(error):
-        first = str(each).partition("\n")[0] if type(each).__name__ in _ERROR_CLASSES else ""
-        if isinstance(each, PermissionError) or _REFUSALS.fullmatch(first):
-            path = getattr(each, "filename", None)
+    for cause in error_chain(error):
+        first = str(cause).partition("\n")[0] if type(cause).__name__ in _ERROR_CLASSES else ""
+        if isinstance(cause, PermissionError) or _REFUSALS.fullmatch(first):
+            path = getattr(cause, "filename", None)
             is_unreadable = isinstance(path, str | bytes) and os.path.exists(path) and not os.access(path, os.R_OK)
             return not is_unreadable  # a file whose mode forbids reading is unreadable without a sandbox as well
     return False

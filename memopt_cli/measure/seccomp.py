@@ -191,6 +191,6 @@ def _check_of_argument(number: int, rule: _Rule) -> Iterator[bytes]:
     """
     size = 3 * len(rule.allowed) + 1
     yield from (_op(_LOAD, _NUMBER), _op(_EQUAL, number, 0, size))
-    for left, (mask, value) in zip(range(size, 0, -3), rule.allowed, strict=False):
-        yield from (_op(_LOAD, 16 + 8 * rule.argument), _op(_AND, mask), _op(_EQUAL, value, left - 3))
+    for remaining, (mask, value) in zip(range(size, 0, -3), rule.allowed, strict=False):
+        yield from (_op(_LOAD, 16 + 8 * rule.argument), _op(_AND, mask), _op(_EQUAL, value, remaining - 3))
     yield _op(_RETURN, _ERROR | rule.otherwise)

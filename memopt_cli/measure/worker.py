@@ -180,8 +180,8 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         return OutOfMemory(detail="", needed_bytes=error.needed_bytes, free_bytes=error.free_bytes)
     if is_out_of_memory(error):
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        tried, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")
-        return OutOfMemory(detail=tried.removeprefix("CUDA out of memory. ").rstrip("."))
+        attempt, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")
+        return OutOfMemory(detail=attempt.removeprefix("CUDA out of memory. ").rstrip("."))
     hint = error.hint if isinstance(error, MemoptError) else ""
     # The hint of a file's error names the cause, such as a script that trains when it is imported.
     is_explained = isinstance(error, FileFormatError) and hint

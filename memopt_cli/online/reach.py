@@ -59,9 +59,9 @@ class Reach:
     def _needed_outputs(self) -> set[CellOutput]:
         """Return the outputs to follow: new states, other outputs of cells with traced states, outputs before both."""
         needed: set[CellOutput] = set()
-        with_states = {past_state.cell for past_state in self.followed_states}
+        stateful_cells = {past_state.cell for past_state in self.followed_states}
         for out in reversed(self.outs):
-            if out.number < len(self.probe.states[out.cell]) or out.cell in with_states or out in needed:
+            if out.number < len(self.probe.states[out.cell]) or out.cell in stateful_cells or out in needed:
                 needed |= {out, *(s for s in self.reads[out].direct if isinstance(s, CellOutput))}
         return needed
 

@@ -57,8 +57,8 @@ class TraceSet:
 
     def ties(self, row: Row) -> Ties:
         """Return the ties of a tensor with ``row`` to the weights and to whatever their inputs were computed from."""
-        of_traces = ([*trace.onward(row), *trace.ties(row)] for trace in self.by_use.values())
-        return [tie for ties in of_traces for tie in ties]
+        trace_ties = ([*trace.onward(row), *trace.ties(row)] for trace in self.by_use.values())
+        return [tie for ties in trace_ties for tie in ties]
 
     def past_ties(self, past_state: PastState) -> Ties:
         """Return the ties of ``past_state``, a state after the last step, to all weights that reach it."""

@@ -362,7 +362,7 @@ class _Output:
 
     tensor: ref[Tensor]
     version: int
-    """Its version when the operator returned it."""
+    """The output's version when the operator returned it."""
     requires_grad: bool
     """Whether it needed a gradient then."""
 
@@ -466,8 +466,8 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, scale = ctx.saved_tensors
         precise = gradient.to(scale.dtype)
-        of_scale, of_shift = (precise * x).sum(_other_dims(x)), precise.sum(_other_dims(x))
-        return (precise * _by_channel(scale, x)).to(x.dtype), of_scale, of_shift
+        scale_gradient, shift_gradient = (precise * x).sum(_other_dims(x)), precise.sum(_other_dims(x))
+        return (precise * _by_channel(scale, x)).to(x.dtype), scale_gradient, shift_gradient
 
 
 def _in_precise_dtype(x: Tensor) -> torch.dtype:

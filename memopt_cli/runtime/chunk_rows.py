@@ -131,7 +131,7 @@ def _try(piece: Piece) -> Complaint | None:
     whole = _run_whole(piece, piece.sequences())
     shapes, after_cut = _cut_in_half(piece)
     if whole.shapes != shapes:
-        uncut, joined = (", ".join(map(str, of_run)) for of_run in (whole.shapes, shapes))
+        uncut, joined = (", ".join(map(str, run_shapes)) for run_shapes in (whole.shapes, shapes))
         return f"gives {joined} in two chunks along axis {piece.axis}, and {uncut} as a whole"
     if any(bool((part == part.flatten()[:1]).all()) for (part,) in whole.outputs):
         return None

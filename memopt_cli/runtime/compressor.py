@@ -369,8 +369,8 @@ def _signature_refusal(codec: Codec) -> str:
         except (TypeError, ValueError):  # it is not written in Python, so its parameters are unknown
             continue
         if not any(_accepts_arguments(signature, call.count(",") + 1) for call in calls):
-            wanted = " or ".join(f"{function.__name__}({call})" for call in calls)
-            return f"is {type(codec).__name__} with {function.__name__}{signature}, and memopt calls {wanted}"
+            calls_text = " or ".join(f"{function.__name__}({call})" for call in calls)
+            return f"is {type(codec).__name__} with {function.__name__}{signature}, and memopt calls {calls_text}"
     return ""
 
 

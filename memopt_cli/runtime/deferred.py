@@ -272,9 +272,11 @@ class DeferredLinear(Tensor):
         """Run the operator ``func`` below autograd."""
         if func is torch.ops.aten.detach.default and not args[0].is_computed:  # autograd detaches what it saves
             return DeferredLinear(args[0]._head, args[0]._index, args[0].dtype)
-        written = [a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
+        written_names = [
+            a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write
+        ]
         by_name = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | (kwargs or {})
-        if any(isinstance(by_name.get(name), DeferredLinear) for name in written):
+        if any(isinstance(by_name.get(name), DeferredLinear) for name in written_names):
             raise RuntimeError(_MODIFIED.format(func))
         return func(*_compute_deferred(args), **_compute_deferred(kwargs or {}))
 

@@ -165,8 +165,8 @@ def is_opaque(value: Any) -> bool:
     """Return whether the contents of ``value`` can change while each of its attributes stays the same object."""
     kind: Any = type(value)
     # NumPy's Generator keeps its state in its ``bit_generator``, which is opaque itself.
-    of_numpy = kind.__module__.startswith("numpy.random") and not hasattr(value, "bit_generator")
-    return isinstance(value, torch.Generator | random.Random | bytearray) or hasattr(kind, "nbytes") or of_numpy
+    is_numpy = kind.__module__.startswith("numpy.random") and not hasattr(value, "bit_generator")
+    return isinstance(value, torch.Generator | random.Random | bytearray) or hasattr(kind, "nbytes") or is_numpy
 
 
 def _is_part(value: Any) -> bool:

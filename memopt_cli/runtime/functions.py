@@ -129,8 +129,8 @@ class FunctionModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the function; ``args`` are its arguments in the order of :meth:`chunked_first`."""
-        by_position = dict(zip(self._order(len(args)), args, strict=True))
-        output = vars(self)["function"](*(by_position[index] for index in range(len(args))), **kwargs)
+        position_values = dict(zip(self._order(len(args)), args, strict=True))
+        output = vars(self)["function"](*(position_values[index] for index in range(len(args))), **kwargs)
         parts = output if isinstance(output, tuple) else (output,)
         if self.chunked_args and not all(_has_dimension(part, self.axis) for part in parts):
             kinds = ", ".join(f"{p.dim()}-D tensor" if isinstance(p, Tensor) else type(p).__name__ for p in parts)

@@ -41,7 +41,7 @@ class HeldTensor:
     copy: Copy | None = None
     """A copy of its values; ``None`` if forward does not write to it."""
     released_index: int | None = None
-    """Its index among the released tensors; ``None`` if it is still held."""
+    """Index of the tensor among the released tensors; ``None`` if it is still held."""
 
     def is_written(self, tensor: Tensor) -> bool:
         """Return whether forward has, or may have, written to ``tensor``, the tensor of this record.
@@ -152,8 +152,8 @@ class HeldSlots:
     def _freeze_contents(self, objects: Mapping[int, Slots]) -> set[int]:
         """Copy each of ``objects``, and the arguments, by itself; return the ``id`` of each tensor in them to copy."""
         numbers = set[int]()
-        by_slot = {(index, name): value for index, slots in objects.items() for name, value in slots.items()}
-        for slot, value in {**by_slot, _OTHERS: self._others}.items():
+        slot_values = {(index, name): value for index, slots in objects.items() for name, value in slots.items()}
+        for slot, value in {**slot_values, _OTHERS: self._others}.items():
             if self._is_watched or slot in self._known.written:
                 self._contents[slot] = freeze(value, self._hold_tensor)
                 inner = _numbers_in(self._contents[slot])
@@ -163,8 +163,8 @@ class HeldSlots:
     def release(self, tensors: Iterable[Tensor]) -> None:
         """Hold ``tensors`` no longer: the caller passes them, or equal ones, to :meth:`StartingState.replay`."""
         for index, tensor in enumerate(tensors):
-            if (held := self.tensors.get(id(tensor))) is not None:
-                held.alias, held.released_index = None, index
+            if (record := self.tensors.get(id(tensor))) is not None:
+                record.alias, record.released_index = None, index
 
     # ------------------------------------------------------------------------------------------- after forward
 
@@ -224,17 +224,17 @@ class HeldSlots:
             self._objects = None
         indices = {*self.values, *(index for index, _ in self.object_slots)}
         self.names = {index: [*self._before[index]] for index in indices}
-        for number, held in self.tensors.items():
-            if held.copy is not None and number in written:
-                held.copy.needs_gradient = held.needs_gradient
+        for number, record in self.tensors.items():
+            if record.copy is not None and number in written:
+                record.copy.needs_gradient = record.needs_gradient
             else:
-                held.copy = None
-                held.version = version_of(self.originals[number])
+                record.copy = None
+                record.version = version_of(self.originals[number])
         if self._is_watched or self._objects is not None:
-            kept = [held for slots in self.values.values() for held in slots.values() if isinstance(held, HeldTensor)]
+            kept = [r for slots in self.values.values() for r in slots.values() if isinstance(r, HeldTensor)]
             inner = () if self._objects is None else _numbers_in(self._objects)
-            self.tensors = {held.number: held for held in (*kept, *(self.tensors[number] for number in inner))}
-        held_of = [(self.originals[number], held) for number, held in self.tensors.items()]
+            self.tensors = {record.number: record for record in (*kept, *(self.tensors[number] for number in inner))}
+        held_of = [(self.originals[number], record) for number, record in self.tensors.items()]
         # Drop every reference to originals: an argument or an object may later hold autograd's graph of this call,
         # which holds this, and that would be a cycle.
         self._before = {}
@@ -253,8 +253,8 @@ class HeldSlots:
         objects, others = self._objects.thaw(tensor_for) if self._objects is not None else ({}, [])
         slots = {index: {n: tensor_for(held) for n, held in by_name.items()} for index, by_name in self.values.items()}
         for index, by_name in objects.items():
-            of_objects = {name: value for name, value in by_name.items() if (index, name) in self.object_slots}
-            slots[index] = slots.get(index, {}) | of_objects
+            object_values = {name: value for name, value in by_name.items() if (index, name) in self.object_slots}
+            slots[index] = slots.get(index, {}) | object_values
         return slots, others
 
     def put_back(self, slot: Slot, current: Any, value: Any) -> Any:
@@ -280,7 +280,7 @@ class HeldSlots:
 
 def _numbers_in(frozen: Frozen) -> set[int]:
     """Return the ``id`` of each tensor in ``frozen`` that is held."""
-    return {held.number for held in frozen.shared.values() if isinstance(held, HeldTensor)}
+    return {record.number for record in frozen.shared.values() if isinstance(record, HeldTensor)}
 
 
 def restore_contents(target: Any, value: Any) -> bool:

@@ -89,9 +89,9 @@ class Known:
         # State that only a hook's code changes is not searched for: a recomputation runs the hook again, and the hook
         # can call ``is_recomputing()`` if it must not change that state twice.
         hooked: list[Owner] = [Table(table) for table in tables if table]
-        of_code, self.may_use_random = _owners_of_code(own, modules, others)
+        code_owners, self.may_use_random = _owners_of_code(own, modules, others)
         """Whether forward may use the global generator of Python or NumPy, since its code names that."""
-        self.owners = [*own, *hooked, *of_code]
+        self.owners = [*own, *hooked, *code_owners]
         self._kinds_of_others = {type(other) for other in others}
         self.own = len(own) + len(hooked)
         """Number of owners of modules, which come first; after them come variables of code, then parts of objects."""
@@ -217,8 +217,8 @@ class Known:
                 continue
             others = {name: value for name, value in slots.items() if name not in changing}
             if names := find_changes(self.stable[index], others):
-                both = [part[name] for part in (self.stable[index], others) for name in names & part.keys()]
-                if index in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in both):
+                common = [part[name] for part in (self.stable[index], others) for name in names & part.keys()]
+                if index in self.hooked or "training" in names or any(isinstance(v, nn.Module) for v in common):
                     return False
                 exchanged.update((index, name) for name in names)
                 is_new |= any(exchanged[index, name] <= _WATCHED_EXCHANGES for name in names)
@@ -302,8 +302,8 @@ def find_changes(before: Slots, after: Slots) -> set[Any]:
     """Return the names whose value is not the same object in ``before`` and ``after``, or is missing in one of them."""
     if is_same(before, after):
         return set()
-    both = before.keys() & after.keys()
-    return (before.keys() ^ after.keys()) | {name for name in both if before[name] is not after[name]}
+    common = before.keys() & after.keys()
+    return (before.keys() ^ after.keys()) | {name for name in common if before[name] is not after[name]}
 
 
 def is_plain_state(value: Any) -> bool:
@@ -343,7 +343,7 @@ def _owners_of_code(
     The search starts with the code of the modules' classes and of the objects in ``owners`` and ``others``.  It goes on
     with the code of the objects in the variables that it finds, until it finds no new ones.
     """
-    found: dict[int, Owner] = {}
+    owners_by_id: dict[int, Owner] = {}
     may_be_random = False
     kinds = dict.fromkeys(type(module) for module in modules)
     code: list[Any] = [vars(kind).get("_original", kind) for kind in kinds]  # for a segment, the module's own class
@@ -351,16 +351,16 @@ def _owners_of_code(
     for owner in owners:
         values += [value for name, value in owner.read().items() if is_object(name, value)]
     seen = set[int]()
-    while (code or values) and len(found) < _MAX_OWNERS:
+    while (code or values) and len(owners_by_id) < _MAX_OWNERS:
         new = [c for c in (*code, *_code_in(values)) if id(c) not in seen]
         seen.update(map(id, new))
         code, values = [], []
         may_be_random |= any(map(may_use_random, new))
         for owner in (owner for c in new for owner in find_variables(c)):
-            if id(owner) not in found:
-                found[id(owner)] = owner
+            if id(owner) not in owners_by_id:
+                owners_by_id[id(owner)] = owner
                 values += owner.read().values()
-    return [*found.values()], may_be_random
+    return [*owners_by_id.values()], may_be_random
 
 
 def _code_in(values: Sequence[Any]) -> list[Any]:

@@ -715,7 +715,7 @@ def backend_is_aot() -> bool:
     ahead: list[Any] = [lookup_backend(name) for name in list_backends(()) if name in _AOT_BACKENDS]
     backend: Any = _running_translator().output.compiler_fn
     while backend is not None:
-        if isinstance(backend, known) or any(backend is one for one in ahead):
+        if isinstance(backend, known) or any(backend is backend_ahead for backend_ahead in ahead):
             return True
         backend = _wrapped_backend(backend)
     return False

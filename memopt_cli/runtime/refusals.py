@@ -90,9 +90,9 @@ def wrong_settings(config: SegmentConfig) -> str:
     """Return the reason why ``config`` is wrong for any module."""
     if reason := _mistyped(config):
         return reason
-    compressors = (*COMPRESSORS, OWN_COMPRESSOR)
-    if config.compressor not in compressors:
-        return f"unknown compressor {reprlib.repr(config.compressor)}; known: {', '.join(compressors)}"
+    codec_names = (*COMPRESSORS, OWN_COMPRESSOR)
+    if config.compressor not in codec_names:
+        return f"unknown compressor {reprlib.repr(config.compressor)}; known: {', '.join(codec_names)}"
     for name in ("chunks", "seq_inputs", "seq_outputs"):
         if getattr(config, name) < 1:
             return f"{name} must be 1 or more, not {getattr(config, name)}"

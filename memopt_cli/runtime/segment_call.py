@@ -104,7 +104,7 @@ def call_checkpointed(
         # The outer segment recomputes the inputs and the state tensors, like everything saved in it.
         state_tensors = start.release_tensors()
         saved = run.saved_inputs = [outer.hold_input(t) for t in tensors]
-        run.inputs = lambda: leaves([unpack_saved(one) for one in saved])
+        run.inputs = lambda: leaves([unpack_saved(record) for record in saved])
         run.state_tensors = functools.partial(_RecomputedWhenRead, [outer.hold_input(t) for t in state_tensors])
     else:
         inputs.keep(tensors)

@@ -327,15 +327,15 @@ class SegmentRun:
             self._learned.is_differentiated_in_forward = True
         to_end = self._learned.runs_to_end.get(len(self._refs), False)
         compared = self._compared_index, self._compared_bytes
-        again = _Repetition(self._module, self._refs, self._shapes, self._samples, *compared, runs_to_end=to_end)
+        repetition = _Repetition(self._module, self._refs, self._shapes, self._samples, *compared, runs_to_end=to_end)
         with torch.enable_grad(), taking_turns(*self._locked), as_of(self._began, self._length):
             inputs = self.inputs()
             with recomputing(self._module), self._start.replay(self.state_tensors()) as others, self._kept.replaying():
-                again.run(functools.partial(self._repeat, inputs, others))
+                repetition.run(functools.partial(self._repeat, inputs, others))
         if self._samples:
             self._learned.runs.note_comparison()
         self._samples = {}
-        if reason := again.difference():
+        if reason := repetition.difference():
             run_plainly(self._module, reason)
 
 
@@ -427,8 +427,8 @@ class _Repetition:
 
         Some operators fill a tensor after they have saved it, so tensors that differed then are compared once more.
         """
-        differing = (made for before, made in self._suspects if not matches_sample(before, made))
-        shape = next((tuple(made.shape) for made in differing), None)
+        differing = (recomputed for before, recomputed in self._suspects if not matches_sample(before, recomputed))
+        shape = next((tuple(recomputed.shape) for recomputed in differing), None)
         if self._differing is not None:
             shape = tuple(self._differing.shape)
         if shape is None:

@@ -275,8 +275,8 @@ class StartingState:
             wanted, current = self._stable[index], before.get(index, {})
             if current.keys() - wanted.keys():
                 added = True
-                in_order = {number: wanted.get(number, hook) for number, hook in current.items()}
-                self._known.owners[index].write(in_order | wanted)
+                ordered_hooks = {number: wanted.get(number, hook) for number, hook in current.items()}
+                self._known.owners[index].write(ordered_hooks | wanted)
         return added
 
     def _keep_flags(self, before: Mapping[int, Slots]) -> None:
@@ -309,7 +309,7 @@ class StartingState:
             restored_slots = dict[int, Slots]()
             others = list[Any]()
         else:
-            copies = {n: one.copy for n, one in held_slots.tensors.items() if one.copy is not None}
+            copies = {n: record.copy for n, record in held_slots.tensors.items() if record.copy is not None}
             tensors = restored_tensors(copies | received if received else copies)
             restored_slots, others = held_slots.thaw(partial(_tensor_for, tensors, state_tensors))
         for index, current in current_slots.items():

@@ -174,16 +174,16 @@ def _measure_rates(target: Place, device: str) -> tuple[float, float, float]:
     out_s, in_s, copying_s, rounds = 0.0, 0.0, 0.0, -1
     while out_s + in_s < _MIN_COPYING_S or rounds < 1:
         cpu_s = time.process_time()  # counts all threads, since others copy while this one waits
-        sent = target.send(tensor.untyped_storage(), 0, _SENT_BYTES)
-        if sent is None:
+        copy = target.send(tensor.untyped_storage(), 0, _SENT_BYTES)
+        if copy is None:
             return 0.0, 0.0, 0.0
 
-        def fetch(sent: Sent = sent) -> None:
-            sent.fetch(tensor)
-            sent.wait_until_fetched()
+        def fetch(copy: Sent = copy) -> None:
+            copy.fetch(tensor)
+            copy.wait_until_fetched()
 
-        (_, sending_s), (_, fetching_s) = _time_run(sent.wait_until_sent, device), _time_run(fetch, device)
-        sent.release()
+        (_, sending_s), (_, fetching_s) = _time_run(copy.wait_until_sent, device), _time_run(fetch, device)
+        copy.release()
         rounds += 1
         if rounds:  # not the first round, in which the file grows, or memory is pinned
             out_s, in_s = out_s + sending_s, in_s + fetching_s
@@ -231,15 +231,15 @@ def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepT
     Packing runs operators by the values that it meets, and when tensors are freed; so if only the packing operators
     differ, they share their time.  If the model's differ, ``trace`` stays unchanged, and the note gives the reason.
     """
-    of_model = [timed for timed in times if not timed.packs]
-    if [op.name for op in trace.ops if not op.packs] != [timed.name for timed in of_model]:
+    model_times = [timed for timed in times if not timed.packs]
+    if [op.name for op in trace.ops if not op.packs] != [timed.name for timed in model_times]:
         return trace, (
             f"the {len(times)} operators of the timed step differ from the {len(trace.ops)} of the recorded one: "
             "step times are estimated from floating-point operations"
         )
     if [op.name for op in trace.ops] != [timed.name for timed in times]:
         packed_s = sum(timed.seconds for timed in times if timed.packs) / max(1, sum(op.packs for op in trace.ops))
-        remaining = iter(of_model)
+        remaining = iter(model_times)
         times = [OperatorTime(op.name, packed_s, packs=True) if op.packs else next(remaining) for op in trace.ops]
     ops = tuple(replace(op, seconds=timed.seconds) for op, timed in zip(trace.ops, times, strict=True))
     seconds = _forward_seconds(ops)

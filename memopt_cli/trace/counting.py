@@ -85,11 +85,11 @@ def _output_codecs(trace: StepTrace) -> dict[tuple[str, int], str]:
 
 def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace]]]:
     """Return path of a module -> the storages that its forward makes, in order, each with its operator's name."""
-    made: dict[str, list[tuple[str, StorageTrace]]] = defaultdict(list)
+    storages_by_path: dict[str, list[tuple[str, StorageTrace]]] = defaultdict(list)
     for storage in trace.storages:
         if storage.born >= 0 and trace.ops[storage.born].phase == "forward":
-            made[storage.module].append((trace.ops[storage.born].name, storage))
-    return made
+            storages_by_path[storage.module].append((trace.ops[storage.born].name, storage))
+    return storages_by_path
 
 
 def _bytes_by_module(storages: Iterable[Storage]) -> tuple[ModuleShare, ...]:

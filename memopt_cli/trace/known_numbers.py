@@ -152,8 +152,8 @@ class NumbersKnown(TorchDispatchMode):
         """Return ``leaf``, an argument of an operator, in a form that does not keep tensors alive, for the CPU."""
         if not isinstance(leaf, Tensor):
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-        _, made, index = self._made[memory_of(leaf)]
-        return _View(leaf, made, index)
+        _, result, index = self._made[memory_of(leaf)]
+        return _View(leaf, result, index)
 
 
 class _Made:
@@ -213,8 +213,8 @@ def _index_numbers(numbers: NumbersKnown, x: Tensor, indices: list[Tensor | None
         with unseen():
             true_at = next(values).nonzero(as_tuple=True)
         places += [numbers.made_known(index, x.device) for index in true_at]
-    taken: Tensor = _aten.index.Tensor(x, places)
-    return taken
+    selection: Tensor = _aten.index.Tensor(x, places)
+    return selection
 
 
 def _masked_select(numbers: NumbersKnown, x: Tensor, mask: Tensor, masks: list[Tensor]) -> Tensor:

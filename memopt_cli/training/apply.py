@@ -147,13 +147,13 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
             )
     up_to = tuple(part.up_to for part in plan.ranges)
     parts = [_segment_configs(model, part.plan) for part in plan.ranges]
-    by_module: dict[nn.Module, ConfigsByLength] = {}
+    configs_by_module: dict[nn.Module, ConfigsByLength] = {}
     for module in dict.fromkeys((model, *(module for part in parts for module in part))):
         configs = tuple(part.get(module) for part in parts)
         path = _ROOT if module is model else next(config.path for config in configs if config is not None)
         length_of = length if module is model else None  # only the root reads the length, for all modules
-        by_module[module] = ConfigsByLength(up_to=up_to, configs=configs, length=length_of, path=path)
-    return by_module
+        configs_by_module[module] = ConfigsByLength(up_to=up_to, configs=configs, length=length_of, path=path)
+    return configs_by_module
 
 
 def plan_of(model: nn.Module) -> Plan:

@@ -98,7 +98,7 @@ def _set_switches(model: nn.Module, switches: Sequence[str], *, on: bool) -> Non
 @contextlib.contextmanager
 def watched_checkpoints(model: nn.Module) -> Iterator[list[str]]:
     """Yield a list of the paths of modules whose forward calls ``torch.utils.checkpoint`` in the ``with`` block."""
-    found: list[str] = []
+    paths: list[str] = []
     running: list[str] = []  # paths only: a reference to a module's inputs would change the peak
 
     def enter(path: str, *_: Any) -> None:
@@ -111,7 +111,7 @@ def watched_checkpoints(model: nn.Module) -> Iterator[list[str]]:
 
         def noting_module(original: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
-                found.append(running[-1] if running else "")
+                paths.append(running[-1] if running else "")
                 return original(*args, **kwargs)
 
             return call
@@ -121,4 +121,4 @@ def watched_checkpoints(model: nn.Module) -> Iterator[list[str]]:
             replaced(CheckpointCall, "__init__", noting_module),
             replaced(checkpoints, "check_backward_validity", noting_module),
         ):
-            yield found
+            yield paths

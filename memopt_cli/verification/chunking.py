@@ -56,18 +56,18 @@ def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
     """
     add_runs(step.model, path)
     module = find_part(step.model, path)
-    captured: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()  # the copy must not carry this hook
-        captured.append((copy.deepcopy(module), *clone_tensors((args, kwargs))))
+        calls.append((copy.deepcopy(module), *clone_tensors((args, kwargs))))
         raise _ReachedError
 
     handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     try:
         step.run_forward()
     except _ReachedError:
-        return captured[0]
+        return calls[0]
     finally:
         handle.remove()
     raise LookupError(f"the step does not call {path!r}")
@@ -217,9 +217,9 @@ def _uneven_number(length: int) -> int:
     return next((chunks for chunks in range(3, length) if length % chunks), 2)
 
 
-def _trial_inputs(captured: Any, cut: Any) -> Iterator[Any]:
+def _trial_inputs(calls: Any, cut: Any) -> Iterator[Any]:
     """Yield the ``captured`` inputs, then random ones like ``cut``, twice, since one trial may pass by chance."""
-    yield captured
+    yield calls
     for seed, scale in enumerate((-1.0, 4.0)):
         generator = torch.Generator().manual_seed(seed)
         yield map_leaves(functools.partial(_redrawn, generator=generator, scale=scale), cut)

@@ -118,7 +118,7 @@ class Recurrent(nn.Module):
 
 
 class TooLarge(nn.Module):
-    """Its output fits no device; ``x`` of shape (batch, width), which does."""
+    """A model whose output fits no device; its input ``x``, of shape (batch, width), does."""
 
     def __init__(self) -> None:
         super().__init__()

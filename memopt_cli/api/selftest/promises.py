@@ -228,11 +228,11 @@ def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
         counted = require_answer(session.ask(CountJob(plan=ORIGINAL, fake=True)), "without data it could not be run: ")
     predicted = {peak.phase: peak.allocated_peak_bytes for peak in counted.phases}
     measured = {peak.phase: peak.allocated_peak_bytes for peak in getattr(outcome, "phases", ())}
-    without = "no such phase measured" if isinstance(outcome, Measurement) else describe(outcome)
+    missing = "no such phase measured" if isinstance(outcome, Measurement) else describe(outcome)
     phases = ("forward", "backward", "update") if case.settings.clip_norm is None else get_args(Phase)
     for phase in phases:
         promise = f"the peak of its {phase} is predicted {_WITHIN}"
-        yield _compare_bytes(case, promise, predicted.get(phase, "not predicted"), measured.get(phase, without))
+        yield _compare_bytes(case, promise, predicted.get(phase, "not predicted"), measured.get(phase, missing))
 
 
 def _prepare(case: _Case, device: str) -> Prepared:

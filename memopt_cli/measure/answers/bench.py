@@ -151,8 +151,8 @@ class Bench:
         """Restore the model as it was loaded, before and after the block that answers a job."""
         self.enter_start()
         try:
-            tried = contextlib.nullcontext() if self.subject.tries_rows else rows_untried()
-            with sampling_off(), tried:  # sampled checks would take time, and results are compared in full anyway
+            trials = contextlib.nullcontext() if self.subject.tries_rows else rows_untried()
+            with sampling_off(), trials:  # sampled checks would take time, and results are compared in full anyway
                 yield
         finally:
             remove_segments(self.model)

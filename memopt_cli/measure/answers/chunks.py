@@ -66,12 +66,12 @@ class ChunkTrials:
             if op.phase == "forward":
                 for path in ancestry(op.module):
                     flops[path] += op.flops
-        alike: dict[_Kind, list[ModuleTrace]] = defaultdict(list)
+        groups: dict[_Kind, list[ModuleTrace]] = defaultdict(list)
         for module in self._small.recorded.modules:
             lengths = tuple(min(length, TRIAL_LENGTH) for length in module.input_shape)
-            alike[_Kind(_description(find_part(self._bench.model, module.path)), lengths)].append(module)
+            groups[_Kind(_description(find_part(self._bench.model, module.path)), lengths)].append(module)
         tried_for: dict[str, str] = {}
-        for modules in alike.values():
+        for modules in groups.values():
             tried = min(modules, key=lambda module: (flops[module.path], module.input_bytes, module.order))
             tried_for |= dict.fromkeys((module.path for module in modules), tried.path)
         return tried_for

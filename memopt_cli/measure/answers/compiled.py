@@ -41,10 +41,10 @@ def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, MemoptError):
                 raise
-            alone = f"Take a step of torch.compile(model, backend={plan.compile.backend!r}) in plain Python"
+            advice = f"Take a step of torch.compile(model, backend={plan.compile.backend!r}) in plain Python"
             is_refused = sandbox.is_confined() and sandbox.is_refusal(error)  # the worker adds its own hint
             raise StepError(
-                first_line(error), hint="" if is_refused else f"{alone}: it should fail in the same way."
+                first_line(error), hint="" if is_refused else f"{advice}: it should fail in the same way."
             ) from error
     step.model.zero_grad(set_to_none=True)
     return breaks[0] if breaks else ""

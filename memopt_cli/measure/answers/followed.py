@@ -35,8 +35,8 @@ def follow(bench: Bench, job: FollowJob) -> FollowedSteps:
         try:
             bench.find_scale(step)
         except StepError as never_finite:
-            why = f"{never_finite.message}; {never_finite.hint}"
-            failed = StepPrint(effects=(), others=(), hooks=(), failed=why)
+            reason = f"{never_finite.message}; {never_finite.hint}"
+            failed = StepPrint(effects=(), others=(), hooks=(), failed=reason)
             return FollowedSteps(start=(), others=(), steps=(failed,), draws=False, is_compiled=False)
     _enter_mode(bench, job.mode)  # the bench restores the mode after the job
     with _cast(step, double=job.double) as taken, _COMPILING[job.compiled]():

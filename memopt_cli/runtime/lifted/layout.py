@@ -140,8 +140,8 @@ class Layout:
 
 def _only_user(node: Node, users: Mapping[int, Sequence[int]]) -> int | None:
     """Return the only one of ``users`` of the only output of ``node``; ``None`` if it has more outputs or users."""
-    of_output = users.get(first_output(node), ()) if len(node[3]) == 1 else ()
-    return of_output[0] if len(of_output) == 1 else None
+    output_users = users.get(first_output(node), ()) if len(node[3]) == 1 else ()
+    return output_users[0] if len(output_users) == 1 else None
 
 
 class Needed:

@@ -59,8 +59,8 @@ class LiftedModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> LiftedModule:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._device = fn(torch.empty(0)).device
-        moved = (fn(torch.empty(0, dtype=t.dtype, device=t.device)).device for t in self._constants)
-        self._constants = tuple(t.to(device) for t, device in zip(self._constants, moved, strict=True))
+        devices = (fn(torch.empty(0, dtype=t.dtype, device=t.device)).device for t in self._constants)
+        self._constants = tuple(t.to(device) for t, device in zip(self._constants, devices, strict=True))
         return self
 
 

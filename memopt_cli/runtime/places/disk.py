@@ -267,8 +267,8 @@ def _open_file(folder: str) -> int:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
                     raise
-                failed = error
-    raise failed
+                failure = error
+    raise failure
 
 
 def _open_unlinked(folder: str, flags: int) -> int:

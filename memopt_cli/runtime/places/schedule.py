@@ -170,7 +170,7 @@ class _Part:
     def __init__(self, sent: Sent, parcel: Parcel, tensor: Tensor) -> None:
         self._parcel, self._device, self._address = parcel, tensor.device, _address_of(tensor)
         self._sent: Sent | None = sent
-        """Its bytes on their way, or in the place; ``None`` if it stays here."""
+        """The part's bytes on their way, or in the place; ``None`` if the part stays here."""
         self._tensors: list[tuple[Tensor, int]] = []
         """The tensors and others in their memory, each with its version; empty once they are freed."""
         self._layouts: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]] = []

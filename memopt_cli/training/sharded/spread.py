@@ -131,9 +131,9 @@ def _refuse(sharded_model: Any, what: str) -> None:
     parts = sharded_model.modules() if isinstance(sharded_model, nn.Module) else [sharded_model]
     kinds = [base for part in parts for base in type(part).__mro__]
     for base in kinds:
-        for package, why in _UNCOUNTED_PACKAGES.items():
+        for package, reason in _UNCOUNTED_PACKAGES.items():
             if f"{base.__module__}.".startswith(f"{package}."):
-                raise StepError(f"{base.__name__} cannot be {what}: {why}", hint=_ALTERNATIVES_HINT)
+                raise StepError(f"{base.__name__} cannot be {what}: {reason}", hint=_ALTERNATIVES_HINT)
 
 
 def _refusing_fsdp1(what: str) -> contextlib.AbstractContextManager[None]:
