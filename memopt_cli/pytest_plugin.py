@@ -20,6 +20,7 @@ import pytest
 from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.records import Counted, StepSettings, to_data
 from memopt_cli.text.optimizer_text import parse_optimizer
+from memopt_cli.text.paths import module_name
 from memopt_cli.text.spelling import in_python, with_python_spelling
 from memopt_cli.text.units import format_bytes, parse_bytes
 
@@ -191,7 +192,7 @@ def _complaint(model: nn.Module, counted: Counted, limit: int) -> str:
     categories = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sorted(parts.items(), key=lambda p: -p[1]))
     classes = {path: type(module).__name__ for path, module in model.named_modules(remove_duplicate=False)}
     holders = ", ".join(
-        f"{h.path or '(root)'} ({classes[h.path]}) {format_bytes(h.held_bytes)}" for h in counted.holders[:_HOLDERS]
+        f"{module_name(h.path)} ({classes[h.path]}) {format_bytes(h.held_bytes)}" for h in counted.holders[:_HOLDERS]
     )
     return (
         f"a training step of {type(model).__name__} needs {format_bytes(peak)}, {over}\n"

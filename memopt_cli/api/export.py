@@ -13,8 +13,8 @@ from dataclasses import replace
 from memopt_cli.api import plain
 from memopt_cli.files.contents import load_plan
 from memopt_cli.records import Plan, SegmentPlan
-from memopt_cli.search.plan.interface import is_within
 from memopt_cli.text.documents import printable
+from memopt_cli.text.paths import is_within, module_name
 from memopt_cli.text.units import format_count
 
 
@@ -59,7 +59,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
     if plan.compile is not None:
         yield f"the model is not compiled: after this, call model.compile(backend={plan.compile.backend!r})"
     for segment in plan.segments:
-        path = segment.path or "(root)"
+        path = module_name(segment.path)
         if segment.through_loss:
             yield f"{path}: no segment; the plan runs it in {segment.chunks} chunks through the loss"
             continue

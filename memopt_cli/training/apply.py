@@ -36,6 +36,7 @@ from memopt_cli.runtime.in_backward import (
     optimizers_in_backward,
     remove_in_backward,
 )
+from memopt_cli.text.paths import module_name
 from memopt_cli.training.compiling import (
     compile_model,
     compiled_as,
@@ -48,8 +49,6 @@ from memopt_cli.training.wrappers import unwrap
 
 _SEGMENT_FIELDS = [field.name for field in fields(SegmentPlan) if field.name != "path"]
 """Fields that an entry of a plan shares with the configuration of its segment."""
-_ROOT = "(root)"
-"""Path of the model itself in messages."""
 _REMOVE_FIRST = "Take that plan off before you apply another: memopt_cli.remove_plan(model)"
 
 
@@ -122,9 +121,9 @@ def _segment_configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentCon
     paths: dict[nn.Module, str] = {}
     handles_saves = plan.packed or plan.place != "device"
     if handles_saves and not any(segment.path == "" for segment in plan.segments):
-        configs[model] = SegmentConfig(recompute=False, packs=plan.packed, place=plan.place, path=_ROOT)
+        configs[model] = SegmentConfig(recompute=False, packs=plan.packed, place=plan.place, path=module_name(""))
     for segment in plan.segments:
-        module, name = find_part(model, segment.path), segment.path or _ROOT
+        module, name = find_part(model, segment.path), module_name(segment.path)
         if module in paths:
             same = "twice" if paths[module] == segment.path else f"twice, the first time as '{paths[module]}'"
             raise PlanError(f"the plan names module '{name}' {same}", hint="Keep one of the two entries.")
@@ -150,7 +149,7 @@ def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]
     configs_by_module: dict[nn.Module, ConfigsByLength] = {}
     for module in dict.fromkeys((model, *(module for part in parts for module in part))):
         configs = tuple(part.get(module) for part in parts)
-        path = _ROOT if module is model else next(config.path for config in configs if config is not None)
+        path = module_name("") if module is model else next(config.path for config in configs if config is not None)
         length_of = length if module is model else None  # only the root reads the length, for all modules
         configs_by_module[module] = ConfigsByLength(up_to=up_to, configs=configs, length=length_of, path=path)
     return configs_by_module
