@@ -12,15 +12,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.errors import MemoptError
 from memopt_cli.online.followable import check_exposed, check_neuron_by_neuron, check_tagged
 from memopt_cli.online.graph import AutogradGraph
 from memopt_cli.online.interception import cell_states
 from memopt_cli.online.operations import trace_kind
 from memopt_cli.online.probe import Probe
 from memopt_cli.online.reach import Reach
+from memopt_cli.online.states import states_of, tensors_in
 from memopt_cli.online.structure import Source, Structure
 from memopt_cli.online.traces import CellOutput, ModuleUse, PastState
-from memopt_cli.online.undeclared import refuse_undeclared
+from memopt_cli.runtime.graph import reachable_nodes
+from memopt_cli.runtime.private_torch import tree_leaves
 from memopt_cli.runtime.state import StartingState
 
 _SPREADS = (1.0, 10.0)
@@ -42,7 +45,7 @@ def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool)
     start = StartingState(model)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), _all_trainable(model) as trainable:
-            refuse_undeclared(model, inputs)
+            _refuse_undeclared(model, inputs)
             start.restore()
             graph = AutogradGraph(model, trainable, weights)
             probes = [Probe(weights, cells, graph, batched=batched, spread=spread) for spread in _SPREADS]
@@ -146,3 +149,33 @@ def _all_trainable(model: nn.Module) -> Iterator[set[int]]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+def _refuse_undeclared(model: nn.Module, inputs: Sequence[Tensor]) -> None:
+    """Take two steps, and raise an error if anything but the declared states connects their graphs.
+
+    No trace would follow such a tensor.  A detached tensor that a module keeps connects nothing.  The states advance by
+    both steps.
+    """
+    first_results = _results_and_states(model, inputs)
+    states = states_of(model)
+    undeclared = [(path, tensor) for path, tensor in tensors_in(model) if path not in states]
+    paths = {tensor.grad_fn: path for path, tensor in undeclared if tensor.grad_fn is not None}
+    first_nodes = set(reachable_nodes([*first_results, *(tensor for _, tensor in undeclared)]))
+    for state in states.values():
+        state.value = state.value.detach()
+    # A variable, since in PyTorch 2.8 the nodes of a user-defined Function die with its result.
+    second_results = _results_and_states(model, inputs)
+    for node in reachable_nodes(second_results):
+        if node in first_nodes and not hasattr(node, "variable"):
+            raise MemoptError(
+                f"{paths.get(node, 'a tensor that the model keeps')} is carried from one time step to the next, and is "
+                "not a declared state",
+                hint="Declare it with declare_state(module, name, shape), so that its past is followed; or keep a "
+                "detach()ed tensor, which is a constant.",
+            )
+
+
+def _results_and_states(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+    returned = [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
+    return [*returned, *(state.value for state in states_of(model).values())]
