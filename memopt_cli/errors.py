@@ -166,8 +166,8 @@ ERRORS: Final[Mapping[str, type[MemoptError]]] = {kind.__name__: kind for kind i
 """Name -> class, for each class of the tree: a subprocess sends the name, and the parent raises the class again."""
 
 
-def sent_class(error: MemoptError) -> type[MemoptError]:
-    """Return the nearest class of ``error`` that is in :data:`ERRORS`, since a class made elsewhere is not."""
+def nearest_known_class(error: MemoptError) -> type[MemoptError]:
+    """Return the nearest class of ``error`` in :data:`ERRORS`: a class that is made elsewhere is not in it."""
     return next(kind for kind in type(error).__mro__ if ERRORS.get(kind.__name__) is kind)
 
 

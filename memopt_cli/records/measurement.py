@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from memopt_cli.errors import LossError, MemoptError, sent_class
+from memopt_cli.errors import LossError, MemoptError, nearest_known_class
 from memopt_cli.records.layout import Collective
 from memopt_cli.records.model import WantedGlobal
 from memopt_cli.records.trace import Phase
@@ -239,7 +239,7 @@ class StepFailed:
     @classmethod
     def from_error(cls, error: MemoptError, hint: str, *, wanted: tuple[WantedGlobal, ...] = ()) -> StepFailed:
         """Return the failure that ``error`` reports, so that its class is raised again where the failure is."""
-        kind = sent_class(error)
+        kind = nearest_known_class(error)
         return cls(
             message=error.message,
             hint=hint,
