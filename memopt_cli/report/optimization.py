@@ -317,9 +317,9 @@ def range_headings(summary: MemOptSummary) -> tuple[str, ...]:
 def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
     """Yield a row for each range of lengths of ``summary``; times are those of its largest length."""
     for row in summary.ranges:
-        ratio = "–" if row.slowdown is None else f"{row.slowdown:.2f}×"
-        if not isinstance(row.original, Measurement):
-            ratio = f"~{ratio}"
+        ratio = "–" if row.slowdown is None else f"~{row.slowdown:.2f}×"
+        if row.slowdown is not None and isinstance(row.original, Measurement):
+            ratio = _as_ratio(row.slowdown, row.plan)
         predicted = row.predicted_allocated_peak_bytes
         numbers = ["–" if predicted is None else f"~{format_bytes(predicted)}", "–", "–"]
         if row.outcome is not None:
@@ -585,7 +585,8 @@ def _waited_shares(summary: MemOptSummary) -> Iterator[float]:
 
 def _measurements(summary: MemOptSummary) -> Iterator[Measurement]:
     """Yield every measurement of a step in ``summary``."""
-    outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
+    rows = [*summary.levels, *summary.frontier, *summary.ranges]
+    outcomes = [*(row.outcome for row in rows), *(row.original for row in summary.ranges)]
     yield from (found for found in outcomes if isinstance(found, Measurement))
 
 
