@@ -146,7 +146,7 @@ def optimize(
     recommend_batch:
         Also return the largest batch that the plan allows.  This needs inputs that are text: tensors have one size.
     for_device:
-        A GPU that is not here, for which the plan is found by estimates, as ``--for``: ``"a100-40gb"``, the path of
+        A GPU that is not here: estimates find the plan for it, as with ``--for``: ``"a100-40gb"``, the path of
         a YAML file, or a ``DeviceProfile``.  Nothing is measured, and no batch recommended.
     loss:
         A function of the model's output.  By default, the loss that the model returns, else a seeded random gradient.

@@ -106,7 +106,7 @@ class GradientChannel:
 
 Ties = list[tuple[Tensor | None, "GradientChannel | int"]]
 """Pairs of a coefficient (``None`` stands for 1) and a target: the gradient, times the coefficient, is added to that
-channel, or to the gradient of the earlier output of the same call that has this number."""
+channel, or to the gradient of the same call's earlier output with this number."""
 
 
 class _TiedTensors(torch.autograd.Function):

@@ -430,8 +430,8 @@ class _Linked(torch.autograd.Function):
 def _link_gradient(values: Tensor, link: Tensor, *, is_seen: bool = False) -> Tensor:
     """Return ``values`` with their gradient going to ``link``.
 
-    ``is_seen``: the module's own code gets them and may write to them in place, which autograd forbids for a view that
-    a custom function returns.
+    ``is_seen``: the module's own code gets them and may write to them in place, but autograd forbids that for views
+    from custom functions.
     """
     linked: Tensor = _Linked.apply(values, link, is_seen)  # type: ignore[no-untyped-call]
     return linked

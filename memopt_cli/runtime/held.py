@@ -263,13 +263,13 @@ class HeldSlots:
         Others may refer to the ``current`` object, so it is exchanged only if there is no other way.
         """
         if isinstance(current, Tensor):
-            held = self.tensors.get(id(current))
-            if held is None or self.originals.get(held.number) is not current or current.grad_fn is not None:
+            record = self.tensors.get(id(current))
+            if record is None or self.originals.get(record.number) is not current or current.grad_fn is not None:
                 return value
             # The module's own vector that forward may have written is always exchanged for the one held: code that
             # records a step relies on nobody else holding it.
             is_own = 0 <= slot[0] < self._known.own
-            is_changed = held.is_written(current) if is_own else not held.is_equal(current)
+            is_changed = record.is_written(current) if is_own else not record.is_equal(current)
             return value if is_changed else current
         if type(current) is not type(value) or not is_object(slot[1], value):
             return value

@@ -5,8 +5,8 @@ for its purpose.  ``tests/runtime/test_private_torch.py`` fails if PyTorch chang
 ``tests/runtime/test_private_names.py`` if another file uses one.  All exist in PyTorch 2.8 to 2.14 (``make compat``).
 Names that are read at every operator are aliases or an ``attrgetter``, which cost nothing.
 
-Two kinds are not here: names that saved files hold (``torch._utils._rebuild_tensor_v2``), which are a file format, and
-operators (``torch.ops.aten._to_copy``), which are called by the names of their schemas.
+Two kinds are not here: names in saved files (``torch._utils._rebuild_tensor_v2``) are a file format, and operators
+(``torch.ops.aten._to_copy``) are called by the names of their schemas.
 """
 
 from __future__ import annotations
@@ -554,22 +554,22 @@ def engine_watched(enter: Callable[[], object], leave: Callable[[], object]) -> 
 
 
 _NOT_COMPILED: Final = frozenset({"torch._compile", "torch._dynamo.eval_frame"})
-"""Modules whose frames stand around a function that is not compiled."""
+"""Modules with frames around a function that is not compiled."""
 
 
 def is_engine(caller: FrameType | None) -> bool:
     """Return whether autograd's engine made a call, where ``caller`` is the Python frame below the called one.
 
-    The engine is written in C++.  So the Python frame below a function that it calls is the frame that started the
-    engine, or there is none, if the engine runs in its own thread.  PyTorch has no other way to tell that autograd
-    adds up two gradients.
+    The engine is written in C++.  So the Python frame below a function called by it is the frame that started the
+    engine; there is no frame if the engine runs in its own thread.  PyTorch has no other way to tell that autograd adds
+    up two gradients.
     """
     caller = _first_frame_outside(caller, _NOT_COMPILED)
     return caller is None or caller.f_code is _ENGINE
 
 
 def caller_beyond(names: frozenset[str]) -> FrameType | None:
-    """Return the frame that called the caller of this, passing over modules whose name is in ``names``."""
+    """Return the caller's caller, passing over frames of the modules ``names``."""
     return _first_frame_outside(sys._getframe(1), names)
 
 

@@ -140,7 +140,7 @@ def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, 
 
 
 def enclosing_segment_run() -> Any:
-    """Return the run of the segment that gets the tensors which autograd saves now.
+    """Return the run of the segment for which autograd saves tensors now.
 
     Return ``None`` if no segment encloses this call, or other saved-tensor hooks are set inside it, such as the hooks
     of the user's own checkpoint.

@@ -86,7 +86,7 @@ def abridge_call(module: nn.Module, lengths: Sequence[int], axis: int, pieces: S
 
     ``pieces``: the tensors that are cut along ``axis``.
     """
-    # The module itself may be unknown: a run of layers that is one segment is a module which is made later.
+    # The module itself may be unknown: a run of layers in one segment is a module made later.
     stand_ins = next((known for part in module.modules() if (known := _known.get(part)) is not None), None)
     live_bytes = stand_ins.live_bytes_counter(module) if stand_ins is not None else None
     if stand_ins is None or live_bytes is None or not all(map(is_fake, pieces)):

@@ -81,7 +81,7 @@ class StepLog(StorageLog):
         """Index of the innermost call that is running; -1 outside of calls."""
         self._path_of: dict[int, str] = {}
         self._call_from_node: list[tuple[int, int]] = [(0, -1)]
-        """Pairs of a node's number and the call that was the innermost from that node on, in order."""
+        """Pairs of a node's number and the innermost call from that node on, in order."""
         self.op_of_node: dict[int, int] = {}
         """Number of a node of autograd -> the operator of forward that made it."""
         self.savers: dict[int, dict[int, None]] = defaultdict(dict)
@@ -107,7 +107,7 @@ class StepLog(StorageLog):
             self.workspaces.fixed(operator_name(func), shapes_of(args)) if self.workspaces and workspace_bytes else 0
         )
         tensors = [leaf for leaf in (*arguments, *tree_leaves(output)) if isinstance(leaf, Tensor)]
-        moved = ((t.nbytes, storage.nbytes) for t in tensors if (storage := self.find(t)) is not None)
+        bytes_pairs = ((t.nbytes, storage.nbytes) for t in tensors if (storage := self.find(t)) is not None)
         record = OpTrace(
             name=operator_name(func),
             phase=phase,
@@ -117,7 +117,7 @@ class StepLog(StorageLog):
             random=is_random(func, args, kwargs),
             flops=count_flops(func, args, kwargs, output),
             dtype=find_dtype(arguments),
-            moved_bytes=sum(map(min, moved)),  # an expanded tensor counts as its storage at most
+            moved_bytes=sum(map(min, bytes_pairs)),  # an expanded tensor counts as its storage at most
             workspace_bytes=workspace_bytes,
             fixed_workspace_bytes=fixed,
             line=line_of_the_model() if self.phase == "forward" else "",

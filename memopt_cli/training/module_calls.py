@@ -169,7 +169,7 @@ def running_calls(error: BaseException, model: nn.Module) -> list[RunningCall]:
 def failed_step(error: Exception, model: nn.Module) -> StepError:
     """Return the exception to raise for ``error``, which the user's code raised in a step of ``model``.
 
-    The message names the module that rejected its input, and the input that the module takes.  An error that speaks of
+    The message names the module that rejected its input, and says which input it takes.  An error that speaks of
     no input, such as a ``raise`` in the user's code, is reported as such, with the line that raised it.
     """
     stack = running_calls(error, model)

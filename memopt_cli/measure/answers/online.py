@@ -38,7 +38,7 @@ def probe(bench: Bench, job: OnlineJob) -> BatchProbe:
     bench.model.zero_grad(set_to_none=True)
     sequence.restart()
     # Memory is recorded twice, since a recording of a whole sequence would be huge: at the start, where everything
-    # that stays is made, and after the last time step, where anything that grew would show.
+    # permanent is made, and after the last time step, where any growth would show.
     first = _allocated_bytes(bench, sequence, range(min(job.time_steps, _RECORDED_TIME_STEPS)))
     bench.model.zero_grad(set_to_none=True)
     sequence.restart()

@@ -31,7 +31,7 @@ class Expressions:
     def __init__(self, names: Names, arguments: set[str], variables: Variables) -> None:
         """Write the expressions of a function with these ``arguments``.
 
-        ``names``: the global names of the whole program, to which those that the expressions use are added.
+        ``names``: the global names of the whole program; those used by the expressions are added.
         """
         self._names = names
         self._arguments = arguments

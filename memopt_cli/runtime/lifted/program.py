@@ -40,7 +40,7 @@ from memopt_cli.runtime.lifted.operators import EXPRESSIONS, FUNCTIONS, find_ope
 from memopt_cli.runtime.private_torch import schema_of
 
 VERSION: Final = 1
-"""The version of the stored form, which rises when that changes."""
+"""The version of the stored form: a change of the form raises it."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FURTHER_CALL: Final = "forward_as"

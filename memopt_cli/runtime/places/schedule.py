@@ -112,7 +112,7 @@ class Parcel:
             self._before, _thread.last = _thread.last, ref(self)
 
     def ask(self) -> None:
-        """Begin to fetch this parcel, to which backward has come, and the parcel that backward needs next."""
+        """Begin to fetch this parcel, since backward has come to it, and the parcel that backward needs next."""
         self._fetch()
         if self._before is not None and (before := self._before()) is not None:
             before._fetch()
