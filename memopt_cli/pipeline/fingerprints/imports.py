@@ -66,16 +66,16 @@ def import_notes(
         packages[folders].append(package)
         for folder, loaded in sources[0][package].items():
             if common := loaded & sources[1][package].get(folder, set()):
-                for location, file in zip((reference, candidate), files, strict=True):
-                    if other := _other_code(folder, common, file):
-                        both = (other, folder) if file == files[0] else (folder, other)
-                        first, second = (quoted_flag("--code-path", _shown(each)) for each in both)
-                        raise UsageError(
-                            f"both models import {package} from {_shown(folder)}, but {location} has other code of it "
-                            f"in {_shown(other)}, which would not be compared",
-                            hint=f"Name both folders: `{first}` `{second}`. Of two modules of one name, the reference "
-                            "imports the first, the candidate the last.",
-                        )
+                meant = [_other_code(folder, common, file) or folder for file in files]
+                if meant != [folder, folder]:
+                    location, other = (reference, meant[0]) if meant[0] != folder else (candidate, meant[1])
+                    first, second = (quoted_flag("--code-path", _shown(each)) for each in meant)
+                    raise UsageError(
+                        f"both models import {package} from {_shown(folder)}, but {location} has other code of it "
+                        f"in {_shown(other)}, which would not be compared",
+                        hint=f"Name both folders: `{first}` `{second}`. Of two modules of one name, the reference "
+                        "imports the first, the candidate the last.",
+                    )
     notes = []
     for (folder, other), names in packages.items():
         if folder != other:
