@@ -233,7 +233,7 @@ def _usage_hint(err: TyperException) -> str:
 
 
 def _commands_with(flag: str) -> str:
-    """Return a clause that names the commands with an option ``flag``; empty if none has it."""
+    """Return a clause that names the commands with an option ``flag``; empty if no command has it."""
     commands = [
         f"memopt {name}"
         for name, command in _command().commands.items()

@@ -120,7 +120,7 @@ def _refuse_unknown(context: typer.Context, file: Path, data: dict[str, Any]) ->
 
 
 def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """Return parameter name -> text or texts for this command; keys of other commands are left out."""
+    """Return parameter name -> string or strings for this command; keys of other commands are left out."""
     flags = _flags(context.command)
     return {
         flags[key].name: list(_flag_texts(file, key, value)) if flags[key].multiple else _flag_text(file, key, value)

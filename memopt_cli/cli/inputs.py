@@ -28,7 +28,7 @@ def input_spec(
 
     With dimensions alone (``--dim B=16``) the spec has no tensors, file or script: the sizes apply to a description
     that is found later, such as ``model.inputs.yaml``.
-    ``batch``: the size of ``B`` in ``inputs`` if none is given; ``None`` to ask for one.
+    ``batch``: the size of ``B`` in ``inputs`` that lack one; ``None`` to ask for one.
 
     Raises :class:`UsageError` for text that does not parse, two descriptions at once, a symbol without a size, and a
     ``--dim`` that no shape uses.  Sizes in the config file may be unused: one file can serve several models.

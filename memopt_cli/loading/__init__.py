@@ -1,7 +1,7 @@
 """Loading saved models as modules in memory.
 
 :func:`load_model` takes files of every format, folders of ``save_pretrained`` and the user's own functions.  Code runs
-only if it is PyTorch's, a known library's, or the user allowed it by a flag of ``--trust``.
+only if it is PyTorch's, a known library's, or the user allowed it (``--code-path``, ``--allow-package`` and the like).
 """
 
 from __future__ import annotations

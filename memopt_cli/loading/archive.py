@@ -87,7 +87,7 @@ class Archive:
             if stored.nbytes != entry.file_size:
                 raise ValueError("the size of the record differs from the size in the directory")
             if entry.CRC and zlib.crc32(stored) != entry.CRC:  # PyTorch has an option that leaves checksums out
-                raise ValueError("the record has another checksum")
+                raise ValueError("the record does not match its checksum")
             return stored
         except Exception as err:
             reason = f"its record {name[:_MAX_NAME_LENGTH]} is missing or damaged"

@@ -63,7 +63,7 @@ _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
 _MAX_PAIRS: Final = 10**6
 """Maximum number of pairs of names of the same tensor, over all tensors: each name is compared with the others."""
 _FIXED_SIZES: Final = (
-    "torch.export fixed every size: with inputs of other sizes the model may fail, or compute something else."
+    "torch.export fixed every size: with inputs of other sizes the model may fail, or compute other values."
 )
 _CONTAINERS: Final = ("builtins.tuple", "builtins.list", "builtins.dict")
 

@@ -250,8 +250,8 @@ def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     kinds = {
         "missing": missing,
         "unexpected": unexpected,
-        "of another shape": other_shape,
-        "of another kind": other_kind,
+        "of a different shape": other_shape,
+        "of a different kind": other_kind,
     }
     return ", ".join(
         f"{len(names)} {kind} ({', '.join([*names[:_SHOWN], *['…'][: len(names) - _SHOWN]])})"

@@ -292,7 +292,7 @@ def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Gen
 def range_like(example: Tensor) -> str:
     """Return the ``values`` of whole numbers like those in ``example``.
 
-    Its only negative number stands apart: numbers between -100 and the least class are no labels.
+    Its only negative number stands apart: numbers between -100 and the least class are not labels.
     """
     if not example.numel():
         return "0..1"

@@ -4,9 +4,9 @@ The format is described in PyTorch's documentation ("Understanding CUDA Memory U
 
 A snapshot holds plain containers, and only these are unpickled.  Such a pickle can still exhaust its reader: a tuple
 may hold the same tuple twice, thirty levels deep (a walk or a hash visits it a billion times), and the keys of a dict
-may all have one hash (time grows with their square).  Therefore keys must be texts, and parts are visited no more often
-than there are opcodes.  Python's own unpickler is used, which can be stopped at each opcode; that in C cannot, and
-allocates a memo as long as the largest number in the file.
+may all have one hash (time grows with their square).  Therefore keys must be strings, and there are at most as many
+visits to parts as opcodes.  Python's own unpickler is used, which can be stopped at each opcode; the one in C cannot,
+and allocates a memo as long as the largest number in the file.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _PLAIN: Final = frozenset(
     "APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT DICT SETITEM SETITEMS GET BINGET LONG_BINGET PUT BINPUT "
     "LONG_BINPUT MEMOIZE".split()
 )
-"""Opcodes that make plain containers, numbers and texts, and call nothing."""
+"""Opcodes that make plain containers, numbers and strings, and call nothing."""
 _MAX_HOLDERS: Final = 200
+"""Maximum number of source lines that are reported."""
 _MAX_BYTES: Final = 1 << 30
-"""Maximum number of source lines that are reported, and largest size in bytes of a snapshot."""
+"""Largest size in bytes of a snapshot."""
 _MAX_OPCODES = 20_000_000
 """Maximum number of opcodes of the largest pickle; a history of 100,000 events has some 3 million.
 
@@ -74,7 +75,7 @@ class _PlainUnpickler(_Unpickler):
     def __getitem__(self, code: int) -> Any:
         """Return the function that takes the next opcode.
 
-        Raises :class:`UnsafeFileError` for an opcode that is not plain, for keys that are not texts, for a stack that
+        Raises :class:`UnsafeFileError` for an opcode that is not plain, for keys that are not strings, for a stack that
         is made to be huge and for more opcodes than the size explains, and :class:`FileFormatError` for too many.
         """
         self.opcodes += 1
@@ -101,7 +102,7 @@ class _PlainUnpickler(_Unpickler):
         return ""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuse to import anything; no plain opcode gets here, so this is a second lock on the door."""
+        """Refuse to import anything; no plain opcode gets here, so this is only a second safeguard."""
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 

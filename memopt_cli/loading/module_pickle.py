@@ -247,7 +247,7 @@ def audit_objects(
 def _unknown(unclaimed: Iterable[Use], code: UserCode) -> list[tuple[Global, Denied | Missing]]:
     """Refuse each name in ``unclaimed``, uses without a kind, once for each way of use.
 
-    A package that is in ``code`` hides any other, so that no flag makes a module that it lacks importable.
+    A package in ``code`` hides an installed one of that name, so no flag can make its missing modules importable.
     """
     uses = {(use.name, use.how): use for use in unclaimed}
     scripts = scripts_with({use.name for use in uses.values() if use.name.module == "__main__"})

@@ -47,7 +47,7 @@ _OPCODES: Final = frozenset(
     "LONG_BINPUT BINGET LONG_BINGET EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT "
     "SETITEM SETITEMS GLOBAL REDUCE NEWOBJ BUILD BINPERSID".split()
 )
-"""Opcodes that PyTorch writes; its reader gives others another meaning, or does not know them."""
+"""Opcodes that PyTorch writes; its reader gives others a different meaning, or does not know them."""
 
 
 def check_script_file(data: bytes, path: str) -> None:

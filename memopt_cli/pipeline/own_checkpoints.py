@@ -8,7 +8,7 @@ from dataclasses import replace
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Failure, Measurement, Plan, describe
-from memopt_cli.text.paths import attributes_in_words
+from memopt_cli.text.paths import attributes_in_words, quote_module
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 
@@ -46,7 +46,7 @@ def _measure(prepared: Prepared) -> Measurement | Failure:
 
 
 def _cost_in_words(own: Measurement | Failure) -> str:
-    """Return peak and time of the step with the model's own checkpointing on, in words."""
+    """Return peak and time of the step with the model's own checkpointing on, as text."""
     if not isinstance(own, Measurement):
         return f", which does not run: {describe(own)}"
     return f", which takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} per step"
@@ -63,7 +63,7 @@ def own_checkpoints_notes(paths: Sequence[str]) -> tuple[str, ...]:
     """Return a note that the modules at ``paths`` checkpoint in their forward, if there are any."""
     if not paths:
         return ()
-    modules = format_some([f"'{path or '(root)'}'" for path in paths])
+    modules = format_some([*map(quote_module, paths)])
     return (
         f"The model checkpoints by itself, in the forward of {modules}. A plan cannot change that, and inside a "
         "segment that part is recomputed twice. If an attribute such as use_checkpoint controls it, memopt searches "

@@ -218,7 +218,7 @@ def remembered_inputs(location: str) -> InputSpec | None:
 
     The plan, the summary and the frontier that ``memopt optimize`` wrote hold them.  These files may have come with the
     model, so only inputs that name no code and no other file are taken.  Files that cannot be read, or are about
-    another model, are skipped without an error, since the user has not named them.
+    a different model, are skipped without an error, since the user has not named them.
     """
     paths, model_path = output_paths(location, None), Path(location)
     name = model_path.absolute().name

@@ -120,7 +120,7 @@ class ShorterStep:
 
     @property
     def name(self) -> str:
-        """Length in words: ``S=512``."""
+        """Length as text: ``S=512``."""
         return f"{self.dim}={self.size}"
 
 

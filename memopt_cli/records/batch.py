@@ -66,7 +66,7 @@ class BatchAdvice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEstimate:
-    """The largest batch that fits by the memory model; no batch was run to find it."""
+    """The largest batch that fits according to the memory model; no batch was run to find it."""
 
     batch: int
     predicted_peak_bytes: int
@@ -384,7 +384,7 @@ class BatchRecommendation:
     header: FileHeader
     objective: Objective
     limit: str
-    """Memory limit in words, with its source."""
+    """Memory limit and its source, as text for a report."""
     rows: tuple[BatchRow, ...]
     """Cases, those without the plan first; sizes ascending."""
     chosen: int

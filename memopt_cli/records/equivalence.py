@@ -18,7 +18,7 @@ class EquivalenceRequest:
 
     reference: ModelSource
     candidate: ModelSource
-    """Candidate: the same model or step, trained in another way."""
+    """Candidate: the same model or step, trained differently."""
     spec: InputSpec | None
     """Inputs of both; ``None`` to look for them next to the reference, then guess."""
     settings: StepSettings = StepSettings()
@@ -128,7 +128,7 @@ class TensorGap:
     name: str
     """Name such as ``gradient of block1.weight``."""
     apart: float
-    """Distance divided by the norm of the reference's tensor; infinite if one is missing, or has another shape."""
+    """Distance divided by the norm of the reference's tensor; infinite if one is missing, or their shapes differ."""
     missing: Literal["", "reference", "candidate"] = ""
     """Side that lacks the tensor; empty if neither does."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BUILT_IN = ("fsdp", "ddp")
-"""Layouts that memopt makes itself; another layout needs a user function."""
+"""Layouts that memopt makes itself; any other layout needs a user function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ class ModelFacts:
     carried: Plan
     """Plan that the file carries; empty if none."""
     asked_codecs: tuple[str, ...]
-    """Paths of the modules that name a codec for their inputs (``x_compressor``), other than ``null``."""
+    """Paths of the modules that name a compressor of their inputs (``x_compressor``), other than ``null``."""
     fixed_sizes: bool
     """Whether the file takes inputs of one size only (``torch.export`` without ``dynamic_shapes``)."""
     indices: dict[str, int]

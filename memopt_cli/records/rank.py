@@ -106,7 +106,7 @@ class RanksRecommendation:
 
     header: FileHeader
     limit: str
-    """Memory limit of a rank in words, with its source."""
+    """Memory limit of a rank and its source, as text for a report."""
     rows: tuple[RanksRow, ...]
     """Answers by number of ranks, for each the one without the plan first."""
     fewest_ranks: int

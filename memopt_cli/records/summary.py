@@ -234,7 +234,7 @@ class MemOptSummary:
     plan: Plan | None = None
     verification: Verification | None = None
     advice: BatchAdvice | BatchEstimate | None = None
-    """Batch that fits, by runs or only by dry runs; ``None`` if none was looked for, or a note gives the reason."""
+    """Batch that fits, by runs or only by dry runs; ``None`` if no search was asked for, or a note gives the reason."""
     model_format: str = ""
     spent_s: float = 0.0
     """Wall time of the whole optimization."""
@@ -245,9 +245,9 @@ class MemOptSummary:
     interrupted: bool = False
     """Whether the user interrupted the search; the plan is then the best of those tried."""
     faster: Outlook | None = None
-    """Predictions for the next faster plan on the frontier; ``None`` if none is known."""
+    """Predictions for the next faster plan on the frontier; ``None`` if no faster plan is known."""
     smaller: Outlook | None = None
-    """Predictions for the next smaller plan; ``None`` if none is known."""
+    """Predictions for the next smaller plan; ``None`` if no smaller plan is known."""
     estimates: PlanEstimates | None = None
     """Estimates for a device that this machine lacks, where nothing is measured; ``None`` for the device here."""
     parallel: PlannedRanks | None = None
@@ -288,7 +288,7 @@ class MemOptSummary:
 
     @property
     def slower(self) -> Outlook | None:
-        """Predictions for a smaller plan that exceeds the limit of the slowdown; ``None`` if none is known."""
+        """Predictions for a smaller plan that exceeds the limit of the slowdown; ``None`` if no such plan is known."""
         limit = self.options.get("max_slowdown") if self.budget_bytes is None else None
         is_over = self.smaller is not None and limit is not None and self.smaller.slowdown > float(limit)
         return self.smaller if is_over else None

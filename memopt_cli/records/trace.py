@@ -36,9 +36,9 @@ class ModuleTrace:
     packed_input_bytes: int = 0
     """Bytes of the input tensors in :attr:`compressor`."""
     compressor: CompressorName = "null"
-    """Codec that the module names, or else the smallest one that held all of its inputs losslessly."""
+    """Compressor that the module names, or else the smallest that held all of its inputs losslessly."""
     codec_misfit: str = ""
-    """How the user's own codec, which the module names, failed to restore its inputs; empty if it did not."""
+    """How the user's own compressor, named by the module, failed to restore its inputs; empty if it did not."""
     input_shape: tuple[int, ...] = ()
     """Shape of the first positional tensor of the first call; empty if there is none."""
     first_input_bytes: int = 0
@@ -111,9 +111,9 @@ class StorageTrace:
     saved_by: tuple[int, ...] = ()
     """Operators of forward whose derivative holds the storage until backward; empty for parameters, which live on."""
     compressor: CompressorName = "null"
-    """Smallest codec that held the contents exactly; ``null`` if the contents were not looked at."""
+    """Smallest compressor that held the contents exactly; ``null`` if the contents were not looked at."""
     packed_bytes: int = 0
-    """Bytes in the codec; ``nbytes`` for ``null``."""
+    """Bytes when compressed; ``nbytes`` for ``null``."""
     fixed_bytes: tuple[tuple[int, int], ...] = ()
     """Pairs of the length of an axis and the bytes that do not shrink with it; empty for most tensors."""
 

@@ -66,7 +66,7 @@ def _equal(found: Verification | None) -> str:
 
 
 def _rounding(found: Verification) -> str:
-    """Return the distance by ``found``: `` (in one step, about 2e-07 of the norm)``; empty if none differed."""
+    """Return the distance by ``found``: `` (in one step, about 2e-07 of the norm)``; empty if no tensor differed."""
     of_norm = found.measured.worst_difference if found.measured is not None else 0.0
     if of_norm := of_norm or found.rounding:
         return f" (in one step, about {of_norm:.0e} of the norm)"
@@ -235,7 +235,7 @@ def _own_row(summary: MemOptSummary) -> LevelRow | None:
 
 
 def _elsewhere(found: LevelRow | ParetoPoint) -> str:
-    """Return the most bytes that wait elsewhere in the step of ``found``; empty if none do, or it was not measured."""
+    """Return the most bytes that wait elsewhere in the step of ``found``; empty for none, or without a measurement."""
     nbytes = found.outcome.elsewhere_bytes if isinstance(found.outcome, Measurement) else 0
     return format_bytes(nbytes) if nbytes else ""
 
@@ -303,7 +303,7 @@ def frontier(summary: MemOptSummary) -> Table:
 
 
 def _bits(plan: Plan) -> str:
-    """Return whether a step under ``plan`` gives the original's bits; chunks and compilers round in another order."""
+    """Return whether a step under ``plan`` gives the original's bits: chunks and compilers change the order of sums."""
     return "rounded" if plan.has_chunks or plan.compile is not None else "same"
 
 
@@ -345,7 +345,7 @@ def ranges(summary: MemOptSummary) -> Table:
 
 
 def distinct_labels(plans: Sequence[Plan]) -> list[str]:
-    """Return ``plans`` in words; where several have the same words, add the first segments that only some of them have.
+    """Return ``plans`` as text; where several have the same words, add the first segments that only some of them have.
 
     ``1 in chunks`` becomes ``1 in chunks: conv_fc.0-3 in 20 chunks``.
     """
@@ -376,7 +376,7 @@ def _in_place(segment: SegmentPlan) -> str:
 
 
 def in_words(plan: Plan) -> str:
-    """Return ``plan`` in words: ``8 segments (2 packed), saved tensors packed``, ``no plan`` for the empty one.
+    """Return ``plan`` as text: ``8 segments (2 packed), saved tensors packed``, ``no plan`` for the empty one.
 
     The counts before the brackets add up to the number of segments.
     """
@@ -629,7 +629,7 @@ def _further_checks(verification: Verification) -> str:
 
 
 def inexact(verification: Verification) -> Iterator[str]:
-    """Yield a sentence on what rounding has changed by ``verification``, and one on the modules that are inexact."""
+    """Yield a sentence on what rounding changed, according to ``verification``, and one on the inexact modules."""
     if verification.passed and verification.rounding:
         coarse = "parameters are bfloat16, whose rounding is about 1%, and " if verification.in_bfloat16 else ""
         yield (
@@ -640,7 +640,7 @@ def inexact(verification: Verification) -> Iterator[str]:
         yield f"over many steps rounding adds up and may tip choices, such as a spike or a ReLU's sign: {_DRIFT_REASON}"
     if verification.inexact:
         names = ", ".join(verification.inexact)
-        yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"
+        yield f"NOT exact, as allowed: every chunk uses its own batch statistics in {names} (verified with fixed ones)"
 
 
 def _describe_tolerance(verification: Verification) -> str:

@@ -38,7 +38,7 @@ def headline(recommendation: BatchRecommendation) -> Iterator[str]:
 
 
 def _fitting_batch(recommendation: BatchRecommendation, main: BatchRow) -> str:
-    """Return ``batch 40 fits at S=128, the largest that does (confirmed by a run)``, or that it is an estimate."""
+    """Return ``batch 40 fits at S=128, the largest that does (confirmed by a run)``, or an estimate."""
     where = _case_in_words(main)
     if any(row.dims != main.dims for row in recommendation.rows):
         where += "".join(f" (other {symbol}: see the table)" for symbol in main.dims)
@@ -100,8 +100,8 @@ def _gain(advice: ReplicaAdvice) -> str:
         gain = (
             f"{best.samples_per_s / first.samples_per_s:.2g} times as many samples/s as {format_copies(first.replicas)}"
         )
-    end = f"tried up to {advice.probes[-1].replicas}: {advice.limited_by}"
-    return f"{format_copies(best.replicas)} at batch {best.batch}: {gain}{route}; {end}"
+    tried = f"tried up to {advice.probes[-1].replicas}: {advice.limited_by}"
+    return f"{format_copies(best.replicas)} at batch {best.batch}: {gain}{route}; {tried}"
 
 
 def tables(recommendation: BatchRecommendation) -> Iterator[Table]:
@@ -182,7 +182,7 @@ def _run_table(recommendation: BatchRecommendation) -> Table:
 
 
 def _plan_cell(row: BatchRow, planned: bool) -> list[str]:
-    """Return the cell that says whether ``row`` is under the plan; none if no row of the answer is (``planned``)."""
+    """Return the cell that says whether ``row`` is under the plan; no cell if the table lacks that column."""
     return ["with" if row.planned else "without"] if planned else []
 
 

@@ -118,7 +118,7 @@ def read_end(path: str | os.PathLike[str], nbytes: int) -> bytes:
 
 
 def read_tail(file: BinaryIO, nbytes: int) -> bytes:
-    """Read ``file`` to its end, and return the last ``nbytes`` bytes; at no time are more than a few more held."""
+    """Read ``file`` to its end, and return the last ``nbytes`` bytes; little more is held at any time."""
     end = b""
     while block := file.read(1 << 20):
         end = (end + block)[-nbytes:]
@@ -157,7 +157,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _refuse_content(descriptor: int, path: str) -> None:
-    """Refuse a file that has size 0 and content nevertheless: the kernel's own files, which may block or never end."""
+    """Refuse a file of size 0 that has content all the same: the kernel's own files, which may block or never end."""
     try:
         is_empty = not os.read(descriptor, 1)
     except OSError as err:  # the kernel has nothing to read yet, or forbids it
@@ -202,7 +202,7 @@ def _path_of_descriptor(descriptor: int) -> str:
 def read_yaml(path: Path, hint: str = "") -> Any:
     """Read the plain values of a YAML file.
 
-    Raises :class:`UsageError` if it cannot be read or is no YAML; ``hint``: what the user should write into it.
+    Raises :class:`UsageError` if it cannot be read or is not YAML; ``hint``: what the user should write into it.
     """
     try:
         return _yaml_values(read_bytes(path, _MAX_YAML_BYTES))
@@ -223,7 +223,7 @@ def _yaml_values(text: bytes) -> Any:
 
 
 def why_unreadable(text: bytes) -> str:
-    """Return why :func:`read_yaml` would refuse a file that holds ``text``; empty if it would read that."""
+    """Return why :func:`read_yaml` would refuse a file that holds ``text``; empty if it would not."""
     if len(text) > _MAX_YAML_BYTES:
         return f"it is larger than {format_bytes(_MAX_YAML_BYTES)}"
     try:

@@ -50,7 +50,7 @@ _SHOWN: Final = 8
 _MAX_HINT: Final = 10_000
 """Maximum number of characters of a hint that is searched for a function."""
 _ANY: Final = "NAME"
-"""Stands for a name that the user has to choose."""
+"""Placeholder for a name that the user has to choose."""
 _BUILDERS: Final = ("build", "make_model", "get_model", "create_model")
 _WRITE: Final = "build.py is a file that you write, of two lines: from {} import {}; def build(): return {}"
 _WRITE_ANY: Final = _WRITE.format("net", "Net", "Net()")
@@ -60,7 +60,7 @@ _LONGEST_NAME: Final = 60
 
 
 def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[str] = ()) -> str:
-    """Return a hint for ``weights``, a file that has no model: to name the folder, if it holds a model of a library.
+    """Return a hint for ``weights``, a file without a model: name its folder, if a library saved it, or a function.
 
     ``code_paths``: files and folders of ``--code-path``; a file there may define what builds the model; ``names``: the
     names of the tensors, to tell the class of the model from others.
@@ -135,7 +135,7 @@ def suggest_weights(
 ) -> str:
     """Return what to type for the file ``weights``, and a function to write.
 
-    It makes the class in ``code_paths`` that holds tensors of ``names``, else ``class_name``, if that is known.
+    The function makes the class in ``code_paths`` that holds tensors of ``names``, else ``class_name`` if it is known.
     """
     name = class_name.rpartition(".")[2]
     known = name if name.isidentifier() and len(name) <= _LONGEST_NAME else "Net"

@@ -12,9 +12,19 @@ from memopt_cli.text.units import format_count
 _NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 
+def module_name(path: str) -> str:
+    """Return ``path`` for messages; the model itself, whose path is empty, is ``(root)``."""
+    return path or "(root)"
+
+
 def quote_module(path: str) -> str:
-    """Return ``path`` in quotes for messages; the model itself, whose path is empty, is ``'(root)'``."""
-    return f"'{path or '(root)'}'"
+    """Return ``path`` in quotes for messages; the model itself is ``'(root)'``."""
+    return f"'{module_name(path)}'"
+
+
+def is_within(path: str, ancestor: str) -> bool:
+    """Return whether ``path`` is ``ancestor`` or lies below it; the empty path is the root."""
+    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
 def gather_paths(held: Mapping[str, int]) -> dict[str, int]:

@@ -94,7 +94,7 @@ def in_python(text: str) -> str:
 def _parse_marked(marked: str) -> tuple[list[str], list[tuple[str, str]]] | None:
     """Split ``marked`` into the words before its first flag, and its flags with their values (empty for none).
 
-    Returns ``None`` for text that is no option: a PyTorch error that memopt quotes may have backticks, too.
+    Returns ``None`` for text that is not an option: a PyTorch error that memopt quotes may have backticks, too.
     """
     with contextlib.suppress(ValueError):  # a quotation that does not end
         command: list[str] = []

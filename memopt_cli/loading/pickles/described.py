@@ -171,7 +171,7 @@ def is_storage(kind: Global) -> bool:
 
 
 def tensor_of(value: Any) -> PickledTensor | None:
-    """Return the tensor that ``value`` stands for, or ``None`` if it stands for something else."""
+    """Return the tensor that ``value`` stands for, or ``None`` if it does not stand for a tensor."""
     trainable: bool | None = None
     for _ in range(_MAX_WRAPPERS):
         if not (isinstance(value, Built) and isinstance(value.arguments, Tuple)):

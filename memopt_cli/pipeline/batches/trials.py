@@ -98,7 +98,7 @@ class Trials:
                 self.record(batch, session, None)
 
     def step(self, first_batch: int) -> ScaledStep | str:
-        """Return the original's step, computable at any batch, or words on why it cannot be.
+        """Return the original's step, computable at any batch, or the reason why it cannot be computed.
 
         The step is made from the records at the smallest and the largest batch.  ``first_batch``: the batch to record,
         together with its double, if there is no record yet.

@@ -107,7 +107,7 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, Ste
 
 
 def _typed(request: CheckRequest) -> str:
-    """Return the model and the step of ``request`` as typed, with a placeholder for inputs; empty if none was typed."""
+    """Return model and step of ``request`` as typed, with a placeholder for inputs; empty without a command line."""
     if request.flags is None:
         return ""
     inputs = () if request.spec is not None and request.spec.has_inputs else ("-i SHAPE",)
@@ -218,9 +218,9 @@ def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepa
     root = next((module.class_name for module in before.memory.modules if not module.path), class_name)
     if root != class_name and Path(location).name != Path(before.header.model).name:
         raise BaselineError(
-            f"{request.baseline_path} is not comparable: it is of another model, {root} of {before.header.model}; "
+            f"{request.baseline_path} is not comparable: it is of a different model, {root} of {before.header.model}; "
             f"{location} holds {class_name}",
-            hint=f"If {root} has another name now, record its baseline again. Otherwise keep one for each model: "
+            hint=f"If {root} has a different name now, record its baseline again. Otherwise keep one for each model: "
             "record it with `memopt baseline MODEL -i SHAPE -o FILE`, and name it with `--baseline FILE`.",
         )
 

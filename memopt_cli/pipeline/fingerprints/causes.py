@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from memopt_cli.pipeline.fingerprints.gaps import gaps_between
 from memopt_cli.records import CallPrint, Cause, ChoicePrint, StepPrint, TensorGap
+from memopt_cli.text.paths import is_within
 
 _NO_GRADIENTS_WARNING = "None of the inputs have requires_grad=True"
 """Text of PyTorch's warning for a reentrant checkpoint without an input that requires a gradient."""
@@ -127,7 +128,7 @@ def cause_of(pair: Pair) -> Cause | None:
 
 
 def cause_of_failure(pair: Pair, *, is_first: bool) -> Cause | None:
-    """Return the first cause that explains why only the candidate's step of ``pair`` failed; ``None`` if none does.
+    """Return the first cause that explains why only the candidate's step of ``pair`` failed; ``None`` if no cause does.
 
     ``is_first``: whether it is the first step of the training.
     """
@@ -168,8 +169,8 @@ def _by_error(pair: Pair) -> Cause | None:
         return None
     ended_call: CallPrint | None = None
     for call in reversed(pair.candidate.calls):
-        is_within = ended_call is None or call.path.startswith(f"{ended_call.path}." if ended_call.path else "")
-        if call.finished or not call.recomputed or not is_within:
+        is_outer = ended_call is None or is_within(call.path, ended_call.path)
+        if call.finished or not call.recomputed or not is_outer:
             break
         ended_call = call
     return _cause_at(ended_call, NEW_ERROR) if ended_call is not None else None
@@ -185,7 +186,7 @@ def _by_second_backward(pair: Pair, *, is_first: bool) -> Cause | None:
 
 
 def _by_checkpoint_error(pair: Pair) -> Cause | None:
-    """Return the cause by PyTorch's error alone, for a checkpointed function that calls no modules."""
+    """Return the cause that PyTorch's error shows by itself, for a checkpointed function that calls no modules."""
     is_checkpoint_error = _CHECKPOINT_ERROR in pair.candidate.failed or _SELECTIVE_ERROR in pair.candidate.failed
     return Cause(text=OTHER_TENSORS) if is_checkpoint_error else None
 
@@ -250,12 +251,8 @@ def _calls_around(call: CallPrint, calls: Iterable[CallPrint]) -> list[CallPrint
 
     ``call`` itself counts as one of them.
     """
-    outer_calls = (outer for outer in calls if outer is call or _is_below(call.path, outer.path))
+    outer_calls = (outer for outer in calls if outer is call or is_within(call.path, outer.path))
     return sorted(outer_calls, key=lambda outer: len(outer.path))
-
-
-def _is_below(path: str, module: str) -> bool:
-    return not module or path == module or path.startswith(f"{module}.")
 
 
 def _by_early_stop(pair: Pair) -> Cause | None:
@@ -272,7 +269,7 @@ def _by_second_change(pair: Pair) -> Cause | None:
     paths_in_reference = {call.path for call in pair.reference.calls if call.recomputed}
     recomputed = [call for call in pair.candidate.calls if call.recomputed and call.path not in paths_in_reference]
     for name in (gap.name.split(" ")[-1] for gap in pair.gaps if gap.name.startswith(("buffer", "state"))):
-        owners = [call for call in recomputed if call.path != name and _is_below(name, call.path)]
+        owners = [call for call in recomputed if call.path != name and is_within(name, call.path)]
         if owners:
             return _cause_at(max(owners, key=lambda call: len(call.path)), REPEAT)
     return None
@@ -297,7 +294,7 @@ def _by_kept_values(pair: Pair) -> Cause | None:
     kind, _, name = first_name.partition(" ")
     if kind not in ("buffer", "state"):
         return None
-    owners = [call for call in pair.candidate.calls if not call.recomputed and _is_below(name, call.path)]
+    owners = [call for call in pair.candidate.calls if not call.recomputed and is_within(name, call.path)]
     return _cause_at(max(owners, key=lambda call: len(call.path)), OTHER_VALUES) if owners else None
 
 

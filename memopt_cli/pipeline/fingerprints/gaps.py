@@ -13,7 +13,7 @@ from memopt_cli.errors import StepError
 from memopt_cli.pipeline.fingerprints.steps import ROUNDING_SHARE, relative_distance, root_mean_square
 from memopt_cli.pipeline.renames import find_renames
 from memopt_cli.records import NOT_FINITE, FollowedSteps, ModuleBytes, StepPrint, TensorGap, TensorPrint
-from memopt_cli.text.paths import stems_of
+from memopt_cli.text.paths import is_within, stems_of
 from memopt_cli.text.units import format_some
 
 _RenameFunction = Callable[[str], str]
@@ -42,7 +42,7 @@ class FirstDifference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether sums in another order may cause all gaps: no tensor is missing, of another kind, or of integers."""
+        """Whether the order of sums may cause all gaps: no tensor is missing, of a different kind, or of integers."""
         return all(math.isfinite(gap.apart) for gap in self.gaps)
 
 
@@ -152,7 +152,7 @@ def with_equal_names(reference: FollowedSteps, other: FollowedSteps) -> tuple[Fo
 
 
 def rename_notes(reference: FollowedSteps, other: FollowedSteps) -> tuple[str, ...]:
-    """Return a note if parts of the model have other names in ``other``."""
+    """Return a note if parts of the model have different names in ``other``."""
     stems = _renamed(*_without_wrappers(reference, other))
     names = ", ".join(f"{new} is {old}" for new, old in stems.items())
     return (f"Compared under the names of the reference: {names}.",) if stems else ()
@@ -184,8 +184,8 @@ def _renamed(reference: FollowedSteps, other: FollowedSteps) -> dict[str, str]:
     if [sides[0][name] for name in old] != [sides[1][name] for name in new]:
         return {}
     stems = {after: before for before, after in map(stems_of, old, new)}
-    paths = [f"{tensor.name.partition(' ')[2]}." for tensor in other.start]
-    is_taken = any(path.startswith(f"{before}.") for before in stems.values() for path in paths)
+    paths = [tensor.name.partition(" ")[2] for tensor in other.start]
+    is_taken = any(is_within(path, before) for before in stems.values() for path in paths)
     # With an empty path, one model is in a wrapper, which may do more.
     return {} if is_taken or "" in stems or "" in stems.values() else stems
 
@@ -222,10 +222,10 @@ def _require_same_start(reference: FollowedSteps, other: FollowedSteps) -> None:
 
 
 def _other_parameters(before: _TensorsByName, after: _TensorsByName, gone: Sequence[str], added: Sequence[str]) -> str:
-    """Return what the candidate lacks, has in addition and has in another shape; empty if there is nothing.
+    """Return what the candidate lacks, what only it has, and what differs in shape; empty if there is nothing.
 
     ``gone``, ``added``: parameters that only one side has.  Those of renamed modules are left out, unless there are no
-    others: names that match only in another order are not the same model.
+    others: names that match only in a different order are not the same model.
     """
     renames, moves = find_renames(_modules_of(gone, before), _modules_of(added, after))
     moved = {

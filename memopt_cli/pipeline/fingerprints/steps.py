@@ -109,7 +109,7 @@ def _tolerance_for(tensor: TensorPrint, epsilon: float, rounded: TensorPrint | N
 
 
 def _half_of_digits(tensor: TensorPrint, epsilon: float) -> float:
-    """Return the relative difference at which half of the digits agree, as another order of sums may leave it.
+    """Return the relative difference at which half of the digits agree, as a different order of sums may leave it.
 
     ``epsilon``: of a dtype with fewer digits, if one was used.
     """

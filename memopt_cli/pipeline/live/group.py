@@ -15,7 +15,7 @@ from memopt_cli.training.apply import apply_plan, plan_of, replacing_plan, resto
 Result = TypeVar("Result")
 
 _LIMIT: Final = timedelta(days=7)
-"""Time limit of collectives, in effect none: other ranks wait for the search, which has its own limits."""
+"""Time limit of collectives, too long to matter: other ranks wait for the search, which has its own limits."""
 
 
 def on_every_rank(

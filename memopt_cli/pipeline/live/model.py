@@ -254,7 +254,7 @@ def describe_inputs(inputs: Arguments) -> InputSpec:
     """Describe ``inputs`` as on the command line: the first dimension of the first tensor is the batch.
 
     Integers will be in the range of :func:`~memopt_cli.loading.input_spec.range_like`.  Raises
-    :class:`OptionError` for an argument that is no tensor.
+    :class:`OptionError` for an argument that is not a tensor.
     """
     _require_batch(inputs)
     arguments = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)
@@ -264,7 +264,7 @@ def describe_inputs(inputs: Arguments) -> InputSpec:
 def _describe_input(name: str | None, value: Any) -> TensorSpec:
     if not isinstance(value, Tensor):
         raise OptionError(
-            f"an input is {type_in_words(value)}, and batches of another size cannot be made of it",
+            f"an input is {type_in_words(value)}, and batches of a different size cannot be made of it",
             hint='Describe the inputs by text: "Bx3x64x64", with dims={"B": 8}.',
         )
     is_whole = not value.is_floating_point() and not value.is_complex()

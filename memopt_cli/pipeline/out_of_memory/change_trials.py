@@ -47,7 +47,7 @@ _SEARCH_S: Final = 30.0
 
 
 def plan_in_words(plan: Plan) -> str:
-    """Return ``plan`` in words, such as ``a plan of 3 segments, the optimizer in backward``."""
+    """Return ``plan`` as text, such as ``a plan of 3 segments, the optimizer in backward``."""
     in_backward, plan = plan.in_backward, plan.longest
     parts = []
     if plan.segments:
@@ -255,7 +255,7 @@ class ChangeTrials:
     def _try_micro_batches(self, plan: Plan, prefix: str) -> Iterator[Suggestion]:
         """Yield micro-batches that fit under ``plan``, and that together take the step of the whole batch.
 
-        ``prefix``: words that name the plan, in front of the micro-batches.
+        ``prefix``: the name of the plan, in front of the micro-batches.
         """
         self._require_one_pass()
         prepared = self._with_accumulation()

@@ -143,7 +143,7 @@ def _explain_error(error: OutOfMemoryText) -> Explanation:
 
 
 def _counted_as(prepared: Prepared) -> str:
-    """Return words on how the step was counted, for a step that fits here though a run of it ran out of memory."""
+    """Return how the step was counted, as text, for a step that ran out of memory and yet fits here."""
     settings = prepared.subject.settings
     flags = {"`--optimizer`": settings.optimizer not in ("", "none"), "`--loss`": settings.loss is not None}
     missing = [] if prepared.facts.format == STEP else [flag for flag, is_set in flags.items() if not is_set]

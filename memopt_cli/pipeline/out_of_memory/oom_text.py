@@ -169,7 +169,7 @@ def _matched_bytes(match: re.Match[str]) -> int:
 def _innermost_line(text: str) -> str:
     """Return ``file:line`` of the innermost frame of the user's code in the traceback that ends ``text``.
 
-    The result is empty if no traceback reaches the end: an earlier one belongs to another error.
+    The result is empty if no traceback reaches the end: an earlier one belongs to a different error.
     """
     frames: list[str] = []
     end = len(text)

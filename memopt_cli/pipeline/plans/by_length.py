@@ -297,7 +297,7 @@ class _ByLength:
         try:
             return self.find(self.varied.high)
         except NothingFitsError as err:
-            hint = f"Let the range end at another {self.varied.symbol}, usually a shorter one. {err.hint}"
+            hint = f"End the range at a different {self.varied.symbol}, usually a smaller one. {err.hint}"
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
     def all_ranges(self, longest: _Range, budget_bytes: int) -> list[_Range]:

@@ -119,7 +119,7 @@ class Climb:
     def _measure_if_worthwhile(self, row: LevelRow) -> LevelRow:
         """Measure ``row`` if its plan is predicted to be worth its time.
 
-        Return it measured, with a faster plan where its own is too slow, or with the original where none is left.
+        Return it measured, with a faster plan where its own is too slow, or with the original where no plan is left.
         """
         dropped = self._drop_by_prediction(row)
         if dropped is None:

@@ -68,7 +68,7 @@ _TIE_RATIO: Final = 1.02
 _MAX_GROWTH: Final = 4.0
 """Upper limit on the growth of the next predicted extra time, as a factor, for segments that take hardly any time."""
 _FAILED_VERIFICATION: Final = "verification failed"
-"""First words of the reason why a plan is dropped that fails verification."""
+"""Beginning of the reason for dropping a plan that fails verification."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class CompiledSearch(ABC):
     """The candidates for one backend, measured and verified one after another."""
 
     _compared_to: ClassVar[str]
-    """Words of messages for the step of :attr:`_reference_plan`, such as "as the original's"."""
+    """Name of the step of :attr:`_reference_plan` in messages, such as "as the original's"."""
 
     backend: str
     max_slowdown: float
@@ -371,7 +371,7 @@ class FastestCompiled(CompiledSearch):
         while True:
             self._show_search()
             planner = self.search.planner
-            priced = planner.within(self._level, target) or planner.least(self._level)  # none is predicted to fit
+            priced = planner.within(self._level, target) or planner.least(self._level)  # no plan is predicted to fit
             plan = _as_regions(priced.plan, CompilePlan(backend=self.backend))
             yield plan
             measurement = self._outcome(plan)

@@ -34,7 +34,7 @@ class Findings:
 
     resolved: ResolvedSearch
     asked_codecs: Sequence[str]
-    """Paths of the modules that ask for a codec for their inputs (``x_compressor``)."""
+    """Paths of the modules that ask for a compressor of their inputs (``x_compressor``)."""
     model_format: str
     device: str
     plan: Plan = field(default_factory=Plan)

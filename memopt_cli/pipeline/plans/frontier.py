@@ -13,7 +13,7 @@ from memopt_cli.text.units import format_bytes, format_count
 def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], str]:
     """Return ``points`` without the plans that another plan beats, and a sentence that names the plans left out.
 
-    The sentence is empty if none is left out.
+    The sentence is empty if no plan is left out.
 
     A plan beats another if neither its peak nor its step time is higher, and one of the two is lower.  The original
     always stays, since the others are compared with it.

@@ -86,7 +86,7 @@ class InBackwardPlans:
         return priced.peak_bytes - (_gradient_bytes(priced.counted) if self.is_allowed else 0)
 
     def of_level(self, row: LevelRow, priced: PricedPlan) -> LevelRow | None:
-        """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if it fails or is no use."""
+        """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if it does not help."""
         lower_priced = self.variant_of(priced)
         if lower_priced is None:
             return None

@@ -206,7 +206,7 @@ class _PlanSearch:
 
     @property
     def _is_the_end(self) -> bool:
-        """Whether Ctrl-C or another signal ends the command now: a second one, or the first where none is expected."""
+        """Whether Ctrl-C or another signal ends the command now: a second one, or the first if it may not interrupt."""
         return self.findings.interrupted or not self.request.interruptible
 
     def _measure_picked(self, frontier: ShownFrontier, original: LevelRow) -> list[LevelRow]:
@@ -263,7 +263,7 @@ class _PlanSearch:
             raise
 
     def _carried_peak(self, search: StartedSearch) -> str:
-        """Return the peak under the plan that the model carries, which it keeps, in words; empty if it has none."""
+        """Return the peak under the plan that the model carries, which it keeps, as text; empty if it has none."""
         counted = None if self.prepared.carried.is_empty else search.count_late(self.prepared.carried)
         peak = format_bytes(counted.allocated_peak_bytes) if isinstance(counted, Counted) else ""
         return peak and f"the plan on the model takes about {peak}"

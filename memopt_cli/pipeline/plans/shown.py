@@ -176,7 +176,7 @@ def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
     changes = differences(_terms(request.shown), _terms(_empty_frontier(request, prepared)))
     if changes:
         raise UsageError(
-            f"the plans in {frontier_path(request)} were shown for another step: "
+            f"the plans in {frontier_path(request)} were shown for a different step: "
             + "; ".join(f"{d.name} {d.before} → {d.after}" for d in changes),
             hint=_SHOW_AGAIN_HINT,
         )

@@ -26,7 +26,7 @@ class Capacity:
 
     device_bytes: int
     limited_by: str
-    """Source of this limit, in words: ``the machine's memory``."""
+    """Source of this limit, as messages name it: ``the machine's memory``."""
 
 
 def device_capacity(device: str) -> Capacity:

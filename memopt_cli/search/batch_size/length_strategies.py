@@ -132,7 +132,7 @@ def read_histogram(path: str | Path) -> dict[int, int]:
     """Read lengths and their counts from lines ``LENGTH``, ``LENGTH COUNT`` or ``LENGTH: COUNT``.
 
     Returns length -> count, in ascending order; counts of several lines for a length add up.  Raises
-    :class:`UsageError` that names the first line of another form.
+    :class:`UsageError` that names the first line of a different form.
     """
     counts: dict[int, int] = {}
     hint = "Write one number above 0 per line, or two: a length and how often it occurs."

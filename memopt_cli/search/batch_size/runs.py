@@ -25,7 +25,7 @@ class Limits:
     runnable_bytes: int
     """Maximum bytes that a run may take on this machine; the answer for a batch that takes more is an estimate."""
     name: str
-    """Budget in words: ``80 % of the machine's memory``."""
+    """Budget as text: ``80 % of the machine's memory``."""
     longest_step_s: float
     """Longest time that a step may take."""
     time_name: str = "`--longest-step`"
@@ -73,7 +73,7 @@ class Runs(dict[int, BatchProbe | Failure]):
 
     @property
     def best(self) -> int:
-        """Largest batch that fits; 0 if none does."""
+        """Largest batch that fits; 0 if none fits."""
         return self.fitting[-1].batch if self.fitting else 0
 
     def is_in_time(self, run: BatchProbe) -> bool:
@@ -82,7 +82,7 @@ class Runs(dict[int, BatchProbe | Failure]):
 
     @property
     def failed(self) -> list[int]:
-        """Batches whose run failed and that are larger than all that fit."""
+        """Failed batches that are larger than every batch that fits."""
         return [batch for batch, run in self.items() if batch > self.best and not isinstance(run, BatchProbe)]
 
     def failure(self, batch: int) -> str:
@@ -95,9 +95,9 @@ class Runs(dict[int, BatchProbe | Failure]):
     def below_failures(self, candidate: int) -> int:
         """Return ``candidate``, or less if a batch up to it failed.
 
-        That is half of the failed batch if none fitted, and 9/10 of it if it ran out of memory, of which the model was
-        nearly right.  Other failures may begin anywhere above the largest that fitted, so that it is their geometric
-        mean: a step that loops over 7,000 rows overflows the stack in its backward, one over 700 does not.
+        That is half of the failed batch if no batch fitted, and 9/10 of it if it ran out of memory, since the model was
+        nearly right then.  Other failures may begin anywhere above the largest batch that fitted, so the geometric mean
+        of the two is tried: a step that loops over 7,000 rows overflows the stack in its backward, not one over 700.
         """
         failed = min(self.failed, default=None)
         if failed is None or candidate < failed:

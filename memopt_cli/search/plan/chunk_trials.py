@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from memopt_cli.records import MAX_NORMS, ChunkRule, ModuleTrace, Plan, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.block_tree import Block
-from memopt_cli.search.plan.interface import Probes, is_within
+from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.proposals import Proposals
-from memopt_cli.text.paths import quote_module
+from memopt_cli.text.paths import is_within, quote_module
 
 _MAX_CLASSES = 12
 """Maximum number of classes of modules that are tried in chunks, since each trial takes a real step of a module."""
@@ -64,7 +64,7 @@ class ChunkTrials:
         return self.allow(plan) and all(self._confirm_segment(segment) for segment in _cut_segments(plan))
 
     def allow(self, plan: Plan) -> bool:
-        """Return whether ``plan`` runs modules in chunks only by :attr:`rules`."""
+        """Return whether ``plan`` runs modules in chunks only as :attr:`rules` allow."""
         rules = ((segment, self.rules.get(segment.path)) for segment in _cut_segments(plan))
         return all(entry and entry[0].applied(segment, segment.chunks) == segment for segment, entry in rules)
 

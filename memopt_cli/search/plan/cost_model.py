@@ -253,7 +253,7 @@ class CostModel:
             self._calls[call.path].append(call)
         is_timed = any(op.seconds for op in trace.ops)
         self.packable_bytes = sum(s.nbytes for s in trace.storages if s.saved_by and s.compressor != "null")
-        """Bytes of the tensors that autograd saves and a codec can pack."""
+        """Bytes of the tensors that autograd saves and a compressor can pack."""
         self.peak_bytes = trace.allocated_peak_bytes
         """Allocated peak of the original in bytes."""
         self.seconds = (
@@ -436,12 +436,12 @@ class CostModel:
 
     def _packed_bytes(self, replayed: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
         """Return input -> its packed bytes; parts of a concatenation that are in ``stored`` take no further bytes."""
-        codec = replayed.segment.compressor
+        compressor = replayed.segment.compressor
         module = self.modules[replayed.call.path]
-        if codec == "null" or is_raw_in_chunks(replayed.segment, module.input_shape):
+        if compressor == "null" or is_raw_in_chunks(replayed.segment, module.input_shape):
             return {}
-        packed = packed_inputs(self.trace, module, replayed.call, codec)
-        if codec != "parts":
+        packed = packed_inputs(self.trace, module, replayed.call, compressor)
+        if compressor != "parts":
             return packed
         storages = self.trace.storages
         stored_bytes = {
@@ -458,7 +458,7 @@ class CostModel:
 class _Times:
     """The median seconds of operators that do the same on tensors of equal sizes.
 
-    Each operator was timed only once, perhaps with cold caches or while the machine did something else.
+    Each operator was timed only once, perhaps with cold caches or on a busy machine.
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -498,15 +498,17 @@ def copy_times(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
     return timed, after_s / before_s if before_s and after_s else 1.0
 
 
-def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec: CompressorName) -> dict[int, int]:
-    """Return input of ``call`` -> its bytes in ``codec``, for inputs that ``codec`` makes smaller.
+def packed_inputs(
+    trace: StepTrace, module: ModuleTrace, call: ModuleCall, compressor: CompressorName
+) -> dict[int, int]:
+    """Return input of ``call`` -> its bytes in ``compressor``, for inputs that ``compressor`` makes smaller.
 
-    ``trace`` has the codec and packed bytes of each storage that autograd saves.  For other inputs, it only has the
-    packed bytes of all inputs of the module together; each input is assumed to shrink by the same share.
+    ``trace`` has the compressor and packed bytes of each storage that autograd saves.  Of other inputs, it only has the
+    packed bytes of all together; each input of the module is assumed to shrink by the same share.
     """
     inputs = {index: trace.storages[index] for index in call.inputs}
-    packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == codec}
-    if not packed and module.compressor == codec:
+    packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == compressor}
+    if not packed and module.compressor == compressor:
         share = module.packed_input_bytes / max(1, module.input_bytes)
         packed = {index: int(s.nbytes * share) for index, s in inputs.items()}
     return {index: nbytes for index, nbytes in packed.items() if nbytes < inputs[index].nbytes}

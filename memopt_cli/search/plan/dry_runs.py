@@ -85,6 +85,6 @@ class DryRuns:
         return min(usable, key=lambda priced: (priced.peak_bytes, priced.slowdown))
 
     def fastest(self, level: int, budget_bytes: int) -> PricedPlan | None:
-        """Return the fastest plan of ``level`` within ``budget_bytes``; ``None`` if none is."""
+        """Return the fastest plan of ``level`` within ``budget_bytes``; ``None`` if none fits."""
         fitting = [priced for priced in self.up_to(level) if priced.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda priced: (priced.slowdown, priced.peak_bytes), default=None)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.records import LOWER_SHARE, Plan, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan
-from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.levels import NESTED
 from memopt_cli.search.plan.search_spaces import SearchSpace, SearchSpaces, find_heads
+from memopt_cli.text.paths import is_within
 
 _MAX_DRY_RUNS = 6
 """Maximum number of dry runs for one budget with packing, and as many without."""

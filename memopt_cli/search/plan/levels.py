@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memopt_cli.records import ModuleTrace, Plan, SearchOptions
-from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.schedules import SegmentLimits, count_segments
 from memopt_cli.search.plan.segment_schedules import Allowed
 from memopt_cli.search.plan.targets import find_named_modules
+from memopt_cli.text.paths import is_within
 
 NESTED = 2
 """Lowest level with segments in other segments."""

@@ -27,7 +27,7 @@ _RESTART_RATIO = 1.25
 """Largest ratio of the least peak to the budget for a second search, level by level from a fresh start, which once led
 8 % lower."""
 _MAX_REFUTATIONS = 3
-"""Maximum number of dry runs in a row that exceed the budget although the relaxed plan fits by the cost model."""
+"""Maximum number of dry runs in a row that exceed the budget although the cost model has the relaxed plan fit."""
 _MAX_SENDING_RUNS = 6
 """Maximum number of dry runs for one budget of plans that send tensors to another place."""
 _SENDING_ERROR = 0.1
@@ -120,7 +120,7 @@ class Planner:
                 return fastest
 
     def within(self, level: int, budget_bytes: int) -> PricedPlan | None:
-        """Return the fastest plan of ``level`` whose dry run stays within ``budget_bytes``; ``None`` if none does."""
+        """Return the fastest plan of ``level`` whose dry run stays within ``budget_bytes``; ``None`` if none fits."""
         with contextlib.suppress(TimeIsUp):
             self._search(level, budget_bytes)
             original_bytes = self.dry_runs.smallest(0).peak_bytes

@@ -33,7 +33,7 @@ from typing import Final, NamedTuple
 
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.search.plan.block_tree import Block
-from memopt_cli.search.plan.interface import is_within
+from memopt_cli.text.paths import is_within
 
 MAX_SCHEDULES = 400
 """Maximum number of schedules kept for the part of the step up to the current block."""

@@ -52,7 +52,7 @@ class _Choice:
     counts: Counter[int]
     """Kind -> number of blocks of that kind."""
     answers: dict[int, tuple[Schedule | None, float]] = field(default_factory=dict)
-    """Budget -> the fastest schedule within it (``None`` if none was found), and a lower bound on the seconds that any
+    """Budget -> the fastest schedule within it (``None`` if there is none), and a lower bound on the seconds that any
     such schedule adds."""
 
     def least_added_s(self, budget_bytes: int) -> float:

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Dropped, ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
-from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.policy import Selection, describe_choice
-from memopt_cli.text.paths import quote_module
+from memopt_cli.text.paths import is_within, quote_module
 from memopt_cli.text.units import format_some
 
 _NEVER_CALLED = "the step never calls it"
@@ -30,7 +29,7 @@ def segments_plan(selection: Selection, options: SearchOptions) -> Plan:
 
 
 def plain_segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
-    """Return the plain segment on ``module``; with ``compress``, its input is packed by the codec of the record."""
+    """Return the plain segment on ``module``; with ``compress``, its input is packed by the recorded compressor."""
     return SegmentPlan(path=module.path, compressor=module.compressor if compress else "null")
 
 

@@ -51,7 +51,7 @@ def _fill_dtype(dtype: Any, state: Any) -> None:
     match state:
         case (int(), "<" | "|" | "=", None, None, None, *_):
             return
-    raise BrokenError("an array has a structured dtype, or its bytes are in another order")
+    raise BrokenError("an array has a structured dtype, or its bytes are in a different order")
 
 
 def _empty(*_: Any) -> Any:

@@ -39,7 +39,7 @@ _MAX_PATH_LENGTH = 10_000
 _MAX_LOGGER_LENGTH = 200
 """Maximum number of characters of a logger's name: Python makes a logger for each part."""
 _MAX_PATTERN_LENGTH = 1000
-"""Maximum number of characters of a pattern."""
+"""Maximum number of characters of a pattern, or of a decimal number."""
 
 
 def _with_type_check(make: Callable[..., Any], *allowed_types: type, max_arguments: int = 10_000) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ def _check_defaultdict(node: Built, graph: Graph) -> str:
     if more:
         return "is built from unexpected arguments"
     plain = factory is None or (isinstance(factory, Global) and factory.package in ("builtins", "collections"))
-    return "" if plain or graph.role_of(factory) == "trusted" else "builds its values from unexpected arguments"
+    return "" if plain or graph.role_of(factory) == "trusted" else "builds its values with an unknown function"
 
 
 def _deque(items: Any = (), longest: Any = None) -> Any:
@@ -90,7 +90,7 @@ def _path(kind: Callable[..., pathlib.PurePath]) -> Callable[..., Any]:
 
 def _logger(name: str = "root") -> logging.Logger:
     if not name.isprintable() or len(name) > _MAX_LOGGER_LENGTH:
-        raise BrokenError("a logger has no name")
+        raise BrokenError(f"a logger's name is not printable, or longer than {_MAX_LOGGER_LENGTH} characters")
     return logging.getLogger(name)
 
 

@@ -295,7 +295,7 @@ def _itself(value: Any) -> Any:
 
 
 def _constants() -> dict[str, Recipe]:
-    """Return the recipes for names held as values; functions and storage classes are held as texts, never called."""
+    """Return the recipes for names held as values; functions and storage classes are held as strings, never called."""
     dtypes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     schemes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.qscheme)}
     formats = {
