@@ -263,7 +263,7 @@ class _Builder:
         )
 
     def _packed_inputs(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
-        """Return the bytes of the packed inputs, including inputs of the step (segments copy them), and the compressor."""
+        """Return the bytes of the packed inputs (also those of the step, which segments copy), and the compressor."""
         compressors: tuple[CompressorName, ...] = (module.compressor, "parts")
         for compressor in compressors:
             packed = packed_inputs(self._trace, module, call, compressor) if compressor != "null" else {}
