@@ -145,7 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             again = isinstance(failure, UnsafeFileError) and failure.trusted_with
             failure.hint = "\n".join(filter(None, ["" if again else failure.hint, _suggest_retry(failure, given)]))
             if isinstance(failure, OutputError):
-                _drop_stdout()
+                with suppress(OSError, ValueError):  # Python flushes stdout once more at exit, and would fail again
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if not isinstance(failure, ClosedOutputError) and await_turn_to_print(failure, err):
                 with suppress(OSError):
                     _print_failure(failure, err)
@@ -252,9 +253,3 @@ def _print_failure(failure: MemoptError, err: BaseException) -> None:
             print(f"{kind}: {printable(first)}", file=sys.stderr)
         for line in more:
             print(f"  | {printable(line)}" if kind == "error" else f"      {printable(line)}", file=sys.stderr)
-
-
-def _drop_stdout() -> None:
-    """Send the rest of stdout to the null device: Python flushes it once more at exit, and would fail again."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -171,7 +171,12 @@ class _Program:
                 record = entry["path_name"]
                 key = f"{record} {entry['tensor_meta']}"
                 if record not in stored:
-                    stored[record] = self._tensor_or_bytes(f"data/{folder}/{record}", entry)
+                    name = f"data/{folder}/{record}"
+                    stored[record] = (
+                        _as_tensor(self._load_weights(name), entry["path_name"])
+                        if entry.get("use_pickle")
+                        else bytearray(self._archive.read(name))
+                    )
                 if key not in shared:
                     shared[key] = self._stored_tensor(stored[record], entry)
                 read[name] = shared[key]
@@ -191,12 +196,6 @@ class _Program:
             )
             read[str(name)] = shared.setdefault(view, tensor)
         return read
-
-    def _tensor_or_bytes(self, record: str, entry: Any) -> Tensor | bytearray:
-        """Return the tensor of ``record`` if it was pickled, else its bytes."""
-        if not entry.get("use_pickle"):
-            return bytearray(self._archive.read(record))
-        return _as_tensor(self._load_weights(record), entry["path_name"])
 
     def _load_weights(self, record: str) -> Any:
         return load_tensors(self._archive.read(record), f"{self._path} ({record})", NESTED_TENSORS_LIMIT)

@@ -28,11 +28,9 @@ def cache_notes(model: nn.Module) -> tuple[str, ...]:
 def _takes_cache(module: nn.Module) -> bool:
     """Return whether the forward of ``module`` is given the cache to fill, as in an attention, a block or a model."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return isinstance(code, CodeType) and bool(_CACHES & set(code.co_varnames[: _parameters(code)]))
-
-
-def _parameters(code: CodeType) -> int:
-    return code.co_argcount + code.co_kwonlyargcount
+    if not isinstance(code, CodeType):
+        return False
+    return not _CACHES.isdisjoint(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def _fills_cache(module: nn.Module) -> bool:

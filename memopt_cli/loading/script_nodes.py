@@ -281,10 +281,6 @@ def _tuple_item(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     return [("item", index[0], (graph.operand(node.inputsAt(0)),), tuple(map(graph.value, node.outputs())), ())]
 
 
-def _raise(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
-    return [("raise", None, (graph.operand(node.inputsAt(0)),), (), ())]
-
-
 def _constant(value: Any, node: Any) -> Any:
     stored = tuple(value) if isinstance(value, list) else value
     if isinstance(stored, torch.dtype):
@@ -321,7 +317,7 @@ _SPECIAL: dict[str, _Lift] = {
     "prim::Loop": _loop,
     "prim::TupleConstruct": _make_tuple,
     "prim::TupleIndex": _tuple_item,
-    "prim::RaiseException": _raise,
+    "prim::RaiseException": lambda graph, node: [("raise", None, (graph.operand(node.inputsAt(0)),), (), ())],
     "prim::ListConstruct": _of_kind("list"),
     "prim::DictConstruct": _of_kind("dict"),
     "prim::TupleUnpack": _of_kind("unpack"),

@@ -233,7 +233,7 @@ def user_code(name: str) -> Iterator[None]:
     except _StoppedError as err:
         if not is_session(sys.modules["__main__"]):  # else functions of the user's own process may save at its exit
             # Called before those that the script has registered.
-            atexit.register(_at_exit.enter_context, _files_kept(_always))
+            atexit.register(_at_exit.enter_context, _files_kept(lambda: True))
         raise RuntimeError(str(err)).with_traceback(err.__traceback__) from None
     except SystemExit as err:
         if written := heard.text.strip():
@@ -273,10 +273,6 @@ _keeping: Final[list[Callable[[], bool]]] = []
 """Functions that return whether a file may not be written over now, one for each block of :func:`_files_kept`."""
 _at_exit: Final = contextlib.ExitStack()
 """Holds the block that begins when a process with a stopped script exits, and never ends."""
-
-
-def _always() -> bool:
-    return True
 
 
 @functools.cache

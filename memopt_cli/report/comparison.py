@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memopt_cli.inputs.spec_text import format_layout
-from memopt_cli.records import Change, Comparison, Difference, PeakPlace, SavedTensor, Verdict
+from memopt_cli.records import Change, Comparison, Difference, PeakPlace, Verdict
 from memopt_cli.report.rank import TENSOR_PEAK
 from memopt_cli.text.paths import module_name
 from memopt_cli.text.units import format_bytes, format_count, format_seconds
@@ -86,7 +86,9 @@ def _causes(comparison: Comparison) -> Iterator[str]:
     yield from _size_changes(comparison)
     yield from _place_lines(comparison)
     for saved in comparison.new_saved[:_NAMED]:
-        yield f"new among the largest tensors kept for backward: {_describe_saved(saved)}"
+        origin = f"made by {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
+        place = f"kept by {saved.op.removeprefix('aten::')} of {module_name(saved.module)}"
+        yield f"new among the largest tensors kept for backward: {format_bytes(saved.nbytes)}, {origin}, {place}"
     for rename in comparison.renames:
         names = f"{module_name(rename.before)} → {module_name(rename.after)}"
         yield f"renamed: {names} ({format_count(rename.modules, 'module')}), which takes no memory"
@@ -166,12 +168,6 @@ def circumstances(comparison: Comparison) -> Iterator[str]:
         yield "record a baseline of the old model with these versions to see how much of it is theirs"
     if comparison.before.sha256 is not None and comparison.before.sha256 == comparison.after.sha256:
         yield "the model file is the same as before"
-
-
-def _describe_saved(saved: SavedTensor) -> str:
-    made = f"made by {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
-    kept = f"kept by {saved.op.removeprefix('aten::')} of {module_name(saved.module)}"
-    return f"{format_bytes(saved.nbytes)}, {made}, {kept}"
 
 
 def _place_in_words(place: PeakPlace) -> str:

@@ -26,7 +26,6 @@ from memopt_cli.records import (
     OutOfMemory,
     ParetoPoint,
     Plan,
-    PlanEstimates,
     SegmentPlan,
     TooSlow,
     Verification,
@@ -61,28 +60,26 @@ def _equal(found: Verification | None) -> str:
     measured = found.measured
     compared = max(found.compared, measured.compared if measured is not None else 0)
     at = "" if found.full_size or measured is not None else f" at {found.sizes}, not the size that was asked for"
-    same = "same bits" if found.is_bit_exact else f"same within rounding{_rounding(found)}"
+    same = "same bits"
+    if not found.is_bit_exact:
+        same = "same within rounding"
+        norm_share = (measured.worst_difference if measured is not None else 0.0) or found.rounding
+        if norm_share:
+            same += f" (in one step, about {norm_share:.0e} of the norm)"
+        elif found.worst_difference:
+            same += f" (in one step, about {found.worst_difference:.0e} of the largest value{_precision(found)})"
     return f"{same} in {format_count(compared, 'tensor')}{at}"
-
-
-def _rounding(found: Verification) -> str:
-    """Return the distance by ``found``: `` (in one step, about 2e-07 of the norm)``; empty if no tensor differed."""
-    of_norm = found.measured.worst_difference if found.measured is not None else 0.0
-    if of_norm := of_norm or found.rounding:
-        return f" (in one step, about {of_norm:.0e} of the norm)"
-    precision = _precision(found)
-    return (
-        f" (in one step, about {found.worst_difference:.0e} of the largest value{precision})"
-        if found.worst_difference
-        else ""
-    )
 
 
 def _in_bytes(summary: MemOptSummary) -> str:
     if summary.parallel is not None:
         return planned_headline(summary.parallel)
     if summary.estimates is not None:
-        return _describe_estimates(summary.estimates)
+        original, planned = summary.estimates.original, summary.estimates.planned
+        peak = f"{format_bytes(original.allocated_peak_bytes)} → {format_bytes(planned.allocated_peak_bytes)}"
+        smaller = _ratio(planned.allocated_peak_bytes, original.allocated_peak_bytes)
+        step = f"step {format_seconds(original.step_s)} → {format_seconds(planned.step_s)}"
+        return f"estimated for {planned.device}: {peak} ({smaller}), {step}; {room_in_words(planned)}"
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
@@ -97,7 +94,7 @@ def _in_bytes(summary: MemOptSummary) -> str:
             peak = " → ".join(_beside_budget(summary, before, after)[1:])
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
             smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
-            return f"{_longest(summary)}{peak} ({smaller}), {step} ({_slowdown(after, before)}){_largest(summary)}"
+            return f"{_longest(summary)}{peak} ({smaller}), {step} ({after.slowdown(before):.2f}×){_largest(summary)}"
         case _, Measurement():
             peak = _beside_budget(summary, after)[1]
             runs = f"does not run → {peak}, step {format_seconds(after.step_s)}"
@@ -128,15 +125,6 @@ def _largest(summary: MemOptSummary) -> str:
     if largest is None or by is None or largest.length == summary.ranges[-1].up_to:
         return ""
     return f", at most {format_bytes(largest.allocated_peak_bytes)} (at {by.dim}={largest.length})"
-
-
-def _describe_estimates(found: PlanEstimates) -> str:
-    """Return ``found`` in one line, such as ``estimated for a100-40gb: 543.8 MiB → 300.1 MiB (0.55×), step …``."""
-    before, after = found.original, found.planned
-    peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
-    smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
-    step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
-    return f"estimated for {after.device}: {peak} ({smaller}), {step}; {room_in_words(after)}"
 
 
 def _outcome(summary: MemOptSummary, level: int) -> object:
@@ -188,7 +176,7 @@ def compiled_table(summary: MemOptSummary) -> Table:
     for words, plan, outcome, dropped in rows:
         cells = ("–", "–", "–")
         if isinstance(outcome, Measurement):
-            ratio = _slowdown(outcome, original) if isinstance(original, Measurement) else "–"
+            ratio = f"{outcome.slowdown(original):.2f}×" if isinstance(original, Measurement) else "–"
             cells = (format_bytes(outcome.allocated_peak_bytes), format_seconds(outcome.step_s), ratio)
         is_applied = summary.is_applied and plan == summary.plan
         remark = "applied" if is_applied else dropped
@@ -208,11 +196,14 @@ def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
     by_level = ((str(row.level), [row.level], row) for row in summary.levels)
     groups = by_level if verbose else rows_by_plan(summary)
     rows = [(span, levels, row, in_words(row.plan)) for span, levels, row in groups]
-    if (own := _own_row(summary)) is not None:
-        rows.append(("–", [], own, _OWN_CHECKPOINTS_LABEL))
+    if summary.own_checkpoints is not None:
+        own_row = LevelRow(level=0, plan=Plan(), outcome=summary.own_checkpoints, dry_runs=0, search_s=0.0)
+        rows.append(("–", [], own_row, _OWN_CHECKPOINTS_LABEL))
     for span, levels, row, words in rows:
         applied = summary.is_applied and summary.applied_level in levels
-        cells = [*_measured_cells(row, original), *_predicted_cells(row), *(_detail_cells(row) if verbose else ())]
+        peak, slowdown = row.predicted_allocated_peak_bytes, row.predicted_slowdown
+        predicted = "" if peak is None else format_bytes(peak), "" if slowdown is None else f"{slowdown:.2f}×"
+        cells = [*_measured_cells(row, original), *predicted, *(_detail_cells(row) if verbose else ())]
         cells += [_elsewhere(row)] if shows_elsewhere else []
         table.add_row(f"{span}{' *' if applied else ''}", words, *cells, style="bold" if applied else None)
     return table
@@ -225,13 +216,6 @@ def rows_by_plan(summary: MemOptSummary) -> Iterator[tuple[str, list[int], Level
         levels = [row.level for row in rows]
         span = f"{levels[0]}–{levels[-1]}" if len(levels) > 1 else f"{levels[0]}"
         yield span, levels, max(rows, key=lambda row: (isinstance(row.outcome, Measurement), row.level))
-
-
-def _own_row(summary: MemOptSummary) -> LevelRow | None:
-    """Return the measurement with the model's own checkpoints as a row; ``None`` without one."""
-    if summary.own_checkpoints is None:
-        return None
-    return LevelRow(level=0, plan=Plan(), outcome=summary.own_checkpoints, dry_runs=0, search_s=0.0)
 
 
 def _elsewhere(found: LevelRow | ParetoPoint) -> str:
@@ -253,11 +237,6 @@ def _measured_cells(row: LevelRow, original: object) -> tuple[str, str]:
             if isinstance(failure, OutOfMemory) and not failure.was_tried:
                 return "not run here", ""
             return {"OutOfMemory": "out of memory", "TimedOut": "too slow"}.get(type(failure).__name__, "failed"), ""
-
-
-def _predicted_cells(row: LevelRow) -> tuple[str, str]:
-    peak, slowdown = row.predicted_allocated_peak_bytes, row.predicted_slowdown
-    return "" if peak is None else format_bytes(peak), "" if slowdown is None else f"{slowdown:.2f}×"
 
 
 def _detail_cells(row: LevelRow) -> tuple[str, ...]:
@@ -438,7 +417,9 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
         yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
     if (smaller := _smaller_too_slow(summary)) is not None:
         yield f"{smaller.sentence} {smaller.why.remedy}"
-    yield from busy_notes(_waited_shares(summary))
+    waited_shares = [measurement.waited for measurement in _measurements(summary)]
+    waited_shares += [dropped.why.waited for dropped in summary.dropped if isinstance(dropped.why, TooSlow)]
+    yield from busy_notes(waited_shares)
     yield from others(summary.notes)
 
 
@@ -577,12 +558,6 @@ def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
     return min(smaller, key=lambda pair: pair[0], default=(0, None))[1]
 
 
-def _waited_shares(summary: MemOptSummary) -> Iterator[float]:
-    """Yield the shares of step time that measured steps of ``summary`` waited for a processor."""
-    yield from (found.waited for found in _measurements(summary))
-    yield from (dropped.why.waited for dropped in summary.dropped if isinstance(dropped.why, TooSlow))
-
-
 def _measurements(summary: MemOptSummary) -> Iterator[Measurement]:
     """Yield every measurement of a step in ``summary``."""
     outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
@@ -594,11 +569,11 @@ def verification(verification: Verification) -> str:
     where = verification.sizes
     if not verification.full_size and verification.measured is None:
         where += ", not the size that was asked for"
+    tolerance = "bit for bit"
+    if not verification.exact:
+        tolerance = f"within {verification.tolerance:.0e}{_precision(verification)}"
     if not verification.passed:
-        return (
-            f"verification failed: {verification.difference}, allowed {_describe_tolerance(verification)}, at {where}"
-        )
-    tolerance = _describe_tolerance(verification)
+        return f"verification failed: {verification.difference}, allowed {tolerance}, at {where}"
     return f"verified: {verification.compared} tensors equal {tolerance}, at {where}{_further_checks(verification)}"
 
 
@@ -643,12 +618,6 @@ def inexact(verification: Verification) -> Iterator[str]:
         yield f"NOT exact, as allowed: every chunk uses its own batch statistics in {names} (verified with fixed ones)"
 
 
-def _describe_tolerance(verification: Verification) -> str:
-    if verification.exact:
-        return "bit for bit"
-    return f"within {verification.tolerance:.0e}{_precision(verification)}"
-
-
 def _precision(verification: Verification) -> str:
     return " in float64" if verification.precision == "fp64" else ""
 
@@ -676,10 +645,6 @@ def _as_ratio(slowdown: float, plan: Plan) -> str:
     """Return ``slowdown`` as ``1.37×``; as ``~0.39×`` if ``plan`` only adds work, so that it is rough."""
     adds_work = not plan.has_chunks and plan.compile is None and not plan.in_backward
     return f"{'~' if adds_work and slowdown < 1 - _ROUGH else ''}{slowdown:.2f}×"
-
-
-def _slowdown(measurement: Measurement, original: Measurement) -> str:
-    return f"{measurement.slowdown(original):.2f}×"
 
 
 def _ratio(value: float, base: float) -> str:

@@ -15,7 +15,6 @@ from memopt_cli.records import (
     Measurement,
     ModuleUse,
     Phase,
-    SavedTensor,
     StepProfile,
     TimeUse,
     to_data,
@@ -263,15 +262,9 @@ def _saved_table(profile: StepProfile) -> Table:
             f"{format_bytes(saved.nbytes):>9}",
             f"{made}, by {saved.op.removeprefix('aten::')}{others}",
             _module_name(profile, saved.module),
-            _packs(saved),
+            "" if saved.compressor == "null" else f"packs into {format_bytes(saved.packed_bytes)} ({saved.compressor})",
         )
     return table
-
-
-def _packs(saved: SavedTensor) -> str:
-    if saved.compressor == "null":
-        return ""
-    return f"packs into {format_bytes(saved.packed_bytes)} ({saved.compressor})"
 
 
 def remarks(profile: StepProfile) -> Iterator[str]:

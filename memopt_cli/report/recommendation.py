@@ -81,8 +81,8 @@ def _fastest(recommendation: BatchRecommendation) -> str | None:
     if fastest is largest:
         return None
     case = "" if row is main else " under the plan" if row.planned else " without the plan"
-    beside = f"batch {largest.batch}{_case_in_words(main) if case else ''}: {_rate(largest)}"
-    return f"fastest of those run: batch {fastest.batch}{case}, {_rate(fastest)} samples/s; {beside}"
+    largest_text = f"batch {largest.batch}{_case_in_words(main) if case else ''}: {rate(largest.samples_per_s)}"
+    return f"fastest of those run: batch {fastest.batch}{case}, {rate(fastest.samples_per_s)} samples/s; {largest_text}"
 
 
 def _run_of(advice: BatchAdvice, batch: int) -> BatchProbe:
@@ -119,11 +119,11 @@ def _replica_table(row: BatchRow) -> Table:
     for run in row.replicas.probes if row.replicas is not None else ():
         peak = format_bytes(run.allocated_peak_bytes)
         step = format_seconds(run.step_s)
-        each = rate(run.samples_per_s / run.replicas)
+        rates = rate(run.samples_per_s), rate(run.samples_per_s / run.replicas)
         route = run.route or "the model itself"
         if run.allocated_peak_bytes > budget_bytes:
             route += ", over the limit"
-        table.add_row(str(run.replicas), str(run.batch), peak, step, _rate(run), each, route)
+        table.add_row(str(run.replicas), str(run.batch), peak, step, *rates, route)
     return table
 
 
@@ -136,7 +136,8 @@ def _case_table(recommendation: BatchRecommendation) -> Table:
     headings += ["largest\nbatch", "peak", "fastest\nbatch", "samples/s", "per sample", "limited by"]
     table = plain_table(*headings, names=["plan"], words=["limited by"])
     for row in recommendation.rows:
-        keys = [*_plan_cell(row, planned), *map(str, row.dims.values())]
+        plan_cell = ["with" if row.planned else "without"] if planned else []
+        keys = [*plan_cell, *map(str, row.dims.values())]
         keys += ["–" if row.replicas is None else str(row.replicas.fastest)] if copied else []
         table.add_row(*keys, *_cells(row))
     return table
@@ -146,25 +147,21 @@ def _cells(row: BatchRow) -> tuple[str, ...]:
     match row.outcome:
         case BatchAdvice() as advice:
             fastest, largest = (_run_of(advice, size) for size in (advice.fastest_batch, advice.recommended_batch))
+            is_estimated = advice.estimated_batch != advice.recommended_batch
+            estimate_text = f"; about {advice.estimated_batch} would fit (an estimate)" if is_estimated else ""
             return (
                 str(advice.recommended_batch),
                 format_bytes(largest.allocated_peak_bytes),
                 str(fastest.batch),
-                _rate(fastest),
+                rate(fastest.samples_per_s),
                 format_bytes(advice.slope_bytes) if advice.slope_bytes > 0 else "not linear",  # other kernels ran
-                advice.limited_by + _estimate_beyond(advice),
+                advice.limited_by + estimate_text,
             )
         case BatchEstimate() as estimate:
             peak = f"~{format_bytes(estimate.predicted_peak_bytes)}"
             return (f"~{estimate.batch}", peak, "–", "–", "–", "an estimate: it was not run")
         case NoBatchFits() as nothing:
             return ("none", "–", "–", "–", "–", f"batch {nothing.batch}: {nothing.reason}")
-
-
-def _estimate_beyond(advice: BatchAdvice) -> str:
-    if advice.estimated_batch == advice.recommended_batch:
-        return ""
-    return f"; about {advice.estimated_batch} would fit (an estimate)"
 
 
 def _run_table(recommendation: BatchRecommendation) -> Table:
@@ -175,15 +172,16 @@ def _run_table(recommendation: BatchRecommendation) -> Table:
     for row in recommendation.rows:
         if row.dims != _main_row(recommendation).dims or not isinstance(row.outcome, BatchAdvice):
             continue
+        plan_cell = ["with" if row.planned else "without"] if planned else []
         for run in row.outcome.probes:
-            cells = str(run.batch), format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s), _rate(run)
-            table.add_row(*_plan_cell(row, planned), *cells, _verdict(run, row.outcome))
+            cells = (
+                str(run.batch),
+                format_bytes(run.allocated_peak_bytes),
+                format_seconds(run.step_s),
+                rate(run.samples_per_s),
+            )
+            table.add_row(*plan_cell, *cells, _verdict(run, row.outcome))
     return table
-
-
-def _plan_cell(row: BatchRow, planned: bool) -> list[str]:
-    """Return the cell that says whether ``row`` is under the plan; no cell if the table lacks that column."""
-    return ["with" if row.planned else "without"] if planned else []
 
 
 def _verdict(run: BatchProbe, advice: BatchAdvice) -> str:
@@ -276,14 +274,11 @@ def remarks(recommendation: BatchRecommendation) -> Iterator[str]:
     """Yield the number of runs that led to the answer of ``recommendation``, their time, and notes."""
     total_time = format_seconds(recommendation.spent_s)
     yield f"{recommendation.probes} runs on data, {recommendation.dry_runs} without; total time {total_time}"
-    yield from busy_notes(run.waited for row in recommendation.rows for run in _runs(row))
+    all_advice = [row.replicas or row.outcome for row in recommendation.rows]
+    yield from busy_notes(
+        run.waited for advice in all_advice if isinstance(advice, BatchAdvice | ReplicaAdvice) for run in advice.probes
+    )
     yield from recommendation.notes
-
-
-def _runs(row: BatchRow) -> tuple[BatchProbe, ...]:
-    """Return the runs in the case ``row``."""
-    advice = row.replicas or row.outcome
-    return advice.probes if isinstance(advice, BatchAdvice | ReplicaAdvice) else ()
 
 
 def _main_row(recommendation: BatchRecommendation) -> BatchRow:
@@ -294,10 +289,6 @@ def _main_row(recommendation: BatchRecommendation) -> BatchRow:
 def _case_in_words(row: BatchRow) -> str:
     sizes = "".join(f" at {symbol}={size}" for symbol, size in row.dims.items())
     return sizes + (" under the plan" if row.planned else "")
-
-
-def _rate(run: BatchProbe) -> str:
-    return rate(run.samples_per_s)
 
 
 def rate(samples_per_s: float) -> str:

@@ -20,7 +20,6 @@ from memopt_cli.records import (
     Metric,
     ModuleBytes,
     ModuleChange,
-    PeakPlace,
     Plan,
     PlanChange,
     SavedTensor,
@@ -118,7 +117,9 @@ def _compare(before: Baseline, after: Baseline, limits: Sequence[Limit], at: str
         plan=_plan_change(old.plan.at(before.header.spec.dims), new.plan.at(after.header.spec.dims), moves),
         peak_before=old.peak,
         peak_after=new.peak,
-        peak_moved=_peak_moved(old.peak, new.peak, moves),
+        peak_moved=old.peak is not None
+        and new.peak is not None
+        and replace(old.peak, module=moves.get(old.peak.module, old.peak.module)) != new.peak,
         unlike=differences(comparable_terms(before), comparable_terms(after)),
         surroundings=differences(surroundings(before), surroundings(after)),
         layout=None if after.conditions is None else after.conditions.layout,
@@ -217,9 +218,3 @@ def _change_of(before: bool, after: bool) -> Literal["same", "dropped", "added"]
     if before == after:
         return "same"
     return "added" if after else "dropped"
-
-
-def _peak_moved(before: PeakPlace | None, after: PeakPlace | None, moves: Paths) -> bool:
-    if before is None or after is None:
-        return False
-    return replace(before, module=moves.get(before.module, before.module)) != after

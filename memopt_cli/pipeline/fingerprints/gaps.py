@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 from memopt_cli.errors import StepError
 from memopt_cli.pipeline.fingerprints.steps import ROUNDING_SHARE, relative_distance, root_mean_square
@@ -118,16 +118,10 @@ def gaps_between(
                 TensorGap(
                     name=name,
                     apart=distance if has_rounding else math.inf,
-                    missing=_missing(reference_tensor, other_tensor),
+                    missing="reference" if reference_tensor is None else "candidate" if other_tensor is None else "",
                 )
             )
     return tuple(sorted(gaps, key=_sort_key))
-
-
-def _missing(reference: TensorPrint | None, other: TensorPrint | None) -> Literal["", "reference", "candidate"]:
-    if reference is None:
-        return "reference"
-    return "candidate" if other is None else ""
 
 
 def _sort_key(gap: TensorGap) -> tuple[int, float, str]:

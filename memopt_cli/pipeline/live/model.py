@@ -277,13 +277,11 @@ def _describe_input(name: str | None, value: Any) -> TensorSpec:
 def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
     """Make a step of copies of ``model`` and ``inputs``.  Raises :class:`StepError` if the model cannot be copied."""
     model_copy = place(detached_copy(model), settings)
-    input_copies = map_leaves(lambda leaf: _copy_leaf(leaf, settings.device), inputs)
+    input_copies = map_leaves(
+        lambda leaf: leaf.detach().to(settings.device, copy=True) if isinstance(leaf, Tensor) else leaf, inputs
+    )
     args, kwargs = ((), dict(input_copies)) if isinstance(input_copies, Mapping) else (input_copies, {})
     return Step(model=model_copy, args=args, kwargs=kwargs, settings=settings)
-
-
-def _copy_leaf(leaf: Any, device: str) -> Any:
-    return leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:

@@ -87,7 +87,11 @@ def read_oom(text: str) -> OutOfMemoryText | None:
         return None
     last = max(matches, key=lambda match: match.start())
     if last.re in _KILLED:
-        return _read_kill(last)
+        fields = last.groupdict()
+        nbytes = int(fields.get("kib") or 0) << 10
+        where = f" at {format_bytes(nbytes)}" if nbytes else ", as it does when memory runs out"
+        event = f"the kernel killed {fields.get('name') or 'the process'}{where}"
+        return OutOfMemoryText(asked_bytes=0, allocated_bytes=nbytes if nbytes < _MAX_BYTES else 0, event=event)
     if last.re in _WORKERS:
         return _of_loading(_KILLED_WORKER if last.groupdict().get("killed") else _NO_SHARED_MEMORY)
     before = text[max(0, last.start() - _MAX_TRACEBACK_CHARACTERS) : last.start()]
@@ -127,14 +131,6 @@ def read_oom(text: str) -> OutOfMemoryText | None:
 
 def _of_loading(event: str, asked_bytes: int = 0, line: str = "") -> OutOfMemoryText:
     return OutOfMemoryText(asked_bytes=asked_bytes, event=event, line=line, is_of_loading=True)
-
-
-def _read_kill(match: re.Match[str]) -> OutOfMemoryText:
-    found = match.groupdict()
-    nbytes = int(found.get("kib") or 0) << 10
-    where = f" at {format_bytes(nbytes)}" if nbytes else ", as it does when memory runs out"
-    event = f"the kernel killed {found.get('name') or 'the process'}{where}"
-    return OutOfMemoryText(asked_bytes=0, allocated_bytes=nbytes if nbytes < _MAX_BYTES else 0, event=event)
 
 
 def _other_processes(message: str, own_bytes: int) -> str:

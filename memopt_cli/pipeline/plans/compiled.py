@@ -284,7 +284,12 @@ class CompiledSearch(ABC):
         if is_first:
             self.search.findings.notes += self._notes(answer)
         if not isinstance(answer, Measured):
-            return CompiledRow(plan=plan, outcome=answer, dropped=_why_dropped(answer))
+            reason = (
+                f"it takes longer to compile and measure than `--timeout` allows, {answer.limit_s:g} s"
+                if isinstance(answer, TimedOut)
+                else describe(answer)
+            )
+            return CompiledRow(plan=plan, outcome=answer, dropped=reason)
         dropped = self._excess_reason(answer.measurement) or self._verification_fault(plan, prepared, reference)
         return CompiledRow(plan=plan, outcome=answer.measurement, dropped=dropped)
 
@@ -460,12 +465,6 @@ class SpreadCompiled(SmallestCompiled):
         priced_plans = spread(self.search.planner.frontier(self._level, self.max_slowdown), _MAX_SHOWN)
         for priced in reversed(priced_plans[1:]):
             yield _as_regions(priced.plan, CompilePlan(backend=self.backend))
-
-
-def _why_dropped(failure: Failure) -> str:
-    if isinstance(failure, TimedOut):
-        return f"it takes longer to compile and measure than `--timeout` allows, {failure.limit_s:g} s"
-    return describe(failure)
 
 
 def _as_regions(plan: Plan, compile_plan: CompilePlan) -> Plan:

@@ -100,7 +100,9 @@ def compare_length_strategies(
     buckets = LengthBucketSampler(lengths, batch_size, seed=seed)
     budget = max_tokens or max(max(lengths), round(batch_size * sum(lengths) / len(lengths)))
     tokens = TokenBudgetSampler(lengths, budget, oversize="alone", seed=seed)
-    random_batches = _random_batches(len(lengths), batch_size, seed)
+    indices = list(range(len(lengths)))
+    random.Random(seed).shuffle(indices)
+    random_batches = [indices[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
     extents_by_strategy = {
         "padding": [_extent_of([lengths[i] for i in batch], packed=False) for batch in random_batches],
         "buckets": [_extent_of([lengths[i] for i in batch], packed=False) for batch in buckets],
@@ -159,12 +161,6 @@ def _matching_lines(path: str | Path, line_of: re.Pattern[str], hint: str) -> li
     if not matches:
         raise BatchShapeError(f"{path} holds no lengths", hint=hint)
     return matches
-
-
-def _random_batches(count: int, batch_size: int, seed: int) -> list[list[int]]:
-    indices = list(range(count))
-    random.Random(seed).shuffle(indices)
-    return [indices[start : start + batch_size] for start in range(0, count, batch_size)]
 
 
 def _extent_of(lengths: Sequence[int], *, packed: bool) -> BatchExtent:

@@ -73,7 +73,8 @@ class CachingAllocator:
         block.is_free = True
         for neighbour in (block.previous, block.next):
             if neighbour is not None and neighbour.is_free:
-                self._remove(neighbour)
+                blocks = self._free[neighbour.small]
+                del blocks[bisect.bisect_left(blocks, (neighbour.nbytes, neighbour.start))]
                 block.start = min(block.start, neighbour.start)
                 block.nbytes += neighbour.nbytes
                 if neighbour is block.previous:
@@ -96,7 +97,13 @@ class CachingAllocator:
 
     def _segment(self, size: int, small: bool) -> _Block:
         """Reserve a new segment for ``size`` bytes, and return it as one block."""
-        nbytes = self._segment_bytes(size, small)
+        nbytes = (
+            self.rules.small_segment_bytes
+            if small
+            else self.rules.middle_segment_bytes
+            if size < self.rules.large_bytes
+            else _round_up(size, self.rules.round_bytes)
+        )
         if self.max_bytes is not None and self.reserved_bytes + nbytes > self.max_bytes:
             self._give_back()
             if self.reserved_bytes + nbytes > self.max_bytes:
@@ -105,13 +112,6 @@ class CachingAllocator:
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
         self._end += nbytes
         return _Block(start=self._end - nbytes, nbytes=nbytes, small=small)
-
-    def _segment_bytes(self, size: int, small: bool) -> int:
-        if small:
-            return self.rules.small_segment_bytes
-        if size < self.rules.large_bytes:
-            return self.rules.middle_segment_bytes
-        return _round_up(size, self.rules.round_bytes)
 
     def _split_block(self, block: _Block, size: int) -> None:
         """Cut ``block`` to ``size`` bytes, if the rest is large enough for another block."""
@@ -133,10 +133,6 @@ class CachingAllocator:
 
     def _add_free_block(self, block: _Block) -> None:
         bisect.insort(self._free[block.small], (block.nbytes, block.start, block))
-
-    def _remove(self, block: _Block) -> None:
-        blocks = self._free[block.small]
-        del blocks[bisect.bisect_left(blocks, (block.nbytes, block.start))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

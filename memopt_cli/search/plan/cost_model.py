@@ -361,7 +361,9 @@ class CostModel:
                 replayed.packed = self._packed_bytes(replayed, alive)
                 stored.update(replayed.call.inputs if replayed.segment.chunks == 1 else ())
             if replayed.segment.keep:
-                replayed.kept = self._kept_operators(replayed, inner_calls[replayed])
+                inner_ops = {op for call in inner_calls[replayed] for op in call.forward}
+                outer_ops = [op for op in range(replayed.call.start, replayed.stop) if op not in inner_ops]
+                replayed.kept = frozenset(kept_calls(self.trace, outer_ops, replayed.segment.keep))
         return replayed_segments
 
     def _replayed_segment(
@@ -379,8 +381,11 @@ class CostModel:
             trained_bytes = trained_input_bytes(self.trace, call)
             replayed.norms = tuple(norm.op for norm in self.norms[first:last] if norm.input_bytes <= trained_bytes)
         replayed.keeps_graph = self._bytes_at_end(call) > replayed.state_bytes > 0
-        replayed.first_saver = _first_saver(self._ends, call)
-        replayed.length = self._length(segment)
+        index = bisect.bisect_left(self._ends, (call.start, 0))
+        is_saved_for = index < len(self._ends) and self._ends[index][0] < call.end
+        replayed.first_saver = self._ends[index][0] if is_saved_for else None
+        shape = self.modules[segment.path].input_shape
+        replayed.length = shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
         share = longest_share(segment.chunks, replayed.length)
         are_uneven = share * segment.chunks > 1 + 1e-9
         # The longest chunks come first, so last in backward.
@@ -402,17 +407,6 @@ class CostModel:
         """Return the bytes of activations made in ``call`` that are alive at the end of the step."""
         first, last = (bisect.bisect_left(self._outliving_born, edge) for edge in (call.start, call.end))
         return self._outliving_bytes[last] - self._outliving_bytes[first]
-
-    def _kept_operators(self, replayed: ReplayedSegment, inner_calls: Sequence[ModuleCall]) -> frozenset[int]:
-        """Return the operators whose outputs ``replayed`` keeps; operators of ``inner_calls`` run again anyway."""
-        inner_ops = {op for call in inner_calls for op in call.forward}
-        outer_ops = [op for op in range(replayed.call.start, replayed.stop) if op not in inner_ops]
-        return frozenset(kept_calls(self.trace, outer_ops, replayed.segment.keep))
-
-    def _length(self, segment: SegmentPlan) -> int:
-        """Return the length of the axis along which ``segment`` is cut; 0 if its input lacks that axis."""
-        shape = self.modules[segment.path].input_shape
-        return shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
 
     def _segment_calls(self, segment: SegmentPlan) -> Iterator[ModuleCall]:
         """Yield the calls that ``segment`` recomputes: of its module, or of the parts that the module splits into."""
@@ -527,9 +521,3 @@ def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
                 is_made = storage.born >= op or index in trace.ops[op].mutates
                 ends[op] = max(ends.get(op, 0), op + is_made)
     return sorted(ends.items())
-
-
-def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:
-    """Return the first operator of ``call`` that autograd saves for, by the list ``ends``, if any."""
-    first = bisect.bisect_left(ends, (call.start, 0))
-    return ends[first][0] if first < len(ends) and ends[first][0] < call.end else None

@@ -679,7 +679,9 @@ class Replay:
             replayed.segment, recompute_states=replayed.segment.recompute_states and replayed.parent is None
         )
         between, in_backward = chunk_state_bytes(segment, replayed.state_bytes)
-        argument_bytes = self._state_argument_bytes(replayed)
+        # Outputs that are not cut, such as states of an LSTM, are passed from chunk to chunk as arguments.
+        states = (self._trace.storages[index] for index in replayed.call.outputs[segment.seq_outputs :])
+        argument_bytes = sum(storage.nbytes for storage in states if storage.born >= replayed.call.start)
         # The longest chunks come first: 10 in 4 chunks are 3, 3, 2, 2.  When backward reaches a longest chunk, the
         # states from which the longest chunks start are alive, and the gradient of one state.
         longest = replayed.length % segment.chunks or segment.chunks
@@ -690,12 +692,6 @@ class Replay:
             self._order.instant_of(replayed.parent, replayed.call.start), replayed.offset, between // share
         )
         self._ledger.add_bytes(replayed.offset, replayed.join, max(in_backward, in_chunks) // share)
-
-    def _state_argument_bytes(self, replayed: ReplayedSegment) -> int:
-        """Return the bytes that a chunk passes to the next as arguments: uncut outputs, such as LSTM states."""
-        storages, call = self._trace.storages, replayed.call
-        states = (storages[index] for index in call.outputs[replayed.segment.seq_outputs :])
-        return sum(storage.nbytes for storage in states if storage.born >= call.start)
 
     def _add_workspaces(self) -> list[OpTrace]:
         """Enter the workspaces of all operators; return the operator that runs at every instant."""

@@ -94,11 +94,6 @@ def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, strid
         raise BrokenError(str(err)) from err
 
 
-def _view(storage: FileStorage, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Tensor:
-    _check_place(storage, dtype, offset, size, stride)
-    return torch.empty(0, dtype=dtype).set_(storage.data, offset, tuple(size), tuple(stride))
-
-
 def _without_hooks(hooks: Any) -> None:
     if hooks:
         raise BrokenError("a tensor has hooks")
@@ -114,7 +109,9 @@ def _tensor(
     metadata: Any = None,
 ) -> Tensor:
     _without_hooks(hooks)
-    tensor = _view(storage, getattr(storage, "dtype", None), offset, size, stride)  # type: ignore[arg-type]
+    dtype: Any = getattr(storage, "dtype", None)
+    _check_place(storage, dtype, offset, size, stride)
+    tensor = torch.empty(0, dtype=dtype).set_(storage.data, offset, tuple(size), tuple(stride))
     for bit in metadata or {}:
         if bit not in ("conj", "neg"):
             raise BrokenError(f"a tensor has the unknown property {quote(bit)}")
@@ -210,10 +207,6 @@ def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any)
     tensor = _parameter(data, requires_grad, hooks)
     vars(tensor).update(state[0] or {} if isinstance(state, tuple) else state)
     return tensor
-
-
-def _check_state_of_parameter(node: Built, graph: Graph) -> str:
-    return _check_attributes(node.argument_items()[3:], graph)
 
 
 def _check_attributes(given: tuple[Any, ...], graph: Graph) -> str:
@@ -320,7 +313,7 @@ TENSORS: Final = Listed(
     called={
         **{name: Recipe(make=make) for name, make in _MAKERS.items()},
         "torch._utils._rebuild_parameter_with_state": Recipe(
-            make=_parameter_with_state, check=_check_state_of_parameter
+            make=_parameter_with_state, check=lambda node, graph: _check_attributes(node.argument_items()[3:], graph)
         ),
         str(TENSOR_SUBCLASS_REBUILD): Recipe(make=_subclass_tensor, check=_check_subclass),
         "torch.nn.parameter.UninitializedParameter": Recipe(make=_lazy_maker(UninitializedParameter)),
