@@ -211,7 +211,6 @@ def _inside_container(place: _Place) -> Iterator[_Place]:
 
 
 def _arguments_of(value: Built) -> tuple[Any, ...]:
-    """Return the arguments from which ``value`` is made."""
     return value.arguments.items if isinstance(value.arguments, Tuple) else ()
 
 

@@ -111,8 +111,6 @@ class Exported:
 
 
 class _Program:
-    """One exported program."""
-
     def __init__(self, archive: Archive, path: str) -> None:
         self._archive = archive
         self._path = path
@@ -269,7 +267,6 @@ class _Program:
         return module_at(())
 
     def _arguments(self) -> list[_Argument]:
-        """Return the arguments of the model in order."""
         positional, named = _read_tree(read_json(self._call["in_spec"])[1]).children
         names = self._call.get("forward_arg_names") or []
         names = [*names, *(f"input_{i}" for i in range(len(names), len(positional.children)))]
@@ -332,8 +329,6 @@ def _read_tree(data: Any) -> _Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """One argument of the model."""
-
     name: str
     tree: _Tree
     leaves: tuple[Operand, ...]

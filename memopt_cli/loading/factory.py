@@ -230,7 +230,6 @@ def _common_prefix(own: Collection[str], names: Collection[str]) -> str | None:
 
 
 def _without_compiled_parts(name: str) -> str:
-    """Return ``name`` without the parts that ``torch.compile`` adds."""
     return name.replace("_orig_mod.", "")
 
 

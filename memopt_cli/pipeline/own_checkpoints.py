@@ -39,14 +39,12 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
 
 
 def _measure(prepared: Prepared) -> Measurement | Failure:
-    """Measure the step with the model's own checkpointing on."""
     prepared.progress.stage("measuring the step with the model's own checkpoints")
     answer = prepared.ask(MeasureJob(plan=ORIGINAL))
     return answer.measurement if isinstance(answer, Measured) else answer
 
 
 def _cost_in_words(own: Measurement | Failure) -> str:
-    """Return peak and time of the step with the model's own checkpointing on, as text."""
     if not isinstance(own, Measurement):
         return f", which does not run: {describe(own)}"
     return f", which takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} per step"

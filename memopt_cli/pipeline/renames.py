@@ -113,6 +113,5 @@ def _class_name(module: ModuleBytes) -> object:
 
 
 def _replace_prefix(path: str, before: str, after: str) -> str:
-    """Return ``path`` with ``after`` in place of ``before`` at its beginning."""
     rest = path[len(before) :].strip(".")
     return ".".join(part for part in (after, rest) if part)

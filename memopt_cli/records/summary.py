@@ -62,7 +62,6 @@ class LevelRow:
 
 
 def _in_brief(plan: Plan, outcome: Measurement | Failure | None) -> str:
-    """Return ``plan`` and its measured peak in a few words."""
     peak = f", {format_bytes(outcome.allocated_peak_bytes)}" if isinstance(outcome, Measurement) else ""
     return f"{format_count(len(plan.longest.segments), 'segment')}{peak}"
 

@@ -24,8 +24,6 @@ _MAX_LISTED = 5
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Module in the printed tree, with its own tensors and its children."""
-
     name: str
     module: StoredModule
     tensors: list[StoredTensor] = field(default_factory=list)

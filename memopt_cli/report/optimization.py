@@ -559,7 +559,6 @@ def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
 
 
 def _measurements(summary: MemOptSummary) -> Iterator[Measurement]:
-    """Yield every measurement of a step in ``summary``."""
     outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
     yield from (found for found in outcomes if isinstance(found, Measurement))
 

@@ -145,7 +145,6 @@ def _phases(profile: StepProfile, widths: Sequence[float], columns: int) -> str:
 
 
 def _category_table(profile: StepProfile) -> Table:
-    """Return a table of the bytes held at the peak, by category."""
     table = plain_table("at the peak", "", "", names=["at the peak"])
     parts = {name.removesuffix("_bytes"): size for name, size in to_data(profile.breakdown).items()}
     total = profile.peak.allocated_bytes
@@ -253,7 +252,6 @@ def _depth_first(path: str, children: dict[str, list[ModuleUse]]) -> Iterator[st
 
 
 def _saved_table(profile: StepProfile) -> Table:
-    """Return a table of the largest tensors that autograd keeps for backward."""
     table = plain_table("kept for backward", "", "in", "", names=["kept for backward"], words=["", "in"])
     for saved in profile.saved[:_SAVED]:
         others = f" and {saved.savers - 1} more" if saved.savers > 1 else ""

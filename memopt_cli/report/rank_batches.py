@@ -42,7 +42,6 @@ def _under_plan(row: RanksRow) -> str:
 
 
 def _fewer_ranks(recommendation: RanksRecommendation, fewest: RanksRow) -> str:
-    """Return a sentence on numbers of ranks below ``fewest``."""
     smaller = [row.layout.ranks for row in recommendation.rows if row.layout.ranks < fewest.layout.ranks]
     if smaller:
         return f", of those tried; {smaller[-1]} {'does' if smaller[-1] == 1 else 'do'} not"

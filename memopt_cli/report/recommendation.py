@@ -86,7 +86,6 @@ def _fastest(recommendation: BatchRecommendation) -> str | None:
 
 
 def _run_of(advice: BatchAdvice, batch: int) -> BatchProbe:
-    """Return the run of ``advice`` at ``batch``."""
     return next(run for run in advice.probes if run.batch == batch)
 
 
@@ -113,7 +112,6 @@ def tables(recommendation: BatchRecommendation) -> Iterator[Table]:
 
 
 def _replica_table(row: BatchRow) -> Table:
-    """Return a table of the numbers of copies that were run in the case ``row``."""
     table = plain_table("copies", "batch of each", "peak", "step", "samples/s", "of each", "route", words=["route"])
     budget_bytes = row.outcome.budget_bytes
     for run in row.replicas.probes if row.replicas is not None else ():
@@ -128,7 +126,6 @@ def _replica_table(row: BatchRow) -> Table:
 
 
 def _case_table(recommendation: BatchRecommendation) -> Table:
-    """Return a table with a row for each case: without the plan and with it, at each size."""
     symbol = next((name for row in recommendation.rows for name in row.dims), "")
     planned = any(row.planned for row in recommendation.rows)
     copied = any(row.replicas is not None for row in recommendation.rows)
@@ -192,7 +189,6 @@ def _verdict(run: BatchProbe, advice: BatchAdvice) -> str:
 
 
 def _length_table(recommendation: BatchRecommendation) -> Table:
-    """Return a table of how to batch the user's sequences."""
     table = plain_table("sequences", "a batch", "batches", "waste", "peak", "epoch", names=["sequences"])
     for batching in recommendation.lengths:
         size = str(batching.batch) if batching.batch is not None else f"max_tokens={batching.max_tokens}"
@@ -282,7 +278,6 @@ def remarks(recommendation: BatchRecommendation) -> Iterator[str]:
 
 
 def _main_row(recommendation: BatchRecommendation) -> BatchRow:
-    """Return the recommended case of ``recommendation``."""
     return recommendation.rows[recommendation.chosen]
 
 

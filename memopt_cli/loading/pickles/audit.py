@@ -228,5 +228,4 @@ def _why_unfit(node: Built, recipe: Recipe) -> str:
 
 
 def _states_of(node: Built) -> tuple[Any, ...]:
-    """Return the states that give ``node`` its attributes."""
     return node.argument_items()[1:2] if node.callee == RESTORE_LIFTED else (node.state,)

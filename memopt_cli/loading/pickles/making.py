@@ -101,7 +101,6 @@ class Maker:
         return self.make(built)
 
     def _charge_items(self, built: Built) -> None:
-        """Charge for a call that walks through the items of its arguments."""
         name = built.callee.name
         built.weight += sum(map(amount_of, built.argument_items()))
         if name not in ("range", "slice"):  # these only keep their arguments

@@ -113,8 +113,6 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
 
 @dataclass(slots=True, kw_only=True)
 class _FastestSearch:
-    """Search of :func:`fastest_prepared`, with its results so far."""
-
     request: BatchRequest
     options: SearchOptions
     prepared: Prepared

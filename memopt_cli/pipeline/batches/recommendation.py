@@ -143,8 +143,6 @@ def recommend_prepared(
 
 @dataclass(slots=True, kw_only=True)
 class _BatchSearch:
-    """Search of :func:`recommend_batch`, with its results so far."""
-
     request: BatchRequest
     prepared: Prepared
     longest: dict[str, int]

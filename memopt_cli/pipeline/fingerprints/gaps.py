@@ -334,7 +334,6 @@ def _start_parameters(training: FollowedSteps) -> dict[str, str]:
 
 
 def _start_bits(training: FollowedSteps, kind: str) -> dict[str, str]:
-    """Return the bits of all tensors of ``kind``, by name."""
     return {tensor.name: tensor.bits for tensor in training.start if tensor.name.startswith(kind)}
 
 

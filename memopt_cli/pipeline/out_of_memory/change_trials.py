@@ -294,7 +294,6 @@ class ChangeTrials:
         )
 
     def _try_autocast(self) -> Iterator[Suggestion]:
-        """Yield autocast to bfloat16."""
         settings = self._prepared.subject.settings
         self._require_step_of_ours()
         if not self._may_autocast:
@@ -371,7 +370,6 @@ class ChangeTrials:
 
     @property
     def _device(self) -> str:
-        """Type of the device on which the user trains."""
         return "cuda" if self._counts_for_gpu else self._prepared.subject.settings.device.partition(":")[0]
 
     @property
@@ -381,7 +379,6 @@ class ChangeTrials:
         return is_full and self._prepared.facts.format != STEP
 
     def _with_settings(self, settings: StepSettings) -> Prepared:
-        """Return the model with a step of other ``settings``."""
         return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
 
     def _with_accumulation(self) -> Prepared:

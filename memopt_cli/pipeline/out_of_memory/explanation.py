@@ -127,7 +127,6 @@ def _explain_snapshot(snapshot: SnapshotFacts) -> Explanation:
 
 
 def _explain_error(error: OutOfMemoryText) -> Explanation:
-    """Explain ``error`` by the numbers in its message alone."""
     numbers = (
         f"According to the error, tensors held {format_bytes(error.allocated_bytes)}, PyTorch's allocator held "
         f"{format_bytes(error.reserved_bytes)} that no tensor used, and {format_bytes(error.free_bytes)} were free."
@@ -221,7 +220,6 @@ def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | Non
 
 
 def _limit_of(error: OutOfMemoryText) -> str:
-    """Return the text of the source of the limit in ``error``."""
     if error.limit:
         return f"{error.limit} less the {format_bytes(error.before_bytes)} that the process held before the block"
     return _ERROR_LIMIT if error.asked_bytes else _KILL_LIMIT

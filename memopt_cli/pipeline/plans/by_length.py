@@ -222,7 +222,6 @@ class _Range:
 
 
 def _range_of(up_to: int, findings: Findings) -> _Range:
-    """Return the range up to ``up_to`` with the plan that ``findings`` apply."""
     applied_row = next(row for row in findings.rows[::-1] if row.level == findings.applied_level)
     return _Range(up_to=up_to, original=findings.rows[0], applied=applied_row, verification=findings.verification)
 
@@ -236,14 +235,11 @@ def _over_budget(length_range: _Range, budget_bytes: int) -> list[LengthRun]:
 
 
 def _is_verified(findings: Findings) -> bool:
-    """Return whether the plan in ``findings`` passed verification."""
     return findings.verification is not None and findings.verification.passed
 
 
 @dataclass(slots=True)
 class _ByLength:
-    """One search for a plan by length."""
-
     request: OptimizeRequest
     prepared: Prepared
     varied: DimRange

@@ -139,7 +139,6 @@ class Climb:
         return replace(row, outcome=self.measurements.measure(row.plan))
 
     def _search_levels(self) -> Iterator[LevelRow]:
-        """Search the levels in turn, and yield their rows, not measured yet."""
         planner = self.search.planner
         options = self.search.options
         plan_below = ORIGINAL

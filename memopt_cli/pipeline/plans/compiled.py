@@ -253,7 +253,6 @@ class CompiledSearch(ABC):
 
     @property
     def _level(self) -> int:
-        """Level of the search for segments."""
         return min(_MAX_LEVEL, self.search.options.level)
 
     def _show_search(self) -> None:
@@ -441,7 +440,6 @@ class SmallestCompiled(CompiledSearch):
         return last_measurement is None or bool(self._excess_reason(last_measurement))
 
     def _base(self) -> Plan | None:
-        """Return the verified regions of the lowest peak."""
         regions = [
             (measurement.allocated_peak_bytes, row.plan)
             for row, measurement in self._verified_rows()

@@ -148,8 +148,6 @@ def _marked_as_compared(plan: Plan, findings: Findings) -> Plan:
 
 @dataclass(slots=True)
 class _PlanSearch:
-    """One run of :func:`find_here`, with the state that its stages share."""
-
     request: OptimizeRequest
     measurements: PlanMeasurements
     findings: Findings
@@ -498,5 +496,4 @@ class _PlanSearch:
 
 
 def _by_time(point: ParetoPoint) -> tuple[bool, float]:
-    """Return a key that sorts points of a frontier: the original first, then by slowdown."""
     return not point.plan.is_empty, point.slowdown or point.predicted_slowdown or math.inf

@@ -133,7 +133,6 @@ def _unused_compressor_notes(findings: Findings) -> list[str]:
 
 
 def _steps_of(plan: Plan, splits: int) -> list[str]:
-    """Name the levels whose techniques ``plan`` uses."""
     used = {
         1: not plan.is_empty,
         2: splits > 0,

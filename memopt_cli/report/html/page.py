@@ -170,7 +170,6 @@ def _verification_tile(verification: Verification) -> Tile:
 
 
 def _compare(before: float | None, after: float, in_words: Callable[[float], str]) -> tuple[str, str]:
-    """Return both numbers as text, and the ratio of ``after`` to ``before``."""
     if before is None:
         return f"does not run → {in_words(after)}", ""
     value = in_words(after) if in_words(before) == in_words(after) else f"{in_words(before)} → {in_words(after)}"

@@ -136,7 +136,6 @@ class PairSearch:
                 return
 
     def _rate(self, plan: Plan, batch: int) -> float:
-        """Predict the samples per second of ``plan`` at ``batch``."""
         return self.samples_per_s(batch, self.step_s(plan, batch), self.update_s)
 
     def _measured_rate(self, run: BatchProbe) -> float:

@@ -26,8 +26,6 @@ class NoRoomError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A part of a segment."""
-
     start: int
     """Address, as if segments followed each other in the order in which they were reserved."""
     nbytes: int

@@ -417,7 +417,6 @@ class CostModel:
                 yield call
 
     def _child_calls(self, whole: ModuleCall) -> Iterator[ModuleCall]:
-        """Yield the calls directly below ``whole``."""
         end = whole.start
         calls = self.trace.calls
         for index in range(bisect.bisect_left(calls, whole.start, key=lambda call: call.start), len(calls)):
@@ -444,7 +443,6 @@ class CostModel:
         return {index: max(0, storages[index].nbytes - nbytes) for index, nbytes in stored_bytes.items() if nbytes}
 
     def _source_storages(self, storage: int) -> Set[int]:
-        """Return the storages from which an operator made ``storage``."""
         born = self.trace.storages[storage].born
         return set(self.trace.ops[born].reads) if born >= 0 else set()
 

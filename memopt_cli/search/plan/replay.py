@@ -370,8 +370,6 @@ class _Passes:
 
 
 class _StoredInParcel(NamedTuple):
-    """A tensor that is stored in a parcel."""
-
     stored_before: int
     """Operator before which the tensor is stored."""
     needed_at: int
@@ -694,7 +692,6 @@ class Replay:
         self._ledger.add_bytes(replayed.offset, replayed.join, max(in_backward, in_chunks) // share)
 
     def _add_workspaces(self) -> list[OpTrace]:
-        """Enter the workspaces of all operators; return the operator that runs at every instant."""
         ops = self._trace.ops
         running: list[OpTrace] = [ops[0]] * self._order.length
 

@@ -79,8 +79,6 @@ class SolvedBlocks:
 
 
 class _Candidates:
-    """Decides which blocks of a step may be segments."""
-
     def __init__(self, root: Block, allowed: Allowed) -> None:
         self._root = root
         self._allowed = allowed

@@ -227,7 +227,6 @@ def _lazy_maker(kind: Any) -> Callable[..., Tensor]:
 
 
 def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
-    """Make the tensor that ``function`` makes, as the class ``kind``, and give it the attributes in ``state``."""
     if function not in _MAKERS or not (isinstance(kind, type) and issubclass(kind, Tensor)):
         raise BrokenError("a tensor is not made by a function that memopt knows")
     tensor = _MAKERS[function](*arguments)

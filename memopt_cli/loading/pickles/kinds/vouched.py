@@ -151,12 +151,10 @@ def scripts_with(wanted: Collection[Global]) -> dict[Global, Path]:
 
 
 def _in_each(found: Sequence[Sequence[Path]]) -> list[Path]:
-    """Return the files that are in each of ``found``."""
     return [path for path in found[0] if all(path in others for others in found)] if found else []
 
 
 def _sources_with(wanted: Global, pattern: str) -> list[Path]:
-    """Return the files of this folder that define ``wanted``."""
     sources = itertools.islice(sorted(Path().glob(pattern)), _MAX_SCRIPTS)
     return [path for path in sources if defined_as(path, wanted)]
 
