@@ -114,8 +114,8 @@ def _refuse_unknown(context: typer.Context, file: Path, data: dict[str, Any]) ->
         if key in _COMMAND_LINE_ONLY:
             raise UsageError(f"{file}: '{key}' cannot be set in a file", hint=f"Give --{key} on the command line.")
         if key not in known:
-            like = difflib.get_close_matches(key[:100], known, n=1)
-            hint = f"Did you mean {like[0]}?" if like else f"Known keys: {', '.join(sorted(known))}."
+            nearest_keys = difflib.get_close_matches(key[:100], known, n=1)
+            hint = f"Did you mean {nearest_keys[0]}?" if nearest_keys else f"Known keys: {', '.join(sorted(known))}."
             raise UsageError(f"{file}: unknown key {shorten(printable(key[:100]))}", hint=hint)
 
 

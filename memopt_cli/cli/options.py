@@ -349,8 +349,8 @@ def _annotate(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
         info["parser"] = parsed_by(option.kind)
     flags = option.flags or ((f"--{parameter.name.replace('_', '-')}",) if hint is bool else ())
     is_argument = option.group == ARGUMENTS
-    made = typer.Argument(**info) if is_argument else typer.Option(*flags, rich_help_panel=option.group, **info)
-    return parameter.replace(default=default, annotation=Annotated[hint, made])
+    kind = typer.Argument(**info) if is_argument else typer.Option(*flags, rich_help_panel=option.group, **info)
+    return parameter.replace(default=default, annotation=Annotated[hint, kind])
 
 
 _CALLBACKS: Final[dict[str, dict[str, Any]]] = {

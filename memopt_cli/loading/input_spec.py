@@ -241,9 +241,9 @@ def unnamed_arguments(model: nn.Module, kwargs: Iterable[str]) -> Iterator[str]:
     rest = next((f", so it goes into **{p.name}" for p in parameters if p.kind is p.VAR_KEYWORD), "")
     for name in kwargs if named else ():
         if name not in named:
-            like = difflib.get_close_matches(name[:100], named, n=1)
-            meant = f"did you mean {like[0]}?" if like else f"it names {format_some(named)}."
-            yield f"forward names no argument {printable(name)}{rest}; {meant}"
+            nearest_names = difflib.get_close_matches(name[:100], named, n=1)
+            suggestion = f"did you mean {nearest_names[0]}?" if nearest_names else f"it names {format_some(named)}."
+            yield f"forward names no argument {printable(name)}{rest}; {suggestion}"
 
 
 def _moved_to(value: Any, device: str, dtype: torch.dtype | None) -> Any:
@@ -277,15 +277,15 @@ def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Gen
         return (torch.rand(shape, generator=generator) < float(spec.values.removeprefix("spikes:"))).to(dtype)
     bounds = parse_range(spec.values)
     assert bounds is not None, "the values were checked when they were read"
-    apart, low, high = bounds
+    outlier, low, high = bounds
     if dtype.is_floating_point or dtype.is_complex:
         tensor = low + (high - low) * torch.rand(shape, generator=generator, dtype=dtype)
     else:
         tensor = torch.randint(low, high, shape, generator=generator).to(dtype)
-    if apart is not None:
+    if outlier is not None:
         stands_apart = torch.rand(shape, generator=generator) < _APART_SHARE
         stands_apart.view(-1)[:1] = False  # the mean of a loss that ignores all labels is NaN
-        tensor[stands_apart] = apart
+        tensor[stands_apart] = outlier
     return tensor
 
 
@@ -443,17 +443,17 @@ def batch_of(spec: InputSpec) -> int:
     if spec.tensors and spec.tensors[0].shape:
         return _resolved_shape(spec.tensors[0], spec.dims)[0]
     if spec.data_file is not None:
-        made = _read_data(spec.data_file, spec.data_sha256)
+        arguments = _read_data(spec.data_file, spec.data_sha256)
         where = spec.data_file
         hint = "Save the arguments of forward in it, as a list or a dict of tensors."
     elif spec.script is not None:  # its function may give the size any name, so look at the returned tensors
-        made = _run_script(spec.script, spec.dims, seed=0)
+        arguments = _run_script(spec.script, spec.dims, seed=0)
         where = spec.script
         hint = NO_BATCH_ARGUMENT
     else:
         hint = "Write it into a shape, as in `-i Bx3x224x224 --dim B=8`."
         raise UsageError("the batch size of the inputs is not known", hint=hint)
-    first = next(_tensors_in(made), None)
+    first = next(_tensors_in(arguments), None)
     if first is not None and first.dim():
         return first.shape[0]
     raise UsageError(

@@ -216,8 +216,8 @@ class _Reading:
 
     def _line_of(self, block: Mapping[str, Any]) -> str:
         """Return the source line that allocated ``block``; empty if no stack was recorded."""
-        past = self._counted(block.get("history", ()))
-        frames = block.get("frames") or next((event["frames"] for event in past if event.get("frames")), ())
+        history = self._counted(block.get("history", ()))
+        frames = block.get("frames") or next((event["frames"] for event in history if event.get("frames")), ())
         if id(frames) not in self.known:
             self.known[id(frames)] = self._innermost_frame(frames)
         return self.known[id(frames)]
@@ -264,5 +264,5 @@ def _amount(value: Any) -> int:
 
 
 def _is_of_library(name: str) -> bool:
-    ours = "-packages/torch/" in name or "-packages/memopt_cli/" in name
-    return ours or ("/lib/python3" in name and "-packages/" not in name)
+    is_in_packages = "-packages/torch/" in name or "-packages/memopt_cli/" in name
+    return is_in_packages or ("/lib/python3" in name and "-packages/" not in name)

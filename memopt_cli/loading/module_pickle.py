@@ -83,8 +83,8 @@ class ModulePickle:
         try:
             model = _audit_and_make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
         except ClassNotFoundError as err:
-            moved = moved_hint(file.path, (err.looked_in, *trust.code_paths), class_of(located.root))
-            err.hint = f"{err.hint} {moved}".strip()
+            hint_text = moved_hint(file.path, (err.looked_in, *trust.code_paths), class_of(located.root))
+            err.hint = f"{err.hint} {hint_text}".strip()
             raise
         if not isinstance(model, nn.Module):
             raise FileFormatError(f"{file.path} holds {type_in_words(model)}, not a model", hint=_SAVE_AGAIN)

@@ -61,7 +61,7 @@ def modules_beside(module: str) -> str:
             return ""
         spec = find_spec(".".join(parts[: count + 1]), folders)
         if spec is None and folders is not None:
-            names = sorted(found.name for found in pkgutil.iter_modules(folders))
+            names = sorted(info.name for info in pkgutil.iter_modules(folders))
             there = f"; it has {format_some(names, _SHOWN)}" if names else ""
             return f"{'.'.join(parts[:count])} has no module {part}{there}."
         if spec is None or spec.submodule_search_locations is None:
@@ -169,8 +169,8 @@ class UserCode:
                 earlier, other = defined.setdefault(name, (path, value))
                 if other is not value:
                     self._contested[name] = earlier, path
-                held = vars(running).get(name, value)
-                if is_session(running) and held is not value and held is not _COPIED.get(name, value):
+                attribute = vars(running).get(name, value)
+                if is_session(running) and attribute is not value and attribute is not _COPIED.get(name, value):
                     self._hidden[name] = path
                     continue
                 value.__module__ = "__main__"

@@ -34,15 +34,15 @@ def find_renames(
         unmatched = [module for path, module in missing.items() if path not in moves]
         free = [module for path, module in added.items() if path not in targets]
         for stems in _most_votes(_pairs_of_equals(unmatched, free, key, same_count=same_count)):
-            moved = 0
+            move_count = 0
             for path, target in _renamed_paths(*sides, *stems):
                 is_free = path not in moves and target not in targets and path in missing and target in added
                 if is_free and _is_successor(added[target], missing[path]):
                     moves[path] = target
                     targets.add(target)
-                    moved += 1
-            if moved:
-                renames.append(Rename(before=stems[0], after=stems[1], modules=moved))
+                    move_count += 1
+            if move_count:
+                renames.append(Rename(before=stems[0], after=stems[1], modules=move_count))
     return tuple(renames), moves
 
 

@@ -50,16 +50,16 @@ def busy_notes(waited: Iterable[float]) -> Iterator[str]:
         yield f"the machine was busy: steps waited for a processor {most:.0%} of their time, so times are rough"
 
 
-def room_in_words(found: DeviceEstimate) -> str:
-    """Return whether the step of ``found`` fits: ``it fits: 1.2 GiB reserved of 38.9 GiB``."""
-    reserved, there = format_bytes(found.reserved_peak_bytes), format_bytes(found.memory_bytes)
-    if found.fits and found.reserved_peak_bytes > found.memory_bytes:
-        allocated = format_bytes(found.allocated_peak_bytes)
+def room_in_words(estimate: DeviceEstimate) -> str:
+    """Return whether the step of ``estimate`` fits: ``it fits: 1.2 GiB reserved of 38.9 GiB``."""
+    reserved, there = format_bytes(estimate.reserved_peak_bytes), format_bytes(estimate.memory_bytes)
+    if estimate.fits and estimate.reserved_peak_bytes > estimate.memory_bytes:
+        allocated = format_bytes(estimate.allocated_peak_bytes)
         return (
             f"it fits in {there}, but only after the allocator frees cached blocks ({allocated} allocated, {reserved} "
             "reserved)"
         )
-    return f"{'it fits' if found.fits else 'it does not fit'}: {reserved} reserved of {there}"
+    return f"{'it fits' if estimate.fits else 'it does not fit'}: {reserved} reserved of {there}"
 
 
 def plain_table(*headings: str, names: Container[str] = (), words: Container[str] = ()) -> Table:

@@ -47,28 +47,30 @@ def headline(summary: MemOptSummary) -> str:
     """Return the result in one line, such as ``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), …``."""
     if summary.unchanged:
         return summary.unchanged
-    found = _in_bytes(summary)
+    peaks_text = _in_bytes(summary)
     if summary.is_applied and summary.plan is not None and summary.plan.compile is not None:
-        return f"{found}, trains as {summary.plan.compile.backend} compiles it without a plan"
-    return f"{found}, {_equal(summary.verification)}" if summary.is_applied else found
+        return f"{peaks_text}, trains as {summary.plan.compile.backend} compiles it without a plan"
+    return f"{peaks_text}, {_equal(summary.verification)}" if summary.is_applied else peaks_text
 
 
-def _equal(found: Verification | None) -> str:
-    """Return ``same bits in 83 tensors`` or the like, with the sizes of ``found`` if they are not those asked for."""
-    if found is None:
+def _equal(verification: Verification | None) -> str:
+    """Return ``same bits in 83 tensors`` or the like, with the sizes if they are not those asked for."""
+    if verification is None:
         return "not verified"
-    measured = found.measured
-    compared = max(found.compared, measured.compared if measured is not None else 0)
-    at = "" if found.full_size or measured is not None else f" at {found.sizes}, not the size that was asked for"
-    same = "same bits"
-    if not found.is_bit_exact:
-        same = "same within rounding"
-        norm_share = (measured.worst_difference if measured is not None else 0.0) or found.rounding
+    measured = verification.measured
+    compared = max(verification.compared, measured.compared if measured is not None else 0)
+    is_full_size = verification.full_size or measured is not None
+    at = "" if is_full_size else f" at {verification.sizes}, not the size that was asked for"
+    equality = "same bits"
+    if not verification.is_bit_exact:
+        equality = "same within rounding"
+        norm_share = (measured.worst_difference if measured is not None else 0.0) or verification.rounding
         if norm_share:
-            same += f" (in one step, about {norm_share:.0e} of the norm)"
-        elif found.worst_difference:
-            same += f" (in one step, about {found.worst_difference:.0e} of the largest value{_precision(found)})"
-    return f"{same} in {format_count(compared, 'tensor')}{at}"
+            equality += f" (in one step, about {norm_share:.0e} of the norm)"
+        elif verification.worst_difference:
+            precision = _precision(verification)
+            equality += f" (in one step, about {verification.worst_difference:.0e} of the largest value{precision})"
+    return f"{equality} in {format_count(compared, 'tensor')}{at}"
 
 
 def _in_bytes(summary: MemOptSummary) -> str:
@@ -105,7 +107,7 @@ def _in_bytes(summary: MemOptSummary) -> str:
 
 def _beside_budget(summary: MemOptSummary, *measured: object) -> tuple[str, ...]:
     """Return the budget of ``summary`` (empty without one) and the peaks in ``measured``, with decimals that differ."""
-    peaks = [found.allocated_peak_bytes for found in measured if isinstance(found, Measurement)]
+    peaks = [outcome.allocated_peak_bytes for outcome in measured if isinstance(outcome, Measurement)]
     if summary.budget_bytes is None:
         return "", *map(format_bytes, peaks)
     return format_apart(summary.budget_bytes, *peaks)
@@ -218,9 +220,9 @@ def rows_by_plan(summary: MemOptSummary) -> Iterator[tuple[str, list[int], Level
         yield span, levels, max(rows, key=lambda row: (isinstance(row.outcome, Measurement), row.level))
 
 
-def _elsewhere(found: LevelRow | ParetoPoint) -> str:
-    """Return the most bytes that wait elsewhere in the step of ``found``; empty for none, or without a measurement."""
-    nbytes = found.outcome.elsewhere_bytes if isinstance(found.outcome, Measurement) else 0
+def _elsewhere(row: LevelRow | ParetoPoint) -> str:
+    """Return the most bytes that wait elsewhere in the step of ``row``; empty for none, or without a measurement."""
+    nbytes = row.outcome.elsewhere_bytes if isinstance(row.outcome, Measurement) else 0
     return format_bytes(nbytes) if nbytes else ""
 
 
@@ -258,7 +260,7 @@ def frontier(summary: MemOptSummary) -> Table:
     table = plain_table(*headings, "bits", "plan", _PLOT, names=["bits", _PLOT], words=["plan"])
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     own = summary.own_checkpoints
-    longest = max((found.step_s for found in [*measured, *([own] if own else [])]), default=0.0)
+    longest = max((outcome.step_s for outcome in [*measured, *([own] if own else [])]), default=0.0)
     words = distinct_labels([point.plan for point in summary.frontier])
     rows = [(str(number), *row) for number, row in enumerate(zip(summary.frontier, words, strict=True), 1)]
     if own is not None:
@@ -266,10 +268,10 @@ def frontier(summary: MemOptSummary) -> Table:
         rows.append(("–", ParetoPoint(plan=Plan(), outcome=own, original_step_s=base_s), _OWN_CHECKPOINTS_LABEL))
     for pick, point, plan in rows:
         match point.outcome:
-            case Measurement() as found:
-                cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
+            case Measurement() as outcome:
+                cells = (format_bytes(outcome.allocated_peak_bytes), format_seconds(outcome.step_s))
                 ratio = _as_ratio(point.slowdown, point.plan) if point.slowdown is not None else "–"
-                plot = " " * round(_PLOT_WIDTH * found.step_s / longest) + "●"
+                plot = " " * round(_PLOT_WIDTH * outcome.step_s / longest) + "●"
             case _:
                 cells = ("–", "–")
                 ratio = "–"
@@ -407,11 +409,11 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
         there = summary.estimates.planned.device
         how = f"; `memopt apply --confirm` measures the plan on {there}" if summary.is_applied else ""
         yield f"estimated for {there}, not measured{how}"
-    found = summary.verification
-    if found is not None and not found.passed and summary.decisive is None:  # else the headline contains it
-        yield verification(found)
-    if found is not None and summary.is_applied:
-        yield from inexact(found)
+    record = summary.verification
+    if record is not None and not record.passed and summary.decisive is None:  # else the headline contains it
+        yield verification(record)
+    if record is not None and summary.is_applied:
+        yield from inexact(record)
     yield from _parts_left_out(summary)
     if summary.offers_choice:  # else their table contains it
         yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
@@ -533,7 +535,7 @@ def _neighbours(summary: MemOptSummary) -> Iterator[str]:
 
 
 def _rough_times(summary: MemOptSummary) -> Iterator[str]:
-    worst = max((found.step_variation for found in _measurements(summary)), default=0.0)
+    worst = max((measurement.step_variation for measurement in _measurements(summary)), default=0.0)
     if worst > _ROUGH:
         yield (
             f"step times and their ratios are rough: the steps of one plan differ by {worst:.0%} among themselves, "
@@ -560,7 +562,7 @@ def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
 
 def _measurements(summary: MemOptSummary) -> Iterator[Measurement]:
     outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
-    yield from (found for found in outcomes if isinstance(found, Measurement))
+    yield from (outcome for outcome in outcomes if isinstance(outcome, Measurement))
 
 
 def verification(verification: Verification) -> str:
@@ -576,15 +578,15 @@ def verification(verification: Verification) -> str:
     return f"verified: {verification.compared} tensors equal {tolerance}, at {where}{_further_checks(verification)}"
 
 
-def _measured_steps(found: FingerprintCheck) -> str:
-    """Return a sentence on ``found``, such as ``measured steps: 76 tensors equal bit for bit, at batch 8, S=256``."""
+def _measured_steps(check: FingerprintCheck) -> str:
+    """Return a sentence on ``check``, such as ``measured steps: 76 tensors equal bit for bit, at batch 8, S=256``."""
     equal = "bit for bit"
-    if found.equal < found.compared:
-        largest = f"{found.worst_difference:.0e} of their norm, {found.tolerance:.0e} allowed"
-        if found.by_rounding:
+    if check.equal < check.compared:
+        largest = f"{check.worst_difference:.0e} of their norm, {check.tolerance:.0e} allowed"
+        if check.by_rounding:
             largest += ", at most ten times the change from rounding the parameters"
-        equal = f"within rounding ({found.equal} bit for bit, the others to {largest})"
-    return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
+        equal = f"within rounding ({check.equal} bit for bit, the others to {largest})"
+    return f"measured steps: {check.compared} tensors equal {equal}, at {check.sizes}"
 
 
 def _further_checks(verification: Verification) -> str:

@@ -253,10 +253,10 @@ def _sequence_settings(batching: LengthBatching) -> Iterator[str]:
 def _replica_settings(
     advice: ReplicaAdvice, batch: int, steps: int, step: StepSettings, device: str, call: ModelCall
 ) -> Iterator[str]:
-    copies, few = advice.fastest, min(batch, advice.best.batch)
+    copies, fewest = advice.fastest, min(batch, advice.best.batch)
     outputs = f"models({arguments_of(call)}, data_order='(g b)')"
     yield f"models = memopt_cli.model_batching.BatchModule(model, batch={copies})"
-    yield f"{outputs}  # once with {copies} × {few} samples: chooses what runs the copies"
+    yield f"{outputs}  # once with {copies} × {fewest} samples: chooses what runs the copies"
     yield "optimizer = torch.optim.AdamW(models.parameters())  # or yours: one for all copies"
     yield f"# {batch} samples for each copy; the samples left over at the end are dropped"
     yield f"loader = DataLoader(dataset, batch_size={copies * batch}, shuffle=True, drop_last=True)"

@@ -124,12 +124,12 @@ def missing_refusal(location: str) -> tuple[str, str]:
         )
     folder, name = os.path.split(location.rstrip(os.sep))
     try:
-        near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.7)
+        nearest_names = difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.7)
     except OSError:  # there is no such folder, or it cannot be read
-        near = []
+        nearest_names = []
     what = f"there is no file '{location}', and it is not of the form package.module:callable"
-    if near:
-        nearest = os.path.join(folder, near[0])
+    if nearest_names:
+        nearest = os.path.join(folder, nearest_names[0])
         return what, _did_you_mean(quoted_path(os.path.join(nearest, "") if os.path.isdir(nearest) else nearest))
     if _HUB.fullmatch(location) and not name.lower().endswith((*_OF_TORCH, ".pkl")) and not os.path.isdir(folder):
         save = f'AutoModel.from_pretrained("{location}").save_pretrained("{name}")'
@@ -250,7 +250,7 @@ def _assigns_attributes(builder: str, names: Collection[str]) -> bool:
     """
     path, _, name = builder.rpartition(":")
     assigned = _attributes_of({node.name: node for node in definitions_in(path)}, name)
-    split = [each.replace("_orig_mod.", "").split(".") for each in names]
+    split = [tensor_name.replace("_orig_mod.", "").split(".") for tensor_name in names]
     first, second = ({parts[depth] for parts in split if len(parts) > depth} for depth in (0, 1))
     return bool(first) and (first <= assigned or (len(first) == 1 and bool(second) and second <= assigned))
 
@@ -263,10 +263,10 @@ def _attributes_of(definitions: dict[str, _Definition], name: str) -> set[str]:
     attributes: set[str] = set()
     pending, seen = [name], set[str]()
     while pending:
-        node = definitions.get(each := pending.pop())
-        if each in seen or not isinstance(node, ast.ClassDef):
+        node = definitions.get(class_name := pending.pop())
+        if class_name in seen or not isinstance(node, ast.ClassDef):
             continue
-        seen.add(each)
+        seen.add(class_name)
         pending += [ast.unparse(base) for base in node.bases]
         for inner in ast.walk(node):
             match inner:
@@ -303,7 +303,7 @@ def _makes_layers(builder: str) -> bool:
         for inner in ast.walk(node)
         if isinstance(inner, ast.Call)
     ]
-    return any(each[:1].isupper() and not each.endswith("Loss") for each in called)
+    return any(callee[:1].isupper() and not callee.endswith("Loss") for callee in called)
 
 
 def refuse_misspelt(path: str, name: str) -> None:
@@ -312,9 +312,9 @@ def refuse_misspelt(path: str, name: str) -> None:
 
     The file is not run: so this error comes before one about outputs that exist.
     """
-    near = _nearest_definition(path, name)
-    if near and not re.search(rf"\b{name}\b".encode(), read_bytes(path, _MAX_SOURCE_BYTES)):
-        raise UsageError(f"{path} has no function {name}", hint=_did_you_mean(near))
+    nearest = _nearest_definition(path, name)
+    if nearest and not re.search(rf"\b{name}\b".encode(), read_bytes(path, _MAX_SOURCE_BYTES)):
+        raise UsageError(f"{path} has no function {name}", hint=_did_you_mean(nearest))
 
 
 def definitions(path: str, name: str = "") -> str:
@@ -322,8 +322,8 @@ def definitions(path: str, name: str = "") -> str:
 
     If ``name`` may be a misspelling of one of them, the sentence asks for it.
     """
-    if near := _nearest_definition(path, name):
-        return _did_you_mean(near)
+    if nearest := _nearest_definition(path, name):
+        return _did_you_mean(nearest)
     names = [node.name for node in _public_definitions_in(path)]
     return f"It defines {format_some(names, _SHOWN)}." if names else ""
 

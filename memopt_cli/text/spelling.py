@@ -114,10 +114,10 @@ def _parse_marked(marked: str) -> tuple[list[str], list[tuple[str, str]]] | None
 
 
 def _marked_in_python(marked: re.Match[str]) -> str:
-    typed = _parse_marked(marked[1])
-    if typed is None:
+    parsed = _parse_marked(marked[1])
+    if parsed is None:
         return marked[0]
-    command, flags = typed
+    command, flags = parsed
     if command == ["file.py:function"]:
         return "a function"
     sizes = [_size_argument(value) for flag, value in flags if flag == "--dim" and "=" in value]

@@ -74,12 +74,12 @@ class PickleScan:
 
     def take_copies(self, value: Any) -> None:
         """Charge for a copy of each tensor in ``value``."""
-        pending, seen = [value], set[int]()
+        pending, counted = [value], set[int]()
         while pending:
             part = pending.pop()
-            if not isinstance(part, Built | Tuple) or id(part) in seen:
+            if not isinstance(part, Built | Tuple) or id(part) in counted:
                 continue
-            seen.add(id(part))
+            counted.add(id(part))
             tensor = tensor_of(part)
             parts = [] if tensor else list(held_in(part))
             self.spend(1 + len(parts))

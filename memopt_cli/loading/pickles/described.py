@@ -226,9 +226,9 @@ def _view_arguments(function: str, items: tuple[Any, ...]) -> PickledTensor | No
             storage, shape, strides = storage_of(stored), _read_sizes(size), _read_sizes(stride)
             if storage is None or shape is None or strides is None:
                 return None
-            typed = function == "_rebuild_tensor_v3" and len(rest) > 2 and isinstance(rest[2], Global)
+            has_dtype = function == "_rebuild_tensor_v3" and len(rest) > 2 and isinstance(rest[2], Global)
             return PickledTensor(
-                dtype=rest[2].name if typed else storage.dtype,
+                dtype=rest[2].name if has_dtype else storage.dtype,
                 shape=shape,
                 stride=strides,
                 offset=offset,

@@ -235,9 +235,9 @@ def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline
             hint="Leave the inputs out (the baseline has them), or name the dimension in their shapes.",
         )
     if unlike:
-        texts = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
+        differences_text = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
         raise BaselineError(
-            f"{request.baseline_path} is not comparable: {texts}",
+            f"{request.baseline_path} is not comparable: {differences_text}",
             hint="Check the step that was recorded, or record the step that you want to check.\n"
             + _record_anew(request, after),
         )

@@ -222,33 +222,33 @@ def _other_parameters(before: _TensorsByName, after: _TensorsByName, gone: Seque
     others: names that match only in a different order are not the same model.
     """
     renames, moves = find_renames(_modules_of(gone, before), _modules_of(added, after))
-    moved = {
+    new_names = {
         name: f"{_PARAMETER}{moves[path]}.{own}"
         for name in gone
         for path, own in [_split_parameter(name)]
         if path in moves
     }
-    moved = {name: target for name, target in moved.items() if target in added}
-    kept = {*moved.values()}
+    new_names = {name: target for name, target in new_names.items() if target in added}
+    taken_names = {*new_names.values()}
     shapes = [
         f"{name.removeprefix(_PARAMETER)} {_shape_text(tensor)} → {_shape_text(after[target])}"
         for name, tensor in before.items()
-        if (target := moved.get(name, name)) in after and _shape_text(tensor) != _shape_text(after[target])
+        if (target := new_names.get(name, name)) in after and _shape_text(tensor) != _shape_text(after[target])
     ]
     parts: dict[str, Sequence[str]] = {
-        "has no": [name for name in gone if name not in moved],
-        "also has": [name for name in added if name not in kept],
+        "has no": [name for name in gone if name not in new_names],
+        "also has": [name for name in added if name not in taken_names],
         "has other shapes:": shapes,
     }
     if not any(parts.values()):
         parts, renames = {"has no": gone, "also has": added}, ()
-    texts = (
+    clauses = (
         f"{verb} {format_some([name.removeprefix(_PARAMETER) for name in names])}"
         for verb, names in parts.items()
         if names
     )
-    named = ", ".join(f"{rename.after} is {rename.before}" for rename in renames if rename.before and rename.after)
-    return "; it ".join(texts) + (f" ({named})" if named else "")
+    renamed = [f"{rename.after} is {rename.before}" for rename in renames if rename.before and rename.after]
+    return "; it ".join(clauses) + (f" ({', '.join(renamed)})" if renamed else "")
 
 
 def _modules_of(names: Iterable[str], tensors: _TensorsByName) -> list[ModuleBytes]:

@@ -150,11 +150,11 @@ class ChangeTrials:
             self._limit_bytes,
             counts_for_gpu=self._counts_for_gpu,
         )
-        found = [
+        suggestions = [
             *trials._attempt("A plan under autocast", trials._try_plan),
             *trials._attempt("A plan that sends tensors away, under autocast", trials._try_sending),
         ]
-        for each in found:
+        for each in suggestions:
             yield replace(each, change="autocast", text=f"{each.text}, under autocast to bfloat16, which rounds")
         self.notes += trials.notes
         self.refused += trials.refused

@@ -229,11 +229,11 @@ def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> I
     """Yield notes on who held the memory of the process that raised ``error``, if ``explain_oom`` wrote that down."""
     if error is None or not error.limit:
         return
-    held = format_bytes(error.allocated_bytes)
+    size = format_bytes(error.allocated_bytes)
     yield (
         f"Of the {format_bytes(error.available_bytes + error.before_bytes)} of {error.limit}, the process held "
         f"{format_bytes(error.before_bytes)} before the block of explain_oom: Python, its libraries, and what the "
-        f"script had made. Inside the block it took {held} for tensors and what malloc keeps."
+        f"script had made. Inside the block it took {size} for tensors and what malloc keeps."
     )
     malloc = (
         "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which makes glibc's malloc give freed memory "
@@ -244,7 +244,7 @@ def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> I
     kept_bytes = error.allocated_bytes - explanation.needed_bytes
     if explanation.header is not None and kept_bytes > _KEPT_SHARE * error.allocated_bytes:
         yield (
-            f"Tensors of this step are at most {format_bytes(explanation.needed_bytes)} of these {held}. The other "
+            f"Tensors of this step are at most {format_bytes(explanation.needed_bytes)} of these {size}. The other "
             f"{format_bytes(kept_bytes)} are mostly freed memory that malloc keeps: {malloc}"
         )
     elif explanation.suggestions:

@@ -138,15 +138,16 @@ def _other_processes(message: str, own_bytes: int) -> str:
 
     If the message does not name its own process, the smallest that holds ``own_bytes`` counts as its own.
     """
-    held = [_matched_bytes(match) for match in _PROCESS.finditer(message)]
+    process_bytes = [_matched_bytes(match) for match in _PROCESS.finditer(message)]
     card_bytes = _first_match(_TOTAL, message)
-    if "this process has" not in message and held:
-        held.remove(min(held, key=lambda nbytes: (nbytes < own_bytes, nbytes)))
-    if not held or sum(held) < _MIN_OTHERS_SHARE * card_bytes:
+    if "this process has" not in message and process_bytes:
+        process_bytes.remove(min(process_bytes, key=lambda nbytes: (nbytes < own_bytes, nbytes)))
+    if not process_bytes or sum(process_bytes) < _MIN_OTHERS_SHARE * card_bytes:
         return ""
-    holders, end = ("another process holds", "it") if len(held) == 1 else ("other processes hold", "them")
+    holders, end = ("another process holds", "it") if len(process_bytes) == 1 else ("other processes hold", "them")
     return (
-        f"{holders} {format_bytes(sum(held))} of the {format_bytes(card_bytes)} card: end {end}, or choose another GPU"
+        f"{holders} {format_bytes(sum(process_bytes))} of the {format_bytes(card_bytes)} card: "
+        f"end {end}, or choose another GPU"
     )
 
 

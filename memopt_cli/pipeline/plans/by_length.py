@@ -161,12 +161,12 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
         plan = Plan()
         original = ranges[-1].original.outcome
         exceeds = isinstance(original, Measurement) and original.allocated_peak_bytes > findings.budget_bytes
-        who = "With its own checkpoints, the model" if exceeds else "The original"
+        subject = "With its own checkpoints, the model" if exceeds else "The original"
         findings.notes += [
             f"At {varied.symbol}={run.length} it takes {format_bytes(run.allocated_peak_bytes)}, above the budget, "
             "and no plan was found that fits there."
             for run in over
-        ] or [f"{who} fits at every {varied.symbol} that was run: no ranges are needed."]
+        ] or [f"{subject} fits at every {varied.symbol} that was run: no ranges are needed."]
     elif len(ranges) == 1 and not search.interrupted:
         findings.notes.append(f"One plan serves every {varied.symbol}: no faster one was found for shorter inputs.")
     rows = list(search.rows(ranges)) if plan.ranges else []

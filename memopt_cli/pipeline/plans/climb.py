@@ -80,18 +80,18 @@ class Climb:
         that takes over is copied into all rows up to ``highest``, so that no level needs more memory than a level below
         it.
         """
-        taken = rows[highest]
+        lowest_row = rows[highest]
         for below in range(highest - 1, 0, -1):
-            is_hopeful = _exceeds_prediction(taken) or _is_predicted_lower(rows[below], taken)
-            if rows[below].plan in (ORIGINAL, taken.plan) or not is_hopeful:
+            is_hopeful = _exceeds_prediction(lowest_row) or _is_predicted_lower(rows[below], lowest_row)
+            if rows[below].plan in (ORIGINAL, lowest_row.plan) or not is_hopeful:
                 continue
             row, dropped = self._with_measurement(rows[below])
             if dropped is not None:
                 continue
             rows[below] = row
-            if _peak_bytes(row) > _peak_bytes(taken):
+            if _peak_bytes(row) > _peak_bytes(lowest_row):
                 continue
-            taken = row
+            lowest_row = row
             for i in range(below + 1, highest + 1):
                 repeated = replace(row, repeats=row.level, level=rows[i].level)
                 rows[i] = replace(repeated, dry_runs=rows[i].dry_runs, search_s=rows[i].search_s)

@@ -40,12 +40,12 @@ def _cost(point: ParetoPoint) -> tuple[int, float]:
 
 def format_points(points: Sequence[ParetoPoint]) -> str:
     """Return the measured peaks of ``points`` with their slowdowns, as in ``5.3 MiB (2.80×), 4.9 MiB (2.90×)``."""
-    texts = []
+    point_texts = []
     for point in points:
         assert isinstance(point.outcome, Measurement), "points on the frontier were measured"
         ratio = f" ({point.slowdown:.2f}×)" if point.slowdown is not None else ""
-        texts.append(f"{format_bytes(point.outcome.allocated_peak_bytes)}{ratio}")
-    return ", ".join(texts)
+        point_texts.append(f"{format_bytes(point.outcome.allocated_peak_bytes)}{ratio}")
+    return ", ".join(point_texts)
 
 
 def check_pick(number: int, plans: int) -> None:

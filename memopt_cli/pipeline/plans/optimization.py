@@ -100,11 +100,11 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
     find_plan = find_here if request.runs else find_elsewhere
     if request.dim_range is None:
-        found = find_plan(request, prepared)
+        findings = find_plan(request, prepared)
     else:
-        found = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
-    found.notes += [*heads_notes(found.plan), *prepared.messages]
-    return found
+        findings = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
+    findings.notes += [*heads_notes(findings.plan), *prepared.messages]
+    return findings
 
 
 def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:

@@ -109,9 +109,9 @@ class _Sectors:
         least = _MIN_SHARE * self.total_bytes
         operators = [(name, nbytes) for name, nbytes in module.operators.most_common() if nbytes >= least]
         for i, (name, nbytes) in enumerate(operators):
-            made = f"made by {text(name)}<br>in {text(module.path or '(model)')}"
+            origin = f"made by {text(name)}<br>in {text(module.path or '(model)')}"
             distinct = PALETTE[i % len(PALETTE)] if colour == NEUTRAL else colour
-            self.add(own, name.removeprefix("aten::"), nbytes, made, distinct)
+            self.add(own, name.removeprefix("aten::"), nbytes, origin, distinct)
         large = [child for child in module.children if child.nbytes >= least]
         for child in large:
             self.fill(child, own, colours, colour)

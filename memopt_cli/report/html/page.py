@@ -119,12 +119,16 @@ def _profile_tiles(profile: StepProfile) -> Iterable[Tile]:
         yield "peaks in", profile.peak.phase, f"{profile.peak.name} in {profile.peak.module or 'the model'}"
 
 
-def _estimate_tiles(found: DeviceEstimate) -> Iterable[Tile]:
-    where = f"estimated for {found.device}"
-    yield "allocated peak", format_bytes(found.allocated_peak_bytes), where
-    room = "fits" if found.fits else "does not fit"
-    yield "reserved peak", format_bytes(found.reserved_peak_bytes), f"{room} in {format_bytes(found.memory_bytes)}"
-    yield "step", format_seconds(found.step_s), where
+def _estimate_tiles(estimate: DeviceEstimate) -> Iterable[Tile]:
+    where = f"estimated for {estimate.device}"
+    yield "allocated peak", format_bytes(estimate.allocated_peak_bytes), where
+    room = "fits" if estimate.fits else "does not fit"
+    yield (
+        "reserved peak",
+        format_bytes(estimate.reserved_peak_bytes),
+        f"{room} in {format_bytes(estimate.memory_bytes)}",
+    )
+    yield "step", format_seconds(estimate.step_s), where
 
 
 def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
@@ -152,8 +156,8 @@ def _fastest_tiles(training: FastestTraining) -> Iterable[Tile]:
     steps = "" if training.accumulation is None else f"× {answer.steps} for a step of the optimizer"
     yield "batch", str(answer.batch), steps
     yield "plan", in_words(answer.plan), f"level {training.level} at most"
-    speed, _, beside = fastest.gain(training).partition(" samples/s")
-    yield "samples/s", speed, beside.lstrip(",; ")
+    speed, _, remark = fastest.gain(training).partition(" samples/s")
+    yield "samples/s", speed, remark.lstrip(",; ")
     if isinstance(answer.outcome, BatchProbe):
         yield "allocated peak", format_bytes(answer.outcome.allocated_peak_bytes), f"limit: {training.limit}"
     if training.verification is not None:

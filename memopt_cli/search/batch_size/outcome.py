@@ -75,5 +75,5 @@ def _time_limit(runs: Runs) -> str:
     """Return the time limit of a step as text, with the time of the largest batch if it takes longer."""
     largest = runs.fitting[-1]
     is_late = not runs.is_in_time(runs.fitting[-1])
-    taken = f"; batch {largest.batch} takes {format_seconds(largest.step_s)}" if is_late else ""
-    return f"{runs.limits.time_name} ({runs.limits.longest_step_s:g} s{taken})"
+    time_text = f"; batch {largest.batch} takes {format_seconds(largest.step_s)}" if is_late else ""
+    return f"{runs.limits.time_name} ({runs.limits.longest_step_s:g} s{time_text})"

@@ -123,8 +123,8 @@ def _tensor(
 def _make_typed_tensor(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> Tensor:
-    typed = FileStorage(storage.data, dtype) if isinstance(storage, FileStorage) else storage
-    return _tensor(typed, offset, size, stride, requires_grad, hooks, metadata)
+    typed_storage = FileStorage(storage.data, dtype) if isinstance(storage, FileStorage) else storage
+    return _tensor(typed_storage, offset, size, stride, requires_grad, hooks, metadata)
 
 
 def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Tensor:

@@ -143,15 +143,16 @@ def scripts_with(wanted: Collection[Global]) -> dict[Global, Path]:
     """
     names = [name for name in wanted if not _defined_here(name)]
     scripts, notebooks = ([_sources_with(name, pattern) for name in names] for pattern in ("*.py", "*.ipynb"))
-    of_all = _in_each(scripts) or _in_each(notebooks)
-    found = [of_all or of_one or exported for of_one, exported in zip(scripts, notebooks, strict=True)]
-    is_clear = all(len(sources) == 1 for sources in found)
-    chosen = {name: sources[0] for name, sources in zip(names, found, strict=True)} if is_clear else {}
+    common_files = _in_each(scripts) or _in_each(notebooks)
+    pairs = zip(scripts, notebooks, strict=True)
+    files = [common_files or in_script or in_notebook for in_script, in_notebook in pairs]
+    is_clear = all(len(sources) == 1 for sources in files)
+    chosen = {name: sources[0] for name, sources in zip(names, files, strict=True)} if is_clear else {}
     return {name: chosen.get(name, Path(UNKNOWN_SCRIPT)) for name in wanted}
 
 
-def _in_each(found: Sequence[Sequence[Path]]) -> list[Path]:
-    return [path for path in found[0] if all(path in others for others in found)] if found else []
+def _in_each(file_lists: Sequence[Sequence[Path]]) -> list[Path]:
+    return [path for path in file_lists[0] if all(path in others for others in file_lists)] if file_lists else []
 
 
 def _sources_with(wanted: Global, pattern: str) -> list[Path]:
