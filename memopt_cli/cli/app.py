@@ -50,7 +50,7 @@ class OutputError(MemoptError):
 class ClosedOutputError(OutputError):
     """Broken pipe: the reader of the output, such as ``head``, has closed it.  memopt then ends silently."""
 
-    exit_code = 128 + 13  # the exit code that a shell reports for a program that SIGPIPE ended
+    exit_code = 128 + 13  # a shell's exit code for a program ended by SIGPIPE
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -24,7 +24,7 @@ _COMMAND_LINE_ONLY = {"help", "help-all", "config", "trust-pickle", "force", "ou
 """Flags that a file must not set: they disable a check, or name a file to write, which all commands would share."""
 
 _RUNS_CODE = {"trust", "sandbox", "no-sandbox"}
-"""Keys that vouch for code, which only a file named by ``--config`` may set."""
+"""Keys that vouch for code.  Only a file named by ``--config`` may set them."""
 
 _CONTROL = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -47,7 +47,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     ``trust`` and ``dims``, which are not flags, go to ``context.obj``, a :class:`Config`.
     ``path``: the value of ``--config``; by default ``memopt.yaml`` in the working directory, if there is one.
     Raises :class:`UsageError` for a file that cannot be read, a key that no command knows, or a value of a wrong kind,
-    and :class:`UnsafeFileError` for a file that was found, not named, and that runs code or names a file elsewhere.
+    and :class:`UnsafeFileError` for a file that nobody named and that runs code or names a file elsewhere.
     """
     file = Path(path) if path is not None else DEFAULT_PATH
     context.obj = Config()
@@ -108,7 +108,7 @@ def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> N
 
 
 def _refuse_unknown(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
-    """Raise :class:`UsageError` for a key that no command knows, or that belongs on the command line."""
+    """Raise :class:`UsageError` for a key unknown to all commands, or one that belongs on the command line."""
     known = {"trust", "dims", *(flag for command in _commands(context) for flag in _flags(command))}
     for key in data:
         if key in _COMMAND_LINE_ONLY:

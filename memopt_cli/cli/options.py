@@ -149,7 +149,7 @@ DESCRIBING: Final = {
     "timeout",
     *(f.name for group in (InputOptions, LoadingOptions, StepOptions) for f in fields(group)),
 }
-"""Parameters that describe the model, its inputs and its step, and that suggested commands repeat."""
+"""Parameters that describe the model, its inputs and its step.  Suggested commands repeat them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
     path:
         The file or folder.
     key:
-        The entry that is meant, in a file that holds several, as keys joined by dots.
+        The entry to load from a file with several, as keys joined by dots.
     trust:
         Packages and names whose classes may be built in addition to PyTorch and well-known model libraries, such as
         ``Trust(packages=("mymodels",))``.

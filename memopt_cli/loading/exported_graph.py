@@ -91,7 +91,7 @@ class GraphReader:
         self.shapes: dict[str, tuple[str, ...]] = {}
         """Name of a tensor -> its sizes as expressions."""
         self.functions: set[str] = set()
-        """Autograd functions whose forward export kept and whose backward it lost, with their source lines."""
+        """Autograd functions of which export kept the forward and lost the backward, with their source lines."""
         self._fresh = itertools.count()
         self._bound: dict[str, Operand] = {}
         """Input of an inner graph -> the operand to which it refers."""

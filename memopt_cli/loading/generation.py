@@ -19,7 +19,7 @@ def cache_notes(model: nn.Module) -> tuple[str, ...]:
     takers = sorted({type(module).__name__ for module in model.modules() if _takes_cache(module)})
     return (
         "use_cache is on, as it is by default: the cache (argument past_key_values) holds the keys and values of every "
-        "layer through the whole step, so that no plan can free them, and modules that are given it "
+        "layer through the whole step, so that no plan can free them, and modules with that argument "
         f"({', '.join(takers)}) do not run in chunks. Train without it: model.config.use_cache = False in the script, "
         'and "use_cache": false in config.json of a folder given to memopt.',
     )

@@ -52,7 +52,7 @@ _LONG_NAMES = {"b": "B", "batch": "B", "batch_size": "B", "seq": "S", "seq_len":
 _MAX_READ = 1 << 22
 """Maximum number of values in an input that is made with data in a dry run."""
 _APART_SHARE = 0.125
-"""Share of the numbers that stand apart from the range, such as labels of -100, which a loss ignores."""
+"""Share of the numbers that stand apart from the range, such as the labels of -100 ignored by a loss."""
 
 
 def find_spec(
@@ -321,7 +321,7 @@ def _resolved_shape(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...
 
 
 def _read_data(path: str, expected_sha256: str | None) -> Any:
-    """Read the arguments in the file at ``path``, whose hash must be the expected one, unless that is ``None``."""
+    """Read the arguments in the file at ``path``.  Its hash must be the expected one, unless that is ``None``."""
     readers: dict[str, Callable[[bytes, str], Any]] = {
         ".pt": load_tensors,
         ".pth": load_tensors,

@@ -75,8 +75,8 @@ class _PlainUnpickler(_Unpickler):
     def __getitem__(self, code: int) -> Any:
         """Return the function that takes the next opcode.
 
-        Raises :class:`UnsafeFileError` for an opcode that is not plain, for keys that are not strings, for a stack that
-        is made to be huge and for more opcodes than the size explains, and :class:`FileFormatError` for too many.
+        Raises :class:`UnsafeFileError` for an opcode other than the plain ones, for keys other than strings, for a huge
+        stack, and for more opcodes than the size explains.  Raises :class:`FileFormatError` for too many opcodes.
         """
         self.opcodes += 1
         if self._reason_against(code):
@@ -190,7 +190,7 @@ class _Reading:
 
     def _undo_events_after(self, failure: _Failure, blocks: dict[object, Mapping[str, Any]]) -> int:
         """Undo in ``blocks`` the events after ``failure``; return how many more bytes were reserved at the failure."""
-        # A block that was freed after the failure is back at the failure, but its stack is in the event that made it.
+        # A block freed after the failure is back at the failure, but its stack is in the event that made it.
         allocated_at = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
         reserved = 0
         for event in reversed(failure.after):

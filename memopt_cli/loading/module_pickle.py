@@ -312,7 +312,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
 def _refuse_denied(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]], trust: Trust) -> None:
     """Raise the error for ``verdicts``, if there are any; a missing library is reported only if nothing is denied.
 
-    ``trust``: the trust that the user gave already, which the file needs as well.
+    ``trust``: the trust given by the user already.  The file needs it as well.
     """
     refusals = sorted(verdicts, key=lambda verdict: str(verdict[0]))
     denied = {name: verdict for name, verdict in refusals if isinstance(verdict, Denied)}

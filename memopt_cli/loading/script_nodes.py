@@ -3,8 +3,7 @@
 A stored node is ``(kind, detail, operands, outputs, blocks)``; values are numbers, and ``(constant,)`` is a constant.
 Most nodes of TorchScript become one stored node.  Some only name something and become none: ``prim::GetAttr`` of a
 module gives a path.  A ``with torch.no_grad():`` block is a pair of nodes in TorchScript, ``prim::Enter`` and
-``prim::Exit``; it becomes one stored node that contains the block, and whose outputs are the values that are used
-after the block.
+``prim::Exit``.  It becomes one stored node that contains the block; the outputs are the values used after the block.
 """
 
 from __future__ import annotations

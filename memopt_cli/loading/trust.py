@@ -77,7 +77,7 @@ class UnvouchedError(UnsafeFileError):
 
 
 def together(trusts: Iterable[Trust]) -> Trust:
-    """Merge ``trusts`` into one that allows all that any of them allows."""
+    """Merge ``trusts`` into one that allows everything allowed by any of them."""
     all_of = tuple(trusts)
     return Trust(
         libraries=tuple(dict.fromkeys(name for trust in all_of for name in trust.libraries)),

@@ -93,7 +93,7 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
 
 
 class _ByOtherNames(MetaPathFinder, Loader):
-    """A finder that answers imports of files that :func:`_module_of` ran, so that no file runs twice."""
+    """A finder that answers imports of files already run by :func:`_module_of`, so no file runs twice."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

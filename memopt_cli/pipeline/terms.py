@@ -1,6 +1,6 @@
 """Describing a step by named terms, such as its precision and inputs, and listing the terms in which two steps differ.
 
-A command that reads a memopt file takes the settings that the user left out from the step in that file.
+From a memopt file, a command takes the settings of the recorded step, where the user gave none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fill_in(settings: StepSettings, file_settings: StepSettings) -> StepSettings
 
 
 def settings_naming_code(settings: StepSettings, file_settings: StepSettings) -> list[str]:
-    """Return the fields that ``settings`` leaves out and for which ``file_settings`` names a user function.
+    """Return the fields left out by ``settings`` for which ``file_settings`` names a user function.
 
     The file may have come with the model, and memopt only runs code that the user names.
     """

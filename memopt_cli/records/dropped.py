@@ -1,4 +1,4 @@
-"""Plans that the search found and that are not applied, each with its reason.
+"""Plans that were found and not applied, each with its reason.
 
 A reason is a class (``TooSlow``, ``SavesTooLittle`` …) with its own wording: ``because`` and ``remedy`` become
 sentences of the summary.
@@ -197,9 +197,9 @@ class Dropped:
 def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
     """Return the plan in ``dropped`` that came nearest to being applied; ``None`` if there is none.
 
-    The last plan that got as far as verification, or that the model's own checkpoints beat, comes first, then the
-    fastest plan that was too slow, then the last plan that saved too little, then one that could not be run.  An
-    optimizer that cannot run in backward does not count as a plan.
+    First comes the last plan that got as far as verification, or was beaten by the model's own checkpoints.  Then come
+    the fastest plan of those too slow, the last plan that saved too little, and a plan that could not be run.  A failed
+    optimizer in backward does not count as a plan.
     """
     plans = [plan for plan in dropped if not (plan.plan.in_backward and isinstance(plan.why, NotRun))]
     return min(reversed(plans), key=_distance, default=None)

@@ -162,7 +162,7 @@ class Equivalence:
     differs_in_step: int = 0
     """Number of the first step in which the trainings differ; 0 if they do not."""
     gaps: tuple[TensorGap, ...] = ()
-    """Tensors that differ in that step, the most telling ones first."""
+    """Tensors with a difference in that step, the most telling ones first."""
     failed: str = ""
     """Error of the candidate in step ``differs_in_step``, where the reference raises none; empty if there is none."""
     hooks: str = ""

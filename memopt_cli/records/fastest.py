@@ -63,7 +63,7 @@ class FastestTraining:
     files: tuple[str, ...]
     spent_s: float
     step: StepSettings = StepSettings()
-    """Settings of the step that was run, which a training script must share to need the same memory and time."""
+    """Settings of the step as run.  A training script must share them to need the same memory and time."""
     call: ModelCall = ModelCall()
     """Call of the model and place of its loss, for the loop to paste."""
     interrupted: bool = False

@@ -27,4 +27,4 @@ class Collective:
     """``all-gather``, ``reduce-scatter``, ``all-reduce``, ``broadcast``, ``all-to-all`` …"""
     calls: int
     whole_bytes: int
-    """Bytes of the whole tensors that are gathered, or that each rank gives to be reduced."""
+    """Bytes of the whole gathered tensors, or of the tensors that each rank gives to be reduced."""

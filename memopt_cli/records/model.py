@@ -56,7 +56,7 @@ class Trust:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedGlobal:
-    """A class or function that a model file would import, and that the user must allow first."""
+    """A class or function that a model file would import if the user allowed it."""
 
     name: str
     """Qualified name, e.g. ``mymodels.net.Net``."""
@@ -83,7 +83,7 @@ class ModelSource:
     itself."""
     trust: Trust = Trust()
     typed_trust: Trust = Trust()
-    """Part of ``trust`` that the user typed for this command, and that is remembered for the file."""
+    """Part of ``trust`` that the user typed for this command.  It is remembered for the file."""
     keeps_compiled: bool = False
     """Whether a model that its code compiles with ``torch.compile`` runs compiled; otherwise it runs uncompiled."""
     own_checkpoints: bool = True
@@ -145,8 +145,8 @@ class ModelFacts:
     sync_norms: tuple[str, ...]
     """Paths of the batch norms whose statistics need all processes (``SyncBatchNorm``)."""
     libraries: tuple[str, ...] = ()
-    """Modules of model libraries that were imported to load the model, and that later subprocesses need as well;
-    without those that the user's code hides; empty if loading changed the environment, on which imports depend."""
+    """Modules of model libraries imported to load the model, for later subprocesses, without modules hidden by the
+    user's code; empty if loading changed the environment, since imports depend on it."""
     checkpoint_switches: tuple[str, ...] = ()
     """Attributes that make the model checkpoint by itself, as
     :func:`memopt_cli.training.own_checkpoints.find_switches` finds them."""

@@ -32,7 +32,7 @@ class ProfileRequest(StepRequest):
     fake: bool = False
     """Whether to estimate on tensors without data, without any run at full size."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which the step is estimated without a run; ``None`` for the device here."""
+    """Device for which the step is estimated, since this machine lacks it; ``None`` for the device here."""
     layout: RankLayout | None = None
     """Layout of ranks, where one rank is predicted without data; ``None`` for one device."""
     rank: int | None = None

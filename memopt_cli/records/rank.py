@@ -85,7 +85,7 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotPredicted:
-    """The answer that a model cannot be spread over these ranks, or that its step cannot be predicted."""
+    """The answer for a model that cannot be spread over these ranks, or cannot be predicted there."""
 
     reason: str
 

@@ -16,8 +16,8 @@ from memopt_cli.records.verification import Verification
 from memopt_cli.text.units import format_bytes, format_count
 
 _FIXED_SHARE = 0.5
-"""Share of the peak that no plan can lower (parameters, gradients, buffers, inputs) above which a summary without a
-plan names this share as the reason."""
+"""Least fixed share of the peak (parameters, gradients, buffers, inputs) that a summary names as the reason for no
+plan."""
 
 LOWER_SHARE = 0.02
 """A peak counts as lower than another if it is lower by at least this share."""
@@ -121,7 +121,7 @@ class Outlook:
 
     @property
     def sentence(self) -> str:
-        """Sentence that names both numbers, and the limit under which a search finds the plan and may apply it."""
+        """Sentence with both numbers, and the limit for a search to find the plan and apply it."""
         limit = math.ceil(10 * (1 + (self.slowdown - 1) / PREDICTED_SHARE)) / 10
         step = f"about {self.slowdown:.1f} times the step"
         return (
@@ -180,7 +180,7 @@ class RangeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledRow:
-    """A plan that was measured for ``--compile``: one that compiles the model, or the fastest that does not."""
+    """A plan measured for ``--compile``: one with a compiler, or the fastest one without."""
 
     plan: Plan
     outcome: Measurement | Failure
@@ -254,7 +254,7 @@ class MemOptSummary:
     ranges: list[RangeRow] = field(default_factory=list)
     """Ranges of a plan by length, shortest first; all other fields are about the longest."""
     dropped: list[Dropped] = field(default_factory=list)
-    """Plans that were found and are not applied, in the order in which they were dropped."""
+    """Plans found and not applied, in the order in which they were dropped."""
     details: list[str] = field(default_factory=list)
     """Sentences that change no decision, such as the inputs, and what is left out of the peak."""
     compiled: list[CompiledRow] = field(default_factory=list)

@@ -16,7 +16,7 @@ Phase = Literal["forward", "backward", "clip", "update"]
 """Phase of a step.  In ``clip`` gradients are unscaled and clipped, in ``update`` the optimizer takes its step."""
 
 UPDATE_PHASES: Final[frozenset[Phase]] = frozenset({"clip", "update"})
-"""Phases whose time does not depend on the batch, and that run once for all accumulated passes."""
+"""Phases that run once for all accumulated passes.  Their time does not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class StorageTrace:
     born: int
     """Operator that made the storage; -1 if it existed before the step."""
     died: int | None
-    """Operator before which the storage was freed, or that wrote its sum into it; ``None`` if it outlives the step."""
+    """Operator before which the storage was freed, or whose sum replaced it; ``None`` if it outlives the step."""
     freed: int | None
     """First operator that would have run without the storage if autograd had saved nothing; ``None`` if the model
     holds it to the end."""
@@ -174,9 +174,9 @@ class StepTrace:
     out_bytes_per_s: float = 0.0
     """Rate at which tensors are sent to the place where plans let them wait; 0 if it was not measured."""
     in_bytes_per_s: float = 0.0
-    """Rate at which tensors are fetched from that place; 0 if it was not measured."""
+    """Rate of fetching tensors from that place; 0 if it was not measured."""
     copying_s_per_byte: float = 0.0
-    """CPU seconds to send a byte to that place and to fetch it, which a step on the CPU loses; 0 on a GPU."""
+    """CPU seconds to send a byte to that place and to fetch it, lost to a step on the CPU; 0 on a GPU."""
     room_bytes: int | None = None
     """Maximum number of bytes that may wait in that place; ``None`` if unknown."""
     segment_overhead: float = 1.0

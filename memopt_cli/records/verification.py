@@ -36,7 +36,7 @@ class Fingerprint:
 
     tensors: tuple[TensorPrint, ...]
     put_off: tuple[str, ...]
-    """Names of outputs whose values were not computed, such as the outputs of chunks that run through the loss."""
+    """Names of outputs without computed values, such as the outputs of chunks that run through the loss."""
     repeats: bool
     """Whether a second step of the same plan, from the same state and seed, left the same bits."""
 

@@ -72,7 +72,7 @@ def where(equivalence: Equivalence) -> Iterator[str]:
 
 
 def rows(equivalence: Equivalence) -> list[tuple[str, str]]:
-    """Return a row for each of the first tensors that differ in ``equivalence``, and one that counts the others."""
+    """Return a row for each of the first differing tensors in ``equivalence``, and one with the number of others."""
     shown = [(gap.name, _distance(gap)) for gap in equivalence.gaps[:_SHOWN]]
     more = len(equivalence.gaps) - len(shown)
     return [*shown, (f"and {more} more", "")] if more > 0 else shown

@@ -1,8 +1,8 @@
 """Reports as JUnit XML: each limit of ``check``, or kind of effect of ``verify``, is a test case.
 
-There are two common schemas, of Ant and of Jenkins; only elements and attributes that both allow are written.  The
-first test case has the seconds that the command took: all cases judge the same measurement.
-Characters that cannot be printed, or that XML cannot hold, are escaped.
+There are two common schemas, of Ant and of Jenkins; only elements and attributes allowed by both are written.  The
+first test case has the seconds that the command took: all cases judge the same measurement.  Unprintable characters,
+and characters outside of XML, are escaped.
 """
 
 from __future__ import annotations

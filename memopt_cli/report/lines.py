@@ -17,10 +17,7 @@ _KEPT = 4096
 
 
 def not_typed(spec: InputSpec) -> str:
-    """Return the end of a headline that warns that the inputs of ``spec`` are guessed or remembered; empty if typed.
-
-    An answer is only as good as its inputs.
-    """
+    """Return the end of a headline: a warning of guessed or remembered inputs in ``spec``; empty for typed inputs."""
     if not spec.is_guess and not spec.is_remembered:
         return ""
     sizes = "".join(f", {symbol}={size}" for symbol, size in spec.dims.items())
@@ -75,7 +72,7 @@ def plain_table(*headings: str, names: Container[str] = (), words: Container[str
 
 
 class GuardedStream:
-    """Stream that escapes text which a CI system would run as a command, such as ``::error``, even written in pieces.
+    """Stream that escapes commands of CI systems, such as ``::error``, even if written in pieces.
 
     ``spelled`` turns the options that a text names into the command line's spelling.
     """

@@ -436,7 +436,7 @@ def details(summary: MemOptSummary) -> Iterator[str]:
 
 
 def outlook(result: OptimizeResult) -> Iterator[str]:
-    """Yield the written files, the batch that fits, and last the line of Python that uses the plan."""
+    """Yield the written files, the batch that fits, and last the line of Python to use the plan."""
     summary = result.summary
     written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
     # Another search, such as one that a remedy advises, would stop at these files; a frontier's is replaced.

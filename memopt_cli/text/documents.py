@@ -26,7 +26,7 @@ from memopt_cli.errors import printable as printable
 from memopt_cli.text.units import MAX_DIGITS, format_bytes
 
 MAX_BYTES = 64 << 20
-"""Maximum size in bytes of a document that people read, or that memopt wrote for them."""
+"""Maximum size in bytes of a document for people, such as a plan or a baseline."""
 _MAX_YAML_BYTES = 1 << 20  # a longer YAML file is refused
 _MAX_YAML_VALUES = 60_000
 """Maximum number of separators of a YAML file, enough for a plan of some 6000 segments; PyYAML, in Python, is slow."""
@@ -36,12 +36,12 @@ _DEEPEST = 200
 """Maximum depth of nested values, which Python walks by recursion."""
 _SPECIAL: Final = "it is not a regular file"
 _OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
-"""Parts of JSON text that may be unprintable, or that CI systems may take for a command."""
+"""Parts of JSON text that may be unprintable, or a command for a CI system."""
 _BREAKS: Final = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
 COMMAND: Final = re.compile(rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*:(?=:)|##\w*(?=\[)")
 """Beginnings of commands of CI systems, without the last character: ``::error::``, ``##[error]``, ``##vso[``."""
 _HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Lone surrogates, except those that Python uses for the bytes of a path that is not UTF-8."""
+"""Lone surrogates, except Python's for the bytes of a path that is not UTF-8."""
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -67,7 +67,7 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
 
 
 def moved_hint(path: str, code_paths: Sequence[str] = (), class_name: str = "") -> str:
-    """Return a hint for the file at ``path``, whose model has a class that is not found.
+    """Return a hint for the file at ``path`` whose model is of a missing class.
 
     ``code_paths``: as for :func:`build_hint`; ``class_name``: of the model, with its module; empty if not known.
     """

@@ -28,7 +28,7 @@ _MAX_WORK = 8_000_000
 _DENSE = 8 << 20
 """Size in bytes of the part of a file that may be all opcodes; the rest of a large file is mostly weights."""
 _BYTES_PER_WORK = 8
-"""Bytes of that part that allow a further unit of work."""
+"""Bytes of that part for each further unit of work."""
 _BYTES_PER_MORE = 64
 """Bytes of the whole file that allow a further unit of work."""
 _COPIES = 4
@@ -47,7 +47,7 @@ class PickleScan:
     wanted: set[Global] = field(default_factory=set)
     """Names that the pickles import, whether the model uses them or not."""
     called: set[Global] = field(default_factory=set)
-    """Names that are called, or whose objects are created."""
+    """Names of the functions called and of the classes of created objects."""
     work: int = 0
     """Units of work so far."""
     taken: int = 0

@@ -47,7 +47,7 @@ STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 NESTED: Final = Global("torch.storage", "_load_from_bytes")
 """The function that makes a storage inside a plain pickle, from the bytes of a legacy file."""
 _HEAD = 1024
-"""Bytes that hold the pickles of such a file, which come before the storage: about 300 are usual."""
+"""Bytes for the pickles of such a file, which come before the storage: about 300 are usual."""
 _MAX_WRAPPERS = 8
 """Maximum number of calls around the call that makes a tensor, for example for a parameter and a subclass."""
 
@@ -190,8 +190,8 @@ def tensor_of(value: Any) -> PickledTensor | None:
 def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_bytes: int) -> None:
     """Raise :class:`ValueError` unless storages are as large as their records, and hold all of their tensors.
 
-    ``made``: the stand-ins of a pickle; ``sizes``: key of a record in the zip archive -> its bytes; ``None`` for a file
-    that is not an archive, which has ``total_bytes`` for all storages.
+    ``made``: the stand-ins of a pickle.  ``sizes``: key of a record in the zip archive -> its bytes; ``None`` for a
+    file without an archive.  Such a file has ``total_bytes`` for all storages.
     """
     storages = {}
     for value in made:

@@ -1,4 +1,4 @@
-"""Finding the batch that fits on this device under a plan, which ``memopt optimize`` reports with the plan."""
+"""Finding the batch that fits on this device under a plan: ``memopt optimize`` reports it with the plan."""
 
 from __future__ import annotations
 

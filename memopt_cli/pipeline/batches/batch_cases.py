@@ -151,7 +151,7 @@ class CaseSearch:
             self.notes.append(warning)
 
     def _find_copies(self, case: Case) -> None:
-        """Find the number of copies that trains fastest, and search ``case`` with that many."""
+        """Find the fastest number of copies, and search ``case`` with it."""
         self.prepared.progress.stage(f"finding the number of copies{case.text}")
         batch = case.search.batch
         case.copies = ReplicaSearch(

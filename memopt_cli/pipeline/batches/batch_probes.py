@@ -122,7 +122,7 @@ class BatchProbes:
     replicas: int = 1
     """Number of copies of the model that are trained together."""
     run: Callable[[int], BatchProbe | Failure] | None = None
-    """A function that runs a batch for a caller that also records it; by default :class:`ProbeJob` runs it."""
+    """A function that runs a batch, if the caller also records it; by default :class:`ProbeJob` runs it."""
     dry_runs: dict[int, float] = field(default_factory=dict)
     """Batch -> peak of one copy in bytes by a dry run; for a card of ``--for``, in blocks of its allocator."""
     operators: dict[int, int] = field(default_factory=dict)

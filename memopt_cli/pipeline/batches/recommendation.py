@@ -383,7 +383,7 @@ def one_batch_notes(accumulation: Accumulation, facts: ModelFacts, call: ModelCa
 
 
 def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
-    """Raise :class:`UsageError` for inputs whose batch cannot be varied, or whose shapes lack the range's symbol."""
+    """Raise :class:`UsageError` for inputs with a fixed batch, or without the range's symbol in their shapes."""
     spec = prepared.subject.spec
     with_batch(spec, prepared.batch + 1)
     if dim_range is None:

@@ -1,7 +1,7 @@
 """``memopt baseline``, ``check`` and ``compare``: writing down what a step needs, and comparing it with a later one.
 
-A baseline is data that may have come with the model, so ``check`` runs no code and reads no other file that only the
-baseline names: the user must give those again.
+A baseline may have come with the model.  So ``check`` runs no code, and reads no other file, named only by the
+baseline: the user must name them again.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline
 
 
 def _record_anew(request: CheckRequest, after: Baseline) -> str:
-    """Return the hint with the command that records the step of ``after``, which was to be checked."""
+    """Return the hint with the command that records the checked step, ``after``."""
     source = request.source
     plan = request.plan_path
     conditions = after.conditions

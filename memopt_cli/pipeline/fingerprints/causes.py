@@ -20,7 +20,7 @@ _NO_GRADIENTS_WARNING = "None of the inputs have requires_grad=True"
 _CHECKPOINT_ERROR = "CheckpointError"
 """Part of PyTorch's error for a recomputation that saves different tensors from forward."""
 _SELECTIVE_ERROR = "not found in storage"
-"""Part of PyTorch's error for a recomputation that asks a selective checkpoint for a tensor that it does not hold."""
+"""Part of PyTorch's error for a recomputation that asks a selective checkpoint for a tensor not held there."""
 _SECOND_BACKWARD_ERROR = "backward through the graph a second time"
 """Part of autograd's error where a graph was freed by an earlier backward."""
 
@@ -43,8 +43,8 @@ REDRAWS = (
     "global generators"
 )
 EARLY_STOP = (
-    "the recomputation stops before this module makes its random numbers, which it writes into a tensor that was saved "
-    "earlier: leave the module out of the checkpoint"
+    "the recomputation stops before this module makes its random numbers and writes them into a tensor saved earlier: "
+    "leave the module out of the checkpoint"
 )
 DRAWS = (
     "the reference and the candidate use different random numbers: seed both in the same way, and use them in the same "
@@ -81,8 +81,8 @@ OTHER_CALLS = (
     "once, outside the checkpoint"
 )
 NEW_ERROR = (
-    "the recomputation raises an error that forward did not raise, since the module, or a hook of it, reads state that "
-    "forward changed: leave the module out of the checkpoint, or let it skip recomputations"
+    "the recomputation raises an error, and forward did not: the module, or a hook of it, reads state that forward "
+    "changed. Leave the module out of the checkpoint, or let it skip recomputations"
 )
 OTHER_TENSORS = (
     "the recomputation of a checkpoint saves different tensors from its forward, since the checkpointed function reads "
@@ -186,7 +186,7 @@ def _by_second_backward(pair: Pair, *, is_first: bool) -> Cause | None:
 
 
 def _by_checkpoint_error(pair: Pair) -> Cause | None:
-    """Return the cause that PyTorch's error shows by itself, for a checkpointed function that calls no modules."""
+    """Return the cause shown by PyTorch's error itself, for a checkpointed function that calls no modules."""
     is_checkpoint_error = _CHECKPOINT_ERROR in pair.candidate.failed or _SELECTIVE_ERROR in pair.candidate.failed
     return Cause(text=OTHER_TENSORS) if is_checkpoint_error else None
 
@@ -215,7 +215,7 @@ def _by_missing_gradient_of_reentrant(pair: Pair) -> Cause | None:
 
 
 def _by_recomputation(pair: Pair) -> Cause | None:
-    """Return the cause by the first call in a recomputation whose input or output differs from that in forward.
+    """Return the cause at the first call in a recomputation with a different input or output from forward's.
 
     If the input differs, the fault lies in the innermost call around it that has the input of forward.  If there is no
     such call, the fault lies outside of the checkpoint.

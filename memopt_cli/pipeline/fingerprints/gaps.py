@@ -164,7 +164,7 @@ def _without_wrappers(reference: FollowedSteps, other: FollowedSteps) -> tuple[F
 def _renamed(reference: FollowedSteps, other: FollowedSteps) -> dict[str, str]:
     """Return the renamed parts of the model, such as a module: path in ``other`` -> path in the ``reference``.
 
-    The parameters that one side lacks have the shapes of those that the other lacks, in the same order.
+    The parameters missing on one side have the shapes of those missing on the other, in the same order.
     """
     sides = [
         {
@@ -322,7 +322,7 @@ def _step_with_shared_values(
 def _shared_values(values: _TensorsByName, other_values: _TensorsByName, shared: Set[str]) -> tuple[TensorPrint, ...]:
     """Return the ``shared`` tensors that moved on at least one side, and all numbers of the outputs.
 
-    A tensor that moved only on the other side, ``other_values``, gets a placeholder, so that the two differ.
+    A tensor that moved only on the other side, ``other_values``, gets a placeholder: then the two differ.
     """
     unmoved = {name: replace(tensor, kind="unmoved", bits="") for name, tensor in other_values.items()}
     tensors = (tensor for name, tensor in {**unmoved, **values}.items() if name in shared)

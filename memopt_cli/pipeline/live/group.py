@@ -23,9 +23,9 @@ def on_every_rank(
 ) -> Result:
     """Return the result of ``optimize``, a function that puts a plan on ``model``; without a ``group``, just call it.
 
-    In a group, a ``torch.distributed.ProcessGroup``, only the first rank calls it.  ``plan_in`` returns the plan in its
-    result, the other ranks put that on their models, and all check that they have the same.  An error on one rank is
-    raised on all, and :class:`UsageError` if their models differ; every model is then as it was.
+    In a group, a ``torch.distributed.ProcessGroup``, only the first rank calls it.  ``plan_in`` returns the plan in the
+    result.  The other ranks put that plan on their models, and all check that they have the same.  An error on one rank
+    is raised on all, and :class:`UsageError` if their models differ; every model is then as it was.
     """
     if group is None:
         return optimize()

@@ -78,7 +78,7 @@ def prepared_model(
 
 
 def notes_on_wrapping(model: nn.Module) -> list[str]:
-    """Return notes on a wrapper around ``model`` that is left out, and on parts of it that are compiled."""
+    """Return notes on an omitted wrapper around ``model``, and on its compiled parts."""
     name, wrapped = type(model).__name__, unwrap(model)
     left_out = [f"The step is measured without {name}, and the memory of {name} is not counted."]
     return [*(left_out if wrapped is not model else ()), *compiled_notes(wrapped)]

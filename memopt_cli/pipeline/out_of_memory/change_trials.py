@@ -193,7 +193,7 @@ class ChangeTrials:
         )
 
     def _unrun_plan(self, unrun: NotRunHereError, place: str) -> Suggestion:
-        """Return the plan that is predicted to fit, and that this machine lacks the memory to run."""
+        """Return the plan that is predicted to fit, for which this machine lacks the memory."""
         plan = unrun.priced.plan
         return Suggestion(
             change=_change_of(plan),
@@ -253,7 +253,7 @@ class ChangeTrials:
         yield from self._try_micro_batches(plan, f"{plan_in_words(plan)} and ")
 
     def _try_micro_batches(self, plan: Plan, prefix: str) -> Iterator[Suggestion]:
-        """Yield micro-batches that fit under ``plan``, and that together take the step of the whole batch.
+        """Yield micro-batches that fit under ``plan`` and together take the step of the whole batch.
 
         ``prefix``: the name of the plan, in front of the micro-batches.
         """
@@ -399,7 +399,7 @@ class ChangeTrials:
             raise UsageError("the batch and the precision of a custom step are fixed in its code")
 
     def _recommend_command(self, *, planned: bool) -> str:
-        """Return the command that finds the micro-batches, if ``planned`` after the command that writes the plan."""
+        """Return the command that finds the micro-batches; if ``planned``, after the command to write the plan."""
         flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._prepared.batch}"
         if not planned:
             return self._command("recommend-batch", flags)

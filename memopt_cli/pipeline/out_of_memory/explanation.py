@@ -1,4 +1,4 @@
-"""Finding which tensors hold the memory when it runs out, and changes that make the step fit, for ``memopt explain``.
+"""Finding the tensors in memory when it runs out, and changes that make the step fit, for ``memopt explain``.
 
 It starts from an error in a log, a snapshot of PyTorch's allocator, a model, or several of these.  With a model, a step
 is recorded to find the first instant at which more is allocated than there is memory; the changes are then run.
@@ -226,7 +226,7 @@ def _limit_of(error: OutOfMemoryText) -> str:
 
 
 def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> Iterator[str]:
-    """Yield notes on who held the memory of the process that raised ``error``, if ``explain_oom`` wrote that down."""
+    """Yield notes on who held the memory of the failed process, if ``explain_oom`` wrote that down in ``error``."""
     if error is None or not error.limit:
         return
     size = format_bytes(error.allocated_bytes)

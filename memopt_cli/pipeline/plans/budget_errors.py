@@ -19,7 +19,7 @@ _REASON_SHARE: Final = 0.1
 _NAMED_SHARE: Final = 0.8
 """A message names modules until they account for this share of the activations at a peak."""
 _MAX_HOLDERS: Final = 8
-"""Number of modules, or groups of similar modules, beyond which a message names the modules that contain them."""
+"""Number of modules, or groups of similar modules, beyond which a message names the modules around them."""
 _WEIGHTS_SHARE: Final = 0.5
 """Above this share of a peak, a message names parameters and gradients as most of the peak."""
 
@@ -74,7 +74,7 @@ def nothing_fits(
 
 
 def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_gradients: bool) -> Iterator[str]:
-    """Yield sentences on the parts of the ``smallest`` peak that no plan makes smaller, and on changes that would.
+    """Yield sentences on the parts of the ``smallest`` peak that no plan lowers, and on changes that would.
 
     ``operators``: operators of the original's step, with the measured workspaces of their kernels.
     ``frees_gradients``: whether plans were tried that run the optimizer in backward.

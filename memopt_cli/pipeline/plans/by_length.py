@@ -6,9 +6,9 @@ fastest plan that fits at its largest length, measured and verified by
 (``--for``).
 
 Each plan is found and verified at the largest length of its range.  A segment reruns the module's own code, so a plan
-verified at one length also holds at others.  One case escapes: code that only short inputs reach and that cannot be
-repeated; a dry run at a short length does not show it either.  In training, backward ends with an error if the tensors
-that the module saves differ in number or shape.
+verified at one length also holds at others.  One case escapes: code for short inputs only, if it cannot be repeated;
+a dry run at a short length does not show it either.  In training, backward ends with an error if the module saves
+tensors of a different number or shape.
 
 Shorter inputs have smaller tensors, but on the CPU a convolution chooses its kernel by shape, and one kernel
 may need more workspace than another does for longer inputs.  So each plan is also run at a few of its shorter lengths;

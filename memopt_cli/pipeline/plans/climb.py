@@ -1,8 +1,8 @@
 """Finding a plan for each level up to ``--level``, and applying the highest one that is worth its time as measured.
 
 The search only predicts peaks and slowdowns; measurements decide.  They start with the plan of the highest level and go
-down until one is worth its time.  A plan that is too slow is replaced by one that is predicted to be faster in the same
-proportion, a few times at most.  If no plan is worth its time, the model stays unchanged.
+down until one is worth its time.  In place of a plan that is too slow, one with a prediction faster in the same
+proportion is measured, a few times at most.  If no plan is worth its time, the model stays unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEXT_SHARES = (0.8, 0.5, 0.5)
 """Largest predicted extra time of the next plan, as a share of the last one's: one share per plan that is too slow.
 
 After a near miss the next plan is only a little faster, and may miss the limit as well, since measurements scatter.
-The later shares are small enough that a model which has a fast plan is not left without any."""
+The later shares are small enough to leave no model with a fast plan without a plan."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,10 +75,9 @@ class Climb:
     def _take_lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
         """Return ``rows[highest]``, or the row of a lower level whose measured peak is no higher.
 
-        The plan that a lower level has found is tried while the measured peak misses its prediction, or if it is
-        predicted to peak lower: a faster plan may have taken the place of one that was timed on a busy machine.  A plan
-        that takes over is copied into all rows up to ``highest``, so that no level needs more memory than a level below
-        it.
+        The plan of a lower level is tried while the measured peak misses its prediction, or if it is predicted to peak
+        lower: a faster plan may have replaced one timed on a busy machine.  The chosen plan is copied into all rows up
+        to ``highest``: then no level needs more memory than a level below it.
         """
         lowest_row = rows[highest]
         for below in range(highest - 1, 0, -1):

@@ -86,7 +86,7 @@ class CompiledSearch(ABC):
     verify: Callable[[Plan], Verification | Failure]
     """A function that verifies the segments of a plan without a compiler."""
     verifications: dict[Plan, Verification | Failure] = field(default_factory=dict)
-    """Verifications by plan, which the search extends by each candidate that may be the answer."""
+    """Verifications by plan.  The search adds each candidate that may be the answer."""
     _reference_steps: StepCache = field(default_factory=dict)
     _folders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _prepared: dict[Plan, Prepared] = field(default_factory=dict)

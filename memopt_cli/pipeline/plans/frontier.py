@@ -11,7 +11,7 @@ from memopt_cli.text.units import format_bytes, format_count
 
 
 def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], str]:
-    """Return ``points`` without the plans that another plan beats, and a sentence that names the plans left out.
+    """Return ``points`` without the plans beaten by another plan, and a sentence with the plans left out.
 
     The sentence is empty if no plan is left out.
 

@@ -1,7 +1,7 @@
 """Finding and measuring the plans of ``--budget``, ``--frontier`` and ``--pick``.
 
-For a budget, the planner proposes the fastest plan whose predicted peak fits, and that plan is measured.  If it takes
-30 MiB more than the budget, the planner proposes one that is predicted to take 30 MiB less, a few times at most.
+For a budget, the fastest plan predicted to fit is measured.  If it takes 30 MiB more than the budget, the planner
+proposes a plan predicted to take 30 MiB less, a few times at most.
 """
 
 from __future__ import annotations

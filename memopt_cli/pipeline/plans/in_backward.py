@@ -53,7 +53,7 @@ class InBackwardPlans:
     """Function that verifies a plan, and returns why it fails or ``None``."""
     max_slowdown: float
     drop: Callable[[Dropped], object]
-    """A function that records a plan that is not applied."""
+    """Records a plan as not applied."""
     is_allowed: bool
     """Whether `--optimizer-in-backward` is given, and no plan with it has failed so far."""
 

@@ -53,7 +53,7 @@ from memopt_cli.text.writing import check_targets
 _FAST_ENOUGH_SHARE = 0.03
 """A plan within a budget is fast enough if its step takes longer than the original's by at most this share.
 
-For a slower plan, a search that was ended by its time limit notes that a longer search may find a better plan."""
+For a slower plan, a search ended by its time limit notes that a longer search may find a better plan."""
 
 _MAX_PROOF_TOLERANCE = 1e-3
 """Maximum tolerance of fingerprints that prove chunks, relative to a tensor's norm."""
@@ -261,7 +261,7 @@ class _PlanSearch:
             raise
 
     def _carried_peak(self, search: StartedSearch) -> str:
-        """Return the peak under the plan that the model carries, which it keeps, as text; empty if it has none."""
+        """Return the peak under the model's present plan, which it keeps, as text; empty if it has none."""
         counted = None if self.prepared.carried.is_empty else search.count_late(self.prepared.carried)
         peak = format_bytes(counted.allocated_peak_bytes) if isinstance(counted, Counted) else ""
         return peak and f"the plan on the model takes about {peak}"
@@ -471,7 +471,7 @@ class _PlanSearch:
     def _with_latest_times(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
         """Return ``point`` with the latest times, if it is the original or the ``applied`` plan.
 
-        Those two are timed in turns at the end, so that the frontier and the row that is applied show the same times.
+        Those two are timed in turns at the end: then the frontier and the applied row show the same times.
         """
         original = self.measurements.measure(ORIGINAL)
         applied_plan = applied.plan if applied else ORIGINAL

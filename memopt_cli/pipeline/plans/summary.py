@@ -94,7 +94,7 @@ def summarize(
 
 
 def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
-    """Count the modules that level 1 would make segments, but whose inner modules are segments of ``plan`` instead."""
+    """Count the modules that level 1 would make segments, if inner modules are segments of ``plan`` instead."""
     paths = {s.path for s in plan.segments if not s.through_loss}
     selected = [m.path for m in selection.considered] if selection is not None else []
     return sum(path not in paths and any(is_within(inner, path) for inner in paths) for path in selected)

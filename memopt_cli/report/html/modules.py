@@ -41,7 +41,7 @@ class KeptByModule:
 
 
 def kept_by_module(trace: StepTrace) -> KeptByModule:
-    """Return the module tree of ``trace``; a module whose parent was not called hangs below the nearest that was."""
+    """Return the module tree of ``trace``; a module without a called parent hangs below the nearest called one."""
     tree = {module.path: KeptByModule(path=module.path, class_name=module.class_name) for module in trace.modules}
     root = tree.setdefault("", KeptByModule(path="", class_name=""))
     for path, module in tree.items():

@@ -78,7 +78,7 @@ def optimize_page(result: OptimizeResult) -> str:
 
 
 def fastest_page(training: FastestTraining) -> str:
-    """Return the HTML of the batch and the plan in ``training`` that train fastest, and of all that were run.
+    """Return the HTML of the fastest batch and plan in ``training``, and of all that were run.
 
     Raises :class:`UsageError` without plotly.
     """

@@ -125,7 +125,7 @@ def compare_length_strategies(
 def read_lengths(path: str | Path) -> list[int]:
     """Read lengths from a text file, one positive whole number a line; empty lines are skipped.
 
-    Raises :class:`UsageError` that names the first line that is not a length.
+    Raises :class:`UsageError` with the first line that is not a length.
     """
     return [int(match[0]) for match in _matching_lines(path, _LENGTH, "Write one number above 0 per line.")]
 

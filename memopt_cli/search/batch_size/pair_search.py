@@ -47,7 +47,7 @@ class PairSearch:
 
     limits: Limits
     fastest: Callable[[int], Plan | None]
-    """Returns the plan that is predicted to be the fastest of those that fit at a batch; ``None`` if no plan fits."""
+    """Returns the plan with the shortest predicted step among those that fit at a batch; ``None`` if no plan fits."""
     predict: Callable[[Plan], Predict]
     """Returns the function that predicts the peak of a plan at a batch."""
     ratio: float

@@ -17,7 +17,7 @@ from memopt_cli.search.batch_size.lines import fit_line, largest_root
 from memopt_cli.search.batch_size.runs import Runs
 
 MIN_REFUSING_ONE = 2
-"""Smallest batch of a model that refuses a single sample, which a batch norm cannot normalize."""
+"""Smallest batch of a model that refuses a single sample, as batch norms do."""
 
 Predict = Callable[[int], float]
 """Function that returns the tensor peak of a batch in bytes, by a dry run; infinity if the dry run fails."""
@@ -35,7 +35,7 @@ class PeakModel:
     ratio: float = 1.0
     """Measured peak divided by the predicted peak, assumed before the first run."""
     ignored: set[int] = field(default_factory=set)
-    """Batches of runs that the model ignores, since each would need a dry run that teaches little."""
+    """Batches of runs ignored by the model: each would need a dry run, and teach little."""
     _predicted: set[int] = field(default_factory=set)
     """Batches that had a dry run."""
 

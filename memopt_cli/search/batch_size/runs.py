@@ -1,4 +1,4 @@
-"""The runs of a search for a batch, the limits that they must keep, and which runs fit."""
+"""The runs of a search for a batch, their limits, and the check whether a run fits."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Runs(dict[int, BatchProbe | Failure]):
         return self.rounded(failed * 9 // 10 if ran_out else math.isqrt(self.best * failed))
 
     def affordable(self) -> int:
-        """Return the batch whose step takes as long as runs aim at, or the largest that was in time, if larger.
+        """Return the batch with a step as long as runs aim at, or the largest batch in time, if larger.
 
         The time of a step is assumed to follow the power law through the largest run in time and the next run, which
         took too long.  If there is no such run, it is assumed to be proportional to the batch.

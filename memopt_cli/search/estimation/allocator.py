@@ -145,7 +145,7 @@ class Lifetime:
 
 
 def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
-    """Return the lifetimes of ``storages``, without empty ones and those that end with the operator that makes them."""
+    """Return the lifetimes of ``storages``, except empty ones and those with a life of a single operator."""
     lasting = (s for s in storages if s.nbytes and (s.died is None or s.died > s.born))
     return [Lifetime(nbytes=s.nbytes, born=s.born, died=s.died) for s in lasting]
 
@@ -153,8 +153,8 @@ def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
 def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:
     """Run ``allocator`` through training steps with blocks of these ``lives``.
 
-    Blocks that exist before and after the step stay.  Blocks that a step makes and that outlive it are freed at its
-    end, like gradients before the next step.  Raises :class:`NoRoomError` if a block does not fit.
+    Blocks from before the step that outlive it stay.  Blocks made by a step that outlive it are freed at its end, like
+    gradients before the next step.  Raises :class:`NoRoomError` if a block does not fit.
     """
     permanent = [life for life in lives if life.born < 0 and life.died is None]
     for life in permanent:

@@ -52,7 +52,7 @@ class Block:
     input_bytes: int = 0
     """Bytes of inputs that would be alive only because a segment on the block holds them."""
     unsaved_input_bytes: int = 0
-    """Part of :attr:`input_bytes` that no operator in the block saves, so that :attr:`kept_bytes` lacks it."""
+    """Part of :attr:`input_bytes` that no operator in the block saves; :attr:`kept_bytes` lacks it."""
     packed_input_bytes: int = 0
     """Bytes of its inputs in :attr:`compressor`."""
     compressor: CompressorName = "null"

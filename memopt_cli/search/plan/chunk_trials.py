@@ -35,7 +35,7 @@ class ChunkTrials:
         self._decided: set[str] = set()
         """Paths of modules that were tried, and of modules of their classes."""
         self._tried = {head.path for head in proposals.heads}
-        """Paths of modules that were tried themselves, and of loss heads, which need no trial."""
+        """Paths of the tried modules, and of loss heads, which need no trial."""
         self.count = 0
         """Number of trials."""
         self.rules: Mapping[str, tuple[ChunkRule, int]] = {}

@@ -507,7 +507,7 @@ def packed_inputs(
 
 
 def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
-    """List pairs of an operator of forward that autograd saves for, and the operator before which a rerun may stop.
+    """List each operator of forward for which autograd saves tensors, with the operator before which a rerun may stop.
 
     If only inputs of an operator are saved, like a linear layer's, it need not run again: autograd saves inputs before
     the operator runs.  If its output is saved, like a ReLU's, it must run again.

@@ -17,12 +17,12 @@ class TimeIsUp(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """A plan with the peak that a dry run counted, and the slowdown that the cost model predicts."""
+    """A plan with its peak, counted by a dry run, and its slowdown, predicted by the cost model."""
 
     plan: Plan
     counted: Counted
     level: int
-    """Lowest level that allows all that the plan does."""
+    """Lowest level at which the whole plan is allowed."""
     slowdown: float
     """Step time divided by the step time of the original."""
 

@@ -1,4 +1,4 @@
-"""The callables through which a search for a plan asks about the model, which keep the search itself free of torch."""
+"""The callables through which a search for a plan asks about the model: the search itself does without torch."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class Planner:
         return plan
 
     def _relax_fastest(self, level: int, budget_bytes: int) -> None:
-        """Dry-run the fastest plan without the parts that it does not need by the cost model, as long as that helps.
+        """Dry-run the fastest plan without the parts that the cost model finds superfluous, as long as that helps.
 
         If the relaxed plan exceeds the budget, the cost model's budget is lowered by the excess, a few times.
         """

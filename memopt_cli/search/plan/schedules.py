@@ -60,7 +60,7 @@ class SegmentLimits:
     segments: int | None = None
     """Maximum number of outermost segments."""
     splits: int | None = None
-    """Maximum number of segments that contain others or whose module splits itself (``__spatial_split__``)."""
+    """Maximum number of segments around others, or on a module that splits itself (``__spatial_split__``)."""
     cuts: int | None = None
     """Maximum number of multiplications by the chunk factor, over all segments: 8 chunks by factor 2 take three."""
 
@@ -181,7 +181,7 @@ class Schedule:
 
 
 _Pair = tuple[int, float, Schedule, Schedule]
-"""Two schedules in succession: the bytes that they keep, the seconds that they add, the first and the second."""
+"""Two schedules in succession: bytes kept, seconds added, the first and the second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def find_named_modules(modules: Sequence[ModuleTrace], options: SearchOptions) -
 def describe_selection(
     modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions, *, by_goal: bool
 ) -> Selection:
-    """Describe which candidates ``plan`` selects, and why modules that the user named cannot be candidates."""
+    """Describe the candidates that ``plan`` selects, and why modules named by the user cannot be candidates."""
     named = find_named_modules(modules, options)
     candidates = len(named) if named is not None else sum(not module.refusal for module in modules)
     by_path = {module.path: module for module in modules}
@@ -111,7 +111,7 @@ def find_outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:
 def match_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> list[ModuleTrace]:
     """Return the outermost modules whose class name or path matches one of ``targets``.
 
-    Raises :class:`PlanError` for a target that matches nothing that can be a segment.
+    Raises :class:`PlanError` for a target without a match among the modules that can be segments.
     """
     targeted: list[ModuleTrace] = []
     for target in targets:

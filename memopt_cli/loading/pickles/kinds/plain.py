@@ -137,7 +137,7 @@ def _fill_partial(target: Any, state: Any) -> None:
 
 
 def _check_partial(node: Built, graph: Graph) -> str:
-    """Refuse a partial whose function may do more than compute, or whose state names another function."""
+    """Refuse a partial if its function may do more than compute, or if its state names a different function."""
     operands = node.argument_items()
     if len(operands) != 1 or graph.role_of(operands[0]) not in ("callable", "trusted"):
         return "calls a callable that memopt does not know to only compute"
@@ -159,7 +159,7 @@ def _role_of_partial(node: Built, graph: Graph) -> Role:
 
 
 def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built, Graph], str]:
-    """Return a check that refuses attributes whose names are not ``allowed``."""
+    """Return a check that refuses attributes with names other than those ``allowed``."""
 
     def check(node: Built, graph: Graph) -> str:
         entries = plain_entries(node.state) if node.has_state else []

@@ -41,7 +41,7 @@ _MAX_SCRIPTS = 100
 _MAX_SCRIPT_BYTES = 1 << 20
 """Maximum number of bytes in each of these files."""
 _DEFINITION: Final = re.compile(rb"\b(?:class|def)[ \t]+(\w+)")
-"""A definition, or text that looks like one.  Only a source that has one of the wanted name is parsed, since that takes
+"""A definition, or text that looks like one.  A source without a match of the wanted name is not parsed: parsing takes
 up to seconds, and 300 bytes of memory for each byte of the source."""
 _MAGIC: Final = re.compile(r"^[ \t]*[%!?].*$", re.MULTILINE)
 """A line of a notebook that is a command of IPython's, not Python."""
