@@ -99,7 +99,9 @@ def find_spec(
         spec = replace(spec, dims=named)
     require_sizes(spec.tensors, spec.dims)
     check_spec(spec)  # the example inputs of a model file were not checked when they were read
-    return spec if spec.data_file is None else replace(spec, data_sha256=_sha256(_data_of(spec.data_file)))
+    if spec.data_file is None:
+        return spec
+    return replace(spec, data_sha256=hashlib.sha256(_data_of(spec.data_file)).hexdigest())
 
 
 def read_spec_file(path: str | Path) -> InputSpec:
@@ -334,7 +336,7 @@ def _read_data(path: str, expected_sha256: str | None) -> Any:
             f"`{quoted_flag('--input-data', str(path))}` has an unknown ending", hint=f"Known: {', '.join(readers)}."
         )
     data = _data_of(path)
-    require_same(path, _sha256(data), expected_sha256)
+    require_same(path, hashlib.sha256(data).hexdigest(), expected_sha256)
     inputs = reader(data, path)
     if isinstance(inputs, Mapping | list | tuple):
         _check_input_count(len(inputs), path)
@@ -353,10 +355,6 @@ def _data_of(path: str) -> bytes:
         raise UsageError(
             f"`{quoted_flag('--input-data', str(path))}` cannot be read: {err.strerror}", hint="Check the path."
         ) from err
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _check_input_count(count: int, path: str) -> None:

@@ -26,7 +26,10 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     if not isinstance(traced, Traced) or not traced.checkpoints:
         return prepared
     own = _measure(prepared) if measures else None
-    cost = "" if own is None else _cost_in_words(own)
+    if isinstance(own, Measurement):
+        cost = f", which takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} per step"
+    else:
+        cost = "" if own is None else f", which does not run: {describe(own)}"
     note = (
         f"The model checkpoints by itself ({attributes_in_words(switches)}){cost}. The search for plans, and its "
         "comparisons, run with that off. Applying a plan turns it off in your training script too; do not turn it on "
@@ -42,12 +45,6 @@ def _measure(prepared: Prepared) -> Measurement | Failure:
     prepared.progress.stage("measuring the step with the model's own checkpoints")
     answer = prepared.ask(MeasureJob(plan=ORIGINAL))
     return answer.measurement if isinstance(answer, Measured) else answer
-
-
-def _cost_in_words(own: Measurement | Failure) -> str:
-    if not isinstance(own, Measurement):
-        return f", which does not run: {describe(own)}"
-    return f", which takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} per step"
 
 
 def suspended_notes(switches: Sequence[str], plan: Plan) -> tuple[str, ...]:

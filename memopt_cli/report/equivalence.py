@@ -35,13 +35,10 @@ def headline(equivalence: Equivalence) -> str:
     """Return one sentence on whether the candidate of ``equivalence`` trains as the reference does."""
     both = f"{equivalence.candidate} trains as {equivalence.reference} does"
     if equivalence.passed:
+        steps = f"{equivalence.steps} steps" if equivalence.steps > 1 else "one step"
         far = f", {equivalence.worst:.1g} apart at most" if equivalence.worst else ""
-        return f"{both}: {_steps(equivalence)}, {equivalence.compared} tensors each, {_ALIKE[equivalence.alike]}{far}"
+        return f"{both}: {steps}, {equivalence.compared} tensors each, {_ALIKE[equivalence.alike]}{far}"
     return f"{equivalence.candidate} does not train as {equivalence.reference} does"
-
-
-def _steps(equivalence: Equivalence) -> str:
-    return f"{equivalence.steps} steps" if equivalence.steps > 1 else "one step"
 
 
 def _first_difference(equivalence: Equivalence) -> str:

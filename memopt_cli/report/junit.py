@@ -8,7 +8,6 @@ and characters outside of XML, are escaped.
 from __future__ import annotations
 
 import platform
-import re
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -105,10 +104,6 @@ def _write_suite(cases: Sequence[ET.Element], output: str, stream: TextIO, name:
     suites = ET.Element("testsuites")
     suites.append(suite)
     ET.indent(suites)
-    xml = COMMAND.sub(_last_as_reference, ET.tostring(suites, encoding="unicode"))
+    # XML reads ``::`` and ``##[`` back, and a CI system sees no command.
+    xml = COMMAND.sub(lambda m: f"{m[0][:-1]}&#{ord(m[0][-1])};", ET.tostring(suites, encoding="unicode"))
     stream.write(f'<?xml version="1.0" encoding="UTF-8"?>\n{xml}\n')
-
-
-def _last_as_reference(match: re.Match[str]) -> str:
-    """Return the ``::`` or ``##[`` of ``match`` so that XML reads it back but a CI system sees no command."""
-    return f"{match[0][:-1]}&#{ord(match[0][-1])};"

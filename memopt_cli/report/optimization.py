@@ -279,13 +279,10 @@ def frontier(summary: MemOptSummary) -> Table:
         peak = point.predicted_allocated_peak_bytes
         predicted = "–" if peak is None else format_bytes(peak)
         elsewhere = [_elsewhere(point)] if shows_elsewhere else []
-        table.add_row(pick, cells[0], predicted, cells[1], ratio, *elsewhere, _bits(point.plan), plan, plot)
+        # Chunks and compilers change the order of sums, so a step does not give the original's bits.
+        bits = "rounded" if point.plan.has_chunks or point.plan.compile is not None else "same"
+        table.add_row(pick, cells[0], predicted, cells[1], ratio, *elsewhere, bits, plan, plot)
     return table
-
-
-def _bits(plan: Plan) -> str:
-    """Return whether a step under ``plan`` gives the original's bits: chunks and compilers change the order of sums."""
-    return "rounded" if plan.has_chunks or plan.compile is not None else "same"
 
 
 def range_headings(summary: MemOptSummary) -> tuple[str, ...]:

@@ -60,7 +60,11 @@ class Trials:
         self.prepared.progress.update(self.count, None, f"running {text}")
         outcome = self._measure(plan, batch)
         self.count += 1
-        self.prepared.progress.update(self.count, None, f"{text} · {_in_words(outcome)}")
+        if isinstance(outcome, BatchProbe):
+            result = f"{format_bytes(outcome.allocated_peak_bytes)}, {format_seconds(outcome.step_s)}"
+        else:
+            result = describe(outcome)
+        self.prepared.progress.update(self.count, None, f"{text} · {result}")
         return outcome
 
     def _measure(self, plan: Plan, batch: int) -> BatchProbe | Failure:
@@ -128,9 +132,3 @@ class Trials:
             (note.rstrip(".") for batch_notes in self.notes.values() for note in batch_notes),
             "its step could not be recorded",
         )
-
-
-def _in_words(outcome: BatchProbe | Failure) -> str:
-    if not isinstance(outcome, BatchProbe):
-        return describe(outcome)
-    return f"{format_bytes(outcome.allocated_peak_bytes)}, {format_seconds(outcome.step_s)}"

@@ -330,11 +330,7 @@ def _shared_values(values: _TensorsByName, other_values: _TensorsByName, shared:
 
 
 def _start_parameters(training: FollowedSteps) -> dict[str, str]:
-    return _start_bits(training, "parameter")
-
-
-def _start_bits(training: FollowedSteps, kind: str) -> dict[str, str]:
-    return {tensor.name: tensor.bits for tensor in training.start if tensor.name.startswith(kind)}
+    return {tensor.name: tensor.bits for tensor in training.start if tensor.name.startswith("parameter")}
 
 
 def _without_replicas(training: FollowedSteps, other: FollowedSteps) -> FollowedSteps:

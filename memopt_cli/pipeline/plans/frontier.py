@@ -18,7 +18,11 @@ def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], st
     A plan beats another if neither its peak nor its step time is higher, and one of the two is lower.  The original
     always stays, since the others are compared with it.
     """
-    measured_points = [(point, _cost(point)) for point in points if isinstance(point.outcome, Measurement)]
+    measured_points = [
+        (point, (point.outcome.allocated_peak_bytes, point.slowdown or point.outcome.step_s))
+        for point in points
+        if isinstance(point.outcome, Measurement)
+    ]
     beaten = [
         point
         for point, (peak, step) in measured_points
@@ -31,11 +35,6 @@ def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], st
         else ""
     )
     return [point for point in points if point not in beaten], sentence
-
-
-def _cost(point: ParetoPoint) -> tuple[int, float]:
-    assert isinstance(point.outcome, Measurement), "points on the frontier were measured"
-    return point.outcome.allocated_peak_bytes, point.slowdown or point.outcome.step_s
 
 
 def format_points(points: Sequence[ParetoPoint]) -> str:

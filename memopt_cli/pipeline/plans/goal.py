@@ -142,7 +142,8 @@ class GoalSearch:
                 hint="Lower `--budget`, or take a smaller batch (`--dim B=…` where the shape says B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
-        lowest = self._in_backward_if_lower(smallest or self._planner.least(self._level))
+        smallest = smallest or self._planner.least(self._level)
+        lowest = self.in_backward.variant_of(smallest) or smallest
         trace = self.search.traced.trace
         return nothing_fits(
             budget_bytes,
@@ -192,10 +193,6 @@ class GoalSearch:
         """Search for plans within ``target_bytes``; return all plans that have a dry run by then."""
         self._planner.within(self._level, target_bytes)
         return list(self._planner.dry_runs.up_to(self._level))
-
-    def _in_backward_if_lower(self, priced: PricedPlan) -> PricedPlan:
-        """Return ``priced`` with the optimizer in backward where that lowers its peak, else unchanged."""
-        return self.in_backward.variant_of(priced) or priced
 
     def _fastest_measured(
         self, priced: PricedPlan, outcome: Measurement, budget_bytes: int

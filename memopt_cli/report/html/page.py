@@ -20,7 +20,6 @@ from memopt_cli.records import (
     MemOptSummary,
     OptimizeResult,
     Plan,
-    RecordedSteps,
     SavedTensor,
     StepProfile,
     StepTrace,
@@ -69,7 +68,9 @@ def optimize_page(result: OptimizeResult) -> str:
     page.tiles(_optimize_tiles(summary))
     page.ranges(summary)
     if result.steps is not None:
-        traces = _before_and_after(result.steps, plan)
+        traces = {"before": result.steps.original, "after": result.steps.optimized}
+        if plan.is_empty:
+            traces = {"": result.steps.original}
         page.steps(traces)
         page.modules(traces, plan.longest)
     page.frontier(points_of(summary))
@@ -87,12 +88,6 @@ def fastest_page(training: FastestTraining) -> str:
     page.pairs(training)
     page.remarks(fastest.remarks(training))
     return page.html()
-
-
-def _before_and_after(steps: RecordedSteps, plan: Plan) -> dict[str, StepTrace]:
-    if plan.is_empty:
-        return {"": steps.original}
-    return {"before": steps.original, "after": steps.optimized}
 
 
 Tile = tuple[str, str, str]
@@ -311,12 +306,14 @@ class _Page:
         model = printable(self.header.model)
         title = escape(f"{PurePath(model).name} · memopt")
         origin = escape(f"{model} on {self.header.device} · memopt {self.header.memopt}, torch {self.header.torch}")
+        # Inside ``<script>``, a ``<`` is not safe.  It occurs in strings alone, where its code means the same.
+        figures = json.dumps(self.figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
         return _PAGE.format(
             title=title,
             origin=origin,
             style=_resource("page.css"),
             body="".join(self.sections),
-            figures=_json(self.figures),
+            figures=figures,
             plotly=_plotly(),
             script=_resource("page.js"),
         )
@@ -353,11 +350,6 @@ def _table_html(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def _side_by_side(plots: Iterable[str]) -> str:
     return f'<div class="plots">{"".join(plots)}</div>'
-
-
-def _json(figures: dict[str, Figure]) -> str:
-    """Return JSON that is safe inside ``<script>``: ``<``, which occurs in strings alone, is written as its code."""
-    return json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _resource(name: str) -> str:

@@ -131,7 +131,9 @@ class Planner:
             if self.dry_runs.fastest(level, budget_bytes) is None:
                 if self.least(level).peak_bytes <= _RESTART_RATIO * budget_bytes:
                     for lower_level in range(level, 0, -1):
-                        self._begin_anew()  # the trials of one level can mislead another
+                        # The trials of one level can mislead another: forget all but the dry runs.
+                        self._spaces = self._new_spaces()
+                        self._descended.clear()
                         self.best(lower_level)  # the sums are off: a plan just above their least may have a lower peak
                         if self.dry_runs.fastest(level, budget_bytes) is not None:
                             break
@@ -176,11 +178,6 @@ class Planner:
                 if predicted_bytes < (1 - LOWER_SHARE) * peak_bytes:
                     return Outlook(peak_bytes=predicted_bytes, slowdown=proposals.slowdown(plan))
         return None
-
-    def _begin_anew(self) -> None:
-        """Forget all that was learned about the model except the dry runs."""
-        self._spaces = self._new_spaces()
-        self._descended.clear()
 
     def _level_search(self, level: int) -> LevelSearch:
         space = self._spaces.space_at_level(level)

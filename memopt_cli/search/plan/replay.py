@@ -164,7 +164,7 @@ class _Order:
         return self.instants[op] if replayed is None else replayed.offset + min(op, replayed.stop) - replayed.call.start
 
     def instant_after(self, op: int | None) -> int:
-        """Return the instant of death of storages that die at ``op``: after operator ``op`` - 1; for ``None`` the end."""
+        """Return the instant at which storages that die at ``op`` end: after ``op`` - 1; for ``None`` the end."""
         if op is None:
             return self.length
         return self.instants[op - 1] + 1 if op > 0 else 0
