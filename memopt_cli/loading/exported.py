@@ -169,11 +169,11 @@ class _Program:
                 record = entry["path_name"]
                 key = f"{record} {entry['tensor_meta']}"
                 if record not in stored:
-                    name = f"data/{folder}/{record}"
+                    path = f"data/{folder}/{record}"
                     stored[record] = (
-                        _as_tensor(self._load_weights(name), entry["path_name"])
+                        _as_tensor(self._load_weights(path), record)
                         if entry.get("use_pickle")
-                        else bytearray(self._archive.read(name))
+                        else bytearray(self._archive.read(path))
                     )
                 if key not in shared:
                     shared[key] = self._stored_tensor(stored[record], entry)
