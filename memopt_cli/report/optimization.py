@@ -14,6 +14,7 @@ from rich.table import Table
 
 from memopt_cli.records import (
     LOWER_SHARE,
+    STEP,
     BatchAdvice,
     BatchEstimate,
     Differs,
@@ -39,6 +40,8 @@ _DETAILS = ("tensor\npeak", "activation\npeak", "step\ntime")
 """Headings of the further columns of the table of levels with ``--verbose``."""
 _ROUGH = 0.15
 """A ratio of step times is called rough if their spread is more than this share of their median."""
+_IMAGE_DIMENSIONS = 4
+"""Fewest dimensions of a batch of images or volumes; those of texts are fewer."""
 _OWN_CHECKPOINTS_LABEL = "the model's own checkpoints"
 _DRIFT_REASON = "two training runs drift apart; `--level 2` keeps the same bits"
 
@@ -295,9 +298,9 @@ def range_headings(summary: MemOptSummary) -> tuple[str, ...]:
 def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
     """Yield a row for each range of lengths of ``summary``; times are those of its largest length."""
     for row in summary.ranges:
-        ratio = "–" if row.slowdown is None else f"{row.slowdown:.2f}×"
-        if not isinstance(row.original, Measurement):
-            ratio = f"~{ratio}"
+        ratio = "–" if row.slowdown is None else f"~{row.slowdown:.2f}×"
+        if row.slowdown is not None and isinstance(row.original, Measurement):
+            ratio = _as_ratio(row.slowdown, row.plan)
         predicted = row.predicted_allocated_peak_bytes
         numbers = ["–" if predicted is None else f"~{format_bytes(predicted)}", "–", "–"]
         if row.outcome is not None:
@@ -411,6 +414,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
         yield verification(record)
     if record is not None and summary.is_applied:
         yield from inexact(record)
+        yield from _of_one_size(summary)
     yield from _parts_left_out(summary)
     if summary.offers_choice:  # else their table contains it
         yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
@@ -546,6 +550,22 @@ def _rough_times(summary: MemOptSummary) -> Iterator[str]:
         )
 
 
+def _of_one_size(summary: MemOptSummary) -> Iterator[str]:
+    """Yield a sentence on the one size at which chunks of images or volumes were measured, if the plan has such chunks.
+
+    Their kernels depend on the size: on the CPU, a 3-D convolution of one small sample runs without oneDNN.
+    """
+    segments = summary.plan.segments if summary.plan is not None else ()
+    shapes = [segment.compared.rpartition(" ")[2].split("x") for segment in segments]
+    if any(len(shape) >= _IMAGE_DIMENSIONS for shape in shapes):
+        by_size = "name them in `-i` and give a range and a budget, as in `--dim S=32:64 --budget 60%`"
+        remedy = "" if summary.model_format == STEP else f"; if your sizes vary, {by_size}, for a plan by size"
+        yield (
+            "the chunks were measured at this size of the inputs only: at others, even smaller ones, they may run "
+            f"kernels that need more memory than the whole does{remedy}"
+        )
+
+
 def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
     """Return the smallest plan that was too slow and needs clearly less memory than the applied one, or ``None``."""
     applied = _outcome(summary, summary.applied_level)
@@ -559,6 +579,7 @@ def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
 
 def _measurements(summary: MemOptSummary) -> Iterator[Measurement]:
     outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
+    outcomes += [outcome for row in summary.ranges for outcome in (row.original, row.outcome)]
     yield from (outcome for outcome in outcomes if isinstance(outcome, Measurement))
 
 

@@ -63,10 +63,11 @@ def _fitting_batch(recommendation: BatchRecommendation, main: BatchRow) -> str:
     return f"{copies}batch {largest} fits{where}, {end}"
 
 
-def _fastest(recommendation: BatchRecommendation) -> str | None:
+def _fastest(recommendation: BatchRecommendation, batch: int | None = None) -> str | None:
     """Return ``fastest of those run: batch 20, 200 samples/s; batch 40: 160``; ``None`` if the largest is fastest.
 
-    Runs without the plan count as well as those under it.
+    Runs without the plan count as well as those under it.  ``batch``: a batch that is named already, for which the
+    answer is ``None`` too.
     """
     main = _main_row(recommendation)
     if not isinstance(main.outcome, BatchAdvice):
@@ -78,7 +79,7 @@ def _fastest(recommendation: BatchRecommendation) -> str | None:
     ]
     row, fastest = max(fastest_by_row, key=lambda entry: (entry[1].samples_per_s, entry[0] is main))
     largest = _run_of(main.outcome, main.outcome.recommended_batch)
-    if fastest is largest:
+    if fastest is largest or (row is main and fastest.batch == batch):
         return None
     case = "" if row is main else " under the plan" if row.planned else " without the plan"
     largest_text = f"batch {largest.batch}{_case_in_words(main) if case else ''}: {rate(largest.samples_per_s)}"
@@ -216,7 +217,7 @@ def settings(recommendation: BatchRecommendation, *, has_objective: bool = True)
         yield f"memopt_cli.apply_plan(model, {recommendation.plan!r})  # before it trains"
     if recommendation.backend:
         yield f"model.compile(backend={recommendation.backend!r})  # before it trains"
-    fastest = _fastest(recommendation) if has_objective else None
+    fastest = _fastest(recommendation, batch) if has_objective else None
     if fastest is not None and recommendation.objective == "max":
         yield f"# for batch {batch}; `--objective throughput` prints them for the {fastest}"
     advice = _main_row(recommendation).replicas

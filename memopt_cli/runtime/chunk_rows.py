@@ -101,21 +101,28 @@ def is_due(module: nn.Module) -> bool:
     return count.bit_count() == 1 and count.bit_length() % 4 == 1
 
 
-def why_rows_mix(short: Iterable[Piece], full: Piece, *, is_compared: bool) -> Complaint:
+def why_rows_mix(short: Iterable[Piece], full: Sequence[Piece], *, is_compared: bool) -> Complaint:
     """Return why a module cannot run in chunks, by the first ``short`` piece that proves something, else by ``full``.
 
     A piece proves nothing if the module's own code does not take its shape, or if an output has only one value: spikes
     may come late.  A short piece may hide that rows mix, as where an expert has no room for all tokens of the batch.
-    So in the first forward, when there is no state of an optimizer yet, the piece in full size is tried as well, unless
-    ``is_compared``: ``optimize`` has compared these chunks with the whole.
+    So in the first forward, when there is no state of an optimizer yet, the first of the ``full`` pieces that proves
+    something is tried as well, unless ``is_compared``: ``optimize`` has compared these chunks with the whole.  The last
+    of them has the module's own sizes.
     """
-    proofs = (_why_mixed(piece, is_short=True) for piece in short)
-    found = next((reason for reason in proofs if reason is not None), None)
-    is_first = _forwards[full.module] == 1
+    found = _first_proof(short)
+    is_first = _forwards[full[-1].module] == 1
     needs_full = not is_compared if is_first else found is None
     if found or not needs_full:
         return found or ""
-    return _why_mixed(full, is_short=False) or ""
+    found = _first_proof(full[:-1])
+    return (_why_mixed(full[-1], is_short=False) or "") if found is None else found
+
+
+def _first_proof(pieces: Iterable[Piece]) -> Complaint | None:
+    """Return what the first of ``pieces``, all cut short, proves; ``None`` if none of them proves anything."""
+    proofs = (_why_mixed(piece, is_short=True) for piece in pieces)
+    return next((reason for reason in proofs if reason is not None), None)
 
 
 def _why_mixed(piece: Piece, *, is_short: bool) -> Complaint | None:

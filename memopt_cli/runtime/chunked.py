@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,9 @@ from memopt_cli.runtime.stand_ins import AbridgedCall, abridge_call, in_memory
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import Arguments, tensors_of
 from memopt_cli.runtime.unsafe import cannot_repeat, run_whole, runs_plainly, runs_whole
+
+_UNCUT: Final[Mapping[int, int]] = {}
+"""The axes along which a piece in full size is cut short: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +294,7 @@ class _FirstChunk:
             reason = difference(self._module, changed, starting, self._run_whole, self._run_halves)
         if not reason and tries_rows and chunk_rows.is_due(self._module):
             reason = chunk_rows.why_rows_mix(
-                self._short_pieces(starting), self._piece(starting), is_compared=self._is_compared()
+                self._short_pieces(starting), self._full_pieces(starting), is_compared=self._is_compared()
             )
         if reason:
             raise _NotInChunksError(
@@ -300,9 +303,13 @@ class _FirstChunk:
 
     def _is_compared(self) -> bool:
         """Return whether ``optimize`` has compared these chunks of an input of this shape with the whole."""
+        return config_of(self._module).compared == self._described()
+
+    def _described(self) -> str:
+        """Describe the chunks and the shape of the input, as a plan's ``compared`` does."""
         config, shape = config_of(self._module), list(self._first[0].shape)
         shape[config.axis] = self._length
-        return config.compared == describe_chunks(config.chunks, config.axis, shape)
+        return describe_chunks(config.chunks, config.axis, shape)
 
     def _states_refusal(self, output: Any) -> Complaint:
         """Return why the next chunk cannot take the states in this chunk's ``output``."""
@@ -345,17 +352,34 @@ class _FirstChunk:
                 yield name
 
     def _short_pieces(self, starting: chunk_rows.Starting) -> Iterator[chunk_rows.Piece]:
-        """Yield pieces for trials that are cut short along the last two other axes, or along one of them.
+        """Yield pieces for trials that are cut to a quarter along the last two other axes, or along one of them.
 
         A trial needs two rows, and a chunk may have one.  Cut short, they need less memory than its backward does.
         """
+        others = self._other_axes()
+        for short in ([others[:2]] if len(others) > 1 else []) + [[axis] for axis in others]:
+            yield self._piece(starting, dict.fromkeys(short, 4))
+
+    def _full_pieces(self, starting: chunk_rows.Starting) -> list[chunk_rows.Piece]:
+        """Return pieces for trials as large as a chunk; the last one is not cut short, and has two rows at least.
+
+        Two rows take up to twice the memory of a chunk of one.  If ``optimize`` has compared the chunks of an input of
+        another shape, so that only its size is new, two halves of rows are tried first: as large as the chunk.
+        """
+        whole = self._piece(starting)
+        config = config_of(self._module)
+        chunks_compared, chunks = (text.rpartition(" ")[0] for text in (config.compared, self._described()))
+        if chunks_compared != chunks or self._first[0].shape[config.axis] > 1:
+            return [whole]
+        return [self._piece(starting, {axis: 2}) for axis in self._other_axes()[:1]] + [whole]
+
+    def _other_axes(self) -> list[int]:
+        """Return the axes of the first input, from the last one, that are not cut into chunks and can be cut short."""
         shape = self._first[0].shape
         cut = config_of(self._module).axis % len(shape)
-        others = [axis for axis in reversed(range(len(shape))) if axis != cut and shape[axis] > 1]
-        for short in ([others[:2]] if len(others) > 1 else []) + [[axis] for axis in others]:
-            yield self._piece(starting, short)
+        return [axis for axis in reversed(range(len(shape))) if axis != cut and shape[axis] > 1]
 
-    def _piece(self, starting: chunk_rows.Starting, short: Sequence[int] = ()) -> chunk_rows.Piece:
+    def _piece(self, starting: chunk_rows.Starting, short: Mapping[int, int] = _UNCUT) -> chunk_rows.Piece:
         """Return a piece for a trial; ``short``: see :meth:`_sequences`."""
         config = config_of(self._module)
         return chunk_rows.Piece(
@@ -378,7 +402,7 @@ class _FirstChunk:
         with recomputing(self._module), bypassing_hooks():
             return self._forward(*sequences, *self._states, **self._kwargs)
 
-    def _run_halves(self, short: Sequence[int] = ()) -> list[Any]:
+    def _run_halves(self, short: Mapping[int, int] = _UNCUT) -> list[Any]:
         config = config_of(self._module)
         start = StateBeforePasses(self._module)
         states = self._states
@@ -392,26 +416,26 @@ class _FirstChunk:
             states = parts[config.seq_outputs :] or states
         return outputs
 
-    def _sequences(self, short: Sequence[int] = ()) -> list[Tensor]:
+    def _sequences(self, short: Mapping[int, int] = _UNCUT) -> list[Tensor]:
         """Return copies of the first chunk's inputs, joined with the second's if a chunk has one row only.
 
-        ``short``: axes along which inputs as long as the first one are cut to their first quarter.
+        ``short``: axis -> the part to which inputs as long as the first one are cut there, such as 4 for a quarter.
         """
         axis = config_of(self._module).axis
         pairs: Iterable[tuple[Tensor, ...]] = zip(self._first, self._second, strict=True)
         if self._first[0].shape[axis] > 1:
             pairs = ((first,) for first in self._first)
-        for other in short:
+        for other, part in short.items():
             length = self._first[0].shape[other]
-            pairs = [tuple(_first_quarter(t, other, length) for t in pair) for pair in pairs]
+            pairs = [tuple(_first_part(t, other, length, part) for t in pair) for pair in pairs]
         with torch.no_grad(), unseen():  # else a recorded step would count the bytes of these copies
             return [torch.cat(pair, dim=axis) for pair in pairs]
 
 
-def _first_quarter(tensor: Tensor, axis: int, length: int) -> Tensor:
-    """Return the first quarter of ``tensor`` along ``axis`` if it is ``length`` long there; else ``tensor``."""
+def _first_part(tensor: Tensor, axis: int, length: int, part: int) -> Tensor:
+    """Return the first ``part`` of ``tensor`` along ``axis`` (4: a quarter) if it is ``length`` long; else all."""
     is_as_long = tensor.dim() > axis and tensor.shape[axis] == length
-    return tensor.narrow(axis, 0, max(1, length // 4)) if is_as_long else tensor
+    return tensor.narrow(axis, 0, max(1, length // part)) if is_as_long else tensor
 
 
 def _without_axis(config: SegmentConfig, output: Any) -> Complaint:

@@ -430,6 +430,18 @@ def test_a_plan_by_length_has_a_row_for_each_range_and_the_tree_of_the_longest()
     assert "A plan for each range" not in optimize_page(a_result())
 
 
+def test_a_range_whose_times_are_in_doubt_is_marked_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memopt_cli.report.lines.BUSY", 0.2)
+    summary = by_length().summary
+    slow = measured(50, 2.0)
+    recomputes = Plan(segments=(SegmentPlan(path="conv"),))
+    summary.ranges[0] = replace(summary.ranges[0], plan=recomputes, original=slow, outcome=measured(50, 0.8))
+    assert [row[6] for row in optimization.range_rows(summary)] == ["~0.40×", "1.25×"]
+    summary.ranges[0] = replace(summary.ranges[0], outcome=replace(slow, waited=0.5, step_times_s=(0.5, 1.0, 2.0)))
+    assert any("steps waited for a processor 50%" in line for line in optimization.remarks(summary))
+    assert any("the steps of one plan differ by 75%" in line for line in optimization.details(summary))
+
+
 def test_the_headline_of_a_plan_by_length_names_the_longest_and_the_largest_peak() -> None:
     summary = by_length().summary
     said = optimization.headline

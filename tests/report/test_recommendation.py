@@ -170,6 +170,13 @@ def test_what_trains_fastest_is_pasted_without_a_word_on_the_largest() -> None:
     assert not any("fastest of those run" in line for line in lines)
 
 
+def test_lines_for_the_fastest_batch_name_no_other_objective() -> None:
+    """Passes of a global batch may be as large as the fastest batch that was run."""
+    lines = shown(replace(FOUND, accumulation=Accumulation(global_batch=60, batch=20, steps=3)))
+    assert "fastest of those run: batch 20, 200 samples/s; batch 40: 160" in lines
+    assert not any(line.startswith("# for batch 20") for line in lines)
+
+
 def test_accumulation_as_code_runs() -> None:
     lines = shown(replace(FOUND, accumulation=Accumulation(global_batch=512, batch=32, steps=16)))
     start = lines.index("# PyTorch")

@@ -273,6 +273,19 @@ def test_a_budget_says_that_the_first_step_checks_chunks(
     assert ("the first step also checks the chunks, which may take more" in found) is says_so
 
 
+@pytest.mark.parametrize(
+    ("compared", "says_so"),
+    [("2 along axis 0 of 2x24x48x48", True), ("2 along axis 0 of 8x128x64", False), ("", False)],
+)
+def test_chunks_of_volumes_are_said_to_be_measured_at_one_size(
+    compared: str, says_so: bool, summary: MemOptSummary
+) -> None:
+    """A plan for 48³ took more at 32³ than no plan, and nothing warned of it."""
+    plan = Plan(segments=(SegmentPlan(path="blocks", chunks=2, compared=compared),))
+    found = shown(TextReport(), result(replace(summary, plan=plan)))
+    assert ("the chunks were measured at this size of the inputs only" in found) is says_so
+
+
 def test_the_frontier_says_which_plans_keep_the_bits(summary: MemOptSummary) -> None:
     first, cut = a_point(measured(300, 1.0), summary), Plan(segments=SEGMENTS)
     assert cut.has_chunks

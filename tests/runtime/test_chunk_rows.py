@@ -249,20 +249,43 @@ def test_nobody_hears_what_a_module_says_of_the_short_piece() -> None:
     assert not heard
 
 
-def test_a_later_trial_runs_on_less_than_a_chunk() -> None:
-    net = in_chunks(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), 2)
+def sizes_run(net: nn.Module, shape: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Return the sizes of the inputs that ``net`` gets in a forward in chunks, and in the trials of that forward."""
     sizes: dict[bool, list[int]] = {False: [], True: []}
 
     def note(_: nn.Module, args: tuple[Tensor]) -> None:
         sizes[memopt_cli.runtime.is_recomputing()].append(args[0].numel())
 
+    with net.get_submodule("0").register_forward_pre_hook(note), silent():
+        net(torch.randn(shape))
+    return sizes[False], sizes[True]
+
+
+def test_a_later_trial_runs_on_less_than_a_chunk() -> None:
+    net = in_chunks(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), 2)
     with silent():
         for _ in range(15):
             net(torch.randn(2, 3, 16, 16))
-        net[0].register_forward_pre_hook(note)
-        net(torch.randn(2, 3, 16, 16))
-    assert sizes[True]
-    assert max(sizes[True]) < min(sizes[False])
+    in_forward, tried = sizes_run(net, (2, 3, 16, 16))
+    assert tried
+    assert max(tried) < min(in_forward)
+
+
+@pytest.mark.parametrize(
+    ("compared", "kernel", "rows"),
+    [
+        ("2 along axis 0 of 2x3x8x8", 3, 1),
+        ("2 along axis 0 of 2x3x8x8", 16, 2),  # half the width is too narrow for it
+        ("", 3, 2),
+    ],
+)
+def test_the_first_trial_at_another_size_than_the_compared_one_is_as_large_as_a_chunk(
+    compared: str, kernel: int, rows: int
+) -> None:
+    """Two whole rows took 338 MiB in a 3-D U-Net's first step at 64³, and later steps 217."""
+    net = in_chunks(nn.Sequential(nn.Conv2d(3, 4, kernel), nn.ReLU()), 2, compared=compared)
+    in_forward, tried = sizes_run(net, (2, 3, 16, 16))
+    assert max(tried) == rows * in_forward[0]
 
 
 def test_forwards_that_are_timed_try_nothing() -> None:

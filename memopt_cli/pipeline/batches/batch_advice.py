@@ -105,7 +105,8 @@ def _find_advice(
         if failure and request.confirm_batch:
             notes.append(limiting_note(failure))
         elif failure and isinstance(advice, BatchEstimate) and advice.is_limited_by_memory:
-            advice = replace(advice, is_limited_by_memory=False, because=failure)
+            because = f"no larger one is considered, since {failure}"
+            advice = replace(advice, is_limited_by_memory=False, because=because)
         return advice
 
 

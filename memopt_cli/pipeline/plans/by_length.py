@@ -223,6 +223,7 @@ class _Range:
 
 def _range_of(up_to: int, findings: Findings) -> _Range:
     applied_row = next(row for row in findings.rows[::-1] if row.level == findings.applied_level)
+    applied_row = replace(applied_row, plan=findings.plan)  # whose chunks are marked as compared
     return _Range(up_to=up_to, original=findings.rows[0], applied=applied_row, verification=findings.verification)
 
 

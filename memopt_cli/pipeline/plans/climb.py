@@ -2,7 +2,8 @@
 
 The search only predicts peaks and slowdowns; measurements decide.  They start with the plan of the highest level and go
 down until one is worth its time.  In place of a plan that is too slow, one with a prediction faster in the same
-proportion is measured, a few times at most.  If no plan is worth its time, the model stays unchanged.
+proportion is measured, a few times at most; then plans between the two are tried.  If no plan is worth its time, the
+model stays unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.plans.worth import drop_by_measurement, drop_by_prediction
 from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, TooSlow
 from memopt_cli.records.progress import Span
-from memopt_cli.records.summary import LOWER_SHARE, PREDICTED_SHARE
+from memopt_cli.records.summary import PREDICTED_SHARE
 from memopt_cli.search.plan.policy import skipped_step
 
 _MISPREDICTED_RATIO = 1.05
@@ -32,6 +33,12 @@ _NEXT_SHARES = (0.8, 0.5, 0.5)
 
 After a near miss the next plan is only a little faster, and may miss the limit as well, since measurements scatter.
 The later shares are small enough to leave no model with a fast plan without a plan."""
+_BETWEEN_SHARE = 0.03
+"""Share of a measured peak that a plan between has to save: measuring one takes as long as the search."""
+_MAX_BETWEEN = 3
+"""Maximum number of plans tried between one that is too slow and one that is fast enough."""
+_MAX_BETWEEN_SHARE = 0.75
+"""Largest part of the way back to the plan that is too slow: next to it, a plan would miss the limit as well."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,14 +82,12 @@ class Climb:
     def _take_lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
         """Return ``rows[highest]``, or the row of a lower level whose measured peak is no higher.
 
-        The plan of a lower level is tried while the measured peak misses its prediction, or if it is predicted to peak
-        lower: a faster plan may have replaced one timed on a busy machine.  The chosen plan is copied into all rows up
-        to ``highest``: then no level needs more memory than a level below it.
+        The plan of a lower level is tried while the measured peak misses its prediction.  The chosen plan is copied
+        into all rows up to ``highest``: then no level needs more memory than a level below it.
         """
         lowest_row = rows[highest]
         for below in range(highest - 1, 0, -1):
-            is_hopeful = _exceeds_prediction(lowest_row) or _is_predicted_lower(rows[below], lowest_row)
-            if rows[below].plan in (ORIGINAL, lowest_row.plan) or not is_hopeful:
+            if rows[below].plan in (ORIGINAL, lowest_row.plan) or not _exceeds_prediction(lowest_row):
                 continue
             row, dropped = self._with_measurement(rows[below])
             if dropped is not None:
@@ -204,32 +209,70 @@ class Climb:
         allowed, so the next plan may be predicted at 1 + 0.4 / 1.6 = 1.25 at most.  Had it taken 1.52, the next one
         may be predicted at 1 + 0.8 * 0.4 = 1.32 (see :data:`_NEXT_SHARES`).
         """
-        planner = self.search.planner
+        too_slow: LevelRow | None = None
         for share in (*_NEXT_SHARES, None):
             row, dropped = self._with_measurement(row)
             if dropped is None or not isinstance(dropped.why, TooSlow):
-                return row
+                return row if too_slow is None or dropped is not None else self._between(row, too_slow)
             if share is None:
                 break
+            too_slow = row
             predicted = row.predicted_slowdown or self._limit
             # The plan took more than predicted: ask for one whose prediction leaves room for the same error.
             max_predicted = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.upper - 1))
-            started = time.monotonic()
-            dry_runs_before = len(planner.dry_runs)
-            self.search.probes.prolong()
-            self._search_begins(f"level {row.level}: searching for a faster plan")
-            priced = planner.best(row.level, max_predicted)
-            if priced.plan.is_empty:  # the search found no plan that fast in its time: take any that is faster
+            faster = self._search_faster(row, max_predicted)
+            if faster.plan.is_empty:  # the search found no plan that fast in its time: take any that is faster
                 max_predicted = math.nextafter(predicted, 0)
-                priced = planner.best(row.level, max_predicted)
+                faster = self._search_faster(faster, max_predicted)
             self._max_predicted_slowdown = max_predicted
-            if priced.slowdown >= predicted:
+            if (faster.predicted_slowdown or 1.0) >= predicted:
                 break
-            dry_runs = row.dry_runs + len(planner.dry_runs) - dry_runs_before
-            faster = self.search.row(row.level, priced, dry_runs, started)
-            row = replace(faster, search_s=row.search_s + faster.search_s)
+            row = faster
         self._max_predicted_slowdown = 1.0
         return self._with_original(row)
+
+    def _between(self, fast: LevelRow, slow: LevelRow) -> LevelRow:
+        """Return ``fast``, or a row between it and the row ``slow`` that is fast enough too and peaks clearly lower.
+
+        The step from ``slow`` to ``fast`` was a large one.  Measurements of both say how far back to go.
+        """
+        for _ in range(_MAX_BETWEEN):
+            max_bytes = (1 - _BETWEEN_SHARE) * _peak_bytes(fast)
+            low, high = self._upper_slowdown(fast), self._upper_slowdown(slow)
+            if _peak_bytes(slow) >= max_bytes or low >= high:
+                break
+            share = min(_MAX_BETWEEN_SHARE, (self._limit - low) / (high - low))
+            predicted = fast.predicted_slowdown or 1.0, slow.predicted_slowdown or 1.0
+            row = self._search_faster(fast, predicted[0] + share * (predicted[1] - predicted[0]))
+            if (row.predicted_allocated_peak_bytes or math.inf) > max_bytes:
+                break
+            row, dropped = self._with_measurement(row)
+            if dropped is None:
+                fast = row
+            elif isinstance(dropped.why, TooSlow):
+                slow = row
+            else:
+                break
+        self._max_predicted_slowdown = max(self._max_predicted_slowdown, fast.predicted_slowdown or 1.0)
+        return fast
+
+    def _upper_slowdown(self, row: LevelRow) -> float:
+        """Return the measured slowdown of ``row`` with its error, which counts against the limit."""
+        if not isinstance(row.outcome, Measurement) or not isinstance(self._original, Measurement):
+            return math.inf
+        return row.outcome.slowdown(self._original) + row.outcome.slowdown_error
+
+    def _search_faster(self, row: LevelRow, max_slowdown: float) -> LevelRow:
+        """Return ``row`` with the best plan that is predicted to take at most ``max_slowdown``; not measured."""
+        planner = self.search.planner
+        started = time.monotonic()
+        dry_runs_before = len(planner.dry_runs)
+        self.search.probes.prolong()
+        self._search_begins(f"level {row.level}: searching for a faster plan")
+        priced = planner.best(row.level, max_slowdown)
+        dry_runs = row.dry_runs + len(planner.dry_runs) - dry_runs_before
+        found = self.search.row(row.level, priced, dry_runs, started)
+        return replace(found, search_s=row.search_s + found.search_s)
 
     def _expected_span(self, row: LevelRow) -> Span | None:
         """Return the time that measuring ``row`` should take; ``None`` if unknown, or if its plan is empty."""
@@ -243,12 +286,6 @@ def _exceeds_prediction(row: LevelRow) -> bool:
     """Return whether the measured peak of ``row`` is above the predicted one by more than the usual error."""
     predicted_bytes = row.predicted_allocated_peak_bytes
     return predicted_bytes is not None and _peak_bytes(row) > _MISPREDICTED_RATIO * predicted_bytes
-
-
-def _is_predicted_lower(row: LevelRow, other: LevelRow) -> bool:
-    """Return whether the plan of ``row`` is predicted to peak clearly lower than the plan of ``other``."""
-    predicted, other_predicted = row.predicted_allocated_peak_bytes, other.predicted_allocated_peak_bytes
-    return predicted is not None and other_predicted is not None and predicted < (1 - LOWER_SHARE) * other_predicted
 
 
 def _peak_bytes(row: LevelRow) -> float:

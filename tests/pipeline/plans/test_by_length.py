@@ -343,7 +343,11 @@ def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch)
         segments = 2 if length == max(counts) else 1
         plan = Plan(segments=tuple(SegmentPlan(path=str(i)) for i in range(segments)))
         rows = [row(0, Plan(), 1.0), row(1, plan, 1.0 + length / 100)]
-        return SimpleNamespace(rows=rows, applied_level=1, verification=SimpleNamespace(passed=True))
+        compared = replace(
+            plan, segments=tuple(replace(each, compared="2 along axis 0 of 8x8") for each in plan.segments)
+        )
+        verification = SimpleNamespace(passed=True)
+        return SimpleNamespace(rows=rows, applied_level=1, plan=compared, verification=verification)
 
     counts = dict.fromkeys(range(10, 101, 10), 1.0)
     varied = DimRange(symbol="S", low=10, high=100)
@@ -356,6 +360,7 @@ def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch)
     parts = search.all_ranges(by_length._range_of(100, found(search, 100)), 100)
     assert len(inner_bounds(search.work, plain=0, longest=100, slowdown=2.0)) > 1
     assert [len(part.plan.segments) for part in parts] == [1, 2]
+    assert all(segment.compared for part in parts for segment in part.plan.segments)
 
 
 class NeedsMoreInside(nn.Module):
@@ -387,7 +392,7 @@ def test_a_range_ends_where_the_plan_of_the_longest_exceeds_the_budget(monkeypat
     def found(self: Any, length: int, budget_bytes: int | None = None) -> Any:
         plan = Plan(segments=(SegmentPlan(path=f"for {length}"),))
         rows = [a_row(0, measured(200, 1.0), Plan(), dry_runs=0), a_row(1, measured(90, 1.1), plan, dry_runs=0)]
-        return SimpleNamespace(rows=rows, applied_level=1, verification=SimpleNamespace(passed=True))
+        return SimpleNamespace(rows=rows, applied_level=1, plan=plan, verification=SimpleNamespace(passed=True))
 
     def measure(self: Any, job: MeasureJob, length: int) -> Any:
         exceeds = length in {70, 90} and job.plan.segments[0].path == "for 100"
@@ -453,14 +458,18 @@ def test_where_no_plan_fits_the_smallest_known_is_taken(
             error.least_bytes = least
             raise error
         rows = [a_row(0, measured(200, 1.0), Plan(), dry_runs=0), a_row(1, measured(least, 1.1), SMALLEST, dry_runs=0)]
-        return Findings(**FOUND, rows=rows, applied_level=1, verification=verified())
+        return Findings(**FOUND, rows=rows, applied_level=1, plan=SMALLEST, verification=verified())
 
     varied, given = DimRange(symbol="S", low=80, high=100), cast(Any, None)
     request = SimpleNamespace(goal=SearchGoal(budget=Budget(nbytes=100)), interruptible=True)
     progress = SimpleNamespace(stage=lambda text: None)
     search = by_length._ByLength(cast(Any, request), given, varied, {}, functools.partial(found, given), given)
     search.prepared = cast(Any, SimpleNamespace(progress=progress))
-    monkeypatch.setattr(by_length, "replace", lambda old, **new: SimpleNamespace(**{**vars(old), **new}))
+
+    def with_budget(request: Any, nbytes: int) -> Any:
+        return SimpleNamespace(**{**vars(request), "goal": SearchGoal(budget=Budget(nbytes=nbytes))})
+
+    monkeypatch.setattr(by_length, "_with_budget", with_budget)
     monkeypatch.setattr(by_length._ByLength, "prepared_at", lambda self, length: length)
     monkeypatch.setattr(by_length._ByLength, "_measure", lambda self, job, length: measured(120, 1.0))
     longest = a_row(1, measured(90, 1.1), Plan(packed=True), dry_runs=0)

@@ -222,7 +222,7 @@ def test_a_model_that_has_a_fast_plan_is_not_left_without_any_where_several_just
     found, asked = climb({1: plans}, lambda peak: measured(peak, 1.34 if peak < 900 else 1.05))
     (row,) = found.rows()
     assert row.outcome == measured(900, 1.05)
-    assert asked == [600, 640, 900]
+    assert asked == [600, 640, 900, 660]
 
 
 @pytest.mark.parametrize("measure_all", [False, True])
@@ -233,18 +233,26 @@ def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well(
     assert [row.predicted_allocated_peak_bytes for row in rows] == [900, 900, 900]
     below = measured(900, 1.1) if measure_all else None
     assert [row.outcome for row in rows] == [below, below, measured(900, 1.1)]
-    assert asked == [590, 900, 600]
+    assert asked == [590, 900]
 
 
-def test_a_faster_plan_does_not_take_the_place_of_a_smaller_one_that_a_lower_level_found() -> None:
-    """As on a busy machine: the highest level's own plan is timed as too slow, those of other levels are not."""
-    plans = {1: {800: 1.2}, 2: {750: 1.25}, 3: {600: 1.29, 900: 1.01}}
-    found, asked = climb(plans, lambda peak: measured(peak, {600: 1.7, 750: 1.5}.get(peak, 1.1)))
-    rows = found.rows()
-    assert asked == [600, 900, 750, 800]
-    assert [row.predicted_allocated_peak_bytes for row in rows] == [800, 800, 800]
-    assert found.applied == rows[-1]
-    assert rows[-1].outcome == measured(800, 1.1)
+@pytest.mark.parametrize(
+    ("slowdowns", "expected", "applied"),
+    [
+        ({600: 1.36, 640: 1.3, 620: 1.32}, [600, 640, 620], 620),  # interpolated: a plan predicted at 1.27
+        ({600: 1.34, 640: 1.3, 620: 1.35}, [600, 640, 620], 640),
+        ({600: 2.0, 640: 1.3}, [600, 900], 900),  # 640 is predicted to take as much too long as 600 took
+    ],
+)
+def test_a_plan_between_one_that_is_too_slow_and_one_that_is_fast_enough_is_tried(
+    slowdowns: Mapping[int, float], expected: list[int], applied: int
+) -> None:
+    plans = {600: 1.295, 620: 1.26, 640: 1.23, 900: 1.04}
+    found, asked = climb({1: plans}, lambda peak: measured(peak, slowdowns.get(peak, 1.05)))
+    (row,) = found.rows()
+    assert asked == expected
+    assert row.outcome == measured(applied, slowdowns.get(applied, 1.05))
+    assert found.applied == row
 
 
 @pytest.mark.parametrize(
