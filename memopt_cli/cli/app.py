@@ -229,8 +229,8 @@ def _usage_hint(err: TyperException) -> str:
         return "See memopt --help."
     if taking := _commands_with(getattr(err, "option_name", "")):
         return f"{taking}. See {context.command_path} --help."
-    in_file = parameter is not None and parameter.name in (context.default_map or {})
-    return f"See {context.command_path} --help.{f' {context.obj.path} also sets it.' if in_file else ''}"
+    is_in_file = parameter is not None and parameter.name in (context.default_map or {})
+    return f"See {context.command_path} --help.{f' {context.obj.path} also sets it.' if is_in_file else ''}"
 
 
 def _commands_with(flag: str) -> str:

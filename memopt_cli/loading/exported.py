@@ -411,12 +411,12 @@ def _example_spec(
         return None, ("Its example inputs are nested or are not tensors: describe the inputs with `--input-script`.",)
     metas = {a.name: shapes[str(a.leaves[0])] for a in inputs}
     symbols = _symbols(list(metas.values()))
-    tensors, by_name = [], False
+    tensors, has_names = [], False
     for index, argument in enumerate(arguments):
-        by_name = by_name or argument.keyword or argument.is_constant()
+        has_names = has_names or argument.keyword or argument.is_constant()
         if not argument.is_constant():
             example = _example(examples, argument.name if argument.keyword else index)
-            tensors.append(_tensor_spec(argument.name if by_name else None, metas[argument.name], symbols, example))
+            tensors.append(_tensor_spec(argument.name if has_names else None, metas[argument.name], symbols, example))
     dims = {symbols[text]: hint for meta in metas.values() for text, hint in _hints(meta) if text in symbols}
     spec = InputSpec(tensors=tuple(tensors), dims=dims, source="the example inputs in the file")
     return spec, () if dims else (_FIXED_SIZES,)

@@ -277,8 +277,8 @@ def common(stacks: Iterable[tuple[Call, ...]]) -> tuple[Call, ...]:
     """Return the calls that all ``stacks`` begin with."""
     prefix: tuple[Call, ...] | None = None
     for stack in stacks:
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prefix or stack, stack, strict=False))
-        prefix = tuple(call for call, _ in same)
+        agreed = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prefix or stack, stack, strict=False))
+        prefix = tuple(call for call, _ in agreed)
     return prefix or ()
 
 

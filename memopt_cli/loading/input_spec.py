@@ -79,9 +79,9 @@ def find_spec(
     else:
         path = Path(source.location)
         stem = path.name if path.is_dir() else path.stem
-        of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
+        original = stem.removesuffix(".memopt").removesuffix(".traced")
         guessed = None if isinstance(module, StepModels) else guessed_spec(module)
-        described = _spec_file_of(source, stem) or remembered or carried or _spec_file_of(source, of_origin) or guessed
+        described = _spec_file_of(source, stem) or remembered or carried or _spec_file_of(source, original) or guessed
         if described is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",

@@ -223,15 +223,15 @@ class _Reading:
         return self.known[id(frames)]
 
     def _innermost_frame(self, frames: Iterable[Mapping[str, Any]]) -> str:
-        of_library = ""
+        library_line = ""
         for frame in self._counted(frames):
             name = _text(frame["filename"])
             if name.endswith(".py"):
                 line = f"{name[-_MAX_NAME_LENGTH:]}:{_amount(frame['line'])}"
                 if not _is_of_library(name):
                     return line
-                of_library = of_library or line
-        return of_library
+                library_line = library_line or line
+        return library_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,9 +158,9 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         )
         if isinstance(err, ModuleNotFoundError):
             missing_package = str(err.name).partition(".")[0]
-            moved = moved_hint(file.path, trust.code_paths)
+            hint_text = moved_hint(file.path, trust.code_paths)
             instead = modules_beside(str(err.name))
-            hint = f"{instead or f'Add the folder that has {missing_package}: `--code-path FOLDER`.'} {moved}"
+            hint = f"{instead or f'Add the folder that has {missing_package}: `--code-path FOLDER`.'} {hint_text}"
         if "process group" in str(err):
             hint = "It belongs to its process: save model.module with torch.save, or leave `--trust-pickle` out."
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
@@ -349,11 +349,11 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
 
 def list_names(denied: Mapping[Global, Denied]) -> str:
     """Return why the first few names in ``denied`` were denied, each reason once, and how many more there are."""
-    by_reason: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for name, verdict in denied.items():
-        by_reason.setdefault(verdict.reason, []).append(str(name))
+        names_by_reason.setdefault(verdict.reason, []).append(str(name))
     texts = [
         f"{name} {reason}" + (f" (as for {format_some(others, _SHOWN - 1)})" if others else "")
-        for reason, (name, *others) in by_reason.items()
+        for reason, (name, *others) in names_by_reason.items()
     ]
     return "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

@@ -196,8 +196,8 @@ class UserCode:
 
     def _file_of(self, module: str) -> Path | None:
         for path in self._paths:
-            named = path if path.stem == module else None
-            if file := file_in(path, module) if path.is_dir() else named:
+            script = path if path.stem == module else None
+            if file := file_in(path, module) if path.is_dir() else script:
                 return file.resolve()
         return None
 

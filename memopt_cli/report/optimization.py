@@ -88,11 +88,11 @@ def _in_bytes(summary: MemOptSummary) -> str:
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
-            as_it_is = summary.own_checkpoints or before
-            budget, peak = _beside_budget(summary, as_it_is)
+            unchanged = summary.own_checkpoints or before
+            budget, peak = _beside_budget(summary, unchanged)
             if summary.own_checkpoints is not None:
                 peak += " with its own checkpoints"
-            if summary.budget_bytes is not None and as_it_is.allocated_peak_bytes <= summary.budget_bytes:
+            if summary.budget_bytes is not None and unchanged.allocated_peak_bytes <= summary.budget_bytes:
                 return f"the model stays as it is: its peak of {peak} is within the budget of {budget}"
             return f"the model stays as it is, with a peak of {peak}"
         case Measurement(), Measurement():
@@ -198,8 +198,8 @@ def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
     shows_elsewhere = any(map(_elsewhere, summary.levels))
     headings = ["level", "plan", "measured", "step", "predicted", "step", *(_DETAILS if verbose else ())]
     table = plain_table(*headings, *(["elsewhere"] if shows_elsewhere else []), names=["level"], words=["plan"])
-    by_level = ((str(row.level), [row.level], row) for row in summary.levels)
-    groups = by_level if verbose else rows_by_plan(summary)
+    level_rows = ((str(row.level), [row.level], row) for row in summary.levels)
+    groups = level_rows if verbose else rows_by_plan(summary)
     rows = [(span, levels, row, in_words(row.plan)) for span, levels, row in groups]
     if summary.own_checkpoints is not None:
         own_row = LevelRow(level=0, plan=Plan(), outcome=summary.own_checkpoints, dry_runs=0, search_s=0.0)
@@ -380,12 +380,12 @@ def in_words(plan: Plan) -> str:
 
 def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
     through_loss = sum(segment.through_loss for segment in segments)
-    in_chunks = sum(segment.chunks > 1 for segment in segments if not segment.through_loss)
-    recomputed = len(segments) - in_chunks - through_loss
+    chunked_count = sum(segment.chunks > 1 for segment in segments if not segment.through_loss)
+    recomputed = len(segments) - chunked_count - through_loss
     plural = "segments" if recomputed > 1 else "segment"
     kinds = {
-        "recomputed" if in_chunks or through_loss else plural: recomputed,
-        "in chunks": in_chunks,
+        "recomputed" if chunked_count or through_loss else plural: recomputed,
+        "in chunks": chunked_count,
         f"through {'their' if through_loss > 1 else 'its'} loss": through_loss,
     }
     also = {
@@ -558,8 +558,8 @@ def _of_one_size(summary: MemOptSummary) -> Iterator[str]:
     segments = summary.plan.segments if summary.plan is not None else ()
     shapes = [segment.compared.rpartition(" ")[2].split("x") for segment in segments]
     if any(len(shape) >= _IMAGE_DIMENSIONS for shape in shapes):
-        by_size = "name them in `-i` and give a range and a budget, as in `--dim S=32:64 --budget 60%`"
-        remedy = "" if summary.model_format == STEP else f"; if your sizes vary, {by_size}, for a plan by size"
+        advice = "name them in `-i` and give a range and a budget, as in `--dim S=32:64 --budget 60%`"
+        remedy = "" if summary.model_format == STEP else f"; if your sizes vary, {advice}, for a plan by size"
         yield (
             "the chunks were measured at this size of the inputs only: at others, even smaller ones, they may run "
             f"kernels that need more memory than the whole does{remedy}"

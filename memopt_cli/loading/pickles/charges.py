@@ -99,8 +99,8 @@ def hash_of(key: Any) -> int:
         return hash(tuple(map(hash_of, key.items)))
     if isinstance(key, Built):
         # Tensors, and objects that are created without values, are hashed by identity.
-        by_identity = str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.argument_items()
-        return hash(key) if by_identity else 0
+        is_by_identity = str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.argument_items()
+        return hash(key) if is_by_identity else 0
     return hash(key)
 
 

@@ -138,13 +138,13 @@ class BatchProbes:
 
         Compiled steps have no dry runs.
         """
-        without_data = self.plan.compile is None and math.isfinite(self.predict(batch))
+        is_data_free = self.plan.compile is None and math.isfinite(self.predict(batch))
         return BatchSearch(
             batch=batch,
             probe=self.probe,
-            predict=self.predict if without_data else None,
+            predict=self.predict if is_data_free else None,
             limits=limits,
-            ratio=ratio if without_data else 1.0,
+            ratio=ratio if is_data_free else 1.0,
         )
 
     def predict(self, batch: int) -> float:

@@ -239,15 +239,15 @@ class _BatchSearch:
         assert isinstance(smallest, NoBatchFits)
         copies = f" for {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
         planned = (case.search.outcome() for case in cases[1:] if case.planned and case.dims == cases[0].dims)
-        under_plan = next((outcome.reason for outcome in planned if isinstance(outcome, NoBatchFits)), "")
-        reasons = f"{smallest.reason}; under the plan, {under_plan}" if under_plan else smallest.reason
+        plan_failure = next((outcome.reason for outcome in planned if isinstance(outcome, NoBatchFits)), "")
+        reasons = f"{smallest.reason}; under the plan, {plan_failure}" if plan_failure else smallest.reason
         # With these, a batch of 1 may take more than a larger one in a single pass.
         if self.prepared.subject.settings.micro_batches > 1:
             reasons += ", with the gradients of earlier micro-batches in memory"
         raise NothingFitsError(
             f"not even a batch of {smallest.batch}{copies}{cases[0].text} fits in {self.search.limits.text}: {reasons}",
             hint="Raise `--memory`, give smaller inputs"
-            + (". See memopt explain." if under_plan else ", or add `--plan` with a plan of memopt optimize."),
+            + (". See memopt explain." if plan_failure else ", or add `--plan` with a plan of memopt optimize."),
         )
 
     def _rating(self, case: Case) -> float:

@@ -176,11 +176,11 @@ def _module_changes(
 def _apart_from_step(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
     """Yield ``modules``, and as one more module the step's tensors that the root holds."""
     for module in modules:
-        of_step = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _STEP_KINDS}
-        own = {kind: size for kind, size in module.held_bytes.items() if kind not in of_step}
+        step_bytes = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _STEP_KINDS}
+        own = {kind: size for kind, size in module.held_bytes.items() if kind not in step_bytes}
         yield replace(module, held_bytes=own)
-        if of_step:
-            yield ModuleBytes(path=_STEP_PATH, class_name=", ".join(of_step), output_bytes=0, held_bytes=of_step)
+        if step_bytes:
+            yield ModuleBytes(path=_STEP_PATH, class_name=", ".join(step_bytes), output_bytes=0, held_bytes=step_bytes)
 
 
 def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Paths) -> tuple[SavedTensor, ...]:

@@ -220,12 +220,12 @@ def _by_recomputation(pair: Pair) -> Cause | None:
     If the input differs, the fault lies in the innermost call around it that has the input of forward.  If there is no
     such call, the fault lies outside of the checkpoint.
     """
-    with_same_input: list[CallPrint] = []
-    with_other_input: list[CallPrint] = []
+    same_input_calls: list[CallPrint] = []
+    other_input_calls: list[CallPrint] = []
     first_other_pair: tuple[CallPrint, CallPrint] | None = None
     for forward, repeated in _recomputations(pair.candidate.calls):
         has_other_input = bool(gaps_between(forward.inputs, repeated.inputs))
-        (with_other_input if has_other_input else with_same_input).append(repeated)
+        (other_input_calls if has_other_input else same_input_calls).append(repeated)
         is_other = has_other_input or (repeated.finished and bool(gaps_between(forward.outputs, repeated.outputs)))
         if first_other_pair is None and is_other:
             first_other_pair = forward, repeated
@@ -233,17 +233,17 @@ def _by_recomputation(pair: Pair) -> Cause | None:
         return None
     forward, repeated = first_other_pair
     draws_differ = forward.begun != repeated.begun
-    if repeated in with_same_input:
+    if repeated in same_input_calls:
         return _cause_at(
             repeated,
             REDRAWS if draws_differ and (forward.draws or repeated.draws) else OTHER_OUTPUT,
         )
-    innermost = next(reversed(_calls_around(repeated, with_same_input)), None)
+    innermost = next(reversed(_calls_around(repeated, same_input_calls)), None)
     if draws_differ:
         return _cause_at(innermost or repeated, REDRAWS)
     if innermost is not None:
         return _cause_at(innermost, OTHER_OUTPUT)
-    return _cause_at(_calls_around(repeated, [*with_other_input, repeated])[0], CHANGED_INPUT)
+    return _cause_at(_calls_around(repeated, [*other_input_calls, repeated])[0], CHANGED_INPUT)
 
 
 def _calls_around(call: CallPrint, calls: Iterable[CallPrint]) -> list[CallPrint]:
@@ -336,8 +336,8 @@ def _recomputations(calls: Sequence[CallPrint]) -> Iterator[tuple[CallPrint, Cal
         if not call.recomputed:
             forward.setdefault(call.path, []).append(call)
     for repeated in (call for call in calls if call.recomputed and call.path in forward):
-        with_same_input = (call for call in forward[repeated.path] if not gaps_between(call.inputs, repeated.inputs))
-        yield next(with_same_input, forward[repeated.path][0]), repeated
+        same_input_calls = (call for call in forward[repeated.path] if not gaps_between(call.inputs, repeated.inputs))
+        yield next(same_input_calls, forward[repeated.path][0]), repeated
 
 
 def _with_call_numbers(calls: Iterable[CallPrint]) -> Iterator[tuple[tuple[str, int], CallPrint]]:

@@ -98,14 +98,14 @@ class ChangeTrials:
                 text += " `--optimizer-in-backward` frees each gradient as soon as it is used."
             self.refused.append(text)
             return ()
-        of_optimizer = []
+        optimizer_suggestions = []
         if in_update:
-            of_optimizer = [
+            optimizer_suggestions = [
                 *self._attempt("The fused optimizer", self._try_fused),
                 *self._attempt("The optimizer in backward", self._try_in_backward),
             ]
         suggestions = [
-            *of_optimizer,
+            *optimizer_suggestions,
             *self._attempt("A plan", self._try_plan),
             *self._attempt("A plan that sends tensors away", self._try_sending),
             *self._attempt("Micro-batches", lambda: self._try_micro_batches(ORIGINAL, "")),

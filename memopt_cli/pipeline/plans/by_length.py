@@ -508,8 +508,8 @@ class _ByLength:
         return _Range(up_to=length, original=row, applied=row)
 
     def _measure(self, job: MeasureJob, length: int) -> Measurement | Failure:
-        of_what = "the original" if job.plan.is_empty else "the plan"
-        self.prepared.progress.update(0, None, f"{of_what} at {self.varied.symbol}={length}")
+        subject = "the original" if job.plan.is_empty else "the plan"
+        self.prepared.progress.update(0, None, f"{subject} at {self.varied.symbol}={length}")
         return measurement_in(self.prepared_at(length).ask(job))
 
     def estimate(self, ranges: Sequence[_Range]) -> Iterator[str]:

@@ -219,8 +219,8 @@ class GoalSearch:
     def worth_showing(self) -> list[PricedPlan]:
         """Return up to ``_MAX_MEASURED + 1`` plans of the predicted frontier, from the original to the lowest peak."""
         priced_plans = clearly_smaller(self._planner.frontier(self._level, self.max_shown_slowdown))
-        in_backward = [priced for priced in map(self.in_backward.variant_of, priced_plans) if priced is not None]
-        candidates = nondominated_plans([*priced_plans[1:], *in_backward]) if in_backward else priced_plans[1:]
+        variants = [priced for priced in map(self.in_backward.variant_of, priced_plans) if priced is not None]
+        candidates = nondominated_plans([*priced_plans[1:], *variants]) if variants else priced_plans[1:]
         return spread(clearly_smaller([*priced_plans[:1], *candidates]), _MAX_MEASURED + 1)
 
     def frontier(self, priced_plans: Sequence[PricedPlan]) -> list[ParetoPoint]:

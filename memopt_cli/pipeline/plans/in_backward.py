@@ -130,5 +130,5 @@ class InBackwardPlans:
 
 def _gradient_bytes(dry_run: Counted) -> int:
     """Return an upper bound of the bytes saved: gradients at the peak, and the optimizer's temporaries for them."""
-    at_peak = dry_run.breakdown
-    return at_peak.gradients_bytes + at_peak.temporaries_bytes if at_peak.gradients_bytes else 0
+    breakdown = dry_run.breakdown
+    return breakdown.gradients_bytes + breakdown.temporaries_bytes if breakdown.gradients_bytes else 0

@@ -269,8 +269,8 @@ class _PlanSearch:
     def _explain_commands(self) -> Iterator[str]:
         """Yield the command that explains why the step does not fit into the budget, where the shell can give it."""
         if self.findings.budget_bytes is not None and self.request.flags is not None:
-            in_backward = "--optimizer-in-backward" if self.request.search.options.optimizer_in_backward else ""
-            flags = [*self.request.flags, in_backward, f"--memory {exact_bytes(self.findings.budget_bytes)}"]
+            backward_flag = "--optimizer-in-backward" if self.request.search.options.optimizer_in_backward else ""
+            flags = [*self.request.flags, backward_flag, f"--memory {exact_bytes(self.findings.budget_bytes)}"]
             if (varied := self.request.dim_range) is not None:  # explain takes a size: the one that does not fit
                 size = f"--dim {varied.symbol}={self.prepared.subject.spec.dims[varied.symbol]}"
                 flags = [size if flag.startswith("--dim") and ":" in flag else flag for flag in flags]

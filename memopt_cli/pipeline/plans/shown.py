@@ -50,9 +50,9 @@ def frontier_path(request: OptimizeRequest) -> Path:
 
     The picked plan may go to a different output, so with ``--pick`` a file next to the output counts only if it exists.
     """
-    beside_output = output_paths(request.source.location, request.output).frontier
-    if request.goal.frontier or os.path.lexists(beside_output):
-        return beside_output
+    output_frontier = output_paths(request.source.location, request.output).frontier
+    if request.goal.frontier or os.path.lexists(output_frontier):
+        return output_frontier
     return output_paths(request.source.location, None).frontier
 
 

@@ -112,7 +112,7 @@ def _unused_compressor_notes(findings: Findings) -> list[str]:
     compressors = {m.path: m.compressor for m in considered}
     compressors |= {s.path: s.compressor for s in findings.plan.longest.segments}
     misfits = {m.path: m.codec_misfit for m in considered}
-    by_reason: dict[str, list[str]] = {}
+    paths_by_reason: dict[str, list[str]] = {}
     for path, compressor in compressors.items():
         if compressor == "null" and path in asking:
             misfit = misfits.get(path)
@@ -123,12 +123,12 @@ def _unused_compressor_notes(findings: Findings) -> list[str]:
                 else ": it does not make all their inputs in this step smaller without loss, so a segment stores them "
                 "as they are."
             )
-            by_reason.setdefault(reason, []).append(path)
+            paths_by_reason.setdefault(reason, []).append(path)
     if options.modules is not None and (outside := [path for path in asking if path not in compressors]):
-        by_reason[", which is not a segment."] = outside
+        paths_by_reason[", which is not a segment."] = outside
     return [
         f"x_compressor is not used by {format_some([*map(quote_module, paths)])}{reason}"
-        for reason, paths in by_reason.items()
+        for reason, paths in paths_by_reason.items()
     ]
 
 

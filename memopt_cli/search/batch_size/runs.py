@@ -114,14 +114,14 @@ class Runs(dict[int, BatchProbe | Failure]):
         took too long.  If there is no such run, it is assumed to be proportional to the batch.
         """
         limit_s = self.limits.aim * self.limits.longest_step_s
-        in_time = [run for run in self.measured if self.is_in_time(run)]
-        base = in_time[-1] if in_time else self.measured[0]
+        timely_runs = [run for run in self.measured if self.is_in_time(run)]
+        base = timely_runs[-1] if timely_runs else self.measured[0]
         batch = base.batch * limit_s / base.step_s
         late = next((run for run in self.measured if run.batch > base.batch), None)
-        if in_time and late is not None:
+        if timely_runs and late is not None:
             power = math.log(late.batch / base.batch) / math.log(late.step_s / base.step_s)
             batch = base.batch * (limit_s / base.step_s) ** power
-        return max(base.batch if in_time else 1, self.rounded(int(batch)))
+        return max(base.batch if timely_runs else 1, self.rounded(int(batch)))
 
     def rounded(self, batch: int) -> int:
         """Round ``batch`` down to a multiple of :attr:`Limits.multiple_of`, but not to 0."""

@@ -49,8 +49,8 @@ class ChunkTrials:
 
     def learn(self, plan: Plan) -> bool:
         """Try modules at the peak of ``plan`` until one can run in chunks; return whether one can."""
-        at_peak = self._blocks_around(self._proposals.predict(plan).module, plan)
-        return any(self.may_try_more and self._try_class(block.path) for block in at_peak)
+        peak_blocks = self._blocks_around(self._proposals.predict(plan).module, plan)
+        return any(self.may_try_more and self._try_class(block.path) for block in peak_blocks)
 
     def confirm(self, plan: Plan) -> bool:
         """Try the modules whose chunks in ``plan`` are only assumed; return whether all can run as planned.

@@ -259,8 +259,8 @@ def _policy(candidates: Sequence[ModuleTrace], options: SearchOptions, limit: in
 
 
 def _none_allowed(options: SearchOptions) -> SelectionPolicy:
-    by_count = options.max_gc_wrapped_modules is not None and options.max_gc_wrapped_modules <= 0
-    return "explicit_zero_budget" if by_count else "zero_ratio_budget"
+    is_count_zero = options.max_gc_wrapped_modules is not None and options.max_gc_wrapped_modules <= 0
+    return "explicit_zero_budget" if is_count_zero else "zero_ratio_budget"
 
 
 # ------------------------------------------------------------------------------------------------ words for the summary

@@ -675,20 +675,21 @@ class Replay:
         segment = replace(
             replayed.segment, recompute_states=replayed.segment.recompute_states and replayed.parent is None
         )
-        between, in_backward = chunk_state_bytes(segment, replayed.state_bytes)
+        kept_bytes, backward_bytes = chunk_state_bytes(segment, replayed.state_bytes)
         # Outputs that are not cut, such as states of an LSTM, are passed from chunk to chunk as arguments.
         states = (self._trace.storages[index] for index in replayed.call.outputs[segment.seq_outputs :])
         argument_bytes = sum(storage.nbytes for storage in states if storage.born >= replayed.call.start)
         # The longest chunks come first: 10 in 4 chunks are 3, 3, 2, 2.  When backward reaches a longest chunk, the
         # states from which the longest chunks start are alive, and the gradient of one state.
         longest = replayed.length % segment.chunks or segment.chunks
-        between, in_backward = between + (segment.chunks - 1) * argument_bytes, in_backward + longest * argument_bytes
-        in_chunks = max(gradients, self._passes.linked_bytes(replayed)) + self._passes.waiting_bytes(replayed)
-        in_chunks -= in_chunks // segment.chunks
+        kept_bytes += (segment.chunks - 1) * argument_bytes
+        backward_bytes += longest * argument_bytes
+        chunk_bytes = max(gradients, self._passes.linked_bytes(replayed)) + self._passes.waiting_bytes(replayed)
+        chunk_bytes -= chunk_bytes // segment.chunks
         self._ledger.add_bytes(
-            self._order.instant_of(replayed.parent, replayed.call.start), replayed.offset, between // share
+            self._order.instant_of(replayed.parent, replayed.call.start), replayed.offset, kept_bytes // share
         )
-        self._ledger.add_bytes(replayed.offset, replayed.join, max(in_backward, in_chunks) // share)
+        self._ledger.add_bytes(replayed.offset, replayed.join, max(backward_bytes, chunk_bytes) // share)
 
     def _add_workspaces(self) -> list[OpTrace]:
         ops = self._trace.ops

@@ -48,8 +48,8 @@ def describe_selection(
     """Describe the candidates that ``plan`` selects, and why modules named by the user cannot be candidates."""
     named = find_named_modules(modules, options)
     candidates = len(named) if named is not None else sum(not module.refusal for module in modules)
-    by_path = {module.path: module for module in modules}
-    segments = find_outermost([by_path[segment.path] for segment in plan.segments])
+    modules_by_path = {module.path: module for module in modules}
+    segments = find_outermost([modules_by_path[segment.path] for segment in plan.segments])
     selection = describe_choice(candidates, segments, options, by_goal=by_goal)
     return replace(selection, named=tuple(named or ()), refusals=find_refusals(modules, options))
 

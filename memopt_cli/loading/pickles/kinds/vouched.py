@@ -145,7 +145,7 @@ def scripts_with(wanted: Collection[Global]) -> dict[Global, Path]:
     scripts, notebooks = ([_sources_with(name, pattern) for name in names] for pattern in ("*.py", "*.ipynb"))
     common_files = _in_each(scripts) or _in_each(notebooks)
     pairs = zip(scripts, notebooks, strict=True)
-    files = [common_files or in_script or in_notebook for in_script, in_notebook in pairs]
+    files = [common_files or script_files or notebook_files for script_files, notebook_files in pairs]
     is_clear = all(len(sources) == 1 for sources in files)
     chosen = {name: sources[0] for name, sources in zip(names, files, strict=True)} if is_clear else {}
     return {name: chosen.get(name, Path(UNKNOWN_SCRIPT)) for name in wanted}
