@@ -96,13 +96,13 @@ def _logger(name: str = "root") -> logging.Logger:
 
 def _pattern(text: Any, flags: Any = 0) -> Any:
     if type(text) not in (str, bytes) or type(flags) is not int or len(text) > _MAX_PATTERN_LENGTH:
-        raise BrokenError("a regular expression is built from unexpected arguments")
+        raise BrokenError(f"a regular expression is not made of text, or longer than {_MAX_PATTERN_LENGTH} characters")
     return re.compile(text, flags & ~re.DEBUG)  # DEBUG prints
 
 
 def _decimal(text: Any) -> decimal.Decimal:
     if type(text) is not str or len(text) > _MAX_PATTERN_LENGTH:
-        raise BrokenError("a decimal number is built from unexpected arguments")
+        raise BrokenError(f"a decimal number is not text, or longer than {_MAX_PATTERN_LENGTH} characters")
     return decimal.Decimal(text)
 
 
