@@ -70,8 +70,7 @@ class TrainMemory:
         from memopt_cli.training.module_calls import InputsRejectedError
 
         try:
-            with with_python_spelling():
-                counted, messages = _count(model, args, inputs or {}, loss, optimizer, seed)
+            counted, messages = _count(model, args, inputs or {}, loss, optimizer, seed)
         except InputsRejectedError as error:
             error.hint = "Give each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32)), or a dict."
             raise error.with_traceback(None) from None
@@ -131,6 +130,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     return result
 
 
+@with_python_spelling
 def _count(
     model: nn.Module,
     args: tuple[Any, ...],

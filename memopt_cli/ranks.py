@@ -67,7 +67,7 @@ Parallelize = str | Callable[[nn.Module, Any], nn.Module]
 """Function of a model and a ``DeviceMesh``, or text as for ``--parallel``: ``"fsdp"``, ``"train.py:shard"``."""
 
 
-@with_python_spelling()
+@with_python_spelling
 def predict_rank(
     build: Build,
     inputs: Inputs,
@@ -128,7 +128,7 @@ def predict_rank(
         return predict_one_rank(session, layout, rank, chosen)
 
 
-@with_python_spelling()
+@with_python_spelling
 def recommend_ranks(
     build: Build,
     inputs: Inputs,
@@ -180,7 +180,7 @@ def recommend_ranks(
         return RanksRecommended(recommend_ranks_prepared(request, prepared, chosen))
 
 
-@with_python_spelling()
+@with_python_spelling
 def plan_rank(
     build: Build,
     inputs: Inputs,

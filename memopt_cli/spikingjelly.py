@@ -105,7 +105,7 @@ Inputs = tuple[Any, ...] | Mapping[str, Any]
 """Positional arguments of ``forward``, or its keyword arguments."""
 
 
-@with_python_spelling()
+@with_python_spelling
 def memory_optimization(
     net: nn.Module,
     instance: type | tuple[type, ...],
@@ -230,7 +230,7 @@ def memory_optimization(
     return (wrapper, notes_in_python(summary)) if return_summary else wrapper
 
 
-@with_python_spelling()
+@with_python_spelling
 def apply_gc(
     net: nn.Module,
     instance: type | tuple[type, ...],

@@ -14,9 +14,11 @@ from memopt_cli.api import plain
 from memopt_cli.files.contents import load_plan
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.text.documents import printable
+from memopt_cli.text.spelling import with_python_spelling
 from memopt_cli.text.units import format_count
 
 
+@with_python_spelling
 def export_plan(plan: Plan | str | os.PathLike[str]) -> str:
     """Return Python code that applies ``plan`` with ``torch.utils.checkpoint`` and selective policies alone.
 

@@ -81,7 +81,7 @@ from memopt_cli.training.apply import apply_plan, replacing_plan
 _ADD_SEARCH_HINT = "Add search=True."
 
 
-@with_python_spelling()
+@with_python_spelling
 def optimize(
     model: nn.Module,
     inputs: Inputs,
@@ -216,7 +216,7 @@ def optimize(
     return result
 
 
-@with_python_spelling()
+@with_python_spelling
 def frontier(
     model: nn.Module,
     inputs: Inputs,
@@ -271,7 +271,7 @@ def frontier(
     return _search(request, model, check_inputs_argument(inputs, dims), step, limit_s, verbose)
 
 
-@with_python_spelling()
+@with_python_spelling
 def profile(
     model: nn.Module,
     inputs: Inputs,
@@ -316,7 +316,7 @@ def profile(
         return Profiled(profile_prepared(request, prepared.without_carried(LEFT_OUT_NOTE), chosen))
 
 
-@with_python_spelling()
+@with_python_spelling
 def recommend_batch(
     model: nn.Module,
     inputs: Inputs,
@@ -390,7 +390,7 @@ def recommend_batch(
         return Recommended(recommend_prepared(request, prepared, chosen, ()))
 
 
-@with_python_spelling()
+@with_python_spelling
 def baseline(
     model: nn.Module,
     inputs: Inputs,
@@ -429,7 +429,7 @@ def baseline(
         return Recorded(record_prepared(request, prepared))
 
 
-@with_python_spelling()
+@with_python_spelling
 def check(
     model: nn.Module,
     inputs: Inputs,

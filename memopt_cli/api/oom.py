@@ -19,6 +19,7 @@ from memopt_cli.batching.memory import status_bytes
 from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 from memopt_cli.pipeline.out_of_memory.process_limits import ProcessLimit, limits_line
 from memopt_cli.runtime.private_torch import memory_history, memory_snapshot
+from memopt_cli.runtime.segment_config import Installed
 from memopt_cli.search.batch_size.capacity import device_capacity
 from memopt_cli.text.documents import quoted_path
 from memopt_cli.text.optimizer_text import optimizer_name
@@ -86,7 +87,7 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
         f"and to find what would fit: {command}\n"
         f"{meant}; SHAPE a batch's shape, 64x3x224x224 or 64x128@int64=0..32000; "
         f"add {_OWN_LOSS} if it has a loss of its own"
-        f"{_missing_guard_line()}"
+        f"{_plan_line(error)}{_missing_guard_line()}"
     )
 
 
@@ -119,14 +120,29 @@ def _model_builder(error: Exception) -> str:
     The model is the module with most parameters among the local variables of the error's frames.  The script can make
     one if it defines the class at top level, and if the class needs no arguments.
     """
-    # An error in a module's __init__ may precede that of nn.Module, which makes what parameters() reads.
-    modules = [v for v in _local_values(error) if isinstance(v, torch.nn.Module) and "_modules" in vars(v)]
+    modules = _local_models(error)
     path = _running_script()
     if path is None or not modules:
         return ""
-    made = type(max(modules, key=lambda module: sum(1 for _ in module.parameters())))
+    model = max(modules, key=lambda module: sum(1 for _ in module.parameters()))
+    made = next(kind for kind in type(model).__mro__ if not issubclass(kind, Installed))  # below a segment's class
     is_of_script = made.__module__ == "__main__" and vars(sys.modules["__main__"]).get(made.__name__) is made
     return quoted_path(f"{path}:{made.__name__}") if is_of_script and not _needs_arguments(made) else ""
+
+
+def _local_models(error: Exception) -> list[torch.nn.Module]:
+    """Return the modules among the local variables of the frames of ``error``, without those still in ``__init__``.
+
+    An error in a module's ``__init__`` may precede that of ``nn.Module``, which makes what ``parameters()`` reads.
+    """
+    return [v for v in _local_values(error) if isinstance(v, torch.nn.Module) and "_modules" in vars(v)]
+
+
+def _plan_line(error: Exception) -> str:
+    """Return a line on the plan that a model of ``error`` carries; empty if none does."""
+    if not any(isinstance(part, Installed) for model in _local_models(error) for part in model.modules()):
+        return ""
+    return "\nthe model carried a plan when memory ran out: the command looks for changes of the step without it"
 
 
 def _needs_arguments(made: type) -> bool:

@@ -27,7 +27,7 @@ from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.user_step import Step, join_models
 
 
-@with_python_spelling()
+@with_python_spelling
 def optimize_step(
     make_step: Callable[[], Step],
     inputs: tuple[Any, ...] | Mapping[str, Any],

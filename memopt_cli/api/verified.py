@@ -50,7 +50,7 @@ class Verified(Shown):
         return self.result.passed
 
 
-@with_python_spelling()
+@with_python_spelling
 def verify(
     reference: Trained,
     candidate: Trained,

@@ -35,7 +35,7 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One argument of ``forward``, its positional arguments, or its keyword arguments."""
 
 
-@with_python_spelling()
+@with_python_spelling
 def apply_plan(
     model: Applied,
     plan: Plan | str | os.PathLike[str],

@@ -85,7 +85,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     )
 
 
-@with_python_spelling()
+@with_python_spelling
 def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust = Trust()) -> nn.Module:
     """Load the model at ``path`` onto the CPU: memopt's own file, any saved module, a folder of ``save_pretrained``.
 

@@ -142,7 +142,7 @@ class BaselineResult:
     baseline: Baseline
     file: str
     notes: tuple[str, ...] = ()
-    """Notes on lengths of a plan by length that are not recorded, and why."""
+    """Notes on the folders of the user's code, and on lengths of a plan by length that are not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +239,8 @@ class Comparison:
     """Differences in versions and machines; most do not change the tensor peak."""
     layout: RankLayout | None = None
     """Layout of the model now, for predicted peaks of one rank; ``None`` for one device."""
+    code: str = ""
+    """Folders from which the model now imports the user's code: ``seglab from src``; empty if it imports none."""
     at: str = ""
     """Length, ``S=512``, of a shorter range of a plan by length; empty at the length of the inputs."""
     shorter: tuple[Comparison, ...] = ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Final
 
 from memopt_cli.records.inputs import InputSpec
@@ -150,3 +151,5 @@ class ModelFacts:
     checkpoint_switches: tuple[str, ...] = ()
     """Attributes that make the model checkpoint by itself, as
     :func:`memopt_cli.training.own_checkpoints.find_switches` finds them."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Name of each module imported when the model was loaded -> its file, as in :class:`FollowedSteps`."""

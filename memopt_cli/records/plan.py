@@ -284,7 +284,7 @@ class Plan(_ShortRepr):
         """Plan without compiling."""
         return replace(self, compile=None)
 
-    @with_python_spelling()
+    @with_python_spelling
     def save(self, output: str | os.PathLike[str], *, force: bool = False) -> None:
         """Save the plan to ``output``, which ``apply_plan``, ``read_plan`` and ``memopt apply`` read.
 

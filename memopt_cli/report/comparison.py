@@ -157,6 +157,8 @@ def circumstances(comparison: Comparison) -> Iterator[str]:
     """Yield differences outside the model, such as the version of PyTorch, and what to do about each."""
     if Path(comparison.before.model).name != Path(comparison.after.model).name:
         yield f"another file than before: {comparison.before.model} → {comparison.after.model}"
+    if comparison.code:
+        yield f"code: {comparison.code}"
     if comparison.surroundings:
         yield f"measured elsewhere than before: {_list_differences(comparison.surroundings)}"
     if not comparison.exceeded:

@@ -7,16 +7,20 @@ prints ``Raise --max-slowdown 2.``, and a function of Python prints ``Raise max_
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
-from memopt_cli.errors import MemoptError, error_chain
+from memopt_cli.errors import FileError, MemoptError, UsageError, WriteError, error_chain
 from memopt_cli.text.options import OPTIONS, Option
 from memopt_cli.text.values import Real
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _CALLER: Final = 4
 """Stack level of the user's script: above :func:`warn_if_unchanged` are memopt's function and its wrapper."""
@@ -30,19 +34,27 @@ _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
 """Flag -> the option's name, and its row in the table."""
 
 
-@contextlib.contextmanager
-def with_python_spelling() -> Iterator[None]:
-    """Let errors in the ``with`` block name arguments in place of flags.
+def with_python_spelling(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function`` so that errors that it raises name arguments in place of flags.
 
-    The errors that caused them are reworded as well, since a traceback shows these, too.
+    The errors that caused them are reworded as well, since a traceback shows these, too.  They are raised from here, as
+    the frames below are memopt's own; only the cause of a step that fails may have frames of the user's code.
     """
-    try:
-        yield
-    except BaseException as err:
-        for error in error_chain(err):
-            if isinstance(error, MemoptError):
-                error.reword(in_python)
-        raise
+
+    @functools.wraps(function)
+    def spelled(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as err:
+            for error in error_chain(err):
+                if isinstance(error, MemoptError):
+                    error.reword(in_python)
+            if not isinstance(err, MemoptError):
+                raise
+            cause = None if isinstance(err, UsageError | FileError | WriteError) else err.__cause__
+            raise err.with_traceback(None) from cause
+
+    return spelled
 
 
 def warn_if_unchanged(reason: str) -> None:

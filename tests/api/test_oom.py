@@ -127,6 +127,24 @@ def test_the_note_names_the_class_of_the_model_that_ran(network: str, model: str
     assert told in ended.stderr.replace(f"{tmp_path}/", "")
 
 
+@pytest.mark.parametrize("path", ["", "layer"])
+def test_the_note_names_the_class_of_a_model_with_a_plan_and_says_that_it_had_one(path: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import memopt_cli, torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n    def __init__(self): super().__init__(); self.layer = nn.Linear(8, 8)\n"
+        "    def forward(self, x): return self.layer(x)\n"
+        "def train():\n    net = Net()\n"
+        f"    plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path={path!r}),))\n"
+        "    memopt_cli.apply_plan(net, plan)\n    net(torch.ones(2, 8))\n    torch.empty(1 << 60)\n"
+        'if __name__ == "__main__":\n    with memopt_cli.explain_oom(): train()\n'
+    )
+    ended = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "memopt explain train.py:Net -i SHAPE" in ended.stderr.replace(f"{tmp_path}/", "")
+    assert ended.stderr.endswith(
+        "\nthe model carried a plan when memory ran out: the command looks for changes of the step without it\n"
+    )
+
+
 def test_it_decorates_a_function_and_replaces_what_it_kept_before(tmp_path: Path) -> None:
     decorated = memopt_cli.explain_oom(tmp_path / "kept")(run_out)
     (tmp_path / "kept.log").write_text("old")

@@ -1254,6 +1254,11 @@ def test_each_side_has_the_code_of_its_own_checkout(tmp_path: Path, monkeypatch:
             with pytest.raises(UsageError, match="both models import seglab from ") as refused:
                 compare(main, branch, *paths)
             assert "`--code-path main/src` `--code-path branch/src`" in str(refused.value.hint)
+        shutil.copytree("main/src", "lib")
+        Path("lib/seglab/net.py").write_text(Path("lib/seglab/net.py").read_text() + "\nouter = 1\n")
+        with pytest.raises(UsageError, match="both models import seglab from lib, but main/ci") as refused:
+            compare(main, branch, "lib")
+        assert "`--code-path main/src` `--code-path branch/src`" in str(refused.value.hint)
         both = compare(main, branch, "main/src", "branch/src")
         assert not both.passed
         assert "seglab: the reference imports it from main/src, the candidate from branch/src." in both.notes

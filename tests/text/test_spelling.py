@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,24 @@ def test_every_option_that_is_named_below_the_commands_is_an_argument_or_stays_a
             assert is_known == (said != flag), f"{where}: {flag} becomes {said}"
 
 
-@with_python_spelling()
+@with_python_spelling
 def failing(error: Exception, cause: Exception | None = None) -> None:
     raise error from cause
+
+
+def test_an_error_of_a_path_or_plan_has_a_short_traceback(tmp_path: Path) -> None:
+    """Its last lines say what to do, and the frames before them are the caller's, and the one that raised it."""
+    with pytest.raises(UsageError) as caught:
+        memopt_cli.apply_plan(nn.Linear(2, 2), str(tmp_path / "typo.plan.yaml"))
+    with pytest.raises(MemoptError) as unsuitable:
+        memopt_cli.apply_plan(nn.Linear(2, 2), memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="blocks.3"),)))
+    for error in (caught.value, unsuitable.value):
+        assert [Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)] == [
+            Path(__file__).name,
+            "spelling.py",
+        ]
+        assert error.__suppress_context__
+        assert error.__cause__ is None
 
 
 def test_what_an_error_comes_from_is_said_in_python_too() -> None:

@@ -25,6 +25,7 @@ from memopt_cli.loading.memory_snapshot import read_snapshot
 from memopt_cli.loading.pickles.kinds.modules import imported_libraries
 from memopt_cli.loading.pretrained import files_of_weights
 from memopt_cli.loading.returned import check_returned
+from memopt_cli.loading.user_code import imported_files
 from memopt_cli.loading.user_function import TAKEN
 from memopt_cli.measure.jobs import (
     ORIGINAL,
@@ -56,6 +57,7 @@ def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
     environment, path = _environment(), list(sys.path)
     with built_without_data(fake_mode()) if subject.data == "none" else contextlib.nullcontext():
         facts = facts_of(load_model(subject.source), job)
+    facts = replace(facts, modules=imported_files())
     if environment != _environment():
         return facts  # the model's code changed how a library is imported
     names = imported_libraries(sys.modules)

@@ -20,6 +20,7 @@ from memopt_cli.measure.jobs import ConditionsJob, MeasureJob, RecordJob, TraceJ
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.comparisons.baselines import MAX_SAVED_TENSORS, comparable_terms, compare
 from memopt_cli.pipeline.failures import require_answer
+from memopt_cli.pipeline.fingerprints.imports import code_in_words
 from memopt_cli.pipeline.memory.step_peaks import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.pipeline.prediction import predicted_ranks
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
@@ -63,6 +64,7 @@ def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -
 
 def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineResult:
     """Measure the step of a ``prepared`` model and write its baseline, whose path was checked before."""
+    code = code_in_words(request.source.location, prepared.facts.modules)
     step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
     with step.session() as (session, rank):
         baseline = Baseline(
@@ -73,7 +75,8 @@ def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineRes
     spec = prepared.subject.spec
     baseline = replace(baseline, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
     (file,) = write_all({Path(request.output): content(baseline_json(baseline))}, force=request.force)
-    return BaselineResult(baseline=baseline, file=file, notes=(*_left_out(step.plan, spec), *prepared.messages))
+    notes = (*([f"Code: {code}."] if code else []), *_left_out(step.plan, spec), *prepared.messages)
+    return BaselineResult(baseline=baseline, file=file, notes=notes)
 
 
 def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:
@@ -116,6 +119,7 @@ def _typed(request: CheckRequest) -> str:
 
 def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) -> Comparison:
     """Check a model that is ready, as :func:`check` does."""
+    code = code_in_words(request.source.location, prepared.facts.modules)
     _require_same_model(request, before, prepared)
     step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
     header = file_header(prepared)
@@ -127,7 +131,7 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) 
     with step.session() as (session, rank):
         memory = step.memory(session, rank)
     shorter = step.shorter((old.dim, old.size) for old in before.shorter)
-    return compare(before, replace(after, memory=memory, shorter=shorter), request.limits)
+    return replace(compare(before, replace(after, memory=memory, shorter=shorter), request.limits), code=code)
 
 
 def compare_files(before: str, after: str) -> Comparison:

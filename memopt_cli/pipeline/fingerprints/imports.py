@@ -1,7 +1,8 @@
-"""Whether the two models that ``memopt verify`` compares ran the user's code from two checkouts, or both from one.
+"""The folders from which models import the user's code, and whether their checkouts have other code of that name.
 
 Python finds a package by its name alone.  Functions in ``main/ci/memory.py`` and ``branch/ci/memory.py`` that both
-import ``seglab`` get the same ``seglab`` if only one is on the path, and then the comparison says nothing.
+import ``seglab`` get the same ``seglab`` if only one is on the path, and then ``memopt verify`` compares a package with
+itself, and ``memopt check`` may measure the package of the main branch for the function in ``branch``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,29 @@ _SHOWN = 3
 """Maximum number of packages that a note lists."""
 
 
+def code_in_words(location: str, modules: Mapping[str, str]) -> str:
+    """Return where the model at ``location`` imported the user's code from: ``seglab from src``; empty without any.
+
+    ``modules``: name of each imported module -> its file.  Raises :class:`UsageError` if other code of a package lies
+    in the checkout of the model's file, which would not be measured.
+    """
+    file = Path(file_of(location)).resolve()
+    packages: defaultdict[Path, list[str]] = defaultdict(list)
+    for package, folders in _sources(modules, file).items():
+        for folder, loaded in folders.items():
+            if file.exists() and (other := _other_code(folder, loaded, file)):
+                raise UsageError(
+                    f"{location} imports {package} from {_shown(folder)}, and other code of it, in {_shown(other)}, "
+                    "would not be measured",
+                    hint=f"To measure {_shown(other)}, name it: `{quoted_flag('--code-path', _shown(other))}`; if the "
+                    f"model's code itself puts a folder on sys.path, it must be that one. To measure {_shown(folder)}, "
+                    "name the model's file of that checkout.",
+                )
+            if not any(part in _INSTALLED for part in folder.parts):
+                packages[folder].append(package)
+    return "; ".join(f"{format_some(names, _SHOWN)} from {_shown(folder)}" for folder, names in packages.items())
+
+
 def import_notes(
     reference: str, candidate: str, reference_run: FollowedSteps, candidate_run: FollowedSteps
 ) -> tuple[str, ...]:
@@ -42,8 +66,16 @@ def import_notes(
         packages[folders].append(package)
         for folder, loaded in sources[0][package].items():
             if common := loaded & sources[1][package].get(folder, set()):
-                _refuse_other_code(package, folder, common, reference, files[0], is_reference=True)
-                _refuse_other_code(package, folder, common, candidate, files[1], is_reference=False)
+                meant = [_other_code(folder, common, file) or folder for file in files]
+                if meant != [folder, folder]:
+                    location, other = (reference, meant[0]) if meant[0] != folder else (candidate, meant[1])
+                    first, second = (quoted_flag("--code-path", _shown(each)) for each in meant)
+                    raise UsageError(
+                        f"both models import {package} from {_shown(folder)}, but {location} has other code of it "
+                        f"in {_shown(other)}, which would not be compared",
+                        hint=f"Name both folders: `{first}` `{second}`. Of two modules of one name, the reference "
+                        "imports the first, the candidate the last.",
+                    )
     notes = []
     for (folder, other), names in packages.items():
         if folder != other:
@@ -82,12 +114,10 @@ def _sources(modules: Mapping[str, str], own: Path) -> dict[str, dict[Path, set[
     return folders
 
 
-def _refuse_other_code(
-    package: str, folder: Path, loaded: set[Path], location: str, file: Path, *, is_reference: bool
-) -> None:
-    """Raise :class:`UsageError` if the checkout of ``file`` has other code of ``package`` than ``folder``.
+def _other_code(folder: Path, loaded: set[Path], file: Path) -> Path | None:
+    """Return the folder in the checkout of ``file`` that has other code of a package than ``folder``, if any.
 
-    ``loaded``: the package's files that both models loaded; ``file``: the file of the model at ``location``.
+    ``loaded``: the files of the package that were loaded, relative to ``folder``.
     """
     telling = {path for path in loaded if path.stem != "__init__"} or loaded  # tests mirror a package's folders
     top = next(iter(loaded)).parts[0]
@@ -99,14 +129,8 @@ def _refuse_other_code(
                 (other / path).is_file() and filecmp.cmp(folder / path, other / path, shallow=False) for path in loaded
             )
         ):
-            both = (other, folder) if is_reference else (folder, other)
-            first, second = (quoted_flag("--code-path", _shown(each)) for each in both)
-            raise UsageError(
-                f"both models import {package} from {_shown(folder)}, but {location} has other code of it in "
-                f"{_shown(other)}, which would not be compared",
-                hint=f"Name both folders: `{first}` `{second}`. Of two modules of one name, the reference imports the "
-                "first, the candidate the last.",
-            )
+            return other
+    return None
 
 
 def _folders_near(file: Path, folder: Path) -> Iterator[Path]:
