@@ -40,7 +40,7 @@ class Case:
     search: BatchSearch = field(init=False)
     copies: ReplicaSearch | None = None
     settled: ReplicaAdvice | None = None
-    """Number of copies that train fastest at the described batch; ``None`` if not searched, or if no number fits."""
+    """Number of copies that train fastest at the described batch; ``None`` if not searched, or if none fits."""
 
     @property
     def fits(self) -> bool:
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def replicas(self) -> ReplicaAdvice | None:
-        """Number of copies that train fastest, each at its largest batch if no number fits at the described one."""
+        """Number of copies that train fastest, each at its largest batch if none fits at the described one."""
         if self.settled is not None or self.copies is None or not self.search.runs.fitting:
             return self.settled
         reason = f"at batch {self.search.batch} {format_copies(self.probes.replicas)} would take more"

@@ -1,7 +1,7 @@
 """``memopt baseline``, ``check`` and ``compare``: writing down what a step needs, and comparing it with a later one.
 
-A baseline may have come with the model.  So ``check`` runs no code, and reads no other file, named only by the
-baseline: the user must name them again.
+A baseline may have come with the model.  So ``check`` neither runs code nor reads other files that only the baseline
+names: the user must name them again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Finding a plan for each level up to ``--level``, and applying the highest one that is worth its time as measured.
 
 The search only predicts peaks and slowdowns; measurements decide.  They start with the plan of the highest level and go
-down until one is worth its time.  In place of a plan that is too slow, one with a prediction faster in the same
-proportion is measured, a few times at most; then plans between the two are tried.  If no plan is worth its time, the
-model stays unchanged.
+down until one is worth its time.  A plan that is too slow gives way to one predicted to be faster in the same
+proportion, a few times at most; then plans between the two are tried.  If no plan is worth its time, the model stays
+unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEXT_SHARES = (0.8, 0.5, 0.5)
 """Largest predicted extra time of the next plan, as a share of the last one's: one share per plan that is too slow.
 
 After a near miss the next plan is only a little faster, and may miss the limit as well, since measurements scatter.
-The later shares are small enough to leave no model with a fast plan without a plan."""
+The later shares are so small that a model with a fast plan always gets a plan."""
 _BETWEEN_SHARE = 0.03
 """Share of a measured peak that a plan between has to save: measuring one takes as long as the search."""
 _MAX_BETWEEN = 3

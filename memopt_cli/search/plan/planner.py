@@ -27,7 +27,7 @@ _RESTART_RATIO = 1.25
 """Largest ratio of the least peak to the budget for a second search, level by level from a fresh start, which once led
 8 % lower."""
 _MAX_REFUTATIONS = 3
-"""Maximum number of dry runs in a row that exceed the budget although the cost model has the relaxed plan fit."""
+"""Maximum number of dry runs in a row that exceed the budget though the cost model predicts the relaxed plan to fit."""
 _MAX_SENDING_RUNS = 6
 """Maximum number of dry runs for one budget of plans that send tensors to another place."""
 _SENDING_ERROR = 0.1
