@@ -54,7 +54,6 @@ def folder(memopt: Memopt, tmp_path: Path, user_code: str, monkeypatch: pytest.M
     Path("plan.yaml").write_text("segments: [\n")
     os.mkdir("a_folder")
     Path("graph.onnx").write_bytes(ONNX)
-    Path("graph.bin").write_bytes(ONNX)
     for pointer in ("pointer.pt", "pointer.safetensors"):
         Path(pointer).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
     Path("net.py").write_text(
@@ -115,7 +114,6 @@ BEFORE_A_STEP = [
     ("optimize https://a.b/model.pt", 2, ["memopt downloads nothing", "curl -LO https://a.b/model.pt"]),
     ("optimize goood.pt", 2, ["Did you mean good.pt?"]),
     ("optimize graph.onnx", 3, ["graph.onnx is an ONNX graph", "torch.save(model, path)"]),
-    ("inspect graph.bin", 3, ["graph.bin is an ONNX graph"]),
     ("optimize pointer.pt", 3, ["pointer.pt is a pointer of Git LFS", "git lfs pull"]),
     ("optimize net:build --weights pointer.safetensors", 3, ["is a pointer of Git LFS", "git lfs pull"]),
     ("optimize net.py", 2, ["'net.py' is Python code", "without arguments: net.py:build. It defines build, Net.\n"]),

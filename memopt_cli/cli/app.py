@@ -50,7 +50,7 @@ class OutputError(MemoptError):
 class ClosedOutputError(OutputError):
     """Broken pipe: the reader of the output, such as ``head``, has closed it.  memopt then ends silently."""
 
-    exit_code = 128 + 13  # the exit code that a shell reports for a program that SIGPIPE ended
+    exit_code = 128 + 13  # a shell's exit code for a program ended by SIGPIPE
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -145,7 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             again = isinstance(failure, UnsafeFileError) and failure.trusted_with
             failure.hint = "\n".join(filter(None, ["" if again else failure.hint, _suggest_retry(failure, given)]))
             if isinstance(failure, OutputError):
-                _drop_stdout()
+                with suppress(OSError, ValueError):  # Python flushes stdout once more at exit, and would fail again
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if not isinstance(failure, ClosedOutputError) and await_turn_to_print(failure, err):
                 with suppress(OSError):
                     _print_failure(failure, err)
@@ -228,12 +229,12 @@ def _usage_hint(err: TyperException) -> str:
         return "See memopt --help."
     if taking := _commands_with(getattr(err, "option_name", "")):
         return f"{taking}. See {context.command_path} --help."
-    in_file = parameter is not None and parameter.name in (context.default_map or {})
-    return f"See {context.command_path} --help.{f' {context.obj.path} also sets it.' if in_file else ''}"
+    is_in_file = parameter is not None and parameter.name in (context.default_map or {})
+    return f"See {context.command_path} --help.{f' {context.obj.path} also sets it.' if is_in_file else ''}"
 
 
 def _commands_with(flag: str) -> str:
-    """Return a clause that names the commands with an option ``flag``; empty if none has it."""
+    """Return a clause that names the commands with an option ``flag``; empty if no command has it."""
     commands = [
         f"memopt {name}"
         for name, command in _command().commands.items()
@@ -252,9 +253,3 @@ def _print_failure(failure: MemoptError, err: BaseException) -> None:
             print(f"{kind}: {printable(first)}", file=sys.stderr)
         for line in more:
             print(f"  | {printable(line)}" if kind == "error" else f"      {printable(line)}", file=sys.stderr)
-
-
-def _drop_stdout() -> None:
-    """Send the rest of stdout to the null device: Python flushes it once more at exit, and would fail again."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -24,7 +24,7 @@ _COMMAND_LINE_ONLY = {"help", "help-all", "config", "trust-pickle", "force", "ou
 """Flags that a file must not set: they disable a check, or name a file to write, which all commands would share."""
 
 _RUNS_CODE = {"trust", "sandbox", "no-sandbox"}
-"""Keys that vouch for code, which only a file named by ``--config`` may set."""
+"""Keys that vouch for code.  Only a file named by ``--config`` may set them."""
 
 _CONTROL = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -47,7 +47,7 @@ def read_config(context: typer.Context, path: str | None) -> str | None:
     ``trust`` and ``dims``, which are not flags, go to ``context.obj``, a :class:`Config`.
     ``path``: the value of ``--config``; by default ``memopt.yaml`` in the working directory, if there is one.
     Raises :class:`UsageError` for a file that cannot be read, a key that no command knows, or a value of a wrong kind,
-    and :class:`UnsafeFileError` for a file that was found, not named, and that runs code or names a file elsewhere.
+    and :class:`UnsafeFileError` for a file that nobody named and that runs code or names a file elsewhere.
     """
     file = Path(path) if path is not None else DEFAULT_PATH
     context.obj = Config()
@@ -108,19 +108,19 @@ def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> N
 
 
 def _refuse_unknown(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
-    """Raise :class:`UsageError` for a key that no command knows, or that belongs on the command line."""
+    """Raise :class:`UsageError` for a key unknown to all commands, or one that belongs on the command line."""
     known = {"trust", "dims", *(flag for command in _commands(context) for flag in _flags(command))}
     for key in data:
         if key in _COMMAND_LINE_ONLY:
             raise UsageError(f"{file}: '{key}' cannot be set in a file", hint=f"Give --{key} on the command line.")
         if key not in known:
-            like = difflib.get_close_matches(key[:100], known, n=1)
-            hint = f"Did you mean {like[0]}?" if like else f"Known keys: {', '.join(sorted(known))}."
+            nearest_keys = difflib.get_close_matches(key[:100], known, n=1)
+            hint = f"Did you mean {nearest_keys[0]}?" if nearest_keys else f"Known keys: {', '.join(sorted(known))}."
             raise UsageError(f"{file}: unknown key {shorten(printable(key[:100]))}", hint=hint)
 
 
 def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """Return parameter name -> text or texts for this command; keys of other commands are left out."""
+    """Return parameter name -> string or strings for this command; keys of other commands are left out."""
     flags = _flags(context.command)
     return {
         flags[key].name: list(_flag_texts(file, key, value)) if flags[key].multiple else _flag_text(file, key, value)

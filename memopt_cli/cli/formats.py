@@ -24,8 +24,8 @@ def report_in(
 ) -> VerdictReport:
     """Return the report format ``name``; with ``verdict_only``, the table is a single line.
 
-    ``baseline``: the file that the answer is judged by, next to which GitHub may show it.  ``command``: the name of the
-    command, for the report that it ended in an error.
+    ``baseline``: the file by which the answer is judged; GitHub may show the answer next to it.  ``command``: the name
+    of the command, for a report of an error.
     """
     match name:
         case "json":

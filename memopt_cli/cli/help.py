@@ -25,7 +25,7 @@ _ALL: Final = "memopt.help_all"
 
 
 class GroupedCommand(TyperCommand):
-    """Command whose help lists its options in groups, and which refuses to run under ``torchrun``."""
+    """Command with its options in groups in the help.  It refuses to run under ``torchrun``."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, after :meth:`check_launch` has accepted the number of processes."""

@@ -149,7 +149,7 @@ DESCRIBING: Final = {
     "timeout",
     *(f.name for group in (InputOptions, LoadingOptions, StepOptions) for f in fields(group)),
 }
-"""Parameters that describe the model, its inputs and its step, and that suggested commands repeat."""
+"""Parameters that describe the model, its inputs and its step.  Suggested commands repeat them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,8 +349,8 @@ def _annotate(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
         info["parser"] = parsed_by(option.kind)
     flags = option.flags or ((f"--{parameter.name.replace('_', '-')}",) if hint is bool else ())
     is_argument = option.group == ARGUMENTS
-    made = typer.Argument(**info) if is_argument else typer.Option(*flags, rich_help_panel=option.group, **info)
-    return parameter.replace(default=default, annotation=Annotated[hint, made])
+    kind = typer.Argument(**info) if is_argument else typer.Option(*flags, rich_help_panel=option.group, **info)
+    return parameter.replace(default=default, annotation=Annotated[hint, kind])
 
 
 _CALLBACKS: Final[dict[str, dict[str, Any]]] = {

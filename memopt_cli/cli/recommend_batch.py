@@ -32,7 +32,7 @@ from memopt_cli.records import Objective as ObjectiveName
 from memopt_cli.report.html import fastest_page
 
 _FIRST_BATCH = 2
-"""Batch of the inputs if none is given, since it is sought; batch norm may not train on one sample."""
+"""Batch at which the model is described if none is given; not 1, at which batch norm may refuse to train."""
 
 
 @with_options

@@ -47,7 +47,7 @@ class LogProgress(_TerminalProgress):
 
 
 class _StageBar(BarColumn):
-    """Bar that fills by the steps done, or, if their number is unknown, by the time that the stage should take."""
+    """Bar that fills by the steps done, or by the expected time of the stage if the number of steps is unknown."""
 
     def render(self, task: Task) -> ProgressBar:
         bar = super().render(task)

@@ -1,4 +1,4 @@
-"""Collecting the flags that the user typed, to repeat them in commands that a report suggests."""
+"""Collecting the flags typed by the user, to repeat them in the commands that a report suggests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Loading saved models as modules in memory.
 
 :func:`load_model` takes files of every format, folders of ``save_pretrained`` and the user's own functions.  Code runs
-only if it is PyTorch's, a known library's, or the user allowed it by a flag of ``--trust``.
+only if it is PyTorch's, a known library's, or the user allowed it (``--code-path``, ``--allow-package`` and the like).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
     path:
         The file or folder.
     key:
-        The entry that is meant, in a file that holds several, as keys joined by dots.
+        The entry to load from a file with several, as keys joined by dots.
     trust:
         Packages and names whose classes may be built in addition to PyTorch and well-known model libraries, such as
         ``Trust(packages=("mymodels",))``.

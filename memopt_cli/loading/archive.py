@@ -1,9 +1,9 @@
 """Checking zip archives before any record is read, so that every reader finds the same bytes, and not too many.
 
 A zip file has a header before each record, a directory of all records after them, and an end that points to the
-directory.  Where these disagree, readers differ in which they believe.  An attacker could write a file in which
-Python's ``zipfile``, which checks it, sees different records from PyTorch's C++ reader, which loads it.  Therefore a
-file is refused unless all three agree: one directory, directly before the end, without duplicate names or overlaps.
+directory.  Where these disagree, readers differ in which they believe.  An attacker could write a file in which the
+check (Python's ``zipfile``) sees different records from the loader (PyTorch's C++ reader).  Therefore a file is refused
+unless all three agree: one directory, directly before the end, without duplicate names or overlaps.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Archive:
             if stored.nbytes != entry.file_size:
                 raise ValueError("the size of the record differs from the size in the directory")
             if entry.CRC and zlib.crc32(stored) != entry.CRC:  # PyTorch has an option that leaves checksums out
-                raise ValueError("the record has another checksum")
+                raise ValueError("the record does not match its checksum")
             return stored
         except Exception as err:
             reason = f"its record {name[:_MAX_NAME_LENGTH]} is missing or damaged"
@@ -118,8 +118,8 @@ class _HostileArchiveError(Exception):
 def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict[str, int]:
     """Check that every reader of ``data`` finds the same records, and return name -> unpacked bytes.
 
-    Raises :class:`UnsafeFileError` for names that leave the folder they are unpacked in, for records that unpack to
-    far more than the archive's size or share their bytes, and :class:`FileFormatError` if it is damaged.
+    Raises :class:`UnsafeFileError` for names outside of the folder of unpacking, and for records that share their
+    bytes or unpack to far more than the archive's size.  Raises :class:`FileFormatError` if it is damaged.
     """
     try:
         return _records(data, limit)

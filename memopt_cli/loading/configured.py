@@ -77,7 +77,6 @@ def _part_of(config: Any, name: Any) -> Any:
 
 
 def _has_image_tokens(config: Any) -> bool:
-    """Return whether tokens of the text stand for images, so that random tokens do not go with an image."""
     return any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
 
 

@@ -211,7 +211,6 @@ def _inside_container(place: _Place) -> Iterator[_Place]:
 
 
 def _arguments_of(value: Built) -> tuple[Any, ...]:
-    """Return the arguments from which ``value`` is made."""
     return value.arguments.items if isinstance(value.arguments, Tuple) else ()
 
 
@@ -231,22 +230,22 @@ def state_dict_of(module: Any) -> dict[str, Any]:
 
     Raises :class:`ValueError` for modules nested deeper than in any real model, or far too many.
     """
-    found: dict[str, Any] = {}
+    tensors_by_name: dict[str, Any] = {}
     pending, looked = [("", module, 0)], 0
     while pending:
         prefix, value, depth = pending.pop()
         looked += 1
-        if depth > DEEPEST or looked + len(found) > _MAX_PLACES:
+        if depth > DEEPEST or looked + len(tensors_by_name) > _MAX_PLACES:
             raise ValueError(f"its modules are nested deeper than {DEEPEST}, or more than {_MAX_PLACES}")
         attributes = dict(entries_of(_state_of(value)))
         kept_out = _items_of(attributes.get("_non_persistent_buffers_set"))
         for register in ("_parameters", "_buffers"):
             for name, item in entries_of(attributes.get(register)):
                 if tensor_of(item) is not None and not (register == "_buffers" and name in kept_out):
-                    found[f"{prefix}{name}"] = item
+                    tensors_by_name[f"{prefix}{name}"] = item
         children = entries_of(attributes.get("_modules"))
         pending += [(f"{prefix}{name}.", child, depth + 1) for name, child in reversed(children)]
-    return found
+    return tensors_by_name
 
 
 def _items_of(value: Any) -> list[Any]:

@@ -63,7 +63,7 @@ _SYMBOL = re.compile(r"Symbol\('(\w+)'[^()]*\)")
 _MAX_PAIRS: Final = 10**6
 """Maximum number of pairs of names of the same tensor, over all tensors: each name is compared with the others."""
 _FIXED_SIZES: Final = (
-    "torch.export fixed every size: with inputs of other sizes the model may fail, or compute something else."
+    "torch.export fixed every size: with inputs of other sizes the model may fail, or compute other values."
 )
 _CONTAINERS: Final = ("builtins.tuple", "builtins.list", "builtins.dict")
 
@@ -111,8 +111,6 @@ class Exported:
 
 
 class _Program:
-    """One exported program."""
-
     def __init__(self, archive: Archive, path: str) -> None:
         self._archive = archive
         self._path = path
@@ -171,7 +169,12 @@ class _Program:
                 record = entry["path_name"]
                 key = f"{record} {entry['tensor_meta']}"
                 if record not in stored:
-                    stored[record] = self._tensor_or_bytes(f"data/{folder}/{record}", entry)
+                    path = f"data/{folder}/{record}"
+                    stored[record] = (
+                        _as_tensor(self._load_weights(path), record)
+                        if entry.get("use_pickle")
+                        else bytearray(self._archive.read(path))
+                    )
                 if key not in shared:
                     shared[key] = self._stored_tensor(stored[record], entry)
                 read[name] = shared[key]
@@ -191,12 +194,6 @@ class _Program:
             )
             read[str(name)] = shared.setdefault(view, tensor)
         return read
-
-    def _tensor_or_bytes(self, record: str, entry: Any) -> Tensor | bytearray:
-        """Return the tensor of ``record`` if it was pickled, else its bytes."""
-        if not entry.get("use_pickle"):
-            return bytearray(self._archive.read(record))
-        return _as_tensor(self._load_weights(record), entry["path_name"])
 
     def _load_weights(self, record: str) -> Any:
         return load_tensors(self._archive.read(record), f"{self._path} ({record})", NESTED_TENSORS_LIMIT)
@@ -270,7 +267,6 @@ class _Program:
         return module_at(())
 
     def _arguments(self) -> list[_Argument]:
-        """Return the arguments of the model in order."""
         positional, named = _read_tree(read_json(self._call["in_spec"])[1]).children
         names = self._call.get("forward_arg_names") or []
         names = [*names, *(f"input_{i}" for i in range(len(names), len(positional.children)))]
@@ -333,8 +329,6 @@ def _read_tree(data: Any) -> _Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """One argument of the model."""
-
     name: str
     tree: _Tree
     leaves: tuple[Operand, ...]
@@ -417,12 +411,12 @@ def _example_spec(
         return None, ("Its example inputs are nested or are not tensors: describe the inputs with `--input-script`.",)
     metas = {a.name: shapes[str(a.leaves[0])] for a in inputs}
     symbols = _symbols(list(metas.values()))
-    tensors, by_name = [], False
+    tensors, has_names = [], False
     for index, argument in enumerate(arguments):
-        by_name = by_name or argument.keyword or argument.is_constant()
+        has_names = has_names or argument.keyword or argument.is_constant()
         if not argument.is_constant():
             example = _example(examples, argument.name if argument.keyword else index)
-            tensors.append(_tensor_spec(argument.name if by_name else None, metas[argument.name], symbols, example))
+            tensors.append(_tensor_spec(argument.name if has_names else None, metas[argument.name], symbols, example))
     dims = {symbols[text]: hint for meta in metas.values() for text, hint in _hints(meta) if text in symbols}
     spec = InputSpec(tensors=tuple(tensors), dims=dims, source="the example inputs in the file")
     return spec, () if dims else (_FIXED_SIZES,)

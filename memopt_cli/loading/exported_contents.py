@@ -75,7 +75,7 @@ def _contents(graph: Any, signature: Any, values: Any, records: dict[str, Any]) 
     tensors = list(_tensors(signature, values))
     classes = _classes(graph["nodes"])
     for path in [tensor.name.rpartition(".")[0] for tensor in tensors]:
-        classes.setdefault(checked_path(path), "?")  # a module whose tensors are used and whose forward is not called
+        classes.setdefault(checked_path(path), "?")  # its tensors are used, but its forward is not called
     places: dict[str, int] = {}
     for path in sorted(_with_parents(classes), key=_natural_order):
         places[path] = len(places)

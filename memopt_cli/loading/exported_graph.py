@@ -91,7 +91,7 @@ class GraphReader:
         self.shapes: dict[str, tuple[str, ...]] = {}
         """Name of a tensor -> its sizes as expressions."""
         self.functions: set[str] = set()
-        """Autograd functions whose forward export kept and whose backward it lost, with their source lines."""
+        """Autograd functions of which export kept the forward and lost the backward, with their source lines."""
         self._fresh = itertools.count()
         self._bound: dict[str, Operand] = {}
         """Input of an inner graph -> the operand to which it refers."""
@@ -277,8 +277,8 @@ def common(stacks: Iterable[tuple[Call, ...]]) -> tuple[Call, ...]:
     """Return the calls that all ``stacks`` begin with."""
     prefix: tuple[Call, ...] | None = None
     for stack in stacks:
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prefix or stack, stack, strict=False))
-        prefix = tuple(call for call, _ in same)
+        agreed = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prefix or stack, stack, strict=False))
+        prefix = tuple(call for call, _ in agreed)
     return prefix or ()
 
 

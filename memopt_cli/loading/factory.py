@@ -74,10 +74,10 @@ def _import_module(location: str) -> Callable[[], Any]:
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         reason, hint = import_failure(err)
         raise FileFormatError(f"{location}: importing {module} failed: {reason}", hint=hint) from err
-    own, found = file_in(Path.cwd(), module), getattr(factory, "__file__", None)
-    if own is not None and (found is None or not _is_meant(Path(found).resolve(), own.resolve())):
+    own, file = file_in(Path.cwd(), module), getattr(factory, "__file__", None)
+    if own is not None and (file is None or not _is_meant(Path(file).resolve(), own.resolve())):
         raise UsageError(
-            f"{location}: {module} is installed, as {found or 'a built-in module'}, and another is in this folder",
+            f"{location}: {module} is installed, as {file or 'a built-in module'}, and another is in this folder",
             hint="`--code-path .` takes the one in this folder. To take the installed one, run memopt elsewhere.",
         )
     for part in name.split("."):
@@ -89,11 +89,11 @@ def _import_module(location: str) -> Callable[[], Any]:
     return factory  # type: ignore[no-any-return]
 
 
-def _is_meant(found: Path, own: Path) -> bool:
-    """Return whether the module ``found`` lies where the user told Python to look first, or is the folder's ``own``."""
-    named = itertools.takewhile(lambda folder: folder != sysconfig.get_path("stdlib"), sys.path)
-    is_own = (found.parent, found.name.partition(".")[0]) == (own.parent, own.stem)  # perhaps compiled
-    return is_own or any(found.is_relative_to(Path(folder).resolve()) for folder in named if folder)
+def _is_meant(file: Path, own: Path) -> bool:
+    """Return whether the module ``file`` lies where the user told Python to look first, or is the folder's ``own``."""
+    search_path = itertools.takewhile(lambda folder: folder != sysconfig.get_path("stdlib"), sys.path)
+    is_own = (file.parent, file.name.partition(".")[0]) == (own.parent, own.stem)  # perhaps compiled
+    return is_own or any(file.is_relative_to(Path(folder).resolve()) for folder in search_path if folder)
 
 
 def make_step(factory: Callable[[], Any], location: str) -> Step:
@@ -225,12 +225,11 @@ def _common_prefix(own: Collection[str], names: Collection[str]) -> str | None:
     first = next(iter(own))
     prefixes = {name.removesuffix(first) for name in plain_names if name.endswith(first)}
     prefixes = {prefix for prefix in prefixes if not prefix or prefix.endswith(".")}
-    found = [prefix for prefix in prefixes if all(prefix + name in plain_names for name in own)]
-    return "" if "" in found else found[0] if len(found) == 1 else None
+    matching_prefixes = [prefix for prefix in prefixes if all(prefix + name in plain_names for name in own)]
+    return "" if "" in matching_prefixes else matching_prefixes[0] if len(matching_prefixes) == 1 else None
 
 
 def _without_compiled_parts(name: str) -> str:
-    """Return ``name`` without the parts that ``torch.compile`` adds."""
     return name.replace("_orig_mod.", "")
 
 
@@ -250,8 +249,8 @@ def _mismatch(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
     kinds = {
         "missing": missing,
         "unexpected": unexpected,
-        "of another shape": other_shape,
-        "of another kind": other_kind,
+        "of a different shape": other_shape,
+        "of a different kind": other_kind,
     }
     return ", ".join(
         f"{len(names)} {kind} ({', '.join([*names[:_SHOWN], *['…'][: len(names) - _SHOWN]])})"

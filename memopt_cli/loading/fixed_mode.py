@@ -10,15 +10,15 @@ from memopt_cli.runtime.lifted.program import walk_nodes
 from memopt_cli.runtime.private_torch import schema_of
 
 
-def mode_notes(programs: Iterable[tuple[Any, ...]], who: str) -> tuple[str, ...]:
-    """Return a note if ``who`` (``Tracing``, ``torch.export``) fixed the mode of operators in ``programs``."""
+def mode_notes(programs: Iterable[tuple[Any, ...]], owner: str) -> tuple[str, ...]:
+    """Return a note if ``owner`` (``Tracing``, ``torch.export``) fixed the mode of operators in ``programs``."""
     modes = {mode for program in programs for method in (*program[2], *program[3]) for mode in _modes(method[3])}
     if not modes:
         return ()
     mode = "training" if True in modes else "evaluation"
     if len(modes) > 1:
         mode = "a mixed"
-    return (f"{who} kept {mode} mode: dropout and normalization do not change with train() and eval().",)
+    return (f"{owner} kept {mode} mode: dropout and normalization do not change with train() and eval().",)
 
 
 def _modes(block: tuple[Any, ...]) -> set[bool]:

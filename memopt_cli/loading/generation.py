@@ -19,7 +19,7 @@ def cache_notes(model: nn.Module) -> tuple[str, ...]:
     takers = sorted({type(module).__name__ for module in model.modules() if _takes_cache(module)})
     return (
         "use_cache is on, as it is by default: the cache (argument past_key_values) holds the keys and values of every "
-        "layer through the whole step, so that no plan can free them, and modules that are given it "
+        "layer through the whole step, so that no plan can free them, and modules with that argument "
         f"({', '.join(takers)}) do not run in chunks. Train without it: model.config.use_cache = False in the script, "
         'and "use_cache": false in config.json of a folder given to memopt.',
     )
@@ -28,11 +28,9 @@ def cache_notes(model: nn.Module) -> tuple[str, ...]:
 def _takes_cache(module: nn.Module) -> bool:
     """Return whether the forward of ``module`` is given the cache to fill, as in an attention, a block or a model."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return isinstance(code, CodeType) and bool(_CACHES & set(code.co_varnames[: _parameters(code)]))
-
-
-def _parameters(code: CodeType) -> int:
-    return code.co_argcount + code.co_kwonlyargcount
+    if not isinstance(code, CodeType):
+        return False
+    return not _CACHES.isdisjoint(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def _fills_cache(module: nn.Module) -> bool:

@@ -52,7 +52,7 @@ _LONG_NAMES = {"b": "B", "batch": "B", "batch_size": "B", "seq": "S", "seq_len":
 _MAX_READ = 1 << 22
 """Maximum number of values in an input that is made with data in a dry run."""
 _APART_SHARE = 0.125
-"""Share of the numbers that stand apart from the range, such as labels of -100, which a loss ignores."""
+"""Share of the numbers that stand apart from the range, such as the labels of -100 ignored by a loss."""
 
 
 def find_spec(
@@ -79,9 +79,9 @@ def find_spec(
     else:
         path = Path(source.location)
         stem = path.name if path.is_dir() else path.stem
-        of_origin = stem.removesuffix(".memopt").removesuffix(".traced")
+        original = stem.removesuffix(".memopt").removesuffix(".traced")
         guessed = None if isinstance(module, StepModels) else guessed_spec(module)
-        described = _spec_file_of(source, stem) or remembered or carried or _spec_file_of(source, of_origin) or guessed
+        described = _spec_file_of(source, stem) or remembered or carried or _spec_file_of(source, original) or guessed
         if described is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",
@@ -99,7 +99,9 @@ def find_spec(
         spec = replace(spec, dims=named)
     require_sizes(spec.tensors, spec.dims)
     check_spec(spec)  # the example inputs of a model file were not checked when they were read
-    return spec if spec.data_file is None else replace(spec, data_sha256=_sha256(_data_of(spec.data_file)))
+    if spec.data_file is None:
+        return spec
+    return replace(spec, data_sha256=hashlib.sha256(_data_of(spec.data_file)).hexdigest())
 
 
 def read_spec_file(path: str | Path) -> InputSpec:
@@ -241,9 +243,9 @@ def unnamed_arguments(model: nn.Module, kwargs: Iterable[str]) -> Iterator[str]:
     rest = next((f", so it goes into **{p.name}" for p in parameters if p.kind is p.VAR_KEYWORD), "")
     for name in kwargs if named else ():
         if name not in named:
-            like = difflib.get_close_matches(name[:100], named, n=1)
-            meant = f"did you mean {like[0]}?" if like else f"it names {format_some(named)}."
-            yield f"forward names no argument {printable(name)}{rest}; {meant}"
+            nearest_names = difflib.get_close_matches(name[:100], named, n=1)
+            suggestion = f"did you mean {nearest_names[0]}?" if nearest_names else f"it names {format_some(named)}."
+            yield f"forward names no argument {printable(name)}{rest}; {suggestion}"
 
 
 def _moved_to(value: Any, device: str, dtype: torch.dtype | None) -> Any:
@@ -277,22 +279,22 @@ def _make_tensor(spec: TensorSpec, dims: Mapping[str, int], generator: torch.Gen
         return (torch.rand(shape, generator=generator) < float(spec.values.removeprefix("spikes:"))).to(dtype)
     bounds = parse_range(spec.values)
     assert bounds is not None, "the values were checked when they were read"
-    apart, low, high = bounds
+    outlier, low, high = bounds
     if dtype.is_floating_point or dtype.is_complex:
         tensor = low + (high - low) * torch.rand(shape, generator=generator, dtype=dtype)
     else:
         tensor = torch.randint(low, high, shape, generator=generator).to(dtype)
-    if apart is not None:
+    if outlier is not None:
         stands_apart = torch.rand(shape, generator=generator) < _APART_SHARE
         stands_apart.view(-1)[:1] = False  # the mean of a loss that ignores all labels is NaN
-        tensor[stands_apart] = apart
+        tensor[stands_apart] = outlier
     return tensor
 
 
 def range_like(example: Tensor) -> str:
     """Return the ``values`` of whole numbers like those in ``example``.
 
-    Its only negative number stands apart: numbers between -100 and the least class are no labels.
+    Its only negative number stands apart: numbers between -100 and the least class are not labels.
     """
     if not example.numel():
         return "0..1"
@@ -321,7 +323,7 @@ def _resolved_shape(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...
 
 
 def _read_data(path: str, expected_sha256: str | None) -> Any:
-    """Read the arguments in the file at ``path``, whose hash must be the expected one, unless that is ``None``."""
+    """Read the arguments in the file at ``path``.  Its hash must be the expected one, unless that is ``None``."""
     readers: dict[str, Callable[[bytes, str], Any]] = {
         ".pt": load_tensors,
         ".pth": load_tensors,
@@ -334,7 +336,7 @@ def _read_data(path: str, expected_sha256: str | None) -> Any:
             f"`{quoted_flag('--input-data', str(path))}` has an unknown ending", hint=f"Known: {', '.join(readers)}."
         )
     data = _data_of(path)
-    require_same(path, _sha256(data), expected_sha256)
+    require_same(path, hashlib.sha256(data).hexdigest(), expected_sha256)
     inputs = reader(data, path)
     if isinstance(inputs, Mapping | list | tuple):
         _check_input_count(len(inputs), path)
@@ -353,10 +355,6 @@ def _data_of(path: str) -> bytes:
         raise UsageError(
             f"`{quoted_flag('--input-data', str(path))}` cannot be read: {err.strerror}", hint="Check the path."
         ) from err
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _check_input_count(count: int, path: str) -> None:
@@ -443,17 +441,17 @@ def batch_of(spec: InputSpec) -> int:
     if spec.tensors and spec.tensors[0].shape:
         return _resolved_shape(spec.tensors[0], spec.dims)[0]
     if spec.data_file is not None:
-        made = _read_data(spec.data_file, spec.data_sha256)
+        arguments = _read_data(spec.data_file, spec.data_sha256)
         where = spec.data_file
         hint = "Save the arguments of forward in it, as a list or a dict of tensors."
     elif spec.script is not None:  # its function may give the size any name, so look at the returned tensors
-        made = _run_script(spec.script, spec.dims, seed=0)
+        arguments = _run_script(spec.script, spec.dims, seed=0)
         where = spec.script
         hint = NO_BATCH_ARGUMENT
     else:
         hint = "Write it into a shape, as in `-i Bx3x224x224 --dim B=8`."
         raise UsageError("the batch size of the inputs is not known", hint=hint)
-    first = next(_tensors_in(made), None)
+    first = next(_tensors_in(arguments), None)
     if first is not None and first.dim():
         return first.shape[0]
     raise UsageError(

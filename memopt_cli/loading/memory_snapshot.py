@@ -4,9 +4,9 @@ The format is described in PyTorch's documentation ("Understanding CUDA Memory U
 
 A snapshot holds plain containers, and only these are unpickled.  Such a pickle can still exhaust its reader: a tuple
 may hold the same tuple twice, thirty levels deep (a walk or a hash visits it a billion times), and the keys of a dict
-may all have one hash (time grows with their square).  Therefore keys must be texts, and parts are visited no more often
-than there are opcodes.  Python's own unpickler is used, which can be stopped at each opcode; that in C cannot, and
-allocates a memo as long as the largest number in the file.
+may all have one hash (time grows with their square).  Therefore keys must be strings, and there are at most as many
+visits to parts as opcodes.  Python's own unpickler is used, which can be stopped at each opcode; the one in C cannot,
+and allocates a memo as long as the largest number in the file.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _PLAIN: Final = frozenset(
     "APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT DICT SETITEM SETITEMS GET BINGET LONG_BINGET PUT BINPUT "
     "LONG_BINPUT MEMOIZE".split()
 )
-"""Opcodes that make plain containers, numbers and texts, and call nothing."""
+"""Opcodes that make plain containers, numbers and strings, and call nothing."""
 _MAX_HOLDERS: Final = 200
+"""Maximum number of source lines that are reported."""
 _MAX_BYTES: Final = 1 << 30
-"""Maximum number of source lines that are reported, and largest size in bytes of a snapshot."""
+"""Largest size in bytes of a snapshot."""
 _MAX_OPCODES = 20_000_000
 """Maximum number of opcodes of the largest pickle; a history of 100,000 events has some 3 million.
 
@@ -74,8 +75,8 @@ class _PlainUnpickler(_Unpickler):
     def __getitem__(self, code: int) -> Any:
         """Return the function that takes the next opcode.
 
-        Raises :class:`UnsafeFileError` for an opcode that is not plain, for keys that are not texts, for a stack that
-        is made to be huge and for more opcodes than the size explains, and :class:`FileFormatError` for too many.
+        Raises :class:`UnsafeFileError` for an opcode other than the plain ones, for keys other than strings, for a huge
+        stack, and for more opcodes than the size explains.  Raises :class:`FileFormatError` for too many opcodes.
         """
         self.opcodes += 1
         if self._reason_against(code):
@@ -101,7 +102,7 @@ class _PlainUnpickler(_Unpickler):
         return ""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuse to import anything; no plain opcode gets here, so this is a second lock on the door."""
+        """Refuse to import anything; no plain opcode gets here, so this is only a second safeguard."""
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
@@ -189,7 +190,7 @@ class _Reading:
 
     def _undo_events_after(self, failure: _Failure, blocks: dict[object, Mapping[str, Any]]) -> int:
         """Undo in ``blocks`` the events after ``failure``; return how many more bytes were reserved at the failure."""
-        # A block that was freed after the failure is back at the failure, but its stack is in the event that made it.
+        # A block freed after the failure is back at the failure, but its stack is in the event that made it.
         allocated_at = {_amount(e["addr"]): e for e in failure.before if e.get("action") == "alloc"}
         reserved = 0
         for event in reversed(failure.after):
@@ -215,22 +216,22 @@ class _Reading:
 
     def _line_of(self, block: Mapping[str, Any]) -> str:
         """Return the source line that allocated ``block``; empty if no stack was recorded."""
-        past = self._counted(block.get("history", ()))
-        frames = block.get("frames") or next((event["frames"] for event in past if event.get("frames")), ())
+        history = self._counted(block.get("history", ()))
+        frames = block.get("frames") or next((event["frames"] for event in history if event.get("frames")), ())
         if id(frames) not in self.known:
             self.known[id(frames)] = self._innermost_frame(frames)
         return self.known[id(frames)]
 
     def _innermost_frame(self, frames: Iterable[Mapping[str, Any]]) -> str:
-        of_library = ""
+        library_line = ""
         for frame in self._counted(frames):
             name = _text(frame["filename"])
             if name.endswith(".py"):
                 line = f"{name[-_MAX_NAME_LENGTH:]}:{_amount(frame['line'])}"
                 if not _is_of_library(name):
                     return line
-                of_library = of_library or line
-        return of_library
+                library_line = library_line or line
+        return library_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,5 +264,5 @@ def _amount(value: Any) -> int:
 
 
 def _is_of_library(name: str) -> bool:
-    ours = "-packages/torch/" in name or "-packages/memopt_cli/" in name
-    return ours or ("/lib/python3" in name and "-packages/" not in name)
+    is_in_packages = "-packages/torch/" in name or "-packages/memopt_cli/" in name
+    return is_in_packages or ("/lib/python3" in name and "-packages/" not in name)

@@ -83,8 +83,8 @@ class ModulePickle:
         try:
             model = _audit_and_make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
         except ClassNotFoundError as err:
-            moved = moved_hint(file.path, (err.looked_in, *trust.code_paths), class_of(located.root))
-            err.hint = f"{err.hint} {moved}".strip()
+            hint_text = moved_hint(file.path, (err.looked_in, *trust.code_paths), class_of(located.root))
+            err.hint = f"{err.hint} {hint_text}".strip()
             raise
         if not isinstance(model, nn.Module):
             raise FileFormatError(f"{file.path} holds {type_in_words(model)}, not a model", hint=_SAVE_AGAIN)
@@ -158,9 +158,9 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         )
         if isinstance(err, ModuleNotFoundError):
             missing_package = str(err.name).partition(".")[0]
-            moved = moved_hint(file.path, trust.code_paths)
+            hint_text = moved_hint(file.path, trust.code_paths)
             instead = modules_beside(str(err.name))
-            hint = f"{instead or f'Add the folder that has {missing_package}: `--code-path FOLDER`.'} {moved}"
+            hint = f"{instead or f'Add the folder that has {missing_package}: `--code-path FOLDER`.'} {hint_text}"
         if "process group" in str(err):
             hint = "It belongs to its process: save model.module with torch.save, or leave `--trust-pickle` out."
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
@@ -247,7 +247,7 @@ def audit_objects(
 def _unknown(unclaimed: Iterable[Use], code: UserCode) -> list[tuple[Global, Denied | Missing]]:
     """Refuse each name in ``unclaimed``, uses without a kind, once for each way of use.
 
-    A package that is in ``code`` hides any other, so that no flag makes a module that it lacks importable.
+    A package in ``code`` hides an installed one of that name, so no flag can make its missing modules importable.
     """
     uses = {(use.name, use.how): use for use in unclaimed}
     scripts = scripts_with({use.name for use in uses.values() if use.name.module == "__main__"})
@@ -312,7 +312,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
 def _refuse_denied(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Missing]], trust: Trust) -> None:
     """Raise the error for ``verdicts``, if there are any; a missing library is reported only if nothing is denied.
 
-    ``trust``: the trust that the user gave already, which the file needs as well.
+    ``trust``: the trust given by the user already.  The file needs it as well.
     """
     refusals = sorted(verdicts, key=lambda verdict: str(verdict[0]))
     denied = {name: verdict for name, verdict in refusals if isinstance(verdict, Denied)}
@@ -349,11 +349,11 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
 
 def list_names(denied: Mapping[Global, Denied]) -> str:
     """Return why the first few names in ``denied`` were denied, each reason once, and how many more there are."""
-    by_reason: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for name, verdict in denied.items():
-        by_reason.setdefault(verdict.reason, []).append(str(name))
+        names_by_reason.setdefault(verdict.reason, []).append(str(name))
     texts = [
         f"{name} {reason}" + (f" (as for {format_some(others, _SHOWN - 1)})" if others else "")
-        for reason, (name, *others) in by_reason.items()
+        for reason, (name, *others) in names_by_reason.items()
     ]
     return "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")

@@ -1,9 +1,9 @@
 """Folders of ``save_pretrained`` (``config.json`` and weights), built by transformers, with adapters of PEFT on them.
 
-Such a folder holds settings and tensors, which memopt reads itself.  The settings name a class of transformers; nothing
-is looked up on a hub, and no code in the folder runs.  The libraries trust the settings, and some settings are
-dangerous: the name of code to import, a number of layers that fills the memory, a regular expression that takes forever
-to match.  These are refused before a library sees them.
+Memopt itself reads the settings and tensors of such a folder.  The settings name a class of transformers; nothing is
+looked up on a hub, and no code in the folder runs.  The libraries trust the settings, and some settings are dangerous:
+the name of code to import, too many layers for the memory, a regular expression with an endless match.  These are
+refused before a library sees them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WEIGHTS: Final = (
 _REFUSED_SETTINGS: Final = {
     "auto_map": "names code of its own",
     **dict.fromkeys(("use_kernels", "_use_kernels", "kernel_config"), "asks for kernels of a hub"),
-    "attribute_map": "renames attributes, by which a setting could reach one that memopt has not checked",
+    "attribute_map": "renames attributes, so a setting could reach one that memopt has not checked",
     "custom_pipelines": "names code of its own",
     **dict.fromkeys(
         ("model_args", "backbone_kwargs", "use_timm_backbone", "use_pretrained_backbone"),

@@ -86,7 +86,7 @@ def _check_file(file: ModelFile, original_classes: set[tuple[str, bool]] | None,
         added := {name for name, _ in set(_classes(pickled, vouched)) - original_classes}
     ):
         raise UnsafeFileError(
-            f"it has {', '.join(sorted(added))}, which the original does not have, or has in another form"
+            f"it has {', '.join(sorted(added))}, which the original does not have, or has in a different form"
         )
 
 

@@ -41,13 +41,13 @@ _NAMES: Final = re.compile(
     r"|torch\.per_(tensor|channel)_affine(_float_qparams)?",
     re.ASCII,
 )
-"""Names that PyTorch's own reader of these pickles knows, except functions whose tensors it does not check."""
+"""Names known to PyTorch's own reader of these pickles, except functions whose tensors it does not check."""
 _OPCODES: Final = frozenset(
     "PROTO STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE BINUNICODE8 BINPUT "
     "LONG_BINPUT BINGET LONG_BINGET EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT "
     "SETITEM SETITEMS GLOBAL REDUCE NEWOBJ BUILD BINPERSID".split()
 )
-"""Opcodes that PyTorch writes; its reader gives others another meaning, or does not know them."""
+"""Opcodes that PyTorch writes; its reader gives others a different meaning, or does not know them."""
 
 
 def check_script_file(data: bytes, path: str) -> None:
@@ -123,9 +123,9 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Refuse opcodes that PyTorch does not write, and an object that is memoized before it has its state.
+    """Refuse opcodes that PyTorch does not write, and an object memoized before it has its state.
 
-    Until an object has its state, PyTorch's reader holds a number in its place, which a use would take for the object.
+    Until then, PyTorch's reader holds a number in its place, and a use would take the number for the object.
     """
     before = ""
     for opcode, _, _ in pickletools.genops(data):

@@ -3,8 +3,7 @@
 A stored node is ``(kind, detail, operands, outputs, blocks)``; values are numbers, and ``(constant,)`` is a constant.
 Most nodes of TorchScript become one stored node.  Some only name something and become none: ``prim::GetAttr`` of a
 module gives a path.  A ``with torch.no_grad():`` block is a pair of nodes in TorchScript, ``prim::Enter`` and
-``prim::Exit``; it becomes one stored node that contains the block, and whose outputs are the values that are used
-after the block.
+``prim::Exit``.  It becomes one stored node that contains the block; the outputs are the values used after the block.
 """
 
 from __future__ import annotations
@@ -281,10 +280,6 @@ def _tuple_item(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
     return [("item", index[0], (graph.operand(node.inputsAt(0)),), tuple(map(graph.value, node.outputs())), ())]
 
 
-def _raise(graph: LiftedGraph, node: Any) -> list[tuple[Any, ...]]:
-    return [("raise", None, (graph.operand(node.inputsAt(0)),), (), ())]
-
-
 def _constant(value: Any, node: Any) -> Any:
     stored = tuple(value) if isinstance(value, list) else value
     if isinstance(stored, torch.dtype):
@@ -321,7 +316,7 @@ _SPECIAL: dict[str, _Lift] = {
     "prim::Loop": _loop,
     "prim::TupleConstruct": _make_tuple,
     "prim::TupleIndex": _tuple_item,
-    "prim::RaiseException": _raise,
+    "prim::RaiseException": lambda graph, node: [("raise", None, (graph.operand(node.inputsAt(0)),), (), ())],
     "prim::ListConstruct": _of_kind("list"),
     "prim::DictConstruct": _of_kind("dict"),
     "prim::TupleUnpack": _of_kind("unpack"),

@@ -80,7 +80,7 @@ class ScriptObjects:
         self._classes[name] = _Class(base, attributes, bool(methods & _RESTORING))
 
     def check(self, node: Any) -> None:
-        """Raise :class:`ValueError` if the class of ``node`` is not declared, or declares something else."""
+        """Raise :class:`ValueError` if the class of ``node`` is not declared, or declares other attributes."""
         if not isinstance(node, Built):
             return
         name = str(node.callee)

@@ -179,13 +179,11 @@ class _Lifting:
                 yield f"it calls a part of {'.'.join(path)}, which cannot be lifted"
         for attribute in attributes_of(lifted.program):
             owner = find_module(script, attribute[:-1]) if len(attribute) > 1 else None
-            if owner is not None and not _is_tensor(owner, attribute[-1]) and self._reason_against(owner):
+            # Parameters and buffers can be read even in a part that stays TorchScript.
+            if owner is None or attribute[-1] in parameters_of(owner) or attribute[-1] in buffers_of(owner):
+                continue
+            if self._reason_against(owner):
                 yield f"it uses {'.'.join(attribute)} of a part that cannot be lifted"
-
-
-def _is_tensor(script: Any, name: str) -> bool:
-    """Return whether ``name`` is a parameter or buffer: these can be read even in a part that stays TorchScript."""
-    return name in parameters_of(script) or name in buffers_of(script)
 
 
 def _note_attribute(noted: dict[str, set[str]], owner: Any, name: str) -> None:

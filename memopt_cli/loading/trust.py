@@ -58,7 +58,7 @@ _DISTRIBUTIONS: Final = {
 
 
 class UnvouchedError(UnsafeFileError):
-    """The file uses names that the user did not allow; ``remedy`` has the flags that would, and is empty if none do."""
+    """The file uses names that the user did not allow; ``remedy``: the flags that allow them, or an empty trust."""
 
     def __init__(self, message: str, *, hint: str, remedy: Trust, denied: Mapping[Global, Denied]) -> None:
         super().__init__(message, hint=hint)
@@ -77,7 +77,7 @@ class UnvouchedError(UnsafeFileError):
 
 
 def together(trusts: Iterable[Trust]) -> Trust:
-    """Merge ``trusts`` into one that allows all that any of them allows."""
+    """Merge ``trusts`` into one that allows everything allowed by any of them."""
     all_of = tuple(trusts)
     return Trust(
         libraries=tuple(dict.fromkeys(name for trust in all_of for name in trust.libraries)),

@@ -61,7 +61,7 @@ def modules_beside(module: str) -> str:
             return ""
         spec = find_spec(".".join(parts[: count + 1]), folders)
         if spec is None and folders is not None:
-            names = sorted(found.name for found in pkgutil.iter_modules(folders))
+            names = sorted(info.name for info in pkgutil.iter_modules(folders))
             there = f"; it has {format_some(names, _SHOWN)}" if names else ""
             return f"{'.'.join(parts[:count])} has no module {part}{there}."
         if spec is None or spec.submodule_search_locations is None:
@@ -102,7 +102,7 @@ class UserCode:
             make_importable(path if path.is_dir() else path.parent)
         self._scripts = tuple(path for path in self._paths if path.is_file())
         self._hidden: dict[str, Path] = {}
-        """Name that the user's session has already -> the script that defines another."""
+        """Name in the user's session -> the script with a second definition of it."""
         self._contested: dict[str, tuple[Path, Path]] = {}
         """Name -> the two scripts that define it differently."""
 
@@ -152,8 +152,8 @@ class UserCode:
     def run_scripts(self) -> list[ModuleType]:
         """Import each file without its ``if __name__ == "__main__"`` part, and copy its definitions to ``__main__``.
 
-        A class keeps the name ``__main__.Net`` that it had when the model was saved, so that a model that is saved
-        afterwards can be loaded in the same way.  A name that the user's session has already is left alone.
+        A class keeps its name ``__main__.Net`` from the time of saving, so a model saved afterwards can be loaded in
+        the same way.  A name that the user's session has already is left alone.
         """
         modules = []
         defined: dict[str, tuple[Path, Any]] = {}
@@ -169,8 +169,8 @@ class UserCode:
                 earlier, other = defined.setdefault(name, (path, value))
                 if other is not value:
                     self._contested[name] = earlier, path
-                held = vars(running).get(name, value)
-                if is_session(running) and held is not value and held is not _COPIED.get(name, value):
+                attribute = vars(running).get(name, value)
+                if is_session(running) and attribute is not value and attribute is not _COPIED.get(name, value):
                     self._hidden[name] = path
                     continue
                 value.__module__ = "__main__"
@@ -196,8 +196,8 @@ class UserCode:
 
     def _file_of(self, module: str) -> Path | None:
         for path in self._paths:
-            named = path if path.stem == module else None
-            if file := file_in(path, module) if path.is_dir() else named:
+            script = path if path.stem == module else None
+            if file := file_in(path, module) if path.is_dir() else script:
                 return file.resolve()
         return None
 
@@ -220,9 +220,9 @@ def file_in(folder: Path, module: str) -> Path | None:
 def user_code(name: str) -> Iterator[None]:
     """Run the user's code with the command line of ``python name``: memopt's arguments mean nothing to its parser.
 
-    Raises :class:`RuntimeError` before the first step of the optimizer if a file that it imports trains a model, and
-    before it writes over a file, perhaps the weights that memopt was given.  If the code exits, the error gets a
-    note with the last line that it wrote to stderr, which tells why.
+    Raises :class:`RuntimeError` before the first step of the optimizer if an imported file trains a model, and before
+    the code writes over a file, perhaps the weights given to memopt.  If the code exits, the error gets a note with the
+    last line on stderr, which tells why.
     """
     arguments, sys.argv = sys.argv, [name]
     stream, sys.stderr = sys.stderr, (heard := _Heard(sys.stderr))
@@ -233,7 +233,7 @@ def user_code(name: str) -> Iterator[None]:
     except _StoppedError as err:
         if not is_session(sys.modules["__main__"]):  # else functions of the user's own process may save at its exit
             # Called before those that the script has registered.
-            atexit.register(_at_exit.enter_context, _files_kept(_always))
+            atexit.register(_at_exit.enter_context, _files_kept(lambda: True))
         raise RuntimeError(str(err)).with_traceback(err.__traceback__) from None
     except SystemExit as err:
         if written := heard.text.strip():
@@ -273,10 +273,6 @@ _keeping: Final[list[Callable[[], bool]]] = []
 """Functions that return whether a file may not be written over now, one for each block of :func:`_files_kept`."""
 _at_exit: Final = contextlib.ExitStack()
 """Holds the block that begins when a process with a stopped script exits, and never ends."""
-
-
-def _always() -> bool:
-    return True
 
 
 @functools.cache
@@ -334,10 +330,10 @@ def make_importable(folder: Path, *, first: bool = True) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _LastFolder(MetaPathFinder):
-    """A finder of the modules in a folder that Python asks after all others.
+    """A finder of the modules in a folder.  Python asks it after all other finders.
 
     Even the last folder on ``sys.path`` would hide some: packages without an ``__init__.py`` in all other folders, and
-    packages that are installed in editable mode, which finders behind ``sys.path`` find.
+    packages installed in editable mode, for which Python has finders behind ``sys.path``.
     """
 
     folder: str

@@ -60,12 +60,12 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
     if (earlier := _unchanged(file)) is not None:
         return earlier
     main = sys.modules.get("__main__")  # the script that runs; multiprocessing registers it also as ``__mp_main__``
-    past = _RAN.get(file, (None, None))[0]
-    imported = (m for m in [*sys.modules.values()] if m is not main and m is not past and _is_at(m, path))
+    earlier_module = _RAN.get(file, (None, None))[0]
+    imported = (m for m in [*sys.modules.values()] if m is not main and m is not earlier_module and _is_at(m, path))
     if (module := next(imported, None)) is not None:
         return module
     name = file.stem
-    is_taken = name in sys.stdlib_module_names or sys.modules.get(name, past) is not past
+    is_taken = name in sys.stdlib_module_names or sys.modules.get(name, earlier_module) is not earlier_module
     if is_taken or (main is not None and is_session(main)):  # to other code, the name means another module
         name = f"{TAKEN}{name}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -93,7 +93,7 @@ def _module_of(path: str, flag_text: str) -> ModuleType:
 
 
 class _ByOtherNames(MetaPathFinder, Loader):
-    """A finder that answers imports of files that :func:`_module_of` ran, so that no file runs twice."""
+    """A finder that answers imports of files already run by :func:`_module_of`, so no file runs twice."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -101,10 +101,10 @@ class _ByOtherNames(MetaPathFinder, Loader):
         """Return a spec of the module that ran, if its file has not changed."""
         if all(file.stem != fullname.rpartition(".")[2] for file in _RAN):
             return None
-        found = find_spec(fullname, path, target, without=self)
-        if not found or not found.origin or not found.has_location or _unchanged(Path(found.origin).resolve()) is None:
+        spec = find_spec(fullname, path, target, without=self)
+        if not spec or not spec.origin or not spec.has_location or _unchanged(Path(spec.origin).resolve()) is None:
             return None
-        return ModuleSpec(fullname, self, origin=found.origin)
+        return ModuleSpec(fullname, self, origin=spec.origin)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module that ran."""

@@ -1,8 +1,9 @@
 """Comparing two ways to train one model, step by step, for ``memopt verify``.
 
 Both sides take the same steps from the same seed, and everything that the steps leave is compared: outputs, gradients,
-buffers, state and parameters.  Differences that may be rounding are judged in float64, where sums in another order
-agree to nine digits.  Where the sides differ, the step is repeated and watched to find the module and the likely cause.
+buffers, state and parameters.  Differences that may be rounding are judged in float64, where the order of a sum
+changes it only in the tenth digit.  Where the sides differ, the step is repeated and watched to find the module and the
+likely cause.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ class _Judge:
         return self._explain(self.job, comparison, difference, noise)
 
     def _judge_in_float64(self, comparison: Equivalence) -> Equivalence:
-        """Judge in float64 whether a difference is rounding: only sums in another order agree to nine digits there."""
+        """Judge in float64 whether a difference is rounding: there, sums in a different order agree to nine digits."""
         epsilon = EPSILONS.get(self.sides.precision, 0.0)
         half_gap = half_of_digits(self.first_run, epsilon)
         runs: tuple[FollowedSteps, FollowedSteps] | Failure = self.first_run, self.candidate_run
@@ -467,7 +468,7 @@ def _compare_hooks(reference: FollowedSteps, candidate: FollowedSteps) -> tuple[
         if missing:
             return f"the hook {missing} is never called", ()
         if orders[0] != orders[1]:
-            return f"the hooks {', '.join(orders[0])} are called in another order: {', '.join(orders[1])}", ()
+            return f"the hooks {', '.join(orders[0])} are called in a different order: {', '.join(orders[1])}", ()
         for name in orders[0]:
             times = f"called {candidate_calls.count(name)} times per step instead of {reference_calls.count(name)}"
             if candidate_calls.count(name) < reference_calls.count(name):

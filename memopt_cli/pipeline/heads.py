@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from memopt_cli.records import Plan
+from memopt_cli.text.paths import quote_module
 from memopt_cli.text.units import format_some
 
 
 def heads_notes(plan: Plan) -> list[str]:
     """Return a note on the linear layers that ``plan`` runs in chunks through their loss; none if there are none."""
-    heads = dict.fromkeys(f"'{segment.path or '(root)'}'" for segment in plan.everywhere if segment.through_loss)
+    heads = dict.fromkeys(quote_module(segment.path) for segment in plan.everywhere if segment.through_loss)
     if not heads:
         return []
     verb, its = ("runs", "its") if len(heads) == 1 else ("run", "their")

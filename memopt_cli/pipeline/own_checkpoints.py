@@ -8,7 +8,7 @@ from dataclasses import replace
 from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced, TraceJob
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Failure, Measurement, Plan, describe
-from memopt_cli.text.paths import attributes_in_words
+from memopt_cli.text.paths import attributes_in_words, quote_module
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 
@@ -26,7 +26,10 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     if not isinstance(traced, Traced) or not traced.checkpoints:
         return prepared
     own = _measure(prepared) if measures else None
-    cost = "" if own is None else _cost_in_words(own)
+    if isinstance(own, Measurement):
+        cost = f", which takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} per step"
+    else:
+        cost = "" if own is None else f", which does not run: {describe(own)}"
     note = (
         f"The model checkpoints by itself ({attributes_in_words(switches)}){cost}. The search for plans, and its "
         "comparisons, run with that off. Applying a plan turns it off in your training script too; do not turn it on "
@@ -39,17 +42,9 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
 
 
 def _measure(prepared: Prepared) -> Measurement | Failure:
-    """Measure the step with the model's own checkpointing on."""
     prepared.progress.stage("measuring the step with the model's own checkpoints")
     answer = prepared.ask(MeasureJob(plan=ORIGINAL))
     return answer.measurement if isinstance(answer, Measured) else answer
-
-
-def _cost_in_words(own: Measurement | Failure) -> str:
-    """Return peak and time of the step with the model's own checkpointing on, in words."""
-    if not isinstance(own, Measurement):
-        return f", which does not run: {describe(own)}"
-    return f", which takes {format_bytes(own.allocated_peak_bytes)} and {format_seconds(own.step_s)} per step"
 
 
 def suspended_notes(switches: Sequence[str], plan: Plan) -> tuple[str, ...]:
@@ -63,7 +58,7 @@ def own_checkpoints_notes(paths: Sequence[str]) -> tuple[str, ...]:
     """Return a note that the modules at ``paths`` checkpoint in their forward, if there are any."""
     if not paths:
         return ()
-    modules = format_some([f"'{path or '(root)'}'" for path in paths])
+    modules = format_some([*map(quote_module, paths)])
     return (
         f"The model checkpoints by itself, in the forward of {modules}. A plan cannot change that, and inside a "
         "segment that part is recomputed twice. If an attribute such as use_checkpoint controls it, memopt searches "

@@ -47,7 +47,7 @@ from memopt_cli.records.progress import Ask, Progress
 TAKEN_OFF_NOTE = "The file carries a plan already; it was taken off first."
 NAME_BUILDER_HINT = "Name what builds the model: package.module:callable, or file.py:function."
 LEFT_OUT_NOTE = "The model carries a plan already; it is left out here."
-"""Note on an answer that changes no model, and is given without the plan that the model carries."""
+"""Note on an answer that changes no model and leaves the model's present plan aside."""
 _COMPILER_BACKENDS: Final = ("inductor",)
 """Backends of ``torch.compile`` that run a compiler of their own, for the CPU as for a GPU."""
 _MAX_LIBRARIES: Final = 50
@@ -130,7 +130,7 @@ class Prepared:
         return replace(self, subject=replace(self.subject, compiler_cache=folder.path))
 
     def with_size(self, symbol: str, size: int) -> Prepared:
-        """Return the model with inputs whose dimension ``symbol``, which is not the batch, has ``size``."""
+        """Return the model with inputs of ``size`` in dimension ``symbol``, a dimension other than the batch."""
         spec = replace(self.subject.spec, dims={**self.subject.spec.dims, symbol: size})
         return self._with_spec(spec, self.batch)
 
@@ -218,7 +218,7 @@ def remembered_inputs(location: str) -> InputSpec | None:
 
     The plan, the summary and the frontier that ``memopt optimize`` wrote hold them.  These files may have come with the
     model, so only inputs that name no code and no other file are taken.  Files that cannot be read, or are about
-    another model, are skipped without an error, since the user has not named them.
+    a different model, are skipped without an error, since the user has not named them.
     """
     paths, model_path = output_paths(location, None), Path(location)
     name = model_path.absolute().name
@@ -263,7 +263,7 @@ def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) 
 def prepare_without_libraries(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
     """Load the model of ``opening`` as :func:`prepare_with_plan` does, and import no libraries for all subprocesses.
 
-    For a model that runs next to another one, whose folder may have libraries of the same names.
+    For a model that runs next to another one: libraries in the two folders may have the same names.
     """
     progress.stage("loading")
     settings = replace(opening.settings, device=resolve_device(opening.settings.device))

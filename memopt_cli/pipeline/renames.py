@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from memopt_cli.records import ModuleBytes, Rename
 from memopt_cli.text.paths import stems_of
@@ -30,19 +30,20 @@ def find_renames(
     targets: set[str] = set()
     renames = []
     sides = _Paths(missing), _Paths(added)
-    for key, same_count in ((_signature, False), (_class_name, True)):
+    for by_class in (False, True):
         unmatched = [module for path, module in missing.items() if path not in moves]
         free = [module for path, module in added.items() if path not in targets]
-        for stems in _most_votes(_pairs_of_equals(unmatched, free, key, same_count=same_count)):
-            moved = 0
+        votes = Counter(stems_of(*pair) for pair in _equal_pairs(unmatched, free, by_class=by_class))
+        for stems, _ in votes.most_common():
+            move_count = 0
             for path, target in _renamed_paths(*sides, *stems):
                 is_free = path not in moves and target not in targets and path in missing and target in added
                 if is_free and _is_successor(added[target], missing[path]):
                     moves[path] = target
                     targets.add(target)
-                    moved += 1
-            if moved:
-                renames.append(Rename(before=stems[0], after=stems[1], modules=moved))
+                    move_count += 1
+            if move_count:
+                renames.append(Rename(before=stems[0], after=stems[1], modules=move_count))
     return tuple(renames), moves
 
 
@@ -73,25 +74,20 @@ def _renamed_paths(missing: _Paths, added: _Paths, before: str, after: str) -> I
                 yield source, path
 
 
-def _most_votes(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return candidate renames, as pairs of an old and a new beginning of paths, those with most votes first."""
-    return [stems for stems, _ in Counter(stems_of(*pair) for pair in pairs).most_common()]
-
-
-def _pairs_of_equals(
-    missing: Iterable[ModuleBytes],
-    added: Iterable[ModuleBytes],
-    key: Callable[[ModuleBytes], object],
-    *,
-    same_count: bool = False,
+def _equal_pairs(
+    missing: Iterable[ModuleBytes], added: Iterable[ModuleBytes], *, by_class: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield paths of modules with equal keys, in pairs.  ``same_count``: only of keys that both sides have as often."""
+    """Yield paths of modules of equal class and sizes, in pairs.
+
+    ``by_class``: of equal class, whatever the sizes, if both sides have as many.
+    """
     paths_by_key: dict[object, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for side, modules in enumerate((missing, added)):
         for module in modules:
-            paths_by_key[key(module)][side].append(module.path)
+            key = module.class_name if by_class else (module.class_name, _sizes(module))
+            paths_by_key[key][side].append(module.path)
     for before, after in paths_by_key.values():
-        if not same_count or len(before) == len(after):
+        if not by_class or len(before) == len(after):
             yield from zip(before, after, strict=False)
 
 
@@ -104,15 +100,6 @@ def _sizes(module: ModuleBytes) -> tuple[int, ...]:
     return module.output_bytes, *(module.held_bytes.get(kind, 0) for kind in ("parameters", "buffers"))
 
 
-def _signature(module: ModuleBytes) -> object:
-    return module.class_name, *_sizes(module)
-
-
-def _class_name(module: ModuleBytes) -> object:
-    return module.class_name
-
-
 def _replace_prefix(path: str, before: str, after: str) -> str:
-    """Return ``path`` with ``after`` in place of ``before`` at its beginning."""
     rest = path[len(before) :].strip(".")
     return ".".join(part for part in (after, rest) if part)

@@ -60,7 +60,7 @@ class SearchProbes:
 
     @property
     def _limit_in_words(self) -> str:
-        """Name of the flag that set the time limit or, of a default limit, the flag that sets a longer one."""
+        """Name of the flag that set the time limit; for the default limit, of the flag for a longer one."""
         if not self._is_default_limit or self._limit_s is None:
             return "(`--search-time`)"
         longer_s = _LONGER_S * max(1, math.ceil(2 * self._limit_s / _LONGER_S))

@@ -1,6 +1,6 @@
 """Describing a step by named terms, such as its precision and inputs, and listing the terms in which two steps differ.
 
-A command that reads a memopt file fills in the settings that the user left out from the step in that file.
+From a memopt file, a command takes the settings of the recorded step, where the user gave none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fill_in(settings: StepSettings, file_settings: StepSettings) -> StepSettings
 
 
 def settings_naming_code(settings: StepSettings, file_settings: StepSettings) -> list[str]:
-    """Return the fields that ``settings`` leaves out and for which ``file_settings`` names a user function.
+    """Return the fields left out by ``settings`` for which ``file_settings`` names a user function.
 
     The file may have come with the model, and memopt only runs code that the user names.
     """
@@ -82,7 +82,7 @@ def command_line(command: str, location: str, flags: Sequence[str]) -> str:
 
 
 def step_terms(settings: StepSettings) -> dict[str, str]:
-    """Return the ``settings`` that decide what a step computes, except device and seed, as texts by name.
+    """Return the ``settings`` that decide what a step computes, except device and seed, as strings by name.
 
     A function is named without its folder, which depends on where memopt is run.
     """
@@ -96,7 +96,7 @@ def step_terms(settings: StepSettings) -> dict[str, str]:
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Difference, ...]:
-    """Return the terms that both sides have, with different texts."""
+    """Return the terms that both sides have with different values."""
     return tuple(
         Difference(name=name, before=text, after=after[name])
         for name, text in before.items()

@@ -55,8 +55,7 @@ class Conditions:
 
     settings: StepSettings
     backend: tuple[str, ...]
-    """Libraries that PyTorch may take kernels from (``mkldnn``, ``cudnn`` …), which decide what is saved for
-    backward."""
+    """Libraries with kernels for PyTorch (``mkldnn``, ``cudnn`` …).  They decide what is saved for backward."""
     device_name: str
     python: str
     threads: int
@@ -116,11 +115,11 @@ class ShorterStep:
     """Symbol of the dimension whose size is the length."""
     size: int
     memory: StepMemory
-    """Needs at that length, with the plan that acts there."""
+    """Needs at that length, with the plan used there."""
 
     @property
     def name(self) -> str:
-        """Length in words: ``S=512``."""
+        """Length as text: ``S=512``."""
         return f"{self.dim}={self.size}"
 
 
@@ -202,7 +201,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChange:
-    """The paths of segments that only one of two plans has, or that differ between them."""
+    """The paths of segments that differ between two plans, or are in only one of them."""
 
     dropped: tuple[str, ...] = ()
     added: tuple[str, ...] = ()

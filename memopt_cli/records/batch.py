@@ -66,7 +66,7 @@ class BatchAdvice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEstimate:
-    """The largest batch that fits by the memory model; no batch was run to find it."""
+    """The largest batch that fits according to the memory model; no batch was run to find it."""
 
     batch: int
     predicted_peak_bytes: int
@@ -97,7 +97,7 @@ BatchOutcome = BatchAdvice | BatchEstimate | NoBatchFits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaAdvice:
-    """The number of copies of a model that train fastest as one, each at the batch that the inputs describe."""
+    """The fastest number of copies of a model that train as one, each at the described batch."""
 
     fastest: int
     """Number of copies with most samples per second, of those within the budget."""
@@ -224,7 +224,7 @@ class BatchRequest(StepRequest):
     search: ResolvedSearch | None = None
     """Limits on plans in a search for the fastest pair of a batch and a plan; ``None`` without ``--search``."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which everything is estimated; ``None`` for the device here."""
+    """Device for which everything is estimated, since this machine lacks it; ``None`` for the device here."""
     fake: bool = False
     """Whether to estimate on tensors without data, without any run at full size."""
     layouts: tuple[RankLayout, ...] = ()
@@ -384,7 +384,7 @@ class BatchRecommendation:
     header: FileHeader
     objective: Objective
     limit: str
-    """Memory limit in words, with its source."""
+    """Memory limit and its source, as text for a report."""
     rows: tuple[BatchRow, ...]
     """Cases, those without the plan first; sizes ascending."""
     chosen: int
@@ -406,12 +406,12 @@ class BatchRecommendation:
     interrupted: bool = False
     """Whether the search was interrupted; the recommendation is the best of the runs until then."""
     step: StepSettings = StepSettings()
-    """Settings of the step that was run, which a training script must share to need the same memory and time."""
+    """Settings of the step as run.  A training script must share them to need the same memory and time."""
     call: ModelCall = ModelCall()
     """Call of the model and place of its loss, for the loop to paste."""
     plan: str = ""
     """Path of the plan's file; empty if no plan was asked for, or the model's file carries it."""
     card: str = ""
-    """Name of the device that this machine lacks, for which the batch is an estimate; empty for the device here."""
+    """Name of the device for which the batch is an estimate, since this machine lacks it; empty for the device here."""
     backend: str = ""
     """Backend of ``torch.compile`` that ``--compile`` named; empty if only the plan decides about compiling."""

@@ -1,4 +1,4 @@
-"""Plans that the search found and that are not applied, each with its reason.
+"""Plans that were found and not applied, each with its reason.
 
 A reason is a class (``TooSlow``, ``SavesTooLittle`` …) with its own wording: ``because`` and ``remedy`` become
 sentences of the summary.
@@ -19,7 +19,7 @@ from memopt_cli.text.units import format_apart, format_bytes, format_count, form
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooSlow:
-    """The reason that a plan's step takes longer than allowed."""
+    """A reason not to apply a plan: its step takes longer than allowed."""
 
     slowdown: float
     """Measured step time divided by the original's."""
@@ -55,7 +55,7 @@ class TooSlow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavesTooLittle:
-    """The reason that a plan saves nothing, or too little for the time that it adds."""
+    """A reason not to apply a plan: it saves nothing, or too little for the time that it adds."""
 
     saved: float
     """Saved share of the original's allocated peak; 0 or less if the peak is not lower."""
@@ -94,7 +94,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differs:
-    """The reason that verification failed: a step with the plan computes something else than the original."""
+    """A reason not to apply a plan: its step computes something different from the original's."""
 
     verification: Verification
     left_out: tuple[LeftOut, ...] = ()
@@ -116,7 +116,7 @@ class Differs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotRun:
-    """The reason that a step with the plan could not be run, or not be verified."""
+    """A reason not to apply a plan: its step could not be run, or could not be verified."""
 
     failure: Failure
     in_verification: bool = False
@@ -134,7 +134,7 @@ class NotRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnIsBetter:
-    """The reason that the unchanged model, with its own checkpoints, does better than the plan."""
+    """A reason not to apply a plan: the unchanged model, with its own checkpoints, does better."""
 
     own_bytes: int
     """Allocated peak of the step with the model's own checkpoints."""
@@ -175,7 +175,7 @@ class Dropped:
 
     @property
     def in_words(self) -> str:
-        """Plan in words: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
+        """Plan as text: ``147.0 MiB of 200.0 MiB``, ``2.6 MiB (2.4 MiB without it)``, ``a plan of 2 segments``."""
         if self.peak_bytes is None:
             return f"a plan of {format_count(len(self.plan.segments), 'segment')}"
         if self.original_bytes is None:
@@ -197,16 +197,16 @@ class Dropped:
 def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
     """Return the plan in ``dropped`` that came nearest to being applied; ``None`` if there is none.
 
-    The last plan that got as far as verification, or that the model's own checkpoints beat, comes first, then the
-    fastest plan that was too slow, then the last plan that saved too little, then one that could not be run.  An
-    optimizer that cannot run in backward does not count as a plan.
+    First comes the last plan that got as far as verification, or was beaten by the model's own checkpoints.  Then come
+    the fastest plan of those too slow, the last plan that saved too little, and a plan that could not be run.  A failed
+    optimizer in backward does not count as a plan.
     """
     plans = [plan for plan in dropped if not (plan.plan.in_backward and isinstance(plan.why, NotRun))]
     return min(reversed(plans), key=_distance, default=None)
 
 
 def _distance(dropped: Dropped) -> tuple[int, float]:
-    """Return a key that is the smaller, the nearer a plan came to being applied."""
+    """Return a sort key: the nearer the plan came to being applied, the smaller the key."""
     match dropped.why:
         case Differs() | NotRun(in_verification=True) | OwnIsBetter():
             return 0, 0.0

@@ -18,7 +18,7 @@ class EquivalenceRequest:
 
     reference: ModelSource
     candidate: ModelSource
-    """Candidate: the same model or step, trained in another way."""
+    """Candidate: the same model or step, trained differently."""
     spec: InputSpec | None
     """Inputs of both; ``None`` to look for them next to the reference, then guess."""
     settings: StepSettings = StepSettings()
@@ -128,7 +128,7 @@ class TensorGap:
     name: str
     """Name such as ``gradient of block1.weight``."""
     apart: float
-    """Distance divided by the norm of the reference's tensor; infinite if one is missing, or has another shape."""
+    """Distance divided by the norm of the reference's tensor; infinite if one is missing, or their shapes differ."""
     missing: Literal["", "reference", "candidate"] = ""
     """Side that lacks the tensor; empty if neither does."""
 
@@ -162,7 +162,7 @@ class Equivalence:
     differs_in_step: int = 0
     """Number of the first step in which the trainings differ; 0 if they do not."""
     gaps: tuple[TensorGap, ...] = ()
-    """Tensors that differ in that step, the most telling ones first."""
+    """Tensors with a difference in that step, the most telling ones first."""
     failed: str = ""
     """Error of the candidate in step ``differs_in_step``, where the reference raises none; empty if there is none."""
     hooks: str = ""

@@ -70,7 +70,7 @@ class OutOfMemoryText:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that a step is certain to get: those that tensors held and those that were free; 0 if unknown."""
+        """Bytes that a step is certain to get: bytes held by tensors and free bytes; 0 if unknown."""
         return self.allocated_bytes + self.free_bytes if self.allocated_bytes else 0
 
 
@@ -141,10 +141,9 @@ class Explanation:
     instant: Instant | None = None
     """First instant at which the step needs more than the limit; ``None`` if it fits, or there is no model."""
     counted_as: str = ""
-    """Batch at which the step was counted, and options that were left out, where the step fits although an error says
-    that memory ran out; empty otherwise."""
+    """Batch at which the step was counted, and missing options, where the step fits in spite of the error; or empty."""
     line: str = ""
-    """Line of the model's code at that instant, or at the peak of a step that fits."""
+    """Line of the model's code at that instant; for a step that fits, at its peak."""
     raised_at: str = ""
     """Line of the user's code in the traceback of the error; empty if there is none."""
     breakdown: Breakdown | None = None
@@ -153,7 +152,7 @@ class Explanation:
     lines: tuple[Holder, ...] = ()
     """Activation bytes by line of the model's code, or by the stacks of a snapshot."""
     suggestions: tuple[Suggestion, ...] = ()
-    """Changes that fit, fastest first, those that change rounding last."""
+    """Changes with which the step fits, fastest first, changes of rounding last."""
     refused: tuple[str, ...] = ()
     """Changes that were tried and do not fit, each with the reason."""
     notes: tuple[str, ...] = ()

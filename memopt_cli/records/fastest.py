@@ -39,13 +39,13 @@ class FastestTraining:
     """Header, with the inputs of the answer."""
     budget_bytes: int
     limit: str
-    """Memory limit in words, with its source."""
+    """Memory limit and its source, as text for a report."""
     runs: tuple[PairRun, ...]
     """Runs in the order in which they were made."""
     chosen: int
     """Index of the answer."""
     original: int | None
-    """Index of the fastest run without a plan, at the smallest batch if several are equal; ``None`` if none fits."""
+    """Index of the fastest run without a plan, at the smallest batch if several are equal; ``None`` if no run fits."""
     level: int
     """Highest level that the search for plans used."""
     accumulation: Accumulation | None
@@ -63,7 +63,7 @@ class FastestTraining:
     files: tuple[str, ...]
     spent_s: float
     step: StepSettings = StepSettings()
-    """Settings of the step that was run, which a training script must share to need the same memory and time."""
+    """Settings of the step as run.  A training script must share them to need the same memory and time."""
     call: ModelCall = ModelCall()
     """Call of the model and place of its loss, for the loop to paste."""
     interrupted: bool = False

@@ -57,7 +57,7 @@ class InputSpec:
     script: str | None = None
     """Function ``file.py:function``, called with the dimensions it names (``--input-script``); ``None`` if absent."""
     source: str
-    """Source of the description in words: ``--input``, ``model.inputs.yaml``, ``a guess from conv1`` …"""
+    """Source of the description, as messages name it: ``--input``, ``model.inputs.yaml``, ``a guess from conv1`` …"""
 
     @property
     def is_guess(self) -> bool:

@@ -60,7 +60,7 @@ class Inspection:
     size_bytes: int
     sha256: str
     versions: dict[str, str]
-    """Versions that the file gives of its format and of the programs that wrote it."""
+    """Versions of the file's format and of the programs that wrote it, as the file has them."""
     modules: tuple[StoredModule, ...]
     """Modules, parents before children; empty for a file with only weights."""
     tensors: tuple[StoredTensor, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BUILT_IN = ("fsdp", "ddp")
-"""Layouts that memopt makes itself; another layout needs a user function."""
+"""Layouts that memopt makes itself; any other layout needs a user function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,4 +27,4 @@ class Collective:
     """``all-gather``, ``reduce-scatter``, ``all-reduce``, ``broadcast``, ``all-to-all`` …"""
     calls: int
     whole_bytes: int
-    """Bytes of the whole tensors that are gathered, or that each rank gives to be reduced."""
+    """Bytes of the whole gathered tensors, or of the tensors that each rank gives to be reduced."""

@@ -70,7 +70,7 @@ class StrategyComparison:
     batch: int
     budget_bytes: int
     limit: str
-    """Memory limit in words, with its source."""
+    """Memory limit and its source, as text for a report."""
     curves: tuple[StrategyCurve, ...]
     notes: tuple[str, ...]
     spent_s: float

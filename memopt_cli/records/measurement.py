@@ -41,7 +41,7 @@ class Breakdown:
 
     parameters_bytes: int
     gathered_bytes: int = 0
-    """Parameters that are gathered from other ranks while they are used, and the buffers in which they arrive."""
+    """Parameters gathered from other ranks while they are used, and the buffers in which they arrive."""
     buffers_bytes: int
     gradients_bytes: int
     reduction_bytes: int = 0
@@ -111,7 +111,7 @@ class Counted:
     data_ranks: int = 1
     """Ranks that have samples of their own; 1 for one device."""
     elsewhere_bytes: int = 0
-    """Largest number of bytes that the plan lets wait in host memory or on the disk, which no peak counts."""
+    """Largest number of bytes that the plan lets wait in host memory or on the disk.  No peak counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class Measurement:
     waited: float = 0.0
     """Share of the time of the timed steps that they waited for a processor, because the machine was busy."""
     elsewhere_bytes: int = 0
-    """Largest number of bytes that the plan lets wait in host memory or on the disk, which no peak counts."""
+    """Largest number of bytes that the plan lets wait in host memory or on the disk.  No peak counts them."""
 
     @property
     def step_s(self) -> float:
@@ -193,7 +193,7 @@ class OutOfMemory:
     needed_bytes: int = 0
     """Predicted peak of a step that was not run, since it does not fit here; 0 for a step that was tried."""
     free_bytes: int = 0
-    """Bytes that were free for a step that was not run."""
+    """Bytes that were free for the step, which was not run."""
 
     @property
     def was_tried(self) -> bool:
@@ -220,7 +220,7 @@ class Crashed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed:
-    """A step in which the model's own code raised, or that has no usable result."""
+    """A step without a usable result, or with an error raised by the model's own code."""
 
     message: str
     hint: str = ""
@@ -238,7 +238,7 @@ class StepFailed:
 
     @classmethod
     def from_error(cls, error: MemoptError, hint: str, *, wanted: tuple[WantedGlobal, ...] = ()) -> StepFailed:
-        """Return the failure that ``error`` reports, so that its class is raised again where the failure is."""
+        """Return the failure for ``error``; whoever receives the failure can raise an error of that class again."""
         kind = nearest_known_class(error)
         return cls(
             message=error.message,

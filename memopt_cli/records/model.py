@@ -57,7 +57,7 @@ class Trust:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedGlobal:
-    """A class or function that a model file would import, and that the user must allow first."""
+    """A class or function that a model file would import if the user allowed it."""
 
     name: str
     """Qualified name, e.g. ``mymodels.net.Net``."""
@@ -84,7 +84,7 @@ class ModelSource:
     itself."""
     trust: Trust = Trust()
     typed_trust: Trust = Trust()
-    """Part of ``trust`` that the user typed for this command, and that is remembered for the file."""
+    """Part of ``trust`` that the user typed for this command.  It is remembered for the file."""
     keeps_compiled: bool = False
     """Whether a model that its code compiles with ``torch.compile`` runs compiled; otherwise it runs uncompiled."""
     own_checkpoints: bool = True
@@ -131,7 +131,7 @@ class ModelFacts:
     carried: Plan
     """Plan that the file carries; empty if none."""
     asked_codecs: tuple[str, ...]
-    """Paths of the modules that name a codec for their inputs (``x_compressor``), other than ``null``."""
+    """Paths of the modules that name a compressor of their inputs (``x_compressor``), other than ``null``."""
     fixed_sizes: bool
     """Whether the file takes inputs of one size only (``torch.export`` without ``dynamic_shapes``)."""
     indices: dict[str, int]
@@ -146,8 +146,8 @@ class ModelFacts:
     sync_norms: tuple[str, ...]
     """Paths of the batch norms whose statistics need all processes (``SyncBatchNorm``)."""
     libraries: tuple[str, ...] = ()
-    """Modules of model libraries that were imported to load the model, and that later subprocesses need as well;
-    without those that the user's code hides; empty if loading changed the environment, on which imports depend."""
+    """Modules of model libraries imported to load the model, for later subprocesses, without modules hidden by the
+    user's code; empty if loading changed the environment, since imports depend on it."""
     checkpoint_switches: tuple[str, ...] = ()
     """Attributes that make the model checkpoint by itself, as
     :func:`memopt_cli.training.own_checkpoints.find_switches` finds them."""

@@ -21,7 +21,7 @@ from memopt_cli.records.verification import Verification
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownFrontier:
-    """The plans that ``--frontier`` showed, and the step that they were shown for; kept in a file next to the model."""
+    """The plans shown by ``--frontier``, and the step for which they were shown; kept in a file next to the model."""
 
     header: FileHeader
     """Origin of the plans: the model and its inputs."""
@@ -47,7 +47,7 @@ class OptimizeRequest(StepRequest):
     search: ResolvedSearch
     goal: SearchGoal = SearchGoal()
     shown: ShownFrontier | None = None
-    """Frontier that an earlier command showed, from which the goal picks a plan; ``None`` to search."""
+    """Frontier of an earlier command, from which the goal picks a plan; ``None`` to search."""
     dim_range: DimRange | None = None
     """Smallest and largest size of a dimension, for a plan by length within the goal's budget (the inputs have the
     largest); ``None`` for a plan at one size."""
@@ -58,7 +58,7 @@ class OptimizeRequest(StepRequest):
     dry_run: bool = False
     """Whether to search and report without writing anything."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which the plan is found by estimates; ``None`` for the device here."""
+    """Device for which the plan is found by estimates, since this machine lacks it; ``None`` for the device here."""
     layout: RankLayout | None = None
     """Layout over many ranks, where a plan for one is found without measuring; ``None`` for a single device."""
     plan_only: bool = False

@@ -18,7 +18,7 @@ MAX_RANGES = 100
 """Maximum number of ranges of a plan by length; each is measured by itself."""
 
 CompressorName = Literal["null", "boolean", "uint8", "bit", "sparse", "two-valued", "index", "parts", "own"]
-"""Name of a codec: a key of ``COMPRESSORS`` in ``runtime/compressor.py``, or ``own``."""
+"""Name of a compressor: a key of ``COMPRESSORS`` in ``runtime/compressor.py``, or ``own``."""
 PlaceName = Literal["device", "host", "disk"]
 """Place where stored tensors wait for backward: on the device, in host memory, or in a file."""
 
@@ -76,7 +76,7 @@ class SegmentPlan(ChunkRule):
     path: str
     """Module path as in ``named_modules``; empty for the root."""
     compressor: CompressorName = "null"
-    """Codec of the stored input tensors; ``own`` is the module's ``x_compressor``."""
+    """Compressor of the stored input tensors; ``own`` is the module's ``x_compressor``."""
     chunks: int = 1
     """Number of chunks; with 1 the input runs whole, and the fields of :class:`ChunkRule` have no effect."""
     spatial_split: bool = False
@@ -104,7 +104,7 @@ class SegmentPlan(ChunkRule):
 class InputDimension:
     """A dimension of inputs of the model, whose size may differ from step to step.
 
-    Raises :class:`UsageError` for a negative position, without a symbol, and if several arguments lack an axis each.
+    Raises :class:`UsageError` for a negative position, for an empty symbol, and unless each argument has an axis.
     """
 
     dim: str
@@ -112,7 +112,7 @@ class InputDimension:
     argument: int | str | tuple[int | str, ...]
     """Argument of the model's forward, as a position from 0 or a name; of several arguments, one for each axis."""
     axis: int | tuple[int, ...]
-    """Axis of the tensor given there; a negative one counts from the last.  Of several, the largest size counts."""
+    """Axis of that argument, negative from the end; one for each of several arguments, whose largest size counts."""
 
     def __post_init__(self) -> None:
         arguments = self.argument if isinstance(self.argument, tuple) else (self.argument,)
@@ -185,8 +185,8 @@ class CompilePlan(_ShortRepr):
 class Plan(_ShortRepr):
     """Module path -> what to do there.
 
-    Raises ``UsageError`` for ranges that do not ascend, that name no dimension, that are given with segments for
-    every size, or that are combined with ``compile``.
+    Raises ``UsageError`` for ranges that do not ascend, have no dimension, or are given together with segments for
+    every size or with ``compile``.
     """
 
     segments: tuple[SegmentPlan, ...] = ()
@@ -231,7 +231,7 @@ class Plan(_ShortRepr):
             )
 
     def __bool__(self) -> bool:
-        """Return whether the plan changes something, so that ``if plan_of(model)`` is as it reads."""
+        """Return whether the plan changes something, so that ``if plan_of(model):`` is false for an empty plan."""
         return not self.is_empty
 
     @property

@@ -16,7 +16,7 @@ from memopt_cli.records.wire import to_data, to_short_data
 from memopt_cli.text.documents import why_unreadable, yaml_text
 from memopt_cli.text.writing import content, write_all
 
-# Keys of a plan's file that are for people, and that applying it does not need.
+# Keys of a plan's file for people only: a plan is applied without them.
 PREDICTED = "predicted"
 """Key of the predictions for a step under the plan."""
 PARALLEL = "parallel"

@@ -32,7 +32,7 @@ class ProfileRequest(StepRequest):
     fake: bool = False
     """Whether to estimate on tensors without data, without any run at full size."""
     card: DeviceProfile | None = None
-    """Device that this machine lacks, for which the step is estimated without a run; ``None`` for the device here."""
+    """Device for which the step is estimated, since this machine lacks it; ``None`` for the device here."""
     layout: RankLayout | None = None
     """Layout of ranks, where one rank is predicted without data; ``None`` for one device."""
     rank: int | None = None
@@ -121,11 +121,11 @@ class SavedTensor:
     """Path of the module of the first operator that saved the storage."""
     op: str
     """First operator that saved the storage; or :data:`SEGMENT` or :data:`PACKING` if that part of a plan keeps it.
-    Under a plan that packs, the last operator of forward that reads a storage which stays as it is."""
+    Under a plan that packs, for a storage that is not packed: the last operator of forward that reads it."""
     savers: int
     """Number of operators or segments that keep the storage."""
     compressor: CompressorName
-    """Smallest codec that holds the contents exactly."""
+    """Smallest compressor that holds the contents exactly."""
     packed_bytes: int
 
 

@@ -85,7 +85,7 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotPredicted:
-    """The answer that a model cannot be spread over these ranks, or that its step cannot be predicted."""
+    """The answer for a model that cannot be spread over these ranks, or cannot be predicted there."""
 
     reason: str
 
@@ -106,7 +106,7 @@ class RanksRecommendation:
 
     header: FileHeader
     limit: str
-    """Memory limit of a rank in words, with its source."""
+    """Memory limit of a rank and its source, as text for a report."""
     rows: tuple[RanksRow, ...]
     """Answers by number of ranks, for each the one without the plan first."""
     fewest_ranks: int

@@ -50,10 +50,10 @@ class SearchOptions:
     """Whether a measurement takes one more step before the timed ones."""
     prefer: Preference | None = None
     profile: Profile | None = None
-    """Profile that the user gave, or that ``prefer`` sets; ``None`` if neither is given."""
+    """Profile from the user, or from ``prefer``; ``None`` if neither is given."""
     allow_expensive_profiling: bool = True
     checkpoint_budget: Preference | None = None
-    """Budget that the user gave, or that ``prefer`` sets; ``None`` if neither is given."""
+    """Budget from the user, or from ``prefer``; ``None`` if neither is given."""
     max_gc_wrapped_modules: int | None = None
     """Maximum number of outermost segments; ``None`` for no limit, 0 or less for no segment."""
     gc_target_budget_ratio: float | None = None
@@ -112,7 +112,7 @@ class ResolvedSearch:
 
     options: SearchOptions
     requested_level: int
-    """Level that the user gave, or that the profile sets."""
+    """Level from the user, or from the profile."""
     notes: tuple[str, ...] = ()
     """Notes on every option that another option has decided."""
     asked_slowdown: float | None = None

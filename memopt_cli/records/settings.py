@@ -42,7 +42,7 @@ class StepSettings:
 
     @property
     def all_gradients_flag(self) -> str:
-        """The flag, as typed, that makes the step need all gradients at once; empty if none does."""
+        """The flag, as typed, that makes the step need all gradients at once; empty if no flag does."""
         needing = {
             "`--accumulate`": self.micro_batches > 1,
             "`--clip-norm`": self.clip_norm is not None,

@@ -16,8 +16,8 @@ from memopt_cli.records.verification import Verification
 from memopt_cli.text.units import format_bytes, format_count
 
 _FIXED_SHARE = 0.5
-"""Share of the peak that no plan can lower (parameters, gradients, buffers, inputs) above which a summary without a
-plan names this share as the reason."""
+"""Least fixed share of the peak (parameters, gradients, buffers, inputs) that a summary names as the reason for no
+plan."""
 
 LOWER_SHARE = 0.02
 """A peak counts as lower than another if it is lower by at least this share."""
@@ -62,7 +62,6 @@ class LevelRow:
 
 
 def _in_brief(plan: Plan, outcome: Measurement | Failure | None) -> str:
-    """Return ``plan`` and its measured peak in a few words."""
     peak = f", {format_bytes(outcome.allocated_peak_bytes)}" if isinstance(outcome, Measurement) else ""
     return f"{format_count(len(plan.longest.segments), 'segment')}{peak}"
 
@@ -122,7 +121,7 @@ class Outlook:
 
     @property
     def sentence(self) -> str:
-        """Sentence that names both numbers, and the limit under which a search finds the plan and may apply it."""
+        """Sentence with both numbers, and the limit for a search to find the plan and apply it."""
         limit = math.ceil(10 * (1 + (self.slowdown - 1) / PREDICTED_SHARE)) / 10
         step = f"about {self.slowdown:.1f} times the step"
         return (
@@ -181,7 +180,7 @@ class RangeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledRow:
-    """A plan that was measured for ``--compile``: one that compiles the model, or the fastest that does not."""
+    """A plan measured for ``--compile``: one with a compiler, or the fastest one without."""
 
     plan: Plan
     outcome: Measurement | Failure
@@ -234,7 +233,7 @@ class MemOptSummary:
     plan: Plan | None = None
     verification: Verification | None = None
     advice: BatchAdvice | BatchEstimate | None = None
-    """Batch that fits, by runs or only by dry runs; ``None`` if none was looked for, or a note gives the reason."""
+    """Batch that fits, by runs or only by dry runs; ``None`` if no search was asked for, or a note gives the reason."""
     model_format: str = ""
     spent_s: float = 0.0
     """Wall time of the whole optimization."""
@@ -245,9 +244,9 @@ class MemOptSummary:
     interrupted: bool = False
     """Whether the user interrupted the search; the plan is then the best of those tried."""
     faster: Outlook | None = None
-    """Predictions for the next faster plan on the frontier; ``None`` if none is known."""
+    """Predictions for the next faster plan on the frontier; ``None`` if no faster plan is known."""
     smaller: Outlook | None = None
-    """Predictions for the next smaller plan; ``None`` if none is known."""
+    """Predictions for the next smaller plan; ``None`` if no smaller plan is known."""
     estimates: PlanEstimates | None = None
     """Estimates for a device that this machine lacks, where nothing is measured; ``None`` for the device here."""
     parallel: PlannedRanks | None = None
@@ -255,7 +254,7 @@ class MemOptSummary:
     ranges: list[RangeRow] = field(default_factory=list)
     """Ranges of a plan by length, shortest first; all other fields are about the longest."""
     dropped: list[Dropped] = field(default_factory=list)
-    """Plans that were found and are not applied, in the order in which they were dropped."""
+    """Plans found and not applied, in the order in which they were dropped."""
     details: list[str] = field(default_factory=list)
     """Sentences that change no decision, such as the inputs, and what is left out of the peak."""
     compiled: list[CompiledRow] = field(default_factory=list)
@@ -288,7 +287,7 @@ class MemOptSummary:
 
     @property
     def slower(self) -> Outlook | None:
-        """Predictions for a smaller plan that exceeds the limit of the slowdown; ``None`` if none is known."""
+        """Predictions for a smaller plan that exceeds the limit of the slowdown; ``None`` if no such plan is known."""
         limit = self.options.get("max_slowdown") if self.budget_bytes is None else None
         is_over = self.smaller is not None and limit is not None and self.smaller.slowdown > float(limit)
         return self.smaller if is_over else None

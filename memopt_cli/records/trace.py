@@ -16,7 +16,7 @@ Phase = Literal["forward", "backward", "clip", "update"]
 """Phase of a step.  In ``clip`` gradients are unscaled and clipped, in ``update`` the optimizer takes its step."""
 
 UPDATE_PHASES: Final[frozenset[Phase]] = frozenset({"clip", "update"})
-"""Phases whose time does not depend on the batch, and that run once for all accumulated passes."""
+"""Phases that run once for all accumulated passes.  Their time does not depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class ModuleTrace:
     packed_input_bytes: int = 0
     """Bytes of the input tensors in :attr:`compressor`."""
     compressor: CompressorName = "null"
-    """Codec that the module names, or else the smallest one that held all of its inputs losslessly."""
+    """Compressor that the module names, or else the smallest that held all of its inputs losslessly."""
     codec_misfit: str = ""
-    """How the user's own codec, which the module names, failed to restore its inputs; empty if it did not."""
+    """How the user's own compressor, named by the module, failed to restore its inputs; empty if it did not."""
     input_shape: tuple[int, ...] = ()
     """Shape of the first positional tensor of the first call; empty if there is none."""
     first_input_bytes: int = 0
@@ -104,16 +104,16 @@ class StorageTrace:
     born: int
     """Operator that made the storage; -1 if it existed before the step."""
     died: int | None
-    """Operator before which the storage was freed, or that wrote its sum into it; ``None`` if it outlives the step."""
+    """Operator before which the storage was freed, or whose sum replaced it; ``None`` if it outlives the step."""
     freed: int | None
     """First operator that would have run without the storage if autograd had saved nothing; ``None`` if the model
     holds it to the end."""
     saved_by: tuple[int, ...] = ()
     """Operators of forward whose derivative holds the storage until backward; empty for parameters, which live on."""
     compressor: CompressorName = "null"
-    """Smallest codec that held the contents exactly; ``null`` if the contents were not looked at."""
+    """Smallest compressor that held the contents exactly; ``null`` if the contents were not looked at."""
     packed_bytes: int = 0
-    """Bytes in the codec; ``nbytes`` for ``null``."""
+    """Bytes when compressed; ``nbytes`` for ``null``."""
     fixed_bytes: tuple[tuple[int, int], ...] = ()
     """Pairs of the length of an axis and the bytes that do not shrink with it; empty for most tensors."""
 
@@ -174,9 +174,9 @@ class StepTrace:
     out_bytes_per_s: float = 0.0
     """Rate at which tensors are sent to the place where plans let them wait; 0 if it was not measured."""
     in_bytes_per_s: float = 0.0
-    """Rate at which tensors are fetched from that place; 0 if it was not measured."""
+    """Rate of fetching tensors from that place; 0 if it was not measured."""
     copying_s_per_byte: float = 0.0
-    """CPU seconds to send a byte to that place and to fetch it, which a step on the CPU loses; 0 on a GPU."""
+    """CPU seconds to send a byte to that place and to fetch it, lost to a step on the CPU; 0 on a GPU."""
     room_bytes: int | None = None
     """Maximum number of bytes that may wait in that place; ``None`` if unknown."""
     segment_overhead: float = 1.0

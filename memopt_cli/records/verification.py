@@ -9,7 +9,7 @@ from typing import Final
 TOLERANCE: Final = 1e-9
 """Two steps are equal if they differ by at most this, relatively, in float64."""
 NOT_FINITE: Final = "not finite"
-"""Words in the kind of a tensor that has NaN or infinity in it."""
+"""Part of :attr:`TensorPrint.kind` for a tensor that holds NaN or infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class TensorPrint:
     norm: float
     """Root of the sum of squares of the finite elements, in float64; 0 if the tensor is not floating."""
     projections: tuple[float, ...]
-    """Weighted sums of the finite elements, in float64, for two tensors about as far apart as the tensors."""
+    """Weighted sums of the finite elements, in float64: for two tensors about as far apart as the tensors are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class Fingerprint:
 
     tensors: tuple[TensorPrint, ...]
     put_off: tuple[str, ...]
-    """Names of outputs whose values were not computed, such as the outputs of chunks that run through the loss."""
+    """Names of outputs without computed values, such as the outputs of chunks that run through the loss."""
     repeats: bool
-    """Whether another step of the same plan, from the same state and seed, left the same bits."""
+    """Whether a second step of the same plan, from the same state and seed, left the same bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +46,15 @@ class FurtherCheck:
     """A step after the recorded one, varied in one way, and compared in the same way."""
 
     name: str
-    """End of a sentence: ``in eval mode``."""
+    """The variation, as the end of a sentence: ``in eval mode``."""
     batch: int
     compared: int = 0
     """Number of tensors compared."""
     not_tried: str = ""
     """Reason why the check was left out, such as a failure of the original, or long steps; empty if it was tried."""
     skipped: bool = False
-    """Whether the check was left out although the original might succeed: for time or memory, or because the model
-    cannot be copied."""
+    """Whether the check was left out to save time or memory, or because the model cannot be copied, and not because
+    the original fails it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class FingerprintCheck:
     tolerance: float
     """Allowed distance, relative to the norm, of the tensor that came nearest to its allowance or exceeded it most."""
     worst_name: str
-    """Name of that tensor; empty if none differed."""
+    """Name of that tensor; empty if no tensor differed."""
     worst_difference: float
     """Distance of that tensor from the original's by projections, divided by the norm of the original's."""
     by_rounding: bool = False
@@ -80,7 +80,7 @@ class FingerprintCheck:
 
     @property
     def sizes(self) -> str:
-        """Sizes in words: ``batch 8, S=256``."""
+        """Sizes as text: ``batch 8, S=256``."""
         return _sizes_in_words(self.batch, self.dims)
 
 
@@ -90,14 +90,14 @@ class Verification:
 
     passed: bool
     exact: bool
-    """Whether bit-identical tensors were required (a plan without chunks), and not ``tolerance`` (relative)."""
+    """Whether tensors had to be bit-identical, as without chunks; otherwise their distance may be ``tolerance``."""
     precision: str
     """Precision of the comparison, as in ``--precision``; ``fp64`` with chunks."""
     tolerance: float
     compared: int
     """Number of tensors compared: outputs, gradients, buffers, state."""
     worst_name: str
-    """Name of the tensor that differed most; empty if none differed."""
+    """Name of the tensor that differed most; empty if no tensor differed."""
     worst_difference: float
     """Largest difference relative to the largest magnitude of the original tensor."""
     batch: int
@@ -122,7 +122,7 @@ class Verification:
     whole: bool = False
     """Whether a segment with chunks ran whole, since its first chunk did something that chunks must not do."""
     differs_in: str = ""
-    """Name of the further check that failed; empty if none did, or if the recorded step itself differed."""
+    """Name of the further check that failed; empty if all passed, or if the recorded step itself differed."""
 
     @property
     def is_bit_exact(self) -> bool:
@@ -131,12 +131,12 @@ class Verification:
 
     @property
     def sizes(self) -> str:
-        """Sizes in words: ``batch 8, S=256``."""
+        """Sizes as text: ``batch 8, S=256``."""
         return _sizes_in_words(self.batch, self.dims)
 
     @property
     def difference(self) -> str:
-        """Largest difference in words: ``output[0] differs by 0.5 in eval mode``."""
+        """Largest difference as text: ``output[0] differs by 0.5 in eval mode``."""
         place = f" {self.differs_in}" if self.differs_in else ""
         if self.detail:
             return f"{self.worst_name} fails{place} ({self.detail})"

@@ -47,7 +47,7 @@ def to_data(value: Any) -> Any:
 def to_short_data(record: Any) -> Any:
     """Convert ``record`` like :func:`to_data`, without fields that have their default.
 
-    For files that people read, and for the answers of profiling subprocesses, whose size is bounded.
+    For files that people read, and for the answers of profiling subprocesses: these have a maximum size.
     """
     if isinstance(record, list | tuple):
         return [to_short_data(item) for item in record]

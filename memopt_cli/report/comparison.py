@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memopt_cli.inputs.spec_text import format_layout
-from memopt_cli.records import Change, Comparison, Difference, ModuleChange, PeakPlace, SavedTensor, Verdict
+from memopt_cli.records import Change, Comparison, Difference, PeakPlace, Verdict
 from memopt_cli.report.rank import TENSOR_PEAK
+from memopt_cli.text.paths import module_name
 from memopt_cli.text.units import format_bytes, format_count, format_seconds
 
 _NAMES = {"peak": "tensor peak", "allocated": "allocated peak", "offloaded": "waiting elsewhere"}
@@ -76,7 +77,7 @@ def _causes(comparison: Comparison) -> Iterator[str]:
     plan = {"dropped": comparison.plan.dropped, "added": comparison.plan.added, "changed": comparison.plan.changed}
     for what, paths in plan.items():
         if paths:
-            names = _first_few([path or "(root)" for path in paths])
+            names = _first_few([*map(module_name, paths)])
             yield f"plan: {format_count(len(paths), 'segment')} {what} ({names})"
     if comparison.plan.packing != "same":
         yield f"plan: packing of what is saved {comparison.plan.packing}"
@@ -85,9 +86,11 @@ def _causes(comparison: Comparison) -> Iterator[str]:
     yield from _size_changes(comparison)
     yield from _place_lines(comparison)
     for saved in comparison.new_saved[:_NAMED]:
-        yield f"new among the largest tensors kept for backward: {_describe_saved(saved)}"
+        origin = f"made by {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
+        place = f"kept by {saved.op.removeprefix('aten::')} of {module_name(saved.module)}"
+        yield f"new among the largest tensors kept for backward: {format_bytes(saved.nbytes)}, {origin}, {place}"
     for rename in comparison.renames:
-        names = f"{rename.before or '(root)'} → {rename.after or '(root)'}"
+        names = f"{module_name(rename.before)} → {module_name(rename.after)}"
         yield f"renamed: {names} ({format_count(rename.modules, 'module')}), which takes no memory"
 
 
@@ -100,8 +103,8 @@ def growth(comparison: Comparison) -> Iterator[str]:
         yield "by category: " + ", ".join(f"{change.metric} {_format_change(change)}" for change in changed)
     modules = [change for change in comparison.modules if change.after_bytes > change.before_bytes]
     if modules:
-        named = [f"{_module(m)} ({m.class_name}) {_signed_bytes(m.after_bytes - m.before_bytes)}" for m in modules]
-        yield "by module: " + _first_few(named)
+        sizes = [(m, _signed_bytes(m.after_bytes - m.before_bytes)) for m in modules]
+        yield "by module: " + _first_few([f"{module_name(m.path)} ({m.class_name}) {size}" for m, size in sizes])
 
 
 def metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -115,7 +118,7 @@ def module_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     most = sorted(comparison.modules, key=lambda m: -abs(m.after_bytes - m.before_bytes))[:_MODULES]
     return [
         (
-            _module(m) + (f" (was {m.was})" if m.was else ""),
+            module_name(m.path) + (f" (was {m.was})" if m.was else ""),
             m.class_name,
             format_bytes(m.before_bytes),
             format_bytes(m.after_bytes),
@@ -136,7 +139,7 @@ def _size_changes(comparison: Comparison) -> Iterator[str]:
         grown.sort(key=lambda pair: -abs(pair[1]))
         if grown:
             yield f"{kind} changed: " + _first_few(
-                [f"{_module(m)} ({m.class_name}) {_signed_bytes(n)}" for m, n in grown]
+                [f"{module_name(m.path)} ({m.class_name}) {_signed_bytes(n)}" for m, n in grown]
             )
 
 
@@ -169,16 +172,10 @@ def circumstances(comparison: Comparison) -> Iterator[str]:
         yield "the model file is the same as before"
 
 
-def _describe_saved(saved: SavedTensor) -> str:
-    made = f"made by {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
-    kept = f"kept by {saved.op.removeprefix('aten::')} of {saved.module or '(root)'}"
-    return f"{format_bytes(saved.nbytes)}, {made}, {kept}"
-
-
 def _place_in_words(place: PeakPlace) -> str:
     if not place.op:
         return "what exists before the step"
-    return f"{place.phase} of {place.module or '(root)'} ({place.op.removeprefix('aten::')})"
+    return f"{place.phase} of {module_name(place.module)} ({place.op.removeprefix('aten::')})"
 
 
 def _list_differences(differences: Sequence[Difference]) -> str:
@@ -227,7 +224,3 @@ def _amount(change: Change, value: float) -> str:
 
 def _name(change: Change) -> str:
     return _NAMES.get(change.metric, change.metric)
-
-
-def _module(change: ModuleChange) -> str:
-    return change.path or "(root)"

@@ -35,13 +35,10 @@ def headline(equivalence: Equivalence) -> str:
     """Return one sentence on whether the candidate of ``equivalence`` trains as the reference does."""
     both = f"{equivalence.candidate} trains as {equivalence.reference} does"
     if equivalence.passed:
+        steps = f"{equivalence.steps} steps" if equivalence.steps > 1 else "one step"
         far = f", {equivalence.worst:.1g} apart at most" if equivalence.worst else ""
-        return f"{both}: {_steps(equivalence)}, {equivalence.compared} tensors each, {_ALIKE[equivalence.alike]}{far}"
+        return f"{both}: {steps}, {equivalence.compared} tensors each, {_ALIKE[equivalence.alike]}{far}"
     return f"{equivalence.candidate} does not train as {equivalence.reference} does"
-
-
-def _steps(equivalence: Equivalence) -> str:
-    return f"{equivalence.steps} steps" if equivalence.steps > 1 else "one step"
 
 
 def _first_difference(equivalence: Equivalence) -> str:
@@ -72,7 +69,7 @@ def where(equivalence: Equivalence) -> Iterator[str]:
 
 
 def rows(equivalence: Equivalence) -> list[tuple[str, str]]:
-    """Return a row for each of the first tensors that differ in ``equivalence``, and one that counts the others."""
+    """Return a row for each of the first differing tensors in ``equivalence``, and one with the number of others."""
     shown = [(gap.name, _distance(gap)) for gap in equivalence.gaps[:_SHOWN]]
     more = len(equivalence.gaps) - len(shown)
     return [*shown, (f"and {more} more", "")] if more > 0 else shown

@@ -68,8 +68,8 @@ def tables(explanation: Explanation) -> Iterator[Table]:
         heading = "held at the peak" if explanation.instant is None else "held then"
         yield _holders(heading, [Holder(name=name, nbytes=size) for name, size in parts.items() if size])
     if explanation.modules:
-        held = gather_paths({holder.name: holder.nbytes for holder in explanation.modules})
-        rows = [Holder(name=name, nbytes=nbytes) for name, nbytes in held.items()]
+        held_bytes = gather_paths({holder.name: holder.nbytes for holder in explanation.modules})
+        rows = [Holder(name=name, nbytes=nbytes) for name, nbytes in held_bytes.items()]
         yield _holders("activations of", [_with_short_name(row, "(the step)") for row in rows[:_SHOWN]])
     if lines := [_with_short_name(holder, "(no line is known)") for holder in explanation.lines[:_SHOWN]]:
         yield _holders("made at", lines)

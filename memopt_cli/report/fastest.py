@@ -93,8 +93,8 @@ def settings(training: FastestTraining) -> Iterator[str]:
     answer = training.answer
     plan = next((file for file in training.files if file.endswith(".plan.yaml")), None)
     if not answer.plan.is_empty:
-        given, where = ("plan", "plan is the result's .plan; ") if plan is None else (repr(plan), "")
-        yield f"memopt_cli.apply_plan(model, {given})  # {where}before it trains"
+        argument, where = ("plan", "plan is the result's .plan; ") if plan is None else (repr(plan), "")
+        yield f"memopt_cli.apply_plan(model, {argument})  # {where}before it trains"
     runs = (run.outcome for run in training.runs if run.plan == answer.plan and isinstance(run.outcome, BatchProbe))
     over_limit = [run for run in runs if run.allocated_peak_bytes > training.budget_bytes]
     device = training.step.device

@@ -65,9 +65,9 @@ class GithubReport:
         self._append(page.getvalue())
 
     def _place(self, model: str, message: str = "") -> tuple[str, str] | None:
-        """Return the file in the repository and the line next to which to show an annotation on ``model``, if any.
+        """Return the file in the repository and the line at which to show an annotation on ``model``, if any.
 
-        This is the line that ``message`` names, else the class or function that ``model`` names, else the baseline.
+        This is the line named by ``message``, else the class or function named by ``model``, else the baseline.
         """
         module, _, name = model.rpartition(":")
         source = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
@@ -108,5 +108,5 @@ def _line_of(name: str, source: str) -> str:
 
 
 def _escape(text: str, also: str) -> str:
-    """Return ``text`` with every character that would end a value as ``%XX``, which GitHub's runner decodes."""
+    """Return ``text`` with every character that would end a value as ``%XX``: GitHub's runner decodes it."""
     return "".join(f"%{ord(c):02X}" if c in f"%\r\n{also}" else c for c in text)

@@ -24,8 +24,6 @@ _MAX_LISTED = 5
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Module in the printed tree, with its own tensors and its children."""
-
     name: str
     module: StoredModule
     tensors: list[StoredTensor] = field(default_factory=list)
@@ -166,7 +164,7 @@ def _roots(inspection: Inspection) -> list[_Node]:
 
 
 def _parent_of(path: str, nodes: dict[str, _Node]) -> tuple[_Node | None, str]:
-    """Return the module among ``nodes`` that holds ``path``, and the name that it has there."""
+    """Return the module among ``nodes`` that holds ``path``, and the name of ``path`` in it."""
     above, _, name = path.rpartition(".")
     return (nodes.get(above), name) if path else (None, "")
 

@@ -1,14 +1,13 @@
 """Reports as JUnit XML: each limit of ``check``, or kind of effect of ``verify``, is a test case.
 
-There are two common schemas, of Ant and of Jenkins; only elements and attributes that both allow are written.  The
-first test case has the seconds that the command took: all cases judge the same measurement.
-Characters that cannot be printed, or that XML cannot hold, are escaped.
+There are two common schemas, of Ant and of Jenkins; only elements and attributes allowed by both are written.  The
+first test case has the seconds that the command took: all cases judge the same measurement.  Unprintable characters,
+and characters outside of XML, are escaped.
 """
 
 from __future__ import annotations
 
 import platform
-import re
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -105,10 +104,6 @@ def _write_suite(cases: Sequence[ET.Element], output: str, stream: TextIO, name:
     suites = ET.Element("testsuites")
     suites.append(suite)
     ET.indent(suites)
-    xml = COMMAND.sub(_last_as_reference, ET.tostring(suites, encoding="unicode"))
+    # XML reads ``::`` and ``##[`` back, and a CI system sees no command.
+    xml = COMMAND.sub(lambda m: f"{m[0][:-1]}&#{ord(m[0][-1])};", ET.tostring(suites, encoding="unicode"))
     stream.write(f'<?xml version="1.0" encoding="UTF-8"?>\n{xml}\n')
-
-
-def _last_as_reference(match: re.Match[str]) -> str:
-    """Return the ``::`` or ``##[`` of ``match`` so that XML reads it back but a CI system sees no command."""
-    return f"{match[0][:-1]}&#{ord(match[0][-1])};"

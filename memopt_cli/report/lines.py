@@ -17,10 +17,7 @@ _KEPT = 4096
 
 
 def not_typed(spec: InputSpec) -> str:
-    """Return the end of a headline that warns that the inputs of ``spec`` are guessed or remembered; empty if typed.
-
-    An answer is only as good as its inputs.
-    """
+    """Return the end of a headline: a warning of guessed or remembered inputs in ``spec``; empty for typed inputs."""
     if not spec.is_guess and not spec.is_remembered:
         return ""
     sizes = "".join(f", {symbol}={size}" for symbol, size in spec.dims.items())
@@ -50,16 +47,16 @@ def busy_notes(waited: Iterable[float]) -> Iterator[str]:
         yield f"the machine was busy: steps waited for a processor {most:.0%} of their time, so times are rough"
 
 
-def room_in_words(found: DeviceEstimate) -> str:
-    """Return whether the step of ``found`` fits: ``it fits: 1.2 GiB reserved of 38.9 GiB``."""
-    reserved, there = format_bytes(found.reserved_peak_bytes), format_bytes(found.memory_bytes)
-    if found.fits and found.reserved_peak_bytes > found.memory_bytes:
-        allocated = format_bytes(found.allocated_peak_bytes)
+def room_in_words(estimate: DeviceEstimate) -> str:
+    """Return whether the step of ``estimate`` fits: ``it fits: 1.2 GiB reserved of 38.9 GiB``."""
+    reserved, there = format_bytes(estimate.reserved_peak_bytes), format_bytes(estimate.memory_bytes)
+    if estimate.fits and estimate.reserved_peak_bytes > estimate.memory_bytes:
+        allocated = format_bytes(estimate.allocated_peak_bytes)
         return (
             f"it fits in {there}, but only after the allocator frees cached blocks ({allocated} allocated, {reserved} "
             "reserved)"
         )
-    return f"{'it fits' if found.fits else 'it does not fit'}: {reserved} reserved of {there}"
+    return f"{'it fits' if estimate.fits else 'it does not fit'}: {reserved} reserved of {there}"
 
 
 def plain_table(*headings: str, names: Container[str] = (), words: Container[str] = ()) -> Table:
@@ -75,7 +72,7 @@ def plain_table(*headings: str, names: Container[str] = (), words: Container[str
 
 
 class GuardedStream:
-    """Stream that escapes text which a CI system would run as a command, such as ``::error``, even written in pieces.
+    """Stream that escapes commands of CI systems, such as ``::error``, even if written in pieces.
 
     ``spelled`` turns the options that a text names into the command line's spelling.
     """

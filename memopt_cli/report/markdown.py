@@ -69,11 +69,9 @@ def _table_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iter
     rule = ["---:" if index >= max(1, len(headings) - 3) else "---" for index in range(len(headings))]
     yield ""
     yield from (f"| {' | '.join(cells)} |" for cells in (headings, rule))
-    yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
-
-
-def _cell(text: str) -> str:
-    return _sentence(text).replace("|", "\\|")
+    for row in rows:
+        cells = [_sentence(text).replace("|", "\\|") for text in row]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _sentence(text: str) -> str:

@@ -27,7 +27,6 @@ from memopt_cli.records import (
     OutOfMemory,
     ParetoPoint,
     Plan,
-    PlanEstimates,
     SegmentPlan,
     TooSlow,
     Verification,
@@ -51,56 +50,56 @@ def headline(summary: MemOptSummary) -> str:
     """Return the result in one line, such as ``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), …``."""
     if summary.unchanged:
         return summary.unchanged
-    found = _in_bytes(summary)
+    peaks_text = _in_bytes(summary)
     if summary.is_applied and summary.plan is not None and summary.plan.compile is not None:
-        return f"{found}, trains as {summary.plan.compile.backend} compiles it without a plan"
-    return f"{found}, {_equal(summary.verification)}" if summary.is_applied else found
+        return f"{peaks_text}, trains as {summary.plan.compile.backend} compiles it without a plan"
+    return f"{peaks_text}, {_equal(summary.verification)}" if summary.is_applied else peaks_text
 
 
-def _equal(found: Verification | None) -> str:
-    """Return ``same bits in 83 tensors`` or the like, with the sizes of ``found`` if they are not those asked for."""
-    if found is None:
+def _equal(verification: Verification | None) -> str:
+    """Return ``same bits in 83 tensors`` or the like, with the sizes if they are not those asked for."""
+    if verification is None:
         return "not verified"
-    measured = found.measured
-    compared = max(found.compared, measured.compared if measured is not None else 0)
-    at = "" if found.full_size or measured is not None else f" at {found.sizes}, not the size that was asked for"
-    same = "same bits" if found.is_bit_exact else f"same within rounding{_rounding(found)}"
-    return f"{same} in {format_count(compared, 'tensor')}{at}"
-
-
-def _rounding(found: Verification) -> str:
-    """Return the distance by ``found``: `` (in one step, about 2e-07 of the norm)``; empty if none differed."""
-    of_norm = found.measured.worst_difference if found.measured is not None else 0.0
-    if of_norm := of_norm or found.rounding:
-        return f" (in one step, about {of_norm:.0e} of the norm)"
-    precision = _precision(found)
-    return (
-        f" (in one step, about {found.worst_difference:.0e} of the largest value{precision})"
-        if found.worst_difference
-        else ""
-    )
+    measured = verification.measured
+    compared = max(verification.compared, measured.compared if measured is not None else 0)
+    is_full_size = verification.full_size or measured is not None
+    at = "" if is_full_size else f" at {verification.sizes}, not the size that was asked for"
+    equality = "same bits"
+    if not verification.is_bit_exact:
+        equality = "same within rounding"
+        norm_share = (measured.worst_difference if measured is not None else 0.0) or verification.rounding
+        if norm_share:
+            equality += f" (in one step, about {norm_share:.0e} of the norm)"
+        elif verification.worst_difference:
+            precision = _precision(verification)
+            equality += f" (in one step, about {verification.worst_difference:.0e} of the largest value{precision})"
+    return f"{equality} in {format_count(compared, 'tensor')}{at}"
 
 
 def _in_bytes(summary: MemOptSummary) -> str:
     if summary.parallel is not None:
         return planned_headline(summary.parallel)
     if summary.estimates is not None:
-        return _describe_estimates(summary.estimates)
+        original, planned = summary.estimates.original, summary.estimates.planned
+        peak = f"{format_bytes(original.allocated_peak_bytes)} → {format_bytes(planned.allocated_peak_bytes)}"
+        smaller = _ratio(planned.allocated_peak_bytes, original.allocated_peak_bytes)
+        step = f"step {format_seconds(original.step_s)} → {format_seconds(planned.step_s)}"
+        return f"estimated for {planned.device}: {peak} ({smaller}), {step}; {room_in_words(planned)}"
     before, after = _outcome(summary, 0), _outcome(summary, summary.applied_level)
     match before, after:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
-            as_it_is = summary.own_checkpoints or before
-            budget, peak = _beside_budget(summary, as_it_is)
+            unchanged = summary.own_checkpoints or before
+            budget, peak = _beside_budget(summary, unchanged)
             if summary.own_checkpoints is not None:
                 peak += " with its own checkpoints"
-            if summary.budget_bytes is not None and as_it_is.allocated_peak_bytes <= summary.budget_bytes:
+            if summary.budget_bytes is not None and unchanged.allocated_peak_bytes <= summary.budget_bytes:
                 return f"the model stays as it is: its peak of {peak} is within the budget of {budget}"
             return f"the model stays as it is, with a peak of {peak}"
         case Measurement(), Measurement():
             peak = " → ".join(_beside_budget(summary, before, after)[1:])
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
             smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
-            return f"{_longest(summary)}{peak} ({smaller}), {step} ({_slowdown(after, before)}){_largest(summary)}"
+            return f"{_longest(summary)}{peak} ({smaller}), {step} ({after.slowdown(before):.2f}×){_largest(summary)}"
         case _, Measurement():
             peak = _beside_budget(summary, after)[1]
             runs = f"does not run → {peak}, step {format_seconds(after.step_s)}"
@@ -111,7 +110,7 @@ def _in_bytes(summary: MemOptSummary) -> str:
 
 def _beside_budget(summary: MemOptSummary, *measured: object) -> tuple[str, ...]:
     """Return the budget of ``summary`` (empty without one) and the peaks in ``measured``, with decimals that differ."""
-    peaks = [found.allocated_peak_bytes for found in measured if isinstance(found, Measurement)]
+    peaks = [outcome.allocated_peak_bytes for outcome in measured if isinstance(outcome, Measurement)]
     if summary.budget_bytes is None:
         return "", *map(format_bytes, peaks)
     return format_apart(summary.budget_bytes, *peaks)
@@ -131,15 +130,6 @@ def _largest(summary: MemOptSummary) -> str:
     if largest is None or by is None or largest.length == summary.ranges[-1].up_to:
         return ""
     return f", at most {format_bytes(largest.allocated_peak_bytes)} (at {by.dim}={largest.length})"
-
-
-def _describe_estimates(found: PlanEstimates) -> str:
-    """Return ``found`` in one line, such as ``estimated for a100-40gb: 543.8 MiB → 300.1 MiB (0.55×), step …``."""
-    before, after = found.original, found.planned
-    peak = f"{format_bytes(before.allocated_peak_bytes)} → {format_bytes(after.allocated_peak_bytes)}"
-    smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
-    step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
-    return f"estimated for {after.device}: {peak} ({smaller}), {step}; {room_in_words(after)}"
 
 
 def _outcome(summary: MemOptSummary, level: int) -> object:
@@ -191,7 +181,7 @@ def compiled_table(summary: MemOptSummary) -> Table:
     for words, plan, outcome, dropped in rows:
         cells = ("–", "–", "–")
         if isinstance(outcome, Measurement):
-            ratio = _slowdown(outcome, original) if isinstance(original, Measurement) else "–"
+            ratio = f"{outcome.slowdown(original):.2f}×" if isinstance(original, Measurement) else "–"
             cells = (format_bytes(outcome.allocated_peak_bytes), format_seconds(outcome.step_s), ratio)
         is_applied = summary.is_applied and plan == summary.plan
         remark = "applied" if is_applied else dropped
@@ -208,14 +198,17 @@ def plan_table(summary: MemOptSummary, *, verbose: bool) -> Table:
     shows_elsewhere = any(map(_elsewhere, summary.levels))
     headings = ["level", "plan", "measured", "step", "predicted", "step", *(_DETAILS if verbose else ())]
     table = plain_table(*headings, *(["elsewhere"] if shows_elsewhere else []), names=["level"], words=["plan"])
-    by_level = ((str(row.level), [row.level], row) for row in summary.levels)
-    groups = by_level if verbose else rows_by_plan(summary)
+    level_rows = ((str(row.level), [row.level], row) for row in summary.levels)
+    groups = level_rows if verbose else rows_by_plan(summary)
     rows = [(span, levels, row, in_words(row.plan)) for span, levels, row in groups]
-    if (own := _own_row(summary)) is not None:
-        rows.append(("–", [], own, _OWN_CHECKPOINTS_LABEL))
+    if summary.own_checkpoints is not None:
+        own_row = LevelRow(level=0, plan=Plan(), outcome=summary.own_checkpoints, dry_runs=0, search_s=0.0)
+        rows.append(("–", [], own_row, _OWN_CHECKPOINTS_LABEL))
     for span, levels, row, words in rows:
         applied = summary.is_applied and summary.applied_level in levels
-        cells = [*_measured_cells(row, original), *_predicted_cells(row), *(_detail_cells(row) if verbose else ())]
+        peak, slowdown = row.predicted_allocated_peak_bytes, row.predicted_slowdown
+        predicted = "" if peak is None else format_bytes(peak), "" if slowdown is None else f"{slowdown:.2f}×"
+        cells = [*_measured_cells(row, original), *predicted, *(_detail_cells(row) if verbose else ())]
         cells += [_elsewhere(row)] if shows_elsewhere else []
         table.add_row(f"{span}{' *' if applied else ''}", words, *cells, style="bold" if applied else None)
     return table
@@ -230,16 +223,9 @@ def rows_by_plan(summary: MemOptSummary) -> Iterator[tuple[str, list[int], Level
         yield span, levels, max(rows, key=lambda row: (isinstance(row.outcome, Measurement), row.level))
 
 
-def _own_row(summary: MemOptSummary) -> LevelRow | None:
-    """Return the measurement with the model's own checkpoints as a row; ``None`` without one."""
-    if summary.own_checkpoints is None:
-        return None
-    return LevelRow(level=0, plan=Plan(), outcome=summary.own_checkpoints, dry_runs=0, search_s=0.0)
-
-
-def _elsewhere(found: LevelRow | ParetoPoint) -> str:
-    """Return the most bytes that wait elsewhere in the step of ``found``; empty if none do, or it was not measured."""
-    nbytes = found.outcome.elsewhere_bytes if isinstance(found.outcome, Measurement) else 0
+def _elsewhere(row: LevelRow | ParetoPoint) -> str:
+    """Return the most bytes that wait elsewhere in the step of ``row``; empty for none, or without a measurement."""
+    nbytes = row.outcome.elsewhere_bytes if isinstance(row.outcome, Measurement) else 0
     return format_bytes(nbytes) if nbytes else ""
 
 
@@ -256,11 +242,6 @@ def _measured_cells(row: LevelRow, original: object) -> tuple[str, str]:
             if isinstance(failure, OutOfMemory) and not failure.was_tried:
                 return "not run here", ""
             return {"OutOfMemory": "out of memory", "TimedOut": "too slow"}.get(type(failure).__name__, "failed"), ""
-
-
-def _predicted_cells(row: LevelRow) -> tuple[str, str]:
-    peak, slowdown = row.predicted_allocated_peak_bytes, row.predicted_slowdown
-    return "" if peak is None else format_bytes(peak), "" if slowdown is None else f"{slowdown:.2f}×"
 
 
 def _detail_cells(row: LevelRow) -> tuple[str, ...]:
@@ -282,7 +263,7 @@ def frontier(summary: MemOptSummary) -> Table:
     table = plain_table(*headings, "bits", "plan", _PLOT, names=["bits", _PLOT], words=["plan"])
     measured = [point.outcome for point in summary.frontier if isinstance(point.outcome, Measurement)]
     own = summary.own_checkpoints
-    longest = max((found.step_s for found in [*measured, *([own] if own else [])]), default=0.0)
+    longest = max((outcome.step_s for outcome in [*measured, *([own] if own else [])]), default=0.0)
     words = distinct_labels([point.plan for point in summary.frontier])
     rows = [(str(number), *row) for number, row in enumerate(zip(summary.frontier, words, strict=True), 1)]
     if own is not None:
@@ -290,10 +271,10 @@ def frontier(summary: MemOptSummary) -> Table:
         rows.append(("–", ParetoPoint(plan=Plan(), outcome=own, original_step_s=base_s), _OWN_CHECKPOINTS_LABEL))
     for pick, point, plan in rows:
         match point.outcome:
-            case Measurement() as found:
-                cells = (format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s))
+            case Measurement() as outcome:
+                cells = (format_bytes(outcome.allocated_peak_bytes), format_seconds(outcome.step_s))
                 ratio = _as_ratio(point.slowdown, point.plan) if point.slowdown is not None else "–"
-                plot = " " * round(_PLOT_WIDTH * found.step_s / longest) + "●"
+                plot = " " * round(_PLOT_WIDTH * outcome.step_s / longest) + "●"
             case _:
                 cells = ("–", "–")
                 ratio = "–"
@@ -301,13 +282,10 @@ def frontier(summary: MemOptSummary) -> Table:
         peak = point.predicted_allocated_peak_bytes
         predicted = "–" if peak is None else format_bytes(peak)
         elsewhere = [_elsewhere(point)] if shows_elsewhere else []
-        table.add_row(pick, cells[0], predicted, cells[1], ratio, *elsewhere, _bits(point.plan), plan, plot)
+        # Chunks and compilers change the order of sums, so a step does not give the original's bits.
+        bits = "rounded" if point.plan.has_chunks or point.plan.compile is not None else "same"
+        table.add_row(pick, cells[0], predicted, cells[1], ratio, *elsewhere, bits, plan, plot)
     return table
-
-
-def _bits(plan: Plan) -> str:
-    """Return whether a step under ``plan`` gives the original's bits; chunks and compilers round in another order."""
-    return "rounded" if plan.has_chunks or plan.compile is not None else "same"
 
 
 def range_headings(summary: MemOptSummary) -> tuple[str, ...]:
@@ -348,7 +326,7 @@ def ranges(summary: MemOptSummary) -> Table:
 
 
 def distinct_labels(plans: Sequence[Plan]) -> list[str]:
-    """Return ``plans`` in words; where several have the same words, add the first segments that only some of them have.
+    """Return ``plans`` as text; where several have the same words, add the first segments that only some of them have.
 
     ``1 in chunks`` becomes ``1 in chunks: conv_fc.0-3 in 20 chunks``.
     """
@@ -379,7 +357,7 @@ def _in_place(segment: SegmentPlan) -> str:
 
 
 def in_words(plan: Plan) -> str:
-    """Return ``plan`` in words: ``8 segments (2 packed), saved tensors packed``, ``no plan`` for the empty one.
+    """Return ``plan`` as text: ``8 segments (2 packed), saved tensors packed``, ``no plan`` for the empty one.
 
     The counts before the brackets add up to the number of segments.
     """
@@ -402,12 +380,12 @@ def in_words(plan: Plan) -> str:
 
 def _segments_in_words(segments: Sequence[SegmentPlan]) -> list[str]:
     through_loss = sum(segment.through_loss for segment in segments)
-    in_chunks = sum(segment.chunks > 1 for segment in segments if not segment.through_loss)
-    recomputed = len(segments) - in_chunks - through_loss
+    chunked_count = sum(segment.chunks > 1 for segment in segments if not segment.through_loss)
+    recomputed = len(segments) - chunked_count - through_loss
     plural = "segments" if recomputed > 1 else "segment"
     kinds = {
-        "recomputed" if in_chunks or through_loss else plural: recomputed,
-        "in chunks": in_chunks,
+        "recomputed" if chunked_count or through_loss else plural: recomputed,
+        "in chunks": chunked_count,
         f"through {'their' if through_loss > 1 else 'its'} loss": through_loss,
     }
     also = {
@@ -431,18 +409,20 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
         there = summary.estimates.planned.device
         how = f"; `memopt apply --confirm` measures the plan on {there}" if summary.is_applied else ""
         yield f"estimated for {there}, not measured{how}"
-    found = summary.verification
-    if found is not None and not found.passed and summary.decisive is None:  # else the headline contains it
-        yield verification(found)
-    if found is not None and summary.is_applied:
-        yield from inexact(found)
+    record = summary.verification
+    if record is not None and not record.passed and summary.decisive is None:  # else the headline contains it
+        yield verification(record)
+    if record is not None and summary.is_applied:
+        yield from inexact(record)
         yield from _of_one_size(summary)
     yield from _parts_left_out(summary)
     if summary.offers_choice:  # else their table contains it
         yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
     if (smaller := _smaller_too_slow(summary)) is not None:
         yield f"{smaller.sentence} {smaller.why.remedy}"
-    yield from busy_notes(_waited_shares(summary))
+    waited_shares = [measurement.waited for measurement in _measurements(summary)]
+    waited_shares += [dropped.why.waited for dropped in summary.dropped if isinstance(dropped.why, TooSlow)]
+    yield from busy_notes(waited_shares)
     yield from others(summary.notes)
 
 
@@ -457,7 +437,7 @@ def details(summary: MemOptSummary) -> Iterator[str]:
 
 
 def outlook(result: OptimizeResult) -> Iterator[str]:
-    """Yield the written files, the batch that fits, and last the line of Python that uses the plan."""
+    """Yield the written files, the batch that fits, and last the line of Python to use the plan."""
     summary = result.summary
     written = f"wrote {in_short(result.files)}" if result.files else "nothing written"
     # Another search, such as one that a remedy advises, would stop at these files; a frontier's is replaced.
@@ -556,7 +536,7 @@ def _neighbours(summary: MemOptSummary) -> Iterator[str]:
 
 
 def _rough_times(summary: MemOptSummary) -> Iterator[str]:
-    worst = max((found.step_variation for found in _measurements(summary)), default=0.0)
+    worst = max((measurement.step_variation for measurement in _measurements(summary)), default=0.0)
     if worst > _ROUGH:
         yield (
             f"step times and their ratios are rough: the steps of one plan differ by {worst:.0%} among themselves, "
@@ -578,8 +558,8 @@ def _of_one_size(summary: MemOptSummary) -> Iterator[str]:
     segments = summary.plan.segments if summary.plan is not None else ()
     shapes = [segment.compared.rpartition(" ")[2].split("x") for segment in segments]
     if any(len(shape) >= _IMAGE_DIMENSIONS for shape in shapes):
-        by_size = "name them in `-i` and give a range and a budget, as in `--dim S=32:64 --budget 60%`"
-        remedy = "" if summary.model_format == STEP else f"; if your sizes vary, {by_size}, for a plan by size"
+        advice = "name them in `-i` and give a range and a budget, as in `--dim S=32:64 --budget 60%`"
+        remedy = "" if summary.model_format == STEP else f"; if your sizes vary, {advice}, for a plan by size"
         yield (
             "the chunks were measured at this size of the inputs only: at others, even smaller ones, they may run "
             f"kernels that need more memory than the whole does{remedy}"
@@ -597,17 +577,10 @@ def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
     return min(smaller, key=lambda pair: pair[0], default=(0, None))[1]
 
 
-def _waited_shares(summary: MemOptSummary) -> Iterator[float]:
-    """Yield the shares of step time that measured steps of ``summary`` waited for a processor."""
-    yield from (found.waited for found in _measurements(summary))
-    yield from (dropped.why.waited for dropped in summary.dropped if isinstance(dropped.why, TooSlow))
-
-
 def _measurements(summary: MemOptSummary) -> Iterator[Measurement]:
-    """Yield every measurement of a step in ``summary``."""
     outcomes = [*(row.outcome for row in summary.levels), *(point.outcome for point in summary.frontier)]
-    outcomes += [found for row in summary.ranges for found in (row.original, row.outcome)]
-    yield from (found for found in outcomes if isinstance(found, Measurement))
+    outcomes += [outcome for row in summary.ranges for outcome in (row.original, row.outcome)]
+    yield from (outcome for outcome in outcomes if isinstance(outcome, Measurement))
 
 
 def verification(verification: Verification) -> str:
@@ -615,23 +588,23 @@ def verification(verification: Verification) -> str:
     where = verification.sizes
     if not verification.full_size and verification.measured is None:
         where += ", not the size that was asked for"
+    tolerance = "bit for bit"
+    if not verification.exact:
+        tolerance = f"within {verification.tolerance:.0e}{_precision(verification)}"
     if not verification.passed:
-        return (
-            f"verification failed: {verification.difference}, allowed {_describe_tolerance(verification)}, at {where}"
-        )
-    tolerance = _describe_tolerance(verification)
+        return f"verification failed: {verification.difference}, allowed {tolerance}, at {where}"
     return f"verified: {verification.compared} tensors equal {tolerance}, at {where}{_further_checks(verification)}"
 
 
-def _measured_steps(found: FingerprintCheck) -> str:
-    """Return a sentence on ``found``, such as ``measured steps: 76 tensors equal bit for bit, at batch 8, S=256``."""
+def _measured_steps(check: FingerprintCheck) -> str:
+    """Return a sentence on ``check``, such as ``measured steps: 76 tensors equal bit for bit, at batch 8, S=256``."""
     equal = "bit for bit"
-    if found.equal < found.compared:
-        largest = f"{found.worst_difference:.0e} of their norm, {found.tolerance:.0e} allowed"
-        if found.by_rounding:
+    if check.equal < check.compared:
+        largest = f"{check.worst_difference:.0e} of their norm, {check.tolerance:.0e} allowed"
+        if check.by_rounding:
             largest += ", at most ten times the change from rounding the parameters"
-        equal = f"within rounding ({found.equal} bit for bit, the others to {largest})"
-    return f"measured steps: {found.compared} tensors equal {equal}, at {found.sizes}"
+        equal = f"within rounding ({check.equal} bit for bit, the others to {largest})"
+    return f"measured steps: {check.compared} tensors equal {equal}, at {check.sizes}"
 
 
 def _further_checks(verification: Verification) -> str:
@@ -650,7 +623,7 @@ def _further_checks(verification: Verification) -> str:
 
 
 def inexact(verification: Verification) -> Iterator[str]:
-    """Yield a sentence on what rounding has changed by ``verification``, and one on the modules that are inexact."""
+    """Yield a sentence on what rounding changed, according to ``verification``, and one on the inexact modules."""
     if verification.passed and verification.rounding:
         coarse = "parameters are bfloat16, whose rounding is about 1%, and " if verification.in_bfloat16 else ""
         yield (
@@ -661,13 +634,7 @@ def inexact(verification: Verification) -> Iterator[str]:
         yield f"over many steps rounding adds up and may tip choices, such as a spike or a ReLU's sign: {_DRIFT_REASON}"
     if verification.inexact:
         names = ", ".join(verification.inexact)
-        yield f"NOT exact, as allowed: in {names} every chunk uses its own batch statistics (compared at fixed ones)"
-
-
-def _describe_tolerance(verification: Verification) -> str:
-    if verification.exact:
-        return "bit for bit"
-    return f"within {verification.tolerance:.0e}{_precision(verification)}"
+        yield f"NOT exact, as allowed: every chunk uses its own batch statistics in {names} (verified with fixed ones)"
 
 
 def _precision(verification: Verification) -> str:
@@ -697,10 +664,6 @@ def _as_ratio(slowdown: float, plan: Plan) -> str:
     """Return ``slowdown`` as ``1.37×``; as ``~0.39×`` if ``plan`` only adds work, so that it is rough."""
     adds_work = not plan.has_chunks and plan.compile is None and not plan.in_backward
     return f"{'~' if adds_work and slowdown < 1 - _ROUGH else ''}{slowdown:.2f}×"
-
-
-def _slowdown(measurement: Measurement, original: Measurement) -> str:
-    return f"{measurement.slowdown(original):.2f}×"
 
 
 def _ratio(value: float, base: float) -> str:

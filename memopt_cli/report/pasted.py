@@ -41,7 +41,7 @@ def training_settings(
 
 
 def loop_of(call: ModelCall, steps: int, step: StepSettings, device: str) -> Iterator[str]:
-    """Yield a loop that trains the model by ``call``, but not the loop that everybody writes: see :func:`_is_plain`."""
+    """Yield a loop that trains the model by ``call``; nothing for the usual loop, see :func:`_is_plain`."""
     if _is_plain(steps, step):
         return
     if steps > 1 and call.may_ignore_labels:

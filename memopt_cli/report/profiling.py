@@ -15,7 +15,6 @@ from memopt_cli.records import (
     Measurement,
     ModuleUse,
     Phase,
-    SavedTensor,
     StepProfile,
     TimeUse,
     to_data,
@@ -62,11 +61,11 @@ def headline(profile: StepProfile) -> Iterator[str]:
     yield f"the peak is reached {_when(profile)}"
 
 
-def describe_estimate(found: DeviceEstimate) -> str:
-    """Return ``found`` in one line: ``estimated for a100-40gb: allocated peak 1.2 GiB, step …; it fits: …``."""
-    allocated = f"allocated peak {format_bytes(found.allocated_peak_bytes)}"
-    step = f"step {format_seconds(found.step_s)}"
-    return f"estimated for {found.device}: {allocated}, {step}; {room_in_words(found)}"
+def describe_estimate(estimate: DeviceEstimate) -> str:
+    """Return ``estimate`` in one line: ``estimated for a100-40gb: allocated peak 1.2 GiB, step …; it fits: …``."""
+    allocated = f"allocated peak {format_bytes(estimate.allocated_peak_bytes)}"
+    step = f"step {format_seconds(estimate.step_s)}"
+    return f"estimated for {estimate.device}: {allocated}, {step}; {room_in_words(estimate)}"
 
 
 def _when(profile: StepProfile) -> str:
@@ -146,7 +145,6 @@ def _phases(profile: StepProfile, widths: Sequence[float], columns: int) -> str:
 
 
 def _category_table(profile: StepProfile) -> Table:
-    """Return a table of the bytes held at the peak, by category."""
     table = plain_table("at the peak", "", "", names=["at the peak"])
     parts = {name.removesuffix("_bytes"): size for name, size in to_data(profile.breakdown).items()}
     total = profile.peak.allocated_bytes
@@ -254,24 +252,17 @@ def _depth_first(path: str, children: dict[str, list[ModuleUse]]) -> Iterator[st
 
 
 def _saved_table(profile: StepProfile) -> Table:
-    """Return a table of the largest tensors that autograd keeps for backward."""
     table = plain_table("kept for backward", "", "in", "", names=["kept for backward"], words=["", "in"])
     for saved in profile.saved[:_SAVED]:
         others = f" and {saved.savers - 1} more" if saved.savers > 1 else ""
-        made = f"from {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
+        origin = f"from {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
         table.add_row(
             f"{format_bytes(saved.nbytes):>9}",
-            f"{made}, by {saved.op.removeprefix('aten::')}{others}",
+            f"{origin}, by {saved.op.removeprefix('aten::')}{others}",
             _module_name(profile, saved.module),
-            _packs(saved),
+            "" if saved.compressor == "null" else f"packs into {format_bytes(saved.packed_bytes)} ({saved.compressor})",
         )
     return table
-
-
-def _packs(saved: SavedTensor) -> str:
-    if saved.compressor == "null":
-        return ""
-    return f"packs into {format_bytes(saved.packed_bytes)} ({saved.compressor})"
 
 
 def remarks(profile: StepProfile) -> Iterator[str]:

@@ -81,7 +81,7 @@ def rank_table(measurement: GroupMeasurement) -> Table:
 
 
 def measured_remarks(measurement: GroupMeasurement) -> Iterator[str]:
-    """Yield the plan that the ranks ran, the way in which peaks were counted, and notes."""
+    """Yield the plan of the ranks, how peaks were counted, and notes."""
     if len(measurement.ranks) > _SHOWN:
         yield f"{len(measurement.ranks) - _SHOWN} more ranks are in the JSON"
     plan = (

@@ -24,13 +24,8 @@ def headline(recommendation: RanksRecommendation) -> Iterator[str]:
         ranks = format_count(row.layout.ranks, "rank")
         yield f"batch {fit.batch} should fit on each of {ranks}{_under_plan(row)}: global batch {fit.global_batch}"
     yield f"memory limit of a rank: {recommendation.limit}"
-    yield f"spread by {_layouts(recommendation)}"
-
-
-def _layouts(recommendation: RanksRecommendation) -> str:
-    """Return the layouts of ``recommendation``: ``train.py:shard over dp 8``, or ``… to dp 512`` for several."""
     first, last = (format_layout(recommendation.rows[n].layout) for n in (0, -1))
-    return first if first == last else f"{first} to {last.partition(' over ')[2]}"
+    yield f"spread by {first}" if first == last else f"spread by {first} to {last.partition(' over ')[2]}"
 
 
 def _fitting_rows(recommendation: RanksRecommendation) -> list[tuple[RanksRow, RankBatch]]:
@@ -42,7 +37,6 @@ def _under_plan(row: RanksRow) -> str:
 
 
 def _fewer_ranks(recommendation: RanksRecommendation, fewest: RanksRow) -> str:
-    """Return a sentence on numbers of ranks below ``fewest``."""
     smaller = [row.layout.ranks for row in recommendation.rows if row.layout.ranks < fewest.layout.ranks]
     if smaller:
         return f", of those tried; {smaller[-1]} {'does' if smaller[-1] == 1 else 'do'} not"

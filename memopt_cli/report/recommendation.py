@@ -38,7 +38,7 @@ def headline(recommendation: BatchRecommendation) -> Iterator[str]:
 
 
 def _fitting_batch(recommendation: BatchRecommendation, main: BatchRow) -> str:
-    """Return ``batch 40 fits at S=128, the largest that does (confirmed by a run)``, or that it is an estimate."""
+    """Return ``batch 40 fits at S=128, the largest that does (confirmed by a run)``, or an estimate."""
     where = _case_in_words(main)
     if any(row.dims != main.dims for row in recommendation.rows):
         where += "".join(f" (other {symbol}: see the table)" for symbol in main.dims)
@@ -82,12 +82,11 @@ def _fastest(recommendation: BatchRecommendation, batch: int | None = None) -> s
     if fastest is largest or (row is main and fastest.batch == batch):
         return None
     case = "" if row is main else " under the plan" if row.planned else " without the plan"
-    beside = f"batch {largest.batch}{_case_in_words(main) if case else ''}: {_rate(largest)}"
-    return f"fastest of those run: batch {fastest.batch}{case}, {_rate(fastest)} samples/s; {beside}"
+    largest_text = f"batch {largest.batch}{_case_in_words(main) if case else ''}: {rate(largest.samples_per_s)}"
+    return f"fastest of those run: batch {fastest.batch}{case}, {rate(fastest.samples_per_s)} samples/s; {largest_text}"
 
 
 def _run_of(advice: BatchAdvice, batch: int) -> BatchProbe:
-    """Return the run of ``advice`` at ``batch``."""
     return next(run for run in advice.probes if run.batch == batch)
 
 
@@ -101,8 +100,8 @@ def _gain(advice: ReplicaAdvice) -> str:
         gain = (
             f"{best.samples_per_s / first.samples_per_s:.2g} times as many samples/s as {format_copies(first.replicas)}"
         )
-    end = f"tried up to {advice.probes[-1].replicas}: {advice.limited_by}"
-    return f"{format_copies(best.replicas)} at batch {best.batch}: {gain}{route}; {end}"
+    tried = f"tried up to {advice.probes[-1].replicas}: {advice.limited_by}"
+    return f"{format_copies(best.replicas)} at batch {best.batch}: {gain}{route}; {tried}"
 
 
 def tables(recommendation: BatchRecommendation) -> Iterator[Table]:
@@ -114,22 +113,20 @@ def tables(recommendation: BatchRecommendation) -> Iterator[Table]:
 
 
 def _replica_table(row: BatchRow) -> Table:
-    """Return a table of the numbers of copies that were run in the case ``row``."""
     table = plain_table("copies", "batch of each", "peak", "step", "samples/s", "of each", "route", words=["route"])
     budget_bytes = row.outcome.budget_bytes
     for run in row.replicas.probes if row.replicas is not None else ():
         peak = format_bytes(run.allocated_peak_bytes)
         step = format_seconds(run.step_s)
-        each = rate(run.samples_per_s / run.replicas)
+        rates = rate(run.samples_per_s), rate(run.samples_per_s / run.replicas)
         route = run.route or "the model itself"
         if run.allocated_peak_bytes > budget_bytes:
             route += ", over the limit"
-        table.add_row(str(run.replicas), str(run.batch), peak, step, _rate(run), each, route)
+        table.add_row(str(run.replicas), str(run.batch), peak, step, *rates, route)
     return table
 
 
 def _case_table(recommendation: BatchRecommendation) -> Table:
-    """Return a table with a row for each case: without the plan and with it, at each size."""
     symbol = next((name for row in recommendation.rows for name in row.dims), "")
     planned = any(row.planned for row in recommendation.rows)
     copied = any(row.replicas is not None for row in recommendation.rows)
@@ -137,7 +134,8 @@ def _case_table(recommendation: BatchRecommendation) -> Table:
     headings += ["largest\nbatch", "peak", "fastest\nbatch", "samples/s", "per sample", "limited by"]
     table = plain_table(*headings, names=["plan"], words=["limited by"])
     for row in recommendation.rows:
-        keys = [*_plan_cell(row, planned), *map(str, row.dims.values())]
+        plan_cell = ["with" if row.planned else "without"] if planned else []
+        keys = [*plan_cell, *map(str, row.dims.values())]
         keys += ["–" if row.replicas is None else str(row.replicas.fastest)] if copied else []
         table.add_row(*keys, *_cells(row))
     return table
@@ -147,25 +145,21 @@ def _cells(row: BatchRow) -> tuple[str, ...]:
     match row.outcome:
         case BatchAdvice() as advice:
             fastest, largest = (_run_of(advice, size) for size in (advice.fastest_batch, advice.recommended_batch))
+            is_estimated = advice.estimated_batch != advice.recommended_batch
+            estimate_text = f"; about {advice.estimated_batch} would fit (an estimate)" if is_estimated else ""
             return (
                 str(advice.recommended_batch),
                 format_bytes(largest.allocated_peak_bytes),
                 str(fastest.batch),
-                _rate(fastest),
+                rate(fastest.samples_per_s),
                 format_bytes(advice.slope_bytes) if advice.slope_bytes > 0 else "not linear",  # other kernels ran
-                advice.limited_by + _estimate_beyond(advice),
+                advice.limited_by + estimate_text,
             )
         case BatchEstimate() as estimate:
             peak = f"~{format_bytes(estimate.predicted_peak_bytes)}"
             return (f"~{estimate.batch}", peak, "–", "–", "–", "an estimate: it was not run")
         case NoBatchFits() as nothing:
             return ("none", "–", "–", "–", "–", f"batch {nothing.batch}: {nothing.reason}")
-
-
-def _estimate_beyond(advice: BatchAdvice) -> str:
-    if advice.estimated_batch == advice.recommended_batch:
-        return ""
-    return f"; about {advice.estimated_batch} would fit (an estimate)"
 
 
 def _run_table(recommendation: BatchRecommendation) -> Table:
@@ -176,15 +170,16 @@ def _run_table(recommendation: BatchRecommendation) -> Table:
     for row in recommendation.rows:
         if row.dims != _main_row(recommendation).dims or not isinstance(row.outcome, BatchAdvice):
             continue
+        plan_cell = ["with" if row.planned else "without"] if planned else []
         for run in row.outcome.probes:
-            cells = str(run.batch), format_bytes(run.allocated_peak_bytes), format_seconds(run.step_s), _rate(run)
-            table.add_row(*_plan_cell(row, planned), *cells, _verdict(run, row.outcome))
+            cells = (
+                str(run.batch),
+                format_bytes(run.allocated_peak_bytes),
+                format_seconds(run.step_s),
+                rate(run.samples_per_s),
+            )
+            table.add_row(*plan_cell, *cells, _verdict(run, row.outcome))
     return table
-
-
-def _plan_cell(row: BatchRow, planned: bool) -> list[str]:
-    """Return the cell that says whether ``row`` is under the plan; none if no row of the answer is (``planned``)."""
-    return ["with" if row.planned else "without"] if planned else []
 
 
 def _verdict(run: BatchProbe, advice: BatchAdvice) -> str:
@@ -195,7 +190,6 @@ def _verdict(run: BatchProbe, advice: BatchAdvice) -> str:
 
 
 def _length_table(recommendation: BatchRecommendation) -> Table:
-    """Return a table of how to batch the user's sequences."""
     table = plain_table("sequences", "a batch", "batches", "waste", "peak", "epoch", names=["sequences"])
     for batching in recommendation.lengths:
         size = str(batching.batch) if batching.batch is not None else f"max_tokens={batching.max_tokens}"
@@ -260,10 +254,10 @@ def _sequence_settings(batching: LengthBatching) -> Iterator[str]:
 def _replica_settings(
     advice: ReplicaAdvice, batch: int, steps: int, step: StepSettings, device: str, call: ModelCall
 ) -> Iterator[str]:
-    copies, few = advice.fastest, min(batch, advice.best.batch)
+    copies, fewest = advice.fastest, min(batch, advice.best.batch)
     outputs = f"models({arguments_of(call)}, data_order='(g b)')"
     yield f"models = memopt_cli.model_batching.BatchModule(model, batch={copies})"
-    yield f"{outputs}  # once with {copies} × {few} samples: chooses what runs the copies"
+    yield f"{outputs}  # once with {copies} × {fewest} samples: chooses what runs the copies"
     yield "optimizer = torch.optim.AdamW(models.parameters())  # or yours: one for all copies"
     yield f"# {batch} samples for each copy; the samples left over at the end are dropped"
     yield f"loader = DataLoader(dataset, batch_size={copies * batch}, shuffle=True, drop_last=True)"
@@ -277,28 +271,20 @@ def remarks(recommendation: BatchRecommendation) -> Iterator[str]:
     """Yield the number of runs that led to the answer of ``recommendation``, their time, and notes."""
     total_time = format_seconds(recommendation.spent_s)
     yield f"{recommendation.probes} runs on data, {recommendation.dry_runs} without; total time {total_time}"
-    yield from busy_notes(run.waited for row in recommendation.rows for run in _runs(row))
+    all_advice = [row.replicas or row.outcome for row in recommendation.rows]
+    yield from busy_notes(
+        run.waited for advice in all_advice if isinstance(advice, BatchAdvice | ReplicaAdvice) for run in advice.probes
+    )
     yield from recommendation.notes
 
 
-def _runs(row: BatchRow) -> tuple[BatchProbe, ...]:
-    """Return the runs in the case ``row``."""
-    advice = row.replicas or row.outcome
-    return advice.probes if isinstance(advice, BatchAdvice | ReplicaAdvice) else ()
-
-
 def _main_row(recommendation: BatchRecommendation) -> BatchRow:
-    """Return the recommended case of ``recommendation``."""
     return recommendation.rows[recommendation.chosen]
 
 
 def _case_in_words(row: BatchRow) -> str:
     sizes = "".join(f" at {symbol}={size}" for symbol, size in row.dims.items())
     return sizes + (" under the plan" if row.planned else "")
-
-
-def _rate(run: BatchProbe) -> str:
-    return rate(run.samples_per_s)
 
 
 def rate(samples_per_s: float) -> str:

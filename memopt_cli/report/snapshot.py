@@ -166,7 +166,7 @@ class _AddressSpace:
 
 
 def _clock(trace: StepTrace) -> list[int]:
-    """Return the microseconds at each instant of ``trace``; one for each operator if none was timed."""
+    """Return the microseconds at each instant of ``trace``; one for each operator if the step was not timed."""
     timed = any(op.seconds for op in trace.ops)
     seconds, clock = 0.0, [0]
     for op in trace.ops:

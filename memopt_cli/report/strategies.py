@@ -37,7 +37,10 @@ def verdicts(comparison: StrategyComparison) -> Iterator[str]:
             yield f"{curve.label}: cannot be run. {curve.remark}"
             continue
         word = {True: "exact", False: "approximate", None: "exactness not known"}[curve.exact]
-        growth, time = _growth_in_words(curve, comparison.symbol), _time(curve, comparison.symbol)
+        last = [point for point in curve.points if point.step_s is not None][-1]
+        assert last.step_s is not None
+        growth = _growth_in_words(curve, comparison.symbol)
+        time = f"{format_seconds(last.step_s)} at {comparison.symbol}={last.steps}"
         yield f"{curve.label}: {word}, {curve.remark}; {growth}; {time}"
 
 
@@ -67,9 +70,3 @@ def _growth_in_words(curve: StrategyCurve, symbol: str) -> str:
     if grown <= 0.01 * last.allocated_peak_bytes:
         return f"does not grow with {symbol}"
     return f"grows by {format_bytes(round(curve.slope_bytes))} a time step"
-
-
-def _time(curve: StrategyCurve, symbol: str) -> str:
-    last = [point for point in curve.points if point.step_s is not None][-1]
-    assert last.step_s is not None
-    return f"{format_seconds(last.step_s)} at {symbol}={last.steps}"

@@ -96,7 +96,7 @@ class TextReport:
 
 def _in_parts(
     console: Printer,
-    found: BatchRecommendation
+    answer: BatchRecommendation
     | Equivalence
     | Explanation
     | FastestTraining
@@ -106,47 +106,47 @@ def _in_parts(
     | StrategyComparison,
 ) -> None:
     """Print an answer that consists of a headline, tables and blocks of lines."""
-    match found:
+    match answer:
         case StepProfile():
-            parts, lines = profiling.parts(found), profiling.remarks(found)
+            parts, lines = profiling.parts(answer), profiling.remarks(answer)
             _print_all(
-                console, [*profiling.headline(found), *chosen(found.notes)], parts, lines, spec=found.header.spec
+                console, [*profiling.headline(answer), *chosen(answer.notes)], parts, lines, spec=answer.header.spec
             )
         case GroupMeasurement():
-            tables = rank.rank_table(found), rank.collective_table(found.largest)
-            _print_all(console, rank.measured_headline(found), tables, rank.measured_remarks(found))
+            tables = rank.rank_table(answer), rank.collective_table(answer.largest)
+            _print_all(console, rank.measured_headline(answer), tables, rank.measured_remarks(answer))
         case BatchRecommendation():
-            blocks = recommendation.settings(found), recommendation.remarks(found)
-            first = recommendation.headline(found)
-            spec = found.header.spec
-            _print_all(console, first, recommendation.tables(found), *blocks, spec=spec)
-            _print_files(console, found.files)
+            blocks = recommendation.settings(answer), recommendation.remarks(answer)
+            first = recommendation.headline(answer)
+            spec = answer.header.spec
+            _print_all(console, first, recommendation.tables(answer), *blocks, spec=spec)
+            _print_files(console, answer.files)
         case RanksRecommendation():
-            table = rank_batches.table(found)
-            _print_all(console, rank_batches.headline(found), [table], rank_batches.remarks(found))
+            table = rank_batches.table(answer)
+            _print_all(console, rank_batches.headline(answer), [table], rank_batches.remarks(answer))
         case FastestTraining():
-            blocks = fastest.settings(found), fastest.remarks(found)
-            first, spec = fastest.headline(found), found.header.spec
-            _print_all(console, first, [fastest.run_table(found)], *blocks, spec=spec)
-            _print_files(console, found.files, none="nothing written")
+            blocks = fastest.settings(answer), fastest.remarks(answer)
+            first, spec = fastest.headline(answer), answer.header.spec
+            _print_all(console, first, [fastest.run_table(answer)], *blocks, spec=spec)
+            _print_files(console, answer.files, none="nothing written")
         case StrategyComparison():
-            blocks = strategies.verdicts(found), strategies.remarks(found)
-            _print_all(console, strategies.headline(found), strategies.tables(found), *blocks)
+            blocks = strategies.verdicts(answer), strategies.remarks(answer)
+            _print_all(console, strategies.headline(answer), strategies.tables(answer), *blocks)
         case Explanation():
-            sections = [section for section in ([*explanation.loops(found)], explanation.remarks(found)) if section]
-            _print_all(console, explanation.headline(found), explanation.tables(found), *sections)
+            sections = [section for section in ([*explanation.loops(answer)], explanation.remarks(answer)) if section]
+            _print_all(console, explanation.headline(answer), explanation.tables(answer), *sections)
         case Equivalence():
-            table = _table_of(equivalence.HEADINGS, equivalence.rows(found))
-            first_lines = equivalence.headline(found), *equivalence.where(found)
-            _print_all(console, first_lines, [table], equivalence.remarks(found))
+            table = _table_of(equivalence.HEADINGS, equivalence.rows(answer))
+            first_lines = equivalence.headline(answer), *equivalence.where(answer)
+            _print_all(console, first_lines, [table], equivalence.remarks(answer))
 
 
-def _print_inspection(console: Printer, found: Inspection, *, verbose: bool) -> None:
-    for line, style in zip(inspection.headline(found), ("bold", "dim", None), strict=False):
+def _print_inspection(console: Printer, result: Inspection, *, verbose: bool) -> None:
+    for line, style in zip(inspection.headline(result), ("bold", "dim", None), strict=False):
         _print(console, line, style=style)
-    _print_parts(console, inspection.contents_tables(found, verbose=verbose))
-    _print_block(console, inspection.remarks(found, verbose=verbose))
-    _print_parts(console, [inspection.globals_table(found.globals)])
+    _print_parts(console, inspection.contents_tables(result, verbose=verbose))
+    _print_block(console, inspection.remarks(result, verbose=verbose))
+    _print_parts(console, [inspection.globals_table(result.globals)])
 
 
 def _print_baseline(console: Printer, result: BaselineResult) -> None:

@@ -26,7 +26,7 @@ from memopt_cli.errors import printable as printable
 from memopt_cli.text.units import MAX_DIGITS, format_bytes
 
 MAX_BYTES = 64 << 20
-"""Maximum size in bytes of a document that people read, or that memopt wrote for them."""
+"""Maximum size in bytes of a document for people, such as a plan or a baseline."""
 _MAX_YAML_BYTES = 1 << 20  # a longer YAML file is refused
 _MAX_YAML_VALUES = 60_000
 """Maximum number of separators of a YAML file, enough for a plan of some 6000 segments; PyYAML, in Python, is slow."""
@@ -36,12 +36,12 @@ _DEEPEST = 200
 """Maximum depth of nested values, which Python walks by recursion."""
 _SPECIAL: Final = "it is not a regular file"
 _OBEYED: Final = re.compile(r"[^\x20-\x7e\n](?<!\w)|##(?=\w*\[)")
-"""Parts of JSON text that may be unprintable, or that CI systems may take for a command."""
+"""Parts of JSON text that may be unprintable, or a command for a CI system."""
 _BREAKS: Final = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
 COMMAND: Final = re.compile(rf"(?<![^{_BREAKS}])[^\S{_BREAKS}]*:(?=:)|##\w*(?=\[)")
 """Beginnings of commands of CI systems, without the last character: ``::error::``, ``##[error]``, ``##vso[``."""
 _HALF: Final = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Lone surrogates, except those that Python uses for the bytes of a path that is not UTF-8."""
+"""Lone surrogates, except Python's for the bytes of a path that is not UTF-8."""
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -118,7 +118,7 @@ def read_end(path: str | os.PathLike[str], nbytes: int) -> bytes:
 
 
 def read_tail(file: BinaryIO, nbytes: int) -> bytes:
-    """Read ``file`` to its end, and return the last ``nbytes`` bytes; at no time are more than a few more held."""
+    """Read ``file`` to its end, and return the last ``nbytes`` bytes; little more is held at any time."""
     end = b""
     while block := file.read(1 << 20):
         end = (end + block)[-nbytes:]
@@ -157,7 +157,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _refuse_content(descriptor: int, path: str) -> None:
-    """Refuse a file that has size 0 and content nevertheless: the kernel's own files, which may block or never end."""
+    """Refuse a file of size 0 that has content all the same: the kernel's own files, which may block or never end."""
     try:
         is_empty = not os.read(descriptor, 1)
     except OSError as err:  # the kernel has nothing to read yet, or forbids it
@@ -202,7 +202,7 @@ def _path_of_descriptor(descriptor: int) -> str:
 def read_yaml(path: Path, hint: str = "") -> Any:
     """Read the plain values of a YAML file.
 
-    Raises :class:`UsageError` if it cannot be read or is no YAML; ``hint``: what the user should write into it.
+    Raises :class:`UsageError` if it cannot be read or is not YAML; ``hint``: what the user should write into it.
     """
     try:
         return _yaml_values(read_bytes(path, _MAX_YAML_BYTES))
@@ -223,7 +223,7 @@ def _yaml_values(text: bytes) -> Any:
 
 
 def why_unreadable(text: bytes) -> str:
-    """Return why :func:`read_yaml` would refuse a file that holds ``text``; empty if it would read that."""
+    """Return why :func:`read_yaml` would refuse a file that holds ``text``; empty if it would not."""
     if len(text) > _MAX_YAML_BYTES:
         return f"it is larger than {format_bytes(_MAX_YAML_BYTES)}"
     try:

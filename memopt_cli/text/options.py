@@ -55,7 +55,7 @@ class Option:
     """Kind of value for both surfaces, or the name of a check of the command line only (:mod:`memopt_cli.cli.values`);
     ``None`` if the type of the parameter is enough."""
     default: str = ""
-    """Default in words, for help; empty to show the value itself."""
+    """Default as help describes it; empty to show the value itself."""
     flags: tuple[str, ...] = ()
     """Flags on the command line; empty for ``--`` and the option's name."""
     common: bool = False
@@ -322,7 +322,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         Size(),
         default="half of the free memory, which is also the maximum",
     ),
-    # -------------------------------------------------------------------------------------------- its finer limits
+    # ----------------------------------------------------------------------------------------- finer search limits
     "profile": Option(
         "A named set of limits: safe (level 1), balanced (level 2, one split round), memory (level 3, two) or "
         "exhaustive (level 4, no limit). Other flags override it.",
@@ -593,7 +593,7 @@ def find_option(command: str, name: str) -> Option:
 
 
 def check_option(name: str, value: object, kind: ValueKind | None = None) -> Any:
-    """Check the argument ``value`` for the option ``name``, and return it as a plain value, such as a tensor's number.
+    """Check the argument ``value`` for the option ``name``, and return it as a plain value, or a tensor's one number.
 
     ``kind``: the check if ``name`` is not an option, such as the size of a dimension.
     Raises :class:`OptionError` for a value that the option does not allow.
@@ -607,5 +607,5 @@ def check_option(name: str, value: object, kind: ValueKind | None = None) -> Any
 
 
 def check_option_if_given(name: str, value: object) -> Any:
-    """Return the value by :func:`check_option`; ``None`` for ``None``."""
+    """Return the value from :func:`check_option`; ``None`` for ``None``."""
     return None if value is None else check_option(name, value)

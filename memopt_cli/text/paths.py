@@ -27,17 +27,17 @@ def is_within(path: str, ancestor: str) -> bool:
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
-def gather_paths(held: Mapping[str, int]) -> dict[str, int]:
-    """Return ``held``, path -> bytes, largest first, with paths that differ only in one number as one row.
+def gather_paths(bytes_by_path: Mapping[str, int]) -> dict[str, int]:
+    """Return ``bytes_by_path``, path -> bytes, largest first, with paths that differ only in one number as one row.
 
     For example ``blocks.*.mlp (×12)`` with the bytes of all twelve.
     """
-    by_pattern: dict[str, list[str]] = defaultdict(list)
-    for path in held:
-        by_pattern[_NUMBER.sub(r"\1*", path, count=1)].append(path)
+    paths_by_pattern: dict[str, list[str]] = defaultdict(list)
+    for path in bytes_by_path:
+        paths_by_pattern[_NUMBER.sub(r"\1*", path, count=1)].append(path)
     rows = {
-        f"{name} (×{len(paths)})" if len(paths) > 1 else paths[0]: sum(held[path] for path in paths)
-        for name, paths in by_pattern.items()
+        f"{name} (×{len(paths)})" if len(paths) > 1 else paths[0]: sum(bytes_by_path[path] for path in paths)
+        for name, paths in paths_by_pattern.items()
     }
     return dict(sorted(rows.items(), key=lambda row: -row[1]))
 

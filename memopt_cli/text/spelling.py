@@ -106,7 +106,7 @@ def in_python(text: str) -> str:
 def _parse_marked(marked: str) -> tuple[list[str], list[tuple[str, str]]] | None:
     """Split ``marked`` into the words before its first flag, and its flags with their values (empty for none).
 
-    Returns ``None`` for text that is no option: a PyTorch error that memopt quotes may have backticks, too.
+    Returns ``None`` for text that is not an option: a PyTorch error that memopt quotes may have backticks, too.
     """
     with contextlib.suppress(ValueError):  # a quotation that does not end
         command: list[str] = []
@@ -126,10 +126,10 @@ def _parse_marked(marked: str) -> tuple[list[str], list[tuple[str, str]]] | None
 
 
 def _marked_in_python(marked: re.Match[str]) -> str:
-    typed = _parse_marked(marked[1])
-    if typed is None:
+    parsed = _parse_marked(marked[1])
+    if parsed is None:
         return marked[0]
-    command, flags = typed
+    command, flags = parsed
     if command == ["file.py:function"]:
         return "a function"
     sizes = [_size_argument(value) for flag, value in flags if flag == "--dim" and "=" in value]

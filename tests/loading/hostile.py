@@ -195,7 +195,7 @@ def _objects(canary: str) -> Iterator[tuple[str, Hostile]]:
     yield "an item of something", _layer("getitem", act=functools.partial(operator.getitem, [1]))
     yield "data in the place of a method", _layer("its method named_modules", named_modules=[1])
     logger = Call(logging.getLogger, ".a" * 5000)
-    yield "a logger of five thousand parts", _layer("a logger has no name", NO_MODEL, extra=logger)
+    yield "a logger of five thousand parts", _layer("a logger's name", NO_MODEL, extra=logger)
     yield (
         "a name of the runtime without it",
         Hostile(b"\x80\x02cscript\nScriptPart\n)\x81}b.", NO_MODEL, "script.ScriptPart"),

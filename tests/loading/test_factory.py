@@ -195,7 +195,7 @@ def test_weights_fill_it(ending: str, without_data: bool) -> None:
 @pytest.mark.parametrize(
     ("weights", "reason"),
     [
-        ({"weight": torch.ones(4, 2), "bias": torch.ones(3)}, "1 of another shape (weight is 4x2, not 3x2)"),
+        ({"weight": torch.ones(4, 2), "bias": torch.ones(3)}, "1 of a different shape (weight is 4x2, not 3x2)"),
         ({"weight": torch.ones(3, 2)}, "1 missing (bias)"),
         ({"bias": torch.ones(3), "w": torch.ones(1)}, "1 missing (weight), 1 unexpected (w)"),
         ({f"module.{i}": torch.ones(1) for i in range(5)}, "5 unexpected (module.0, module.1, module.2, …)"),
@@ -422,7 +422,7 @@ def test_weights_of_another_kind_are_named(weight: torch.Tensor, folder: Path, m
     found = {"weight": weight, "bias": torch.ones(3)}
     monkeypatch.setattr(factory, "_state_dict_in", lambda *given: found)
     Path("weights.pt").write_bytes(b"")
-    with pytest.raises(FileFormatError, match=r"does not fit Linear: 1 of another kind \(weight\)"):
+    with pytest.raises(FileFormatError, match=r"does not fit Linear: 1 of a different kind \(weight\)"):
         factory.fill(nn.Linear(2, 3), ModelFile(path="weights.pt", data=b""))
 
 

@@ -279,7 +279,7 @@ def test_a_cache_that_training_fills_is_named(tmp_path: Path, kind: str, setting
     assert bool(said) is told
     if told:
         (note,) = said
-        takers = note.partition("are given it (")[2].partition(")")[0].split(", ")
+        takers = note.partition("with that argument (")[2].partition(")")[0].split(", ")
         assert kind in takers
         assert any(name.endswith("Attention") for name in takers)
         assert not [name for name in takers if "MLP" in name or name in ("Linear", "Dropout", "LayerNorm", "Conv1D")]

@@ -897,7 +897,7 @@ def test_hooks_that_are_not_called_or_in_another_order() -> None:
     missing = verified(lambda: hooked("record", "count"), lambda: hooked("count"))
     assert (missing.alike, missing.hooks) == ("not", "the hook record of blocks.0.wide is never called")
     turned = verified(lambda: hooked("record", "count"), lambda: hooked("count", "record"))
-    assert "in another order" in turned.hooks
+    assert "in a different order" in turned.hooks
     again = verified(lambda: hooked("record"), lambda: hooked("record", around=checked))
     assert again.alike == "to the bit"
     assert again.notes == (

@@ -508,7 +508,7 @@ def test_the_headline_says_how_far_apart_rounding_leaves_tensors(
         ),
         (
             replace(VERIFIED, inexact=("blocks.0", "blocks.1")),
-            "NOT exact, as allowed: in blocks.0, blocks.1 every chunk uses its own batch statistics (compared at "
+            "NOT exact, as allowed: every chunk uses its own batch statistics in blocks.0, blocks.1 (verified with "
             "fixed ones)",
         ),
         (

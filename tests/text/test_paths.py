@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from memopt_cli.text.paths import gather_paths, quote_module
+import pytest
+
+from memopt_cli.text.paths import gather_paths, is_within, quote_module
 
 
 def test_paths_that_differ_in_one_number_are_one_row() -> None:
@@ -19,3 +21,11 @@ def test_paths_that_differ_in_one_number_are_one_row() -> None:
 
 def test_the_model_itself_has_a_name_in_messages() -> None:
     assert [quote_module(path) for path in ("", "blocks.0")] == ["'(root)'", "'blocks.0'"]
+
+
+@pytest.mark.parametrize(
+    ("path", "ancestor", "within"),
+    [("a.b", "a", True), ("a", "a", True), ("a", "", True), ("", "", True), ("ab", "a", False), ("a", "a.b", False)],
+)
+def test_what_lies_within(path: str, ancestor: str, within: bool) -> None:
+    assert is_within(path, ancestor) is within

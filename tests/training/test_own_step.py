@@ -349,7 +349,7 @@ def test_a_step_is_held_against_its_baseline(memopt: Callable[..., Done], tmp_pa
     assert "maker.0" in grown.out
     another = memopt("check", f"{mine}:mean_teacher")
     assert another.code == 5
-    assert "it is of another model" in another.err
+    assert "it is of a different model" in another.err
 
 
 def test_a_plan_goes_on_models_by_name(steps: Any) -> None:

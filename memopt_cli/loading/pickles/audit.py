@@ -1,12 +1,12 @@
 """The audit of a pickled file: all of its objects are checked together, before any of them is made.
 
-Every object that the model reaches must be of a known kind, with parts that the kind allows.  Only objects that
-were audited are made.
+Every object that the model reaches must be of a known kind, with parts allowed for that kind.  Only audited objects are
+made.
 
-A list of allowed names is not enough, which is why the graph is audited.  ``functools.partial`` of an allowed function
-is harmless as an attribute, but as a forward hook, or in the place of the method ``forward``, it would be called with
-tensors; two modules that share one ``__dict__`` change each other; a list that contains itself, or a tuple that holds
-the same tuple twice, sixty levels deep, makes whoever walks it run forever.
+A list of allowed names is not enough: the graph matters.  ``functools.partial`` of an allowed function is harmless as
+an attribute, but as a forward hook, or in the place of the method ``forward``, it would be called with tensors.  Two
+modules with one ``__dict__`` change each other.  A walk through a list that contains itself never ends, nor through a
+tuple that holds the same tuple twice, sixty levels deep.
 """
 
 from __future__ import annotations
@@ -228,5 +228,4 @@ def _why_unfit(node: Built, recipe: Recipe) -> str:
 
 
 def _states_of(node: Built) -> tuple[Any, ...]:
-    """Return the states that give ``node`` its attributes."""
     return node.argument_items()[1:2] if node.callee == RESTORE_LIFTED else (node.state,)

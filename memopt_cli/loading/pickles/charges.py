@@ -28,7 +28,7 @@ _MAX_WORK = 8_000_000
 _DENSE = 8 << 20
 """Size in bytes of the part of a file that may be all opcodes; the rest of a large file is mostly weights."""
 _BYTES_PER_WORK = 8
-"""Bytes of that part that allow a further unit of work."""
+"""Bytes of that part for each further unit of work."""
 _BYTES_PER_MORE = 64
 """Bytes of the whole file that allow a further unit of work."""
 _COPIES = 4
@@ -47,7 +47,7 @@ class PickleScan:
     wanted: set[Global] = field(default_factory=set)
     """Names that the pickles import, whether the model uses them or not."""
     called: set[Global] = field(default_factory=set)
-    """Names that are called, or whose objects are created."""
+    """Names of the functions called and of the classes of created objects."""
     work: int = 0
     """Units of work so far."""
     taken: int = 0
@@ -74,12 +74,12 @@ class PickleScan:
 
     def take_copies(self, value: Any) -> None:
         """Charge for a copy of each tensor in ``value``."""
-        pending, seen = [value], set[int]()
+        pending, counted = [value], set[int]()
         while pending:
             part = pending.pop()
-            if not isinstance(part, Built | Tuple) or id(part) in seen:
+            if not isinstance(part, Built | Tuple) or id(part) in counted:
                 continue
-            seen.add(id(part))
+            counted.add(id(part))
             tensor = tensor_of(part)
             parts = [] if tensor else list(held_in(part))
             self.spend(1 + len(parts))
@@ -99,8 +99,8 @@ def hash_of(key: Any) -> int:
         return hash(tuple(map(hash_of, key.items)))
     if isinstance(key, Built):
         # Tensors, and objects that are created without values, are hashed by identity.
-        by_identity = str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.argument_items()
-        return hash(key) if by_identity else 0
+        is_by_identity = str(key.callee).startswith(_TENSORS) if key.how == "called" else not key.argument_items()
+        return hash(key) if is_by_identity else 0
     return hash(key)
 
 

@@ -47,7 +47,7 @@ STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 NESTED: Final = Global("torch.storage", "_load_from_bytes")
 """The function that makes a storage inside a plain pickle, from the bytes of a legacy file."""
 _HEAD = 1024
-"""Bytes that hold the pickles of such a file, which come before the storage: about 300 are usual."""
+"""Bytes for the pickles of such a file, which come before the storage: about 300 are usual."""
 _MAX_WRAPPERS = 8
 """Maximum number of calls around the call that makes a tensor, for example for a parameter and a subclass."""
 
@@ -171,7 +171,7 @@ def is_storage(kind: Global) -> bool:
 
 
 def tensor_of(value: Any) -> PickledTensor | None:
-    """Return the tensor that ``value`` stands for, or ``None`` if it stands for something else."""
+    """Return the tensor that ``value`` stands for, or ``None`` if it does not stand for a tensor."""
     trainable: bool | None = None
     for _ in range(_MAX_WRAPPERS):
         if not (isinstance(value, Built) and isinstance(value.arguments, Tuple)):
@@ -190,8 +190,8 @@ def tensor_of(value: Any) -> PickledTensor | None:
 def check_tensors(made: Iterable[Any], sizes: Mapping[str, int] | None, total_bytes: int) -> None:
     """Raise :class:`ValueError` unless storages are as large as their records, and hold all of their tensors.
 
-    ``made``: the stand-ins of a pickle; ``sizes``: key of a record in the zip archive -> its bytes; ``None`` for a file
-    that is not an archive, which has ``total_bytes`` for all storages.
+    ``made``: the stand-ins of a pickle.  ``sizes``: key of a record in the zip archive -> its bytes; ``None`` for a
+    file without an archive.  Such a file has ``total_bytes`` for all storages.
     """
     storages = {}
     for value in made:
@@ -226,9 +226,9 @@ def _view_arguments(function: str, items: tuple[Any, ...]) -> PickledTensor | No
             storage, shape, strides = storage_of(stored), _read_sizes(size), _read_sizes(stride)
             if storage is None or shape is None or strides is None:
                 return None
-            typed = function == "_rebuild_tensor_v3" and len(rest) > 2 and isinstance(rest[2], Global)
+            has_dtype = function == "_rebuild_tensor_v3" and len(rest) > 2 and isinstance(rest[2], Global)
             return PickledTensor(
-                dtype=rest[2].name if typed else storage.dtype,
+                dtype=rest[2].name if has_dtype else storage.dtype,
                 shape=shape,
                 stride=strides,
                 offset=offset,

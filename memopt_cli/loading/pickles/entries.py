@@ -143,7 +143,7 @@ def modules_in(root: Any) -> dict[Path, Any]:
 def refuse_other(root: Any, whole: Any, path: str) -> None:
     """Raise :class:`FileFormatError` if ``root``, an entry of ``whole``, is one tensor or the state of an optimizer.
 
-    ``whole``: all that the file holds, which is ``root`` itself where no entry was named.
+    ``whole``: everything in the file, which is ``root`` itself if no entry was named.
     """
     if (tensor := tensor_of(root)) is not None:
         raise FileFormatError(

@@ -28,7 +28,7 @@ _DEEPEST_TUPLE = 200  # hashing and printing a tuple recurse into the tuples ins
 _WORK_PER_CHARACTER: Final = 200
 """Units of work for each character of a regular expression that is compiled: ranges that ignore case are slow."""
 HASHING: Final = ("set", "frozenset", "OrderedDict")
-"""Classes whose constructors hash the items, or keys, that they are given."""
+"""Classes whose constructors hash the given items or keys."""
 _SAME_HASHES: Final = 8
 """Number of comparisons between keys of the same hash that count as one unit of work."""
 _RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
@@ -101,7 +101,6 @@ class Maker:
         return self.make(built)
 
     def _charge_items(self, built: Built) -> None:
-        """Charge for a call that walks through the items of its arguments."""
         name = built.callee.name
         built.weight += sum(map(amount_of, built.argument_items()))
         if name not in ("range", "slice"):  # these only keep their arguments

@@ -123,9 +123,10 @@ class Pickle:
 
     def with_dict(self, entries: Iterable[tuple[str, Any]]) -> tuple[Built, Pickle]:
         """Return a dict of ``entries``, stand-ins of this pickle, and a pickle that makes it last."""
-        made = Built("plain", DICT, entries=list(entries))
-        steps = UnpicklingStep("make", made), UnpicklingStep("set", made, tuple(chain.from_iterable(made.entries)))
-        return made, Pickle(self.root, (*self.steps, *steps))
+        made_dict = Built("plain", DICT, entries=list(entries))
+        values = tuple(chain.from_iterable(made_dict.entries))
+        steps = UnpicklingStep("make", made_dict), UnpicklingStep("set", made_dict, values)
+        return made_dict, Pickle(self.root, (*self.steps, *steps))
 
 
 def entries_of(value: Any) -> list[tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Finding the batch that fits on this device under a plan, which ``memopt optimize`` reports with the plan."""
+"""Finding the batch that fits on this device under a plan: ``memopt optimize`` reports it with the plan."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _find_advice(
     earlier_search: BegunAdvice | None,
     notes: list[str],
 ) -> BatchAdvice | BatchEstimate | str:
-    """Return the advice, or words on why there is none."""
+    """Return the advice, or the reason why there is none, as text."""
     prepared.progress.stage("finding the batch that fits")
     try:
         check_varied(prepared)
@@ -111,7 +111,7 @@ def _find_advice(
 
 
 def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
-    """Return the largest batch that fits by dry runs, corrected by the run at the described batch; or why none does.
+    """Return the largest batch that fits in dry runs, corrected by the run at the described batch; or why none fits.
 
     Nobody asked for it: where the loss takes one number of targets, as is common, the reason is empty.
     """

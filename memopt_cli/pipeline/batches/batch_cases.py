@@ -59,7 +59,7 @@ class Case:
 
     @property
     def replicas(self) -> ReplicaAdvice | None:
-        """Number of copies that train fastest, by their largest batch if none fits at the described one."""
+        """Number of copies that train fastest, each at its largest batch if none fits at the described one."""
         if self.settled is not None or self.copies is None or not self.search.runs.fitting:
             return self.settled
         reason = f"at batch {self.search.batch} {format_copies(self.probes.replicas)} would take more"
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def text(self) -> str:
-        """Case in words, `` at S=128 under the plan``, or nothing."""
+        """Case as text, `` at S=128 under the plan``, or nothing."""
         sizes = "".join(f" at {symbol}={size}" for symbol, size in self.dims.items())
         return sizes + (" under the plan" if self.planned else "")
 
@@ -151,7 +151,7 @@ class CaseSearch:
             self.notes.append(warning)
 
     def _find_copies(self, case: Case) -> None:
-        """Find the number of copies that trains fastest, and search ``case`` with that many."""
+        """Find the fastest number of copies, and search ``case`` with it."""
         self.prepared.progress.stage(f"finding the number of copies{case.text}")
         batch = case.search.batch
         case.copies = ReplicaSearch(

@@ -54,7 +54,7 @@ def fixed_batch_reason(search: BatchSearch, prepared: Prepared) -> str:
 def one_batch_error(batch: int, failure: StepFailed, case_text: str = "") -> StepError:
     """Return the error for a step that runs at ``batch`` only, with its ``failure`` at other batches.
 
-    ``case_text``: the case in words.
+    ``case_text``: the case, such as `` at S=128``.
     """
     if failure.in_loss:
         return StepError(
@@ -71,7 +71,7 @@ def one_batch_error(batch: int, failure: StepFailed, case_text: str = "") -> Ste
 def limiting_note(failure: str, case_text: str = "") -> str:
     """Return a sentence on a ``failure`` in a dry run that limits the batch, though memory may suffice.
 
-    ``case_text``: the case in words.
+    ``case_text``: the case, such as `` at S=128``.
     """
     hint = " Let the loss hold as many targets as the largest batch has." if failure.startswith("the loss") else ""
     return f"No larger batch is considered{case_text}, though memory may suffice: {failure}.{hint}"
@@ -92,7 +92,7 @@ def loop_warning(probes: BatchProbes) -> str:
 def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
     """Return a sentence on the optimizer's state, which no peak includes if no optimizer was named.
 
-    ``adamw``: the size of AdamW's state in words; empty to compute it for the state of all parameters.
+    ``adamw``: the size of AdamW's state, as text; empty to compute it for the state of all parameters.
     """
     settings, facts = prepared.subject.settings, prepared.facts
     if settings.optimizer or facts.format == STEP or not facts.trainable_bytes:
@@ -102,7 +102,7 @@ def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...
 
 
 def limit_text(limits: Limits, prepared: Prepared) -> str:
-    """Return the budget of ``limits`` in words, with the memory that it leaves out at their end."""
+    """Return the budget of ``limits`` as text, followed by the memory that it leaves out."""
     if not optimizer_state_notes(prepared):
         return limits.text
     return f"{limits.text}, without an optimizer's state, which `--optimizer adamw` counts"
@@ -122,7 +122,7 @@ class BatchProbes:
     replicas: int = 1
     """Number of copies of the model that are trained together."""
     run: Callable[[int], BatchProbe | Failure] | None = None
-    """A function that runs a batch for a caller that also records it; by default :class:`ProbeJob` runs it."""
+    """A function that runs a batch, if the caller also records it; by default :class:`ProbeJob` runs it."""
     dry_runs: dict[int, float] = field(default_factory=dict)
     """Batch -> peak of one copy in bytes by a dry run; for a card of ``--for``, in blocks of its allocator."""
     operators: dict[int, int] = field(default_factory=dict)
@@ -138,13 +138,13 @@ class BatchProbes:
 
         Compiled steps have no dry runs.
         """
-        without_data = self.plan.compile is None and math.isfinite(self.predict(batch))
+        is_data_free = self.plan.compile is None and math.isfinite(self.predict(batch))
         return BatchSearch(
             batch=batch,
             probe=self.probe,
-            predict=self.predict if without_data else None,
+            predict=self.predict if is_data_free else None,
             limits=limits,
-            ratio=ratio if without_data else 1.0,
+            ratio=ratio if is_data_free else 1.0,
         )
 
     def predict(self, batch: int) -> float:
@@ -190,8 +190,8 @@ class BatchProbes:
     def operators_per_sample(self) -> float:
         """Number of operators that each further sample adds; 0 while unknown.
 
-        It stays unknown under a plan with chunks or codecs, whose own operators vary: a batch smaller than the number
-        of chunks runs in fewer of them, and small tensors are not packed.
+        It stays unknown under a plan with chunks or compressors, since their operators vary: a batch smaller than the
+        number of chunks runs in fewer of them, and small tensors are not packed.
         """
         is_packed = self.plan.packs or any(segment.compressor != "null" for segment in self.plan.everywhere)
         if len(self.operators) < 2 or self.plan.has_chunks or is_packed:

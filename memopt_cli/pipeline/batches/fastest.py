@@ -113,8 +113,6 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
 
 @dataclass(slots=True, kw_only=True)
 class _FastestSearch:
-    """Search of :func:`fastest_prepared`, with its results so far."""
-
     request: BatchRequest
     options: SearchOptions
     prepared: Prepared
@@ -130,7 +128,7 @@ class _FastestSearch:
     runs: PairRuns = field(init=False)
     pricing: Pricing | None = None
     pairs: list[tuple[Plan, int]] = field(default_factory=list)
-    """Plans that were priced, each with the largest batch at which it was the fastest that fits."""
+    """Priced plans, each with the largest batch at which it was the fastest of those that fit."""
     dry_runs: list[BatchProbes] = field(default_factory=list)
     """Dry runs of each plan."""
     dropped: list[Dropped] = field(default_factory=list)

@@ -60,9 +60,9 @@ class PairRuns:
             for plan, run in self.trials.successful_runs()
             if run.allocated_peak_bytes <= budget_bytes and self.largest_usable(run.batch) == run.batch
         ]
-        in_time = [(plan, run) for plan, run in fitting if self.limits.is_in_time(run.step_s)]
+        timely_pairs = [(plan, run) for plan, run in fitting if self.limits.is_in_time(run.step_s)]
         shortest = sorted(fitting, key=lambda pair: pair[1].step_s)[:1]
-        return [(plan, run.batch) for plan, run in in_time or shortest]
+        return [(plan, run.batch) for plan, run in timely_pairs or shortest]
 
     def largest_usable(self, largest: int) -> int:
         """Return the largest batch up to ``largest`` that may be recommended; 0 if there is none.

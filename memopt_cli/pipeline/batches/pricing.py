@@ -29,7 +29,7 @@ class Pricing:
     _planners: dict[int, Planner] = field(default_factory=dict)
 
     def fastest(self, batch: int, budget_bytes: int) -> Plan | None:
-        """Return the fastest plan at ``batch`` whose computed peak is within ``budget_bytes``; ``None`` if none is."""
+        """Return the fastest plan at ``batch`` with a computed peak within ``budget_bytes``; ``None`` if none fits."""
         priced = self._planner(batch).within(self.options.level, budget_bytes)
         if priced is None:
             self.progress.update(self.priced, None, f"batch {batch} · no plan is predicted to fit")

@@ -90,8 +90,6 @@ def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Pl
 
 @dataclass(slots=True, kw_only=True)
 class _RanksSearch:
-    """Search of :func:`recommend_ranks`, with its results so far."""
-
     request: BatchRequest
     prepared: Prepared
     limits: Limits
@@ -182,7 +180,6 @@ class _RanksSearch:
     def _find_largest_of_rank(
         self, layout: RankLayout, rank: int, plan: Plan, start: int, limits: Limits
     ) -> tuple[int, Counted] | NoBatchFits | Failure:
-        """Return the largest batch of ``rank`` within ``limits``, with its dry run."""
         subject = replace(self.prepared.subject, layout=layout, rank=rank)
         prepared = replace(self.prepared, subject=subject)
         with Sessions(prepared, "none", self.notes) as session:

@@ -143,8 +143,6 @@ def recommend_prepared(
 
 @dataclass(slots=True, kw_only=True)
 class _BatchSearch:
-    """Search of :func:`recommend_batch`, with its results so far."""
-
     request: BatchRequest
     prepared: Prepared
     longest: dict[str, int]
@@ -241,15 +239,15 @@ class _BatchSearch:
         assert isinstance(smallest, NoBatchFits)
         copies = f" for {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
         planned = (case.search.outcome() for case in cases[1:] if case.planned and case.dims == cases[0].dims)
-        under_plan = next((outcome.reason for outcome in planned if isinstance(outcome, NoBatchFits)), "")
-        reasons = f"{smallest.reason}; under the plan, {under_plan}" if under_plan else smallest.reason
+        plan_failure = next((outcome.reason for outcome in planned if isinstance(outcome, NoBatchFits)), "")
+        reasons = f"{smallest.reason}; under the plan, {plan_failure}" if plan_failure else smallest.reason
         # With these, a batch of 1 may take more than a larger one in a single pass.
         if self.prepared.subject.settings.micro_batches > 1:
             reasons += ", with the gradients of earlier micro-batches in memory"
         raise NothingFitsError(
             f"not even a batch of {smallest.batch}{copies}{cases[0].text} fits in {self.search.limits.text}: {reasons}",
             hint="Raise `--memory`, give smaller inputs"
-            + (". See memopt explain." if under_plan else ", or add `--plan` with a plan of memopt optimize."),
+            + (". See memopt explain." if plan_failure else ", or add `--plan` with a plan of memopt optimize."),
         )
 
     def _rating(self, case: Case) -> float:
@@ -385,7 +383,7 @@ def one_batch_notes(accumulation: Accumulation, facts: ModelFacts, call: ModelCa
 
 
 def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
-    """Raise :class:`UsageError` for inputs whose batch cannot be varied, or whose shapes lack the range's symbol."""
+    """Raise :class:`UsageError` for inputs with a fixed batch, or without the range's symbol in their shapes."""
     spec = prepared.subject.spec
     with_batch(spec, prepared.batch + 1)
     if dim_range is None:

@@ -29,7 +29,7 @@ class ScaledModels:
     record: Callable[[Plan, int], Traced | Failure | NotTried]
     """A function that records a step under a plan at a batch."""
     runs: Callable[[], list[tuple[Plan, BatchProbe]]]
-    """A function that returns the runs so far, of the original and of plans that were priced."""
+    """A function that returns the runs so far, of the original and of priced plans."""
     _steps: dict[Heads, ScaledStep | Failure | NotTried] = field(default_factory=dict)
     _models: dict[tuple[Heads, int], CostModel | Failure | NotTried] = field(default_factory=dict)
 

@@ -60,7 +60,11 @@ class Trials:
         self.prepared.progress.update(self.count, None, f"running {text}")
         outcome = self._measure(plan, batch)
         self.count += 1
-        self.prepared.progress.update(self.count, None, f"{text} · {_in_words(outcome)}")
+        if isinstance(outcome, BatchProbe):
+            result = f"{format_bytes(outcome.allocated_peak_bytes)}, {format_seconds(outcome.step_s)}"
+        else:
+            result = describe(outcome)
+        self.prepared.progress.update(self.count, None, f"{text} · {result}")
         return outcome
 
     def _measure(self, plan: Plan, batch: int) -> BatchProbe | Failure:
@@ -98,7 +102,7 @@ class Trials:
                 self.record(batch, session, None)
 
     def step(self, first_batch: int) -> ScaledStep | str:
-        """Return the original's step, computable at any batch, or words on why it cannot be.
+        """Return the original's step, computable at any batch, or the reason why it cannot be computed.
 
         The step is made from the records at the smallest and the largest batch.  ``first_batch``: the batch to record,
         together with its double, if there is no record yet.
@@ -128,9 +132,3 @@ class Trials:
             (note.rstrip(".") for batch_notes in self.notes.values() for note in batch_notes),
             "its step could not be recorded",
         )
-
-
-def _in_words(outcome: BatchProbe | Failure) -> str:
-    if not isinstance(outcome, BatchProbe):
-        return describe(outcome)
-    return f"{format_bytes(outcome.allocated_peak_bytes)}, {format_seconds(outcome.step_s)}"

@@ -20,7 +20,6 @@ from memopt_cli.records import (
     Metric,
     ModuleBytes,
     ModuleChange,
-    PeakPlace,
     Plan,
     PlanChange,
     SavedTensor,
@@ -35,7 +34,7 @@ MAX_SAVED_TENSORS = 20
 
 
 _STEP_PATH: Final = "(the step)"
-"""Path under which a comparison lists tensors that no module of the model holds."""
+"""Path under which a comparison lists the tensors outside of the model's modules."""
 _STEP_KINDS: Final = ("inputs", "optimizer")
 """Categories that no module of the model holds."""
 
@@ -118,7 +117,9 @@ def _compare(before: Baseline, after: Baseline, limits: Sequence[Limit], at: str
         plan=_plan_change(old.plan.at(before.header.spec.dims), new.plan.at(after.header.spec.dims), moves),
         peak_before=old.peak,
         peak_after=new.peak,
-        peak_moved=_peak_moved(old.peak, new.peak, moves),
+        peak_moved=old.peak is not None
+        and new.peak is not None
+        and replace(old.peak, module=moves.get(old.peak.module, old.peak.module)) != new.peak,
         unlike=differences(comparable_terms(before), comparable_terms(after)),
         surroundings=differences(surroundings(before), surroundings(after)),
         layout=None if after.conditions is None else after.conditions.layout,
@@ -175,11 +176,11 @@ def _module_changes(
 def _apart_from_step(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
     """Yield ``modules``, and as one more module the step's tensors that the root holds."""
     for module in modules:
-        of_step = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _STEP_KINDS}
-        own = {kind: size for kind, size in module.held_bytes.items() if kind not in of_step}
+        step_bytes = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _STEP_KINDS}
+        own = {kind: size for kind, size in module.held_bytes.items() if kind not in step_bytes}
         yield replace(module, held_bytes=own)
-        if of_step:
-            yield ModuleBytes(path=_STEP_PATH, class_name=", ".join(of_step), output_bytes=0, held_bytes=of_step)
+        if step_bytes:
+            yield ModuleBytes(path=_STEP_PATH, class_name=", ".join(step_bytes), output_bytes=0, held_bytes=step_bytes)
 
 
 def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Paths) -> tuple[SavedTensor, ...]:
@@ -217,9 +218,3 @@ def _change_of(before: bool, after: bool) -> Literal["same", "dropped", "added"]
     if before == after:
         return "same"
     return "added" if after else "dropped"
-
-
-def _peak_moved(before: PeakPlace | None, after: PeakPlace | None, moves: Paths) -> bool:
-    if before is None or after is None:
-        return False
-    return replace(before, module=moves.get(before.module, before.module)) != after

@@ -1,7 +1,7 @@
 """``memopt baseline``, ``check`` and ``compare``: writing down what a step needs, and comparing it with a later one.
 
-A baseline is data that may have come with the model, so ``check`` runs no code and reads no other file that only the
-baseline names: the user must give those again.
+A baseline may have come with the model.  So ``check`` neither runs code nor reads other files that only the baseline
+names: the user must name them again.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, Ste
 
 
 def _typed(request: CheckRequest) -> str:
-    """Return the model and the step of ``request`` as typed, with a placeholder for inputs; empty if none was typed."""
+    """Return model and step of ``request`` as typed, with a placeholder for inputs; empty without a command line."""
     if request.flags is None:
         return ""
     inputs = () if request.spec is not None and request.spec.has_inputs else ("-i SHAPE",)
@@ -222,9 +222,9 @@ def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepa
     root = next((module.class_name for module in before.memory.modules if not module.path), class_name)
     if root != class_name and Path(location).name != Path(before.header.model).name:
         raise BaselineError(
-            f"{request.baseline_path} is not comparable: it is of another model, {root} of {before.header.model}; "
+            f"{request.baseline_path} is not comparable: it is of a different model, {root} of {before.header.model}; "
             f"{location} holds {class_name}",
-            hint=f"If {root} has another name now, record its baseline again. Otherwise keep one for each model: "
+            hint=f"If {root} has a different name now, record its baseline again. Otherwise keep one for each model: "
             "record it with `memopt baseline MODEL -i SHAPE -o FILE`, and name it with `--baseline FILE`.",
         )
 
@@ -239,16 +239,16 @@ def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline
             hint="Leave the inputs out (the baseline has them), or name the dimension in their shapes.",
         )
     if unlike:
-        texts = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
+        differences_text = "; ".join(f"{d.name}: {d.before} in the baseline, {d.after} now" for d in unlike)
         raise BaselineError(
-            f"{request.baseline_path} is not comparable: {texts}",
+            f"{request.baseline_path} is not comparable: {differences_text}",
             hint="Check the step that was recorded, or record the step that you want to check.\n"
             + _record_anew(request, after),
         )
 
 
 def _record_anew(request: CheckRequest, after: Baseline) -> str:
-    """Return the hint with the command that records the step of ``after``, which was to be checked."""
+    """Return the hint with the command that records the checked step, ``after``."""
     source = request.source
     plan = request.plan_path
     conditions = after.conditions

@@ -97,8 +97,6 @@ def _steps(request: BatchRequest, prepared: Prepared) -> DimRange:
 
 @dataclass(slots=True, kw_only=True)
 class _StrategySearch:
-    """One run of :func:`compare_strategies`."""
-
     request: BatchRequest
     steps: DimRange
     prepared: Prepared

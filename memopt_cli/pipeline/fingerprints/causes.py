@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 from memopt_cli.pipeline.fingerprints.gaps import gaps_between
 from memopt_cli.records import CallPrint, Cause, ChoicePrint, StepPrint, TensorGap
+from memopt_cli.text.paths import is_within
 
 _NO_GRADIENTS_WARNING = "None of the inputs have requires_grad=True"
 """Text of PyTorch's warning for a reentrant checkpoint without an input that requires a gradient."""
 _CHECKPOINT_ERROR = "CheckpointError"
 """Part of PyTorch's error for a recomputation that saves different tensors from forward."""
 _SELECTIVE_ERROR = "not found in storage"
-"""Part of PyTorch's error for a recomputation that asks a selective checkpoint for a tensor that it does not hold."""
+"""Part of PyTorch's error for a recomputation that asks a selective checkpoint for a tensor not held there."""
 _SECOND_BACKWARD_ERROR = "backward through the graph a second time"
 """Part of autograd's error where a graph was freed by an earlier backward."""
 
@@ -42,8 +43,8 @@ REDRAWS = (
     "global generators"
 )
 EARLY_STOP = (
-    "the recomputation stops before this module makes its random numbers, which it writes into a tensor that was saved "
-    "earlier: leave the module out of the checkpoint"
+    "the recomputation stops before this module makes its random numbers and writes them into a tensor saved earlier: "
+    "leave the module out of the checkpoint"
 )
 DRAWS = (
     "the reference and the candidate use different random numbers: seed both in the same way, and use them in the same "
@@ -80,8 +81,8 @@ OTHER_CALLS = (
     "once, outside the checkpoint"
 )
 NEW_ERROR = (
-    "the recomputation raises an error that forward did not raise, since the module, or a hook of it, reads state that "
-    "forward changed: leave the module out of the checkpoint, or let it skip recomputations"
+    "the recomputation raises an error, and forward did not: the module, or a hook of it, reads state that forward "
+    "changed. Leave the module out of the checkpoint, or let it skip recomputations"
 )
 OTHER_TENSORS = (
     "the recomputation of a checkpoint saves different tensors from its forward, since the checkpointed function reads "
@@ -127,7 +128,7 @@ def cause_of(pair: Pair) -> Cause | None:
 
 
 def cause_of_failure(pair: Pair, *, is_first: bool) -> Cause | None:
-    """Return the first cause that explains why only the candidate's step of ``pair`` failed; ``None`` if none does.
+    """Return the first cause that explains why only the candidate's step of ``pair`` failed; ``None`` if no cause does.
 
     ``is_first``: whether it is the first step of the training.
     """
@@ -168,8 +169,8 @@ def _by_error(pair: Pair) -> Cause | None:
         return None
     ended_call: CallPrint | None = None
     for call in reversed(pair.candidate.calls):
-        is_within = ended_call is None or call.path.startswith(f"{ended_call.path}." if ended_call.path else "")
-        if call.finished or not call.recomputed or not is_within:
+        is_outer = ended_call is None or is_within(call.path, ended_call.path)
+        if call.finished or not call.recomputed or not is_outer:
             break
         ended_call = call
     return _cause_at(ended_call, NEW_ERROR) if ended_call is not None else None
@@ -185,7 +186,7 @@ def _by_second_backward(pair: Pair, *, is_first: bool) -> Cause | None:
 
 
 def _by_checkpoint_error(pair: Pair) -> Cause | None:
-    """Return the cause by PyTorch's error alone, for a checkpointed function that calls no modules."""
+    """Return the cause shown by PyTorch's error itself, for a checkpointed function that calls no modules."""
     is_checkpoint_error = _CHECKPOINT_ERROR in pair.candidate.failed or _SELECTIVE_ERROR in pair.candidate.failed
     return Cause(text=OTHER_TENSORS) if is_checkpoint_error else None
 
@@ -214,17 +215,17 @@ def _by_missing_gradient_of_reentrant(pair: Pair) -> Cause | None:
 
 
 def _by_recomputation(pair: Pair) -> Cause | None:
-    """Return the cause by the first call in a recomputation whose input or output differs from that in forward.
+    """Return the cause at the first call in a recomputation with a different input or output from forward's.
 
     If the input differs, the fault lies in the innermost call around it that has the input of forward.  If there is no
     such call, the fault lies outside of the checkpoint.
     """
-    with_same_input: list[CallPrint] = []
-    with_other_input: list[CallPrint] = []
+    same_input_calls: list[CallPrint] = []
+    other_input_calls: list[CallPrint] = []
     first_other_pair: tuple[CallPrint, CallPrint] | None = None
     for forward, repeated in _recomputations(pair.candidate.calls):
         has_other_input = bool(gaps_between(forward.inputs, repeated.inputs))
-        (with_other_input if has_other_input else with_same_input).append(repeated)
+        (other_input_calls if has_other_input else same_input_calls).append(repeated)
         is_other = has_other_input or (repeated.finished and bool(gaps_between(forward.outputs, repeated.outputs)))
         if first_other_pair is None and is_other:
             first_other_pair = forward, repeated
@@ -232,17 +233,17 @@ def _by_recomputation(pair: Pair) -> Cause | None:
         return None
     forward, repeated = first_other_pair
     draws_differ = forward.begun != repeated.begun
-    if repeated in with_same_input:
+    if repeated in same_input_calls:
         return _cause_at(
             repeated,
             REDRAWS if draws_differ and (forward.draws or repeated.draws) else OTHER_OUTPUT,
         )
-    innermost = next(reversed(_calls_around(repeated, with_same_input)), None)
+    innermost = next(reversed(_calls_around(repeated, same_input_calls)), None)
     if draws_differ:
         return _cause_at(innermost or repeated, REDRAWS)
     if innermost is not None:
         return _cause_at(innermost, OTHER_OUTPUT)
-    return _cause_at(_calls_around(repeated, [*with_other_input, repeated])[0], CHANGED_INPUT)
+    return _cause_at(_calls_around(repeated, [*other_input_calls, repeated])[0], CHANGED_INPUT)
 
 
 def _calls_around(call: CallPrint, calls: Iterable[CallPrint]) -> list[CallPrint]:
@@ -250,12 +251,8 @@ def _calls_around(call: CallPrint, calls: Iterable[CallPrint]) -> list[CallPrint
 
     ``call`` itself counts as one of them.
     """
-    outer_calls = (outer for outer in calls if outer is call or _is_below(call.path, outer.path))
+    outer_calls = (outer for outer in calls if outer is call or is_within(call.path, outer.path))
     return sorted(outer_calls, key=lambda outer: len(outer.path))
-
-
-def _is_below(path: str, module: str) -> bool:
-    return not module or path == module or path.startswith(f"{module}.")
 
 
 def _by_early_stop(pair: Pair) -> Cause | None:
@@ -272,7 +269,7 @@ def _by_second_change(pair: Pair) -> Cause | None:
     paths_in_reference = {call.path for call in pair.reference.calls if call.recomputed}
     recomputed = [call for call in pair.candidate.calls if call.recomputed and call.path not in paths_in_reference]
     for name in (gap.name.split(" ")[-1] for gap in pair.gaps if gap.name.startswith(("buffer", "state"))):
-        owners = [call for call in recomputed if call.path != name and _is_below(name, call.path)]
+        owners = [call for call in recomputed if call.path != name and is_within(name, call.path)]
         if owners:
             return _cause_at(max(owners, key=lambda call: len(call.path)), REPEAT)
     return None
@@ -297,7 +294,7 @@ def _by_kept_values(pair: Pair) -> Cause | None:
     kind, _, name = first_name.partition(" ")
     if kind not in ("buffer", "state"):
         return None
-    owners = [call for call in pair.candidate.calls if not call.recomputed and _is_below(name, call.path)]
+    owners = [call for call in pair.candidate.calls if not call.recomputed and is_within(name, call.path)]
     return _cause_at(max(owners, key=lambda call: len(call.path)), OTHER_VALUES) if owners else None
 
 
@@ -339,8 +336,8 @@ def _recomputations(calls: Sequence[CallPrint]) -> Iterator[tuple[CallPrint, Cal
         if not call.recomputed:
             forward.setdefault(call.path, []).append(call)
     for repeated in (call for call in calls if call.recomputed and call.path in forward):
-        with_same_input = (call for call in forward[repeated.path] if not gaps_between(call.inputs, repeated.inputs))
-        yield next(with_same_input, forward[repeated.path][0]), repeated
+        same_input_calls = (call for call in forward[repeated.path] if not gaps_between(call.inputs, repeated.inputs))
+        yield next(same_input_calls, forward[repeated.path][0]), repeated
 
 
 def _with_call_numbers(calls: Iterable[CallPrint]) -> Iterator[tuple[tuple[str, int], CallPrint]]:

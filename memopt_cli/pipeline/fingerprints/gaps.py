@@ -7,13 +7,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 from memopt_cli.errors import StepError
 from memopt_cli.pipeline.fingerprints.steps import ROUNDING_SHARE, relative_distance, root_mean_square
 from memopt_cli.pipeline.renames import find_renames
 from memopt_cli.records import NOT_FINITE, FollowedSteps, ModuleBytes, StepPrint, TensorGap, TensorPrint
-from memopt_cli.text.paths import stems_of
+from memopt_cli.text.paths import is_within, stems_of
 from memopt_cli.text.units import format_some
 
 _RenameFunction = Callable[[str], str]
@@ -42,7 +42,7 @@ class FirstDifference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether sums in another order may cause all gaps: no tensor is missing, of another kind, or of integers."""
+        """Whether the order of sums may cause all gaps: no tensor is missing, of a different kind, or of integers."""
         return all(math.isfinite(gap.apart) for gap in self.gaps)
 
 
@@ -118,16 +118,10 @@ def gaps_between(
                 TensorGap(
                     name=name,
                     apart=distance if has_rounding else math.inf,
-                    missing=_missing(reference_tensor, other_tensor),
+                    missing="reference" if reference_tensor is None else "candidate" if other_tensor is None else "",
                 )
             )
     return tuple(sorted(gaps, key=_sort_key))
-
-
-def _missing(reference: TensorPrint | None, other: TensorPrint | None) -> Literal["", "reference", "candidate"]:
-    if reference is None:
-        return "reference"
-    return "candidate" if other is None else ""
 
 
 def _sort_key(gap: TensorGap) -> tuple[int, float, str]:
@@ -152,7 +146,7 @@ def with_equal_names(reference: FollowedSteps, other: FollowedSteps) -> tuple[Fo
 
 
 def rename_notes(reference: FollowedSteps, other: FollowedSteps) -> tuple[str, ...]:
-    """Return a note if parts of the model have other names in ``other``."""
+    """Return a note if parts of the model have different names in ``other``."""
     stems = _renamed(*_without_wrappers(reference, other))
     names = ", ".join(f"{new} is {old}" for new, old in stems.items())
     return (f"Compared under the names of the reference: {names}.",) if stems else ()
@@ -170,7 +164,7 @@ def _without_wrappers(reference: FollowedSteps, other: FollowedSteps) -> tuple[F
 def _renamed(reference: FollowedSteps, other: FollowedSteps) -> dict[str, str]:
     """Return the renamed parts of the model, such as a module: path in ``other`` -> path in the ``reference``.
 
-    The parameters that one side lacks have the shapes of those that the other lacks, in the same order.
+    The parameters missing on one side have the shapes of those missing on the other, in the same order.
     """
     sides = [
         {
@@ -184,8 +178,8 @@ def _renamed(reference: FollowedSteps, other: FollowedSteps) -> dict[str, str]:
     if [sides[0][name] for name in old] != [sides[1][name] for name in new]:
         return {}
     stems = {after: before for before, after in map(stems_of, old, new)}
-    paths = [f"{tensor.name.partition(' ')[2]}." for tensor in other.start]
-    is_taken = any(path.startswith(f"{before}.") for before in stems.values() for path in paths)
+    paths = [tensor.name.partition(" ")[2] for tensor in other.start]
+    is_taken = any(is_within(path, before) for before in stems.values() for path in paths)
     # With an empty path, one model is in a wrapper, which may do more.
     return {} if is_taken or "" in stems or "" in stems.values() else stems
 
@@ -222,39 +216,39 @@ def _require_same_start(reference: FollowedSteps, other: FollowedSteps) -> None:
 
 
 def _other_parameters(before: _TensorsByName, after: _TensorsByName, gone: Sequence[str], added: Sequence[str]) -> str:
-    """Return what the candidate lacks, has in addition and has in another shape; empty if there is nothing.
+    """Return what the candidate lacks, what only it has, and what differs in shape; empty if there is nothing.
 
     ``gone``, ``added``: parameters that only one side has.  Those of renamed modules are left out, unless there are no
-    others: names that match only in another order are not the same model.
+    others: names that match only in a different order are not the same model.
     """
     renames, moves = find_renames(_modules_of(gone, before), _modules_of(added, after))
-    moved = {
+    new_names = {
         name: f"{_PARAMETER}{moves[path]}.{own}"
         for name in gone
         for path, own in [_split_parameter(name)]
         if path in moves
     }
-    moved = {name: target for name, target in moved.items() if target in added}
-    kept = {*moved.values()}
+    new_names = {name: target for name, target in new_names.items() if target in added}
+    taken_names = {*new_names.values()}
     shapes = [
         f"{name.removeprefix(_PARAMETER)} {_shape_text(tensor)} → {_shape_text(after[target])}"
         for name, tensor in before.items()
-        if (target := moved.get(name, name)) in after and _shape_text(tensor) != _shape_text(after[target])
+        if (target := new_names.get(name, name)) in after and _shape_text(tensor) != _shape_text(after[target])
     ]
     parts: dict[str, Sequence[str]] = {
-        "has no": [name for name in gone if name not in moved],
-        "also has": [name for name in added if name not in kept],
+        "has no": [name for name in gone if name not in new_names],
+        "also has": [name for name in added if name not in taken_names],
         "has other shapes:": shapes,
     }
     if not any(parts.values()):
         parts, renames = {"has no": gone, "also has": added}, ()
-    texts = (
+    clauses = (
         f"{verb} {format_some([name.removeprefix(_PARAMETER) for name in names])}"
         for verb, names in parts.items()
         if names
     )
-    named = ", ".join(f"{rename.after} is {rename.before}" for rename in renames if rename.before and rename.after)
-    return "; it ".join(texts) + (f" ({named})" if named else "")
+    renamed = [f"{rename.after} is {rename.before}" for rename in renames if rename.before and rename.after]
+    return "; it ".join(clauses) + (f" ({', '.join(renamed)})" if renamed else "")
 
 
 def _modules_of(names: Iterable[str], tensors: _TensorsByName) -> list[ModuleBytes]:
@@ -328,7 +322,7 @@ def _step_with_shared_values(
 def _shared_values(values: _TensorsByName, other_values: _TensorsByName, shared: Set[str]) -> tuple[TensorPrint, ...]:
     """Return the ``shared`` tensors that moved on at least one side, and all numbers of the outputs.
 
-    A tensor that moved only on the other side, ``other_values``, gets a placeholder, so that the two differ.
+    A tensor that moved only on the other side, ``other_values``, gets a placeholder: then the two differ.
     """
     unmoved = {name: replace(tensor, kind="unmoved", bits="") for name, tensor in other_values.items()}
     tensors = (tensor for name, tensor in {**unmoved, **values}.items() if name in shared)
@@ -336,12 +330,7 @@ def _shared_values(values: _TensorsByName, other_values: _TensorsByName, shared:
 
 
 def _start_parameters(training: FollowedSteps) -> dict[str, str]:
-    return _start_bits(training, "parameter")
-
-
-def _start_bits(training: FollowedSteps, kind: str) -> dict[str, str]:
-    """Return the bits of all tensors of ``kind``, by name."""
-    return {tensor.name: tensor.bits for tensor in training.start if tensor.name.startswith(kind)}
+    return {tensor.name: tensor.bits for tensor in training.start if tensor.name.startswith("parameter")}
 
 
 def _without_replicas(training: FollowedSteps, other: FollowedSteps) -> FollowedSteps:

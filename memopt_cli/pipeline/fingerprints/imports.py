@@ -104,14 +104,14 @@ def _sources(modules: Mapping[str, str], own: Path) -> dict[str, dict[Path, set[
 
     ``own``: the file of the model itself, which is left out.
     """
-    found: dict[str, dict[Path, set[Path]]] = {}
+    folders: dict[str, dict[Path, set[Path]]] = {}
     for name, file in sorted(modules.items()):
         path = Path(file).resolve()
         depth = name.count(".") + (path.stem == "__init__")
         if path != own and depth < len(path.parents):
             folder = path.parents[depth]
-            found.setdefault(name.partition(".")[0], {}).setdefault(folder, set()).add(path.relative_to(folder))
-    return found
+            folders.setdefault(name.partition(".")[0], {}).setdefault(folder, set()).add(path.relative_to(folder))
+    return folders
 
 
 def _other_code(folder: Path, loaded: set[Path], file: Path) -> Path | None:

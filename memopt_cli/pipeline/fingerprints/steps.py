@@ -44,7 +44,7 @@ def compare_fingerprints(
 
     ``exact``: whether they must be bit-identical.  Otherwise floating tensors must agree in half of the digits of their
     dtype, or of a dtype with ``epsilon`` if that has fewer.  ``rounded``: the fingerprint of the original with rounded
-    parameters.  A tensor that rounding changes may differ by ten times that change, if that is more.
+    parameters.  The tolerance is at least ten times the change of a tensor from rounding.
     """
     original_tensors, planned_tensors, rounded_tensors = (
         {tensor.name: tensor for tensor in side.tensors} if side is not None else {}
@@ -109,7 +109,7 @@ def _tolerance_for(tensor: TensorPrint, epsilon: float, rounded: TensorPrint | N
 
 
 def _half_of_digits(tensor: TensorPrint, epsilon: float) -> float:
-    """Return the relative difference at which half of the digits agree, as another order of sums may leave it.
+    """Return the relative difference at which half of the digits agree, as a different order of sums may leave it.
 
     ``epsilon``: of a dtype with fewer digits, if one was used.
     """

@@ -31,9 +31,9 @@ def prepared_factory(
 ) -> Prepared:
     """Prepare the model that ``model`` builds for a prediction; its parameters are never allocated.
 
-    ``functions``: the functions that the step calls, and the function that shards the model.  A function that a
-    subprocess could not import is run in this process, and a note has the reason.  Raises :class:`MemoptError` if
-    ``plan`` does not suit the model.
+    ``functions``: the functions called by the step, and the function that shards the model.  If a subprocess could not
+    import one of them, it runs in this process, and a note has the reason.  Raises :class:`MemoptError` if ``plan``
+    does not suit the model.
     """
     obstacle = next(filter(None, (function.obstacle for function in (model, *functions))), "")
     if model.obstacle and model.function is not None:

@@ -15,7 +15,7 @@ from memopt_cli.training.apply import apply_plan, plan_of, replacing_plan, resto
 Result = TypeVar("Result")
 
 _LIMIT: Final = timedelta(days=7)
-"""Time limit of collectives, in effect none: other ranks wait for the search, which has its own limits."""
+"""Time limit of collectives, too long to matter: other ranks wait for the search, which has its own limits."""
 
 
 def on_every_rank(
@@ -23,9 +23,9 @@ def on_every_rank(
 ) -> Result:
     """Return the result of ``optimize``, a function that puts a plan on ``model``; without a ``group``, just call it.
 
-    In a group, a ``torch.distributed.ProcessGroup``, only the first rank calls it.  ``plan_in`` returns the plan in its
-    result, the other ranks put that on their models, and all check that they have the same.  An error on one rank is
-    raised on all, and :class:`UsageError` if their models differ; every model is then as it was.
+    In a group, a ``torch.distributed.ProcessGroup``, only the first rank calls it.  ``plan_in`` returns the plan in the
+    result.  The other ranks put that plan on their models, and all check that they have the same.  An error on one rank
+    is raised on all, and :class:`UsageError` if their models differ; every model is then as it was.
     """
     if group is None:
         return optimize()

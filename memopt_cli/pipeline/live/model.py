@@ -78,7 +78,7 @@ def prepared_model(
 
 
 def notes_on_wrapping(model: nn.Module) -> list[str]:
-    """Return notes on a wrapper around ``model`` that is left out, and on parts of it that are compiled."""
+    """Return notes on an omitted wrapper around ``model``, and on its compiled parts."""
     name, wrapped = type(model).__name__, unwrap(model)
     left_out = [f"The step is measured without {name}, and the memory of {name} is not counted."]
     return [*(left_out if wrapped is not model else ()), *compiled_notes(wrapped)]
@@ -254,7 +254,7 @@ def describe_inputs(inputs: Arguments) -> InputSpec:
     """Describe ``inputs`` as on the command line: the first dimension of the first tensor is the batch.
 
     Integers will be in the range of :func:`~memopt_cli.loading.input_spec.range_like`.  Raises
-    :class:`OptionError` for an argument that is no tensor.
+    :class:`OptionError` for an argument that is not a tensor.
     """
     _require_batch(inputs)
     arguments = inputs.items() if isinstance(inputs, Mapping) else ((None, value) for value in inputs)
@@ -264,7 +264,7 @@ def describe_inputs(inputs: Arguments) -> InputSpec:
 def _describe_input(name: str | None, value: Any) -> TensorSpec:
     if not isinstance(value, Tensor):
         raise OptionError(
-            f"an input is {type_in_words(value)}, and batches of another size cannot be made of it",
+            f"an input is {type_in_words(value)}, and batches of a different size cannot be made of it",
             hint='Describe the inputs by text: "Bx3x64x64", with dims={"B": 8}.',
         )
     is_whole = not value.is_floating_point() and not value.is_complex()
@@ -277,13 +277,11 @@ def _describe_input(name: str | None, value: Any) -> TensorSpec:
 def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
     """Make a step of copies of ``model`` and ``inputs``.  Raises :class:`StepError` if the model cannot be copied."""
     model_copy = place(detached_copy(model), settings)
-    input_copies = map_leaves(lambda leaf: _copy_leaf(leaf, settings.device), inputs)
+    input_copies = map_leaves(
+        lambda leaf: leaf.detach().to(settings.device, copy=True) if isinstance(leaf, Tensor) else leaf, inputs
+    )
     args, kwargs = ((), dict(input_copies)) if isinstance(input_copies, Mapping) else (input_copies, {})
     return Step(model=model_copy, args=args, kwargs=kwargs, settings=settings)
-
-
-def _copy_leaf(leaf: Any, device: str) -> Any:
-    return leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:

@@ -74,8 +74,7 @@ def measure(request: MeasureRequest, *, progress: Progress) -> GroupMeasurement:
 def _rank_device(request: MeasureRequest) -> str:
     """Return the device of this rank, for CUDA by its local rank.
 
-    Raises :class:`UsageError` for a model that is not a function, and for a device that does not exist or that all
-    ranks would share.
+    Raises :class:`UsageError` unless the model is a function, for a missing device, and for one shared by all ranks.
     """
     if not is_factory(request.source.location):
         raise UsageError(

@@ -160,13 +160,13 @@ def record_step(
         measured_bytes = measurement.tensor_peak_bytes
         if abs(predicted_bytes - measured_bytes) > _TRUSTED_ERROR * measured_bytes:
             peaks = sorted([predicted_bytes, measured_bytes])
-            in_words = dict(zip(peaks, format_apart(*peaks), strict=True))
+            peak_texts = dict(zip(peaks, format_apart(*peaks), strict=True))
             notes.append(
-                f"On tensors without data the step has a tensor peak of {in_words[predicted_bytes]} instead of the "
-                f"measured {in_words[measured_bytes]}; {consequence}. You need to do nothing."
+                f"On tensors without data the step has a tensor peak of {peak_texts[predicted_bytes]} instead of the "
+                f"measured {peak_texts[measured_bytes]}; {consequence}. You need to do nothing."
             )
-            on_data = replace(job, fake=False)
-            traced = session.ask(on_data) if traced.fake else replace(traced, dry_run_bytes=None)
+            data_job = replace(job, fake=False)
+            traced = session.ask(data_job) if traced.fake else replace(traced, dry_run_bytes=None)
     traced = require_answer(traced, "a step of the model could not be recorded: ")
     if traced.note:
         notes.append(f"{traced.note}; {consequence}.")

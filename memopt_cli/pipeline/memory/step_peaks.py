@@ -115,12 +115,7 @@ def _saved_by_plan(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
         held_by = holders.get(index)
         if held_by and storage.kind in ("activations", "inputs"):
             yield _saved_tensor(trace, storage, by=SEGMENT, module=held_by[0], keepers=len(held_by))
-        elif (
-            storage.kind == "activations"
-            and storage.died is not None
-            and index not in outputs
-            and _is_of_forward(trace, storage)
-        ):
+        elif storage.kind == "activations" and storage.died is not None and index not in outputs and storage.born >= 0:
             paths = () if index in segment_outputs else ancestry(storage.module)
             segment_path = next((path for path in paths if path in segments), None)
             by, module = SEGMENT, segment_path
@@ -139,10 +134,6 @@ def _last_readers(trace: StepTrace) -> dict[int, int]:
         if op.phase == "forward" and not op.packs
         for index in op.reads
     }
-
-
-def _is_of_forward(trace: StepTrace, s: StorageTrace) -> bool:
-    return s.born >= 0 and trace.ops[s.born].phase == "forward"
 
 
 def is_alive(storage: StorageTrace, op: int) -> bool:

@@ -47,7 +47,7 @@ _SEARCH_S: Final = 30.0
 
 
 def plan_in_words(plan: Plan) -> str:
-    """Return ``plan`` in words, such as ``a plan of 3 segments, the optimizer in backward``."""
+    """Return ``plan`` as text, such as ``a plan of 3 segments, the optimizer in backward``."""
     in_backward, plan = plan.in_backward, plan.longest
     parts = []
     if plan.segments:
@@ -98,14 +98,14 @@ class ChangeTrials:
                 text += " `--optimizer-in-backward` frees each gradient as soon as it is used."
             self.refused.append(text)
             return ()
-        of_optimizer = []
+        optimizer_suggestions = []
         if in_update:
-            of_optimizer = [
+            optimizer_suggestions = [
                 *self._attempt("The fused optimizer", self._try_fused),
                 *self._attempt("The optimizer in backward", self._try_in_backward),
             ]
         suggestions = [
-            *of_optimizer,
+            *optimizer_suggestions,
             *self._attempt("A plan", self._try_plan),
             *self._attempt("A plan that sends tensors away", self._try_sending),
             *self._attempt("Micro-batches", lambda: self._try_micro_batches(ORIGINAL, "")),
@@ -150,11 +150,11 @@ class ChangeTrials:
             self._limit_bytes,
             counts_for_gpu=self._counts_for_gpu,
         )
-        found = [
+        suggestions = [
             *trials._attempt("A plan under autocast", trials._try_plan),
             *trials._attempt("A plan that sends tensors away, under autocast", trials._try_sending),
         ]
-        for each in found:
+        for each in suggestions:
             yield replace(each, change="autocast", text=f"{each.text}, under autocast to bfloat16, which rounds")
         self.notes += trials.notes
         self.refused += trials.refused
@@ -193,7 +193,7 @@ class ChangeTrials:
         )
 
     def _unrun_plan(self, unrun: NotRunHereError, place: str) -> Suggestion:
-        """Return the plan that is predicted to fit, and that this machine lacks the memory to run."""
+        """Return the plan that is predicted to fit, for which this machine lacks the memory."""
         plan = unrun.priced.plan
         return Suggestion(
             change=_change_of(plan),
@@ -253,9 +253,9 @@ class ChangeTrials:
         yield from self._try_micro_batches(plan, f"{plan_in_words(plan)} and ")
 
     def _try_micro_batches(self, plan: Plan, prefix: str) -> Iterator[Suggestion]:
-        """Yield micro-batches that fit under ``plan``, and that together take the step of the whole batch.
+        """Yield micro-batches that fit under ``plan`` and together take the step of the whole batch.
 
-        ``prefix``: words that name the plan, in front of the micro-batches.
+        ``prefix``: the name of the plan, in front of the micro-batches.
         """
         self._require_one_pass()
         prepared = self._with_accumulation()
@@ -294,7 +294,6 @@ class ChangeTrials:
         )
 
     def _try_autocast(self) -> Iterator[Suggestion]:
-        """Yield autocast to bfloat16."""
         settings = self._prepared.subject.settings
         self._require_step_of_ours()
         if not self._may_autocast:
@@ -371,7 +370,6 @@ class ChangeTrials:
 
     @property
     def _device(self) -> str:
-        """Type of the device on which the user trains."""
         return "cuda" if self._counts_for_gpu else self._prepared.subject.settings.device.partition(":")[0]
 
     @property
@@ -381,7 +379,6 @@ class ChangeTrials:
         return is_full and self._prepared.facts.format != STEP
 
     def _with_settings(self, settings: StepSettings) -> Prepared:
-        """Return the model with a step of other ``settings``."""
         return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
 
     def _with_accumulation(self) -> Prepared:
@@ -402,7 +399,7 @@ class ChangeTrials:
             raise UsageError("the batch and the precision of a custom step are fixed in its code")
 
     def _recommend_command(self, *, planned: bool) -> str:
-        """Return the command that finds the micro-batches, if ``planned`` after the command that writes the plan."""
+        """Return the command that finds the micro-batches; if ``planned``, after the command to write the plan."""
         flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._prepared.batch}"
         if not planned:
             return self._command("recommend-batch", flags)

@@ -1,4 +1,4 @@
-"""Finding which tensors hold the memory when it runs out, and changes that make the step fit, for ``memopt explain``.
+"""Finding the tensors in memory when it runs out, and changes that make the step fit, for ``memopt explain``.
 
 It starts from an error in a log, a snapshot of PyTorch's allocator, a model, or several of these.  With a model, a step
 is recorded to find the first instant at which more is allocated than there is memory; the changes are then run.
@@ -127,7 +127,6 @@ def _explain_snapshot(snapshot: SnapshotFacts) -> Explanation:
 
 
 def _explain_error(error: OutOfMemoryText) -> Explanation:
-    """Explain ``error`` by the numbers in its message alone."""
     numbers = (
         f"According to the error, tensors held {format_bytes(error.allocated_bytes)}, PyTorch's allocator held "
         f"{format_bytes(error.reserved_bytes)} that no tensor used, and {format_bytes(error.free_bytes)} were free."
@@ -143,7 +142,7 @@ def _explain_error(error: OutOfMemoryText) -> Explanation:
 
 
 def _counted_as(prepared: Prepared) -> str:
-    """Return words on how the step was counted, for a step that fits here though a run of it ran out of memory."""
+    """Return how the step was counted, as text, for a step that ran out of memory and yet fits here."""
     settings = prepared.subject.settings
     flags = {"`--optimizer`": settings.optimizer not in ("", "none"), "`--loss`": settings.loss is not None}
     missing = [] if prepared.facts.format == STEP else [flag for flag, is_set in flags.items() if not is_set]
@@ -221,21 +220,20 @@ def _reported_limit(error: OutOfMemoryText | None, snapshot: SnapshotFacts | Non
 
 
 def _limit_of(error: OutOfMemoryText) -> str:
-    """Return the text of the source of the limit in ``error``."""
     if error.limit:
         return f"{error.limit} less the {format_bytes(error.before_bytes)} that the process held before the block"
     return _ERROR_LIMIT if error.asked_bytes else _KILL_LIMIT
 
 
 def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> Iterator[str]:
-    """Yield notes on who held the memory of the process that raised ``error``, if ``explain_oom`` wrote that down."""
+    """Yield notes on who held the memory of the failed process, if ``explain_oom`` wrote that down in ``error``."""
     if error is None or not error.limit:
         return
-    held = format_bytes(error.allocated_bytes)
+    size = format_bytes(error.allocated_bytes)
     yield (
         f"Of the {format_bytes(error.available_bytes + error.before_bytes)} of {error.limit}, the process held "
         f"{format_bytes(error.before_bytes)} before the block of explain_oom: Python, its libraries, and what the "
-        f"script had made. Inside the block it took {held} for tensors and what malloc keeps."
+        f"script had made. Inside the block it took {size} for tensors and what malloc keeps."
     )
     malloc = (
         "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which makes glibc's malloc give freed memory "
@@ -246,7 +244,7 @@ def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> I
     kept_bytes = error.allocated_bytes - explanation.needed_bytes
     if explanation.header is not None and kept_bytes > _KEPT_SHARE * error.allocated_bytes:
         yield (
-            f"Tensors of this step are at most {format_bytes(explanation.needed_bytes)} of these {held}. The other "
+            f"Tensors of this step are at most {format_bytes(explanation.needed_bytes)} of these {size}. The other "
             f"{format_bytes(kept_bytes)} are mostly freed memory that malloc keeps: {malloc}"
         )
     elif explanation.suggestions:

@@ -87,7 +87,11 @@ def read_oom(text: str) -> OutOfMemoryText | None:
         return None
     last = max(matches, key=lambda match: match.start())
     if last.re in _KILLED:
-        return _read_kill(last)
+        fields = last.groupdict()
+        nbytes = int(fields.get("kib") or 0) << 10
+        where = f" at {format_bytes(nbytes)}" if nbytes else ", as it does when memory runs out"
+        event = f"the kernel killed {fields.get('name') or 'the process'}{where}"
+        return OutOfMemoryText(asked_bytes=0, allocated_bytes=nbytes if nbytes < _MAX_BYTES else 0, event=event)
     if last.re in _WORKERS:
         return _of_loading(_KILLED_WORKER if last.groupdict().get("killed") else _NO_SHARED_MEMORY)
     before = text[max(0, last.start() - _MAX_TRACEBACK_CHARACTERS) : last.start()]
@@ -129,28 +133,21 @@ def _of_loading(event: str, asked_bytes: int = 0, line: str = "") -> OutOfMemory
     return OutOfMemoryText(asked_bytes=asked_bytes, event=event, line=line, is_of_loading=True)
 
 
-def _read_kill(match: re.Match[str]) -> OutOfMemoryText:
-    found = match.groupdict()
-    nbytes = int(found.get("kib") or 0) << 10
-    where = f" at {format_bytes(nbytes)}" if nbytes else ", as it does when memory runs out"
-    event = f"the kernel killed {found.get('name') or 'the process'}{where}"
-    return OutOfMemoryText(asked_bytes=0, allocated_bytes=nbytes if nbytes < _MAX_BYTES else 0, event=event)
-
-
 def _other_processes(message: str, own_bytes: int) -> str:
     """Return a sentence on other processes that hold the card; empty if they hold little.
 
     If the message does not name its own process, the smallest that holds ``own_bytes`` counts as its own.
     """
-    held = [_matched_bytes(match) for match in _PROCESS.finditer(message)]
+    process_bytes = [_matched_bytes(match) for match in _PROCESS.finditer(message)]
     card_bytes = _first_match(_TOTAL, message)
-    if "this process has" not in message and held:
-        held.remove(min(held, key=lambda nbytes: (nbytes < own_bytes, nbytes)))
-    if not held or sum(held) < _MIN_OTHERS_SHARE * card_bytes:
+    if "this process has" not in message and process_bytes:
+        process_bytes.remove(min(process_bytes, key=lambda nbytes: (nbytes < own_bytes, nbytes)))
+    if not process_bytes or sum(process_bytes) < _MIN_OTHERS_SHARE * card_bytes:
         return ""
-    holders, end = ("another process holds", "it") if len(held) == 1 else ("other processes hold", "them")
+    holders, end = ("another process holds", "it") if len(process_bytes) == 1 else ("other processes hold", "them")
     return (
-        f"{holders} {format_bytes(sum(held))} of the {format_bytes(card_bytes)} card: end {end}, or choose another GPU"
+        f"{holders} {format_bytes(sum(process_bytes))} of the {format_bytes(card_bytes)} card: "
+        f"end {end}, or choose another GPU"
     )
 
 
@@ -169,7 +166,7 @@ def _matched_bytes(match: re.Match[str]) -> int:
 def _innermost_line(text: str) -> str:
     """Return ``file:line`` of the innermost frame of the user's code in the traceback that ends ``text``.
 
-    The result is empty if no traceback reaches the end: an earlier one belongs to another error.
+    The result is empty if no traceback reaches the end: an earlier one belongs to a different error.
     """
     frames: list[str] = []
     end = len(text)

@@ -48,8 +48,8 @@ def _sizes_text(limit: ProcessLimit) -> str:
 
 def read_limit(text: str, start: int) -> ProcessLimit | None:
     """Read the narrower limit in the first such line in ``text`` from ``start``; ``None`` if there is no such line."""
-    found = next((match for pattern in _PATTERNS if (match := pattern.search(text, start))), None)
-    if found is None:
+    limit_match = next((match for pattern in _PATTERNS if (match := pattern.search(text, start))), None)
+    if limit_match is None:
         return None
-    numbers = {name: int(found[name]) for name in ("limit_bytes", "before_bytes", "size_bytes")}
-    return ProcessLimit(name=found["name"], size=found["size"], **numbers)
+    numbers = {name: int(limit_match[name]) for name in ("limit_bytes", "before_bytes", "size_bytes")}
+    return ProcessLimit(name=limit_match["name"], size=limit_match["size"], **numbers)

@@ -11,7 +11,7 @@ from typing import Final
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.records import Counted, OpTrace, OutOfMemory, describe
 from memopt_cli.search.plan.dry_runs import PricedPlan
-from memopt_cli.text.paths import gather_paths
+from memopt_cli.text.paths import gather_paths, quote_module
 from memopt_cli.text.units import format_apart, format_bytes
 
 _REASON_SHARE: Final = 0.1
@@ -19,7 +19,7 @@ _REASON_SHARE: Final = 0.1
 _NAMED_SHARE: Final = 0.8
 """A message names modules until they account for this share of the activations at a peak."""
 _MAX_HOLDERS: Final = 8
-"""Number of modules, or groups of similar modules, beyond which a message names the modules that contain them."""
+"""Number of modules, or groups of similar modules, beyond which a message names the modules around them."""
 _WEIGHTS_SHARE: Final = 0.5
 """Above this share of a peak, a message names parameters and gradients as most of the peak."""
 
@@ -55,7 +55,7 @@ def nothing_fits(
 ) -> NothingFitsError:
     """Return the error to raise where no plan fits into ``budget_bytes``, with a hint at what would help.
 
-    ``source``: words on the source of ``least_bytes``, such as ", as estimated".  ``stays``: sentences on the part that
+    ``source``: the source of ``least_bytes``, such as ", as estimated".  ``stays``: sentences on the part that
     no plan makes smaller.  ``can_rise``: there is a higher level.  ``can_shrink``: the batch has several samples.
     ``has_plan``: ``least_bytes`` is the peak of a plan; otherwise no plan was found, and it is the original's.
     """
@@ -74,7 +74,7 @@ def nothing_fits(
 
 
 def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_gradients: bool) -> Iterator[str]:
-    """Yield sentences on the parts of the ``smallest`` peak that no plan makes smaller, and on changes that would.
+    """Yield sentences on the parts of the ``smallest`` peak that no plan lowers, and on changes that would.
 
     ``operators``: operators of the original's step, with the measured workspaces of their kernels.
     ``frees_gradients``: whether plans were tried that run the optimizer in backward.
@@ -109,7 +109,7 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
     if workspace_bytes < _REASON_SHARE * smallest.allocated_peak_bytes:
         return
     largest = max(operators, key=lambda op: op.workspace_bytes, default=None)
-    place = f", most of all {largest.name} in '{largest.module or '(root)'}'" if largest is not None else ""
+    place = f", most of all {largest.name} in {quote_module(largest.module)}" if largest is not None else ""
     yield (
         f"Kernels hold {format_bytes(workspace_bytes)} of its peak as workspace{place}. Other kernels may take less, "
         "or more, which memopt has not tried: another batch, other sizes of the inputs (larger ones may take less in "

@@ -6,9 +6,9 @@ fastest plan that fits at its largest length, measured and verified by
 (``--for``).
 
 Each plan is found and verified at the largest length of its range.  A segment reruns the module's own code, so a plan
-verified at one length also holds at others.  One case escapes: code that only short inputs reach and that cannot be
-repeated; a dry run at a short length does not show it either.  In training, backward ends with an error if the tensors
-that the module saves differ in number or shape.
+verified at one length also holds at others.  One case escapes: code for short inputs only, if it cannot be repeated;
+a dry run at a short length does not show it either.  In training, backward ends with an error if the module saves
+tensors of a different number or shape.
 
 Shorter inputs have smaller tensors, but on the CPU a convolution chooses its kernel by shape, and one kernel
 may need more workspace than another does for longer inputs.  So each plan is also run at a few of its shorter lengths;
@@ -161,12 +161,12 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
         plan = Plan()
         original = ranges[-1].original.outcome
         exceeds = isinstance(original, Measurement) and original.allocated_peak_bytes > findings.budget_bytes
-        who = "With its own checkpoints, the model" if exceeds else "The original"
+        subject = "With its own checkpoints, the model" if exceeds else "The original"
         findings.notes += [
             f"At {varied.symbol}={run.length} it takes {format_bytes(run.allocated_peak_bytes)}, above the budget, "
             "and no plan was found that fits there."
             for run in over
-        ] or [f"{who} fits at every {varied.symbol} that was run: no ranges are needed."]
+        ] or [f"{subject} fits at every {varied.symbol} that was run: no ranges are needed."]
     elif len(ranges) == 1 and not search.interrupted:
         findings.notes.append(f"One plan serves every {varied.symbol}: no faster one was found for shorter inputs.")
     rows = list(search.rows(ranges)) if plan.ranges else []
@@ -222,7 +222,6 @@ class _Range:
 
 
 def _range_of(up_to: int, findings: Findings) -> _Range:
-    """Return the range up to ``up_to`` with the plan that ``findings`` apply."""
     applied_row = next(row for row in findings.rows[::-1] if row.level == findings.applied_level)
     applied_row = replace(applied_row, plan=findings.plan)  # whose chunks are marked as compared
     return _Range(up_to=up_to, original=findings.rows[0], applied=applied_row, verification=findings.verification)
@@ -237,14 +236,11 @@ def _over_budget(length_range: _Range, budget_bytes: int) -> list[LengthRun]:
 
 
 def _is_verified(findings: Findings) -> bool:
-    """Return whether the plan in ``findings`` passed verification."""
     return findings.verification is not None and findings.verification.passed
 
 
 @dataclass(slots=True)
 class _ByLength:
-    """One search for a plan by length."""
-
     request: OptimizeRequest
     prepared: Prepared
     varied: DimRange
@@ -298,7 +294,7 @@ class _ByLength:
         try:
             return self.find(self.varied.high)
         except NothingFitsError as err:
-            hint = f"Let the range end at another {self.varied.symbol}, usually a shorter one. {err.hint}"
+            hint = f"End the range at a different {self.varied.symbol}, usually a smaller one. {err.hint}"
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
 
     def all_ranges(self, longest: _Range, budget_bytes: int) -> list[_Range]:
@@ -512,8 +508,8 @@ class _ByLength:
         return _Range(up_to=length, original=row, applied=row)
 
     def _measure(self, job: MeasureJob, length: int) -> Measurement | Failure:
-        of_what = "the original" if job.plan.is_empty else "the plan"
-        self.prepared.progress.update(0, None, f"{of_what} at {self.varied.symbol}={length}")
+        subject = "the original" if job.plan.is_empty else "the plan"
+        self.prepared.progress.update(0, None, f"{subject} at {self.varied.symbol}={length}")
         return measurement_in(self.prepared_at(length).ask(job))
 
     def estimate(self, ranges: Sequence[_Range]) -> Iterator[str]:

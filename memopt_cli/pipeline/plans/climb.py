@@ -1,7 +1,7 @@
 """Finding a plan for each level up to ``--level``, and applying the highest one that is worth its time as measured.
 
 The search only predicts peaks and slowdowns; measurements decide.  They start with the plan of the highest level and go
-down until one is worth its time.  A plan that is too slow is replaced by one that is predicted to be faster in the same
+down until one is worth its time.  A plan that is too slow gives way to one predicted to be faster in the same
 proportion, a few times at most; then plans between the two are tried.  If no plan is worth its time, the model stays
 unchanged.
 """
@@ -32,7 +32,7 @@ _NEXT_SHARES = (0.8, 0.5, 0.5)
 """Largest predicted extra time of the next plan, as a share of the last one's: one share per plan that is too slow.
 
 After a near miss the next plan is only a little faster, and may miss the limit as well, since measurements scatter.
-The later shares are small enough that a model which has a fast plan is not left without any."""
+The later shares are so small that a model with a fast plan always gets a plan."""
 _BETWEEN_SHARE = 0.03
 """Share of a measured peak that a plan between has to save: measuring one takes as long as the search."""
 _MAX_BETWEEN = 3
@@ -82,20 +82,20 @@ class Climb:
     def _take_lowest(self, rows: list[LevelRow], highest: int) -> LevelRow:
         """Return ``rows[highest]``, or the row of a lower level whose measured peak is no higher.
 
-        The plan that a lower level has found is tried while the measured peak misses its prediction.  A plan that takes
-        over is copied into all rows up to ``highest``, so that no level needs more memory than a level below it.
+        The plan of a lower level is tried while the measured peak misses its prediction.  The chosen plan is copied
+        into all rows up to ``highest``: then no level needs more memory than a level below it.
         """
-        taken = rows[highest]
+        lowest_row = rows[highest]
         for below in range(highest - 1, 0, -1):
-            if rows[below].plan in (ORIGINAL, taken.plan) or not _exceeds_prediction(taken):
+            if rows[below].plan in (ORIGINAL, lowest_row.plan) or not _exceeds_prediction(lowest_row):
                 continue
             row, dropped = self._with_measurement(rows[below])
             if dropped is not None:
                 continue
             rows[below] = row
-            if _peak_bytes(row) > _peak_bytes(taken):
+            if _peak_bytes(row) > _peak_bytes(lowest_row):
                 continue
-            taken = row
+            lowest_row = row
             for i in range(below + 1, highest + 1):
                 repeated = replace(row, repeats=row.level, level=rows[i].level)
                 rows[i] = replace(repeated, dry_runs=rows[i].dry_runs, search_s=rows[i].search_s)
@@ -123,7 +123,7 @@ class Climb:
     def _measure_if_worthwhile(self, row: LevelRow) -> LevelRow:
         """Measure ``row`` if its plan is predicted to be worth its time.
 
-        Return it measured, with a faster plan where its own is too slow, or with the original where none is left.
+        Return it measured, with a faster plan where its own is too slow, or with the original where no plan is left.
         """
         dropped = self._drop_by_prediction(row)
         if dropped is None:
@@ -143,7 +143,6 @@ class Climb:
         return replace(row, outcome=self.measurements.measure(row.plan))
 
     def _search_levels(self) -> Iterator[LevelRow]:
-        """Search the levels in turn, and yield their rows, not measured yet."""
         planner = self.search.planner
         options = self.search.options
         plan_below = ORIGINAL

@@ -68,7 +68,7 @@ _TIE_RATIO: Final = 1.02
 _MAX_GROWTH: Final = 4.0
 """Upper limit on the growth of the next predicted extra time, as a factor, for segments that take hardly any time."""
 _FAILED_VERIFICATION: Final = "verification failed"
-"""First words of the reason why a plan is dropped that fails verification."""
+"""Beginning of the reason for dropping a plan that fails verification."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class CompiledSearch(ABC):
     """The candidates for one backend, measured and verified one after another."""
 
     _compared_to: ClassVar[str]
-    """Words of messages for the step of :attr:`_reference_plan`, such as "as the original's"."""
+    """Name of the step of :attr:`_reference_plan` in messages, such as "as the original's"."""
 
     backend: str
     max_slowdown: float
@@ -86,7 +86,7 @@ class CompiledSearch(ABC):
     verify: Callable[[Plan], Verification | Failure]
     """A function that verifies the segments of a plan without a compiler."""
     verifications: dict[Plan, Verification | Failure] = field(default_factory=dict)
-    """Verifications by plan, which the search extends by each candidate that may be the answer."""
+    """Verifications by plan.  The search adds each candidate that may be the answer."""
     _reference_steps: StepCache = field(default_factory=dict)
     _folders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _prepared: dict[Plan, Prepared] = field(default_factory=dict)
@@ -253,7 +253,6 @@ class CompiledSearch(ABC):
 
     @property
     def _level(self) -> int:
-        """Level of the search for segments."""
         return min(_MAX_LEVEL, self.search.options.level)
 
     def _show_search(self) -> None:
@@ -284,7 +283,12 @@ class CompiledSearch(ABC):
         if is_first:
             self.search.findings.notes += self._notes(answer)
         if not isinstance(answer, Measured):
-            return CompiledRow(plan=plan, outcome=answer, dropped=_why_dropped(answer))
+            reason = (
+                f"it takes longer to compile and measure than `--timeout` allows, {answer.limit_s:g} s"
+                if isinstance(answer, TimedOut)
+                else describe(answer)
+            )
+            return CompiledRow(plan=plan, outcome=answer, dropped=reason)
         dropped = self._excess_reason(answer.measurement) or self._verification_fault(plan, prepared, reference)
         return CompiledRow(plan=plan, outcome=answer.measurement, dropped=dropped)
 
@@ -371,7 +375,7 @@ class FastestCompiled(CompiledSearch):
         while True:
             self._show_search()
             planner = self.search.planner
-            priced = planner.within(self._level, target) or planner.least(self._level)  # none is predicted to fit
+            priced = planner.within(self._level, target) or planner.least(self._level)  # no plan is predicted to fit
             plan = _as_regions(priced.plan, CompilePlan(backend=self.backend))
             yield plan
             measurement = self._outcome(plan)
@@ -436,7 +440,6 @@ class SmallestCompiled(CompiledSearch):
         return last_measurement is None or bool(self._excess_reason(last_measurement))
 
     def _base(self) -> Plan | None:
-        """Return the verified regions of the lowest peak."""
         regions = [
             (measurement.allocated_peak_bytes, row.plan)
             for row, measurement in self._verified_rows()
@@ -460,12 +463,6 @@ class SpreadCompiled(SmallestCompiled):
         priced_plans = spread(self.search.planner.frontier(self._level, self.max_slowdown), _MAX_SHOWN)
         for priced in reversed(priced_plans[1:]):
             yield _as_regions(priced.plan, CompilePlan(backend=self.backend))
-
-
-def _why_dropped(failure: Failure) -> str:
-    if isinstance(failure, TimedOut):
-        return f"it takes longer to compile and measure than `--timeout` allows, {failure.limit_s:g} s"
-    return describe(failure)
 
 
 def _as_regions(plan: Plan, compile_plan: CompilePlan) -> Plan:

@@ -72,10 +72,10 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
         plan = rows[-1].plan
         planned_trace = traced if plan.is_empty else sessions().ask(TraceJob(plan=plan, fake=True))
         planned_trace = require_answer(planned_trace, "a step with the plan could not be recorded: ")
-        of_first = None if layout is None else predict_one_rank(sessions(), layout, 0, plan)
+        first_rank = None if layout is None else predict_one_rank(sessions(), layout, 0, plan)
     findings.plan, findings.applied_level = plan, rows[-1].level
-    if of_first is not None:
-        findings.parallel = _predict_ranks(of_first, searched, original_count, findings.budget_bytes)
+    if first_rank is not None:
+        findings.parallel = _predict_ranks(first_rank, searched, original_count, findings.budget_bytes)
     if card is not None:
         findings.estimates = PlanEstimates(
             original=estimate(traced.trace, card), planned=estimate(planned_trace.trace, card)

@@ -34,14 +34,14 @@ class Findings:
 
     resolved: ResolvedSearch
     asked_codecs: Sequence[str]
-    """Paths of the modules that ask for a codec for their inputs (``x_compressor``)."""
+    """Paths of the modules that ask for a compressor of their inputs (``x_compressor``)."""
     model_format: str
     device: str
     plan: Plan = field(default_factory=Plan)
     """Plan that is applied; empty: the original stays."""
     applied_level: int = 0
     selection: Selection | None = None
-    """Modules that became segments and those that did not; ``None`` at level 0."""
+    """Modules that became segments, and the others; ``None`` at level 0."""
     by_goal: bool = False
     """Whether the plan was found for a budget or picked from the frontier, not level by level."""
     rows: list[LevelRow] = field(default_factory=list)
@@ -70,16 +70,16 @@ class Findings:
     ranges: list[RangeRow] = field(default_factory=list)
     """Ranges of a plan by length; none for other plans."""
     over_budget: list[LengthRun] = field(default_factory=list)
-    """Lengths at which the plan by length exceeds the budget, and none was found that fits."""
+    """Lengths at which the plan by length exceeds the budget and no other plan was found."""
     compiled: list[CompiledRow] = field(default_factory=list)
     """Plans that were measured for ``--compile``; none without it."""
     dropped: list[Dropped] = field(default_factory=list)
-    """Plans that were found and are not applied, in the order in which they were dropped."""
+    """Plans found and not applied, in the order in which they were dropped."""
     own_checkpoints: Measurement | None = None
     """Measurement of the step with the model's own checkpointing on; ``None`` if the model has none, or if that step
     failed or was not run."""
     turns_off: tuple[str, ...] = ()
-    """Names of the model's attributes that switch on its own checkpointing, which the plan turns off."""
+    """Names of the model's attributes that switch on its own checkpointing.  The plan turns them off."""
 
     def drop(self, dropped: Dropped) -> None:
         """Record that the plan of ``dropped`` is not applied, unless a reason for it is recorded already."""

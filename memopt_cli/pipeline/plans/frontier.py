@@ -11,14 +11,18 @@ from memopt_cli.text.units import format_bytes, format_count
 
 
 def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], str]:
-    """Return ``points`` without the plans that another plan beats, and a sentence that names the plans left out.
+    """Return ``points`` without the plans beaten by another plan, and a sentence with the plans left out.
 
-    The sentence is empty if none is left out.
+    The sentence is empty if no plan is left out.
 
     A plan beats another if neither its peak nor its step time is higher, and one of the two is lower.  The original
     always stays, since the others are compared with it.
     """
-    measured_points = [(point, _cost(point)) for point in points if isinstance(point.outcome, Measurement)]
+    measured_points = [
+        (point, (point.outcome.allocated_peak_bytes, point.slowdown or point.outcome.step_s))
+        for point in points
+        if isinstance(point.outcome, Measurement)
+    ]
     beaten = [
         point
         for point, (peak, step) in measured_points
@@ -33,19 +37,14 @@ def without_beaten(points: Sequence[ParetoPoint]) -> tuple[list[ParetoPoint], st
     return [point for point in points if point not in beaten], sentence
 
 
-def _cost(point: ParetoPoint) -> tuple[int, float]:
-    assert isinstance(point.outcome, Measurement), "points on the frontier were measured"
-    return point.outcome.allocated_peak_bytes, point.slowdown or point.outcome.step_s
-
-
 def format_points(points: Sequence[ParetoPoint]) -> str:
     """Return the measured peaks of ``points`` with their slowdowns, as in ``5.3 MiB (2.80×), 4.9 MiB (2.90×)``."""
-    texts = []
+    point_texts = []
     for point in points:
         assert isinstance(point.outcome, Measurement), "points on the frontier were measured"
         ratio = f" ({point.slowdown:.2f}×)" if point.slowdown is not None else ""
-        texts.append(f"{format_bytes(point.outcome.allocated_peak_bytes)}{ratio}")
-    return ", ".join(texts)
+        point_texts.append(f"{format_bytes(point.outcome.allocated_peak_bytes)}{ratio}")
+    return ", ".join(point_texts)
 
 
 def check_pick(number: int, plans: int) -> None:

@@ -1,7 +1,7 @@
 """Finding and measuring the plans of ``--budget``, ``--frontier`` and ``--pick``.
 
-For a budget, the planner proposes the fastest plan whose predicted peak fits, and that plan is measured.  If it takes
-30 MiB more than the budget, the planner proposes one that is predicted to take 30 MiB less, a few times at most.
+For a budget, the fastest plan predicted to fit is measured.  If it takes 30 MiB more than the budget, the planner
+proposes a plan predicted to take 30 MiB less, a few times at most.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class GoalSearch:
                 hint="Lower `--budget`, or take a smaller batch (`--dim B=…` where the shape says B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
-        lowest = self._in_backward_if_lower(smallest or self._planner.least(self._level))
+        smallest = smallest or self._planner.least(self._level)
+        lowest = self.in_backward.variant_of(smallest) or smallest
         trace = self.search.traced.trace
         return nothing_fits(
             budget_bytes,
@@ -193,10 +194,6 @@ class GoalSearch:
         self._planner.within(self._level, target_bytes)
         return list(self._planner.dry_runs.up_to(self._level))
 
-    def _in_backward_if_lower(self, priced: PricedPlan) -> PricedPlan:
-        """Return ``priced`` with the optimizer in backward where that lowers its peak, else unchanged."""
-        return self.in_backward.variant_of(priced) or priced
-
     def _fastest_measured(
         self, priced: PricedPlan, outcome: Measurement, budget_bytes: int
     ) -> tuple[PricedPlan, Measurement]:
@@ -222,8 +219,8 @@ class GoalSearch:
     def worth_showing(self) -> list[PricedPlan]:
         """Return up to ``_MAX_MEASURED + 1`` plans of the predicted frontier, from the original to the lowest peak."""
         priced_plans = clearly_smaller(self._planner.frontier(self._level, self.max_shown_slowdown))
-        in_backward = [priced for priced in map(self.in_backward.variant_of, priced_plans) if priced is not None]
-        candidates = nondominated_plans([*priced_plans[1:], *in_backward]) if in_backward else priced_plans[1:]
+        variants = [priced for priced in map(self.in_backward.variant_of, priced_plans) if priced is not None]
+        candidates = nondominated_plans([*priced_plans[1:], *variants]) if variants else priced_plans[1:]
         return spread(clearly_smaller([*priced_plans[:1], *candidates]), _MAX_MEASURED + 1)
 
     def frontier(self, priced_plans: Sequence[PricedPlan]) -> list[ParetoPoint]:

@@ -53,7 +53,7 @@ class InBackwardPlans:
     """Function that verifies a plan, and returns why it fails or ``None``."""
     max_slowdown: float
     drop: Callable[[Dropped], object]
-    """A function that records a plan that is not applied."""
+    """Records a plan as not applied."""
     is_allowed: bool
     """Whether `--optimizer-in-backward` is given, and no plan with it has failed so far."""
 
@@ -86,7 +86,7 @@ class InBackwardPlans:
         return priced.peak_bytes - (_gradient_bytes(priced.counted) if self.is_allowed else 0)
 
     def of_level(self, row: LevelRow, priced: PricedPlan) -> LevelRow | None:
-        """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if it fails or is no use."""
+        """Return ``row`` with the optimizer in backward, measured and verified; ``None`` if it does not help."""
         lower_priced = self.variant_of(priced)
         if lower_priced is None:
             return None
@@ -130,5 +130,5 @@ class InBackwardPlans:
 
 def _gradient_bytes(dry_run: Counted) -> int:
     """Return an upper bound of the bytes saved: gradients at the peak, and the optimizer's temporaries for them."""
-    at_peak = dry_run.breakdown
-    return at_peak.gradients_bytes + at_peak.temporaries_bytes if at_peak.gradients_bytes else 0
+    breakdown = dry_run.breakdown
+    return breakdown.gradients_bytes + breakdown.temporaries_bytes if breakdown.gradients_bytes else 0

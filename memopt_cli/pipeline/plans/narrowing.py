@@ -1,7 +1,7 @@
-"""Narrowing a plan that fails verification to the segments whose results agree with the original's.
+"""Narrowing a plan that fails verification to the segments that agree with the original.
 
-The segments are halved: a half that passes is kept, a half that fails is halved again, and a single segment that fails
-is left out.  Two halves may each pass but fail together; then the one with fewer segments is left out.  One bad segment
+The segments are halved: a half is kept if it passes, and halved again if it fails; a failing single segment is left
+out.  Two halves may each pass but fail together; then the one with fewer segments is left out.  One bad segment
 of 16 costs 12 runs: 9 to single it out, and 3 to check that the remaining parts agree together.
 """
 

@@ -53,7 +53,7 @@ from memopt_cli.text.writing import check_targets
 _FAST_ENOUGH_SHARE = 0.03
 """A plan within a budget is fast enough if its step takes longer than the original's by at most this share.
 
-For a slower plan, a search that was ended by its time limit notes that a longer search may find a better plan."""
+For a slower plan, a search ended by its time limit notes that a longer search may find a better plan."""
 
 _MAX_PROOF_TOLERANCE = 1e-3
 """Maximum tolerance of fingerprints that prove chunks, relative to a tensor's norm."""
@@ -100,11 +100,11 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
     find_plan = find_here if request.runs else find_elsewhere
     if request.dim_range is None:
-        found = find_plan(request, prepared)
+        findings = find_plan(request, prepared)
     else:
-        found = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
-    found.notes += [*heads_notes(found.plan), *prepared.messages]
-    return found
+        findings = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
+    findings.notes += [*heads_notes(findings.plan), *prepared.messages]
+    return findings
 
 
 def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
@@ -148,8 +148,6 @@ def _marked_as_compared(plan: Plan, findings: Findings) -> Plan:
 
 @dataclass(slots=True)
 class _PlanSearch:
-    """One run of :func:`find_here`, with the state that its stages share."""
-
     request: OptimizeRequest
     measurements: PlanMeasurements
     findings: Findings
@@ -206,7 +204,7 @@ class _PlanSearch:
 
     @property
     def _is_the_end(self) -> bool:
-        """Whether Ctrl-C or another signal ends the command now: a second one, or the first where none is expected."""
+        """Whether Ctrl-C or another signal ends the command now: a second one, or the first if it may not interrupt."""
         return self.findings.interrupted or not self.request.interruptible
 
     def _measure_picked(self, frontier: ShownFrontier, original: LevelRow) -> list[LevelRow]:
@@ -263,7 +261,7 @@ class _PlanSearch:
             raise
 
     def _carried_peak(self, search: StartedSearch) -> str:
-        """Return the peak under the plan that the model carries, which it keeps, in words; empty if it has none."""
+        """Return the peak under the model's present plan, which it keeps, as text; empty if it has none."""
         counted = None if self.prepared.carried.is_empty else search.count_late(self.prepared.carried)
         peak = format_bytes(counted.allocated_peak_bytes) if isinstance(counted, Counted) else ""
         return peak and f"the plan on the model takes about {peak}"
@@ -271,8 +269,8 @@ class _PlanSearch:
     def _explain_commands(self) -> Iterator[str]:
         """Yield the command that explains why the step does not fit into the budget, where the shell can give it."""
         if self.findings.budget_bytes is not None and self.request.flags is not None:
-            in_backward = "--optimizer-in-backward" if self.request.search.options.optimizer_in_backward else ""
-            flags = [*self.request.flags, in_backward, f"--memory {exact_bytes(self.findings.budget_bytes)}"]
+            backward_flag = "--optimizer-in-backward" if self.request.search.options.optimizer_in_backward else ""
+            flags = [*self.request.flags, backward_flag, f"--memory {exact_bytes(self.findings.budget_bytes)}"]
             if (varied := self.request.dim_range) is not None:  # explain takes a size: the one that does not fit
                 size = f"--dim {varied.symbol}={self.prepared.subject.spec.dims[varied.symbol]}"
                 flags = [size if flag.startswith("--dim") and ":" in flag else flag for flag in flags]
@@ -473,7 +471,7 @@ class _PlanSearch:
     def _with_latest_times(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
         """Return ``point`` with the latest times, if it is the original or the ``applied`` plan.
 
-        Those two are timed in turns at the end, so that the frontier and the row that is applied show the same times.
+        Those two are timed in turns at the end: then the frontier and the applied row show the same times.
         """
         original = self.measurements.measure(ORIGINAL)
         applied_plan = applied.plan if applied else ORIGINAL
@@ -498,5 +496,4 @@ class _PlanSearch:
 
 
 def _by_time(point: ParetoPoint) -> tuple[bool, float]:
-    """Return a key that sorts points of a frontier: the original first, then by slowdown."""
     return not point.plan.is_empty, point.slowdown or point.predicted_slowdown or math.inf

@@ -75,7 +75,7 @@ class PlanMeasurements:
         return measurement_in(self.answer_in(session, plan))
 
     def answer_in(self, session: Session | Prepared, plan: Plan) -> Measured | Failure:
-        """Measure ``plan`` in ``session``, and keep the answer."""
+        """Measure ``plan`` in ``session``, or in a new subprocess for a :class:`Prepared`, and keep the answer."""
         answer = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
         return answer
 
@@ -120,7 +120,7 @@ class PlanMeasurements:
         """Return the fingerprints of ``plan`` and of the original; ``None`` unless both were measured.
 
         An optimizer in backward leaves no gradients to compare, so the same plan without it is used.  A compiler sums
-        in another order, so fingerprints of compiled steps cannot be compared.
+        in a different order, so fingerprints of compiled steps cannot be compared.
         """
         if plan.compile is not None:
             return None

@@ -64,7 +64,7 @@ class Prover:
     known: dict[Plan, Verification | Failure] = field(default_factory=dict)
     """Outcome of each verification so far."""
     has_failed: bool = False
-    """Whether the plan that was found has failed its verification, so that parts of it are tried."""
+    """Whether the plan has failed its verification, so parts of it are tried."""
 
     def prove(self, chosen: LevelRow | None) -> tuple[LevelRow, Verification]:
         """Return the row to apply and its verification.  ``chosen``: the best row of a search by levels.

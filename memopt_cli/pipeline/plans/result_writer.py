@@ -179,7 +179,7 @@ class ResultWriter:
         return f"model = memopt_cli.load({str(self.paths.model)!r}{trusting})"
 
     def _choose_free_names(self) -> None:
-        """Choose other names if files have appeared since the search began, so that none is replaced."""
+        """Choose other names if files have appeared since the search began, so that no file is replaced."""
         paths = self.paths.free()
         if paths != self.paths:
             note = f"Files of {self.paths.model.stem} appeared meanwhile, so these are named {paths.model.stem}."

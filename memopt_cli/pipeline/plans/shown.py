@@ -46,14 +46,13 @@ _MAX_HASH_DIGITS = 12
 
 
 def frontier_path(request: OptimizeRequest) -> Path:
-    """Return the path of the plans that were shown: next to the output that ``request`` names, else next to the model.
+    """Return the path of the shown plans: next to the output that ``request`` names, else next to the model.
 
-    A plan that is picked may go to a different output from the plans that were shown, so with ``--pick`` a file next to
-    the output counts only if it is there.
+    The picked plan may go to a different output, so with ``--pick`` a file next to the output counts only if it exists.
     """
-    beside_output = output_paths(request.source.location, request.output).frontier
-    if request.goal.frontier or os.path.lexists(beside_output):
-        return beside_output
+    output_frontier = output_paths(request.source.location, request.output).frontier
+    if request.goal.frontier or os.path.lexists(output_frontier):
+        return output_frontier
     return output_paths(request.source.location, None).frontier
 
 
@@ -111,7 +110,7 @@ def with_shown_plans(request: OptimizeRequest) -> OptimizeRequest:
 
 
 def _check_permissions(number: int, plan: Plan, options: SearchOptions) -> None:
-    """Raise :class:`UsageError` for a ``plan`` that needs a permission which ``options`` do not give.
+    """Raise :class:`UsageError` for a ``plan`` that needs a permission beyond those of ``options``.
 
     The file may have come with the model, so it grants none.
     """
@@ -176,7 +175,7 @@ def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
     changes = differences(_terms(request.shown), _terms(_empty_frontier(request, prepared)))
     if changes:
         raise UsageError(
-            f"the plans in {frontier_path(request)} were shown for another step: "
+            f"the plans in {frontier_path(request)} were shown for a different step: "
             + "; ".join(f"{d.name} {d.before} → {d.after}" for d in changes),
             hint=_SHOW_AGAIN_HINT,
         )

@@ -17,6 +17,7 @@ from memopt_cli.records import Counted, Failure, LevelRow, Measurement, Optimize
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.planner import Planner
+from memopt_cli.text.paths import is_within, quote_module
 from memopt_cli.text.units import format_bytes
 
 _SEARCH_S = 10
@@ -69,8 +70,8 @@ class StartedSearch:
     def obstacles(self, sync_norms: Sequence[str]) -> Iterator[str]:
         """Yield why modules around ``sync_norms``, norms that need all processes, do not run in chunks."""
         for path, reason in self.probes.refusals.items():
-            if any(not path or f"{norm}.".startswith(f"{path}.") for norm in sync_norms):
-                yield f"'{path or '(root)'}' does not run in chunks: {reason}."
+            if any(is_within(norm, path) for norm in sync_norms):
+                yield f"{quote_module(path)} does not run in chunks: {reason}."
 
 
 def start_search(request: OptimizeRequest, findings: Findings, sessions: Sessions, original: LevelRow) -> StartedSearch:

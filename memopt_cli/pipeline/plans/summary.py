@@ -11,9 +11,9 @@ from memopt_cli.records import (
     Plan,
     to_data,
 )
-from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.policy import STEP_NAMES, Selection, recommend
 from memopt_cli.search.plan.schedules import count_segments
+from memopt_cli.text.paths import is_within, quote_module
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 _SLOW_STEP_RATIO = 2.0
@@ -46,7 +46,7 @@ def summarize(
         allow_expensive_profiling=options.allow_expensive_profiling,
         applied_steps=_steps_of(plan, splits),
         skipped_steps=sorted((*findings.skipped, *_not_applied(findings))),
-        notes=[*findings.notes, *_codecs_left_out(findings)],
+        notes=[*findings.notes, *_unused_compressor_notes(findings)],
         gc_wrap_count=outer,
         manual_compressor_count=len(manual),
         bit_compressor_count=sum(s.compressor == "bit" and s not in manual for s in plan.segments),
@@ -94,60 +94,45 @@ def summarize(
 
 
 def _replaced_by_parts(plan: Plan, selection: Selection | None) -> int:
-    """Count the modules that level 1 would make segments, but whose inner modules are segments of ``plan`` instead."""
+    """Count the modules that level 1 would make segments, if inner modules are segments of ``plan`` instead."""
     paths = {s.path for s in plan.segments if not s.through_loss}
     selected = [m.path for m in selection.considered] if selection is not None else []
     return sum(path not in paths and any(is_within(inner, path) for inner in paths) for path in selected)
 
 
-def _codecs_left_out(findings: Findings) -> list[str]:
-    """Return notes on modules that do not use the codec they ask for, and why.
+def _unused_compressor_notes(findings: Findings) -> list[str]:
+    """Return notes on modules whose compressor is not used, and why.
 
     Modules that were not candidates for a segment are named only if the user listed the candidates.
     """
-    segments, considered = (
-        findings.plan.longest.segments,
-        findings.selection.considered if findings.selection is not None else (),
-    )
-    codecs = {m.path: m.compressor for m in considered} | {s.path: s.compressor for s in segments}
-    options = findings.resolved.options
+    options, asking = findings.resolved.options, findings.asked_codecs
     if not options.compress_x or findings.selection is None:
         return []
-    plain = [path for path, codec in codecs.items() if codec == "null" and path in findings.asked_codecs]
+    considered = findings.selection.considered
+    compressors = {m.path: m.compressor for m in considered}
+    compressors |= {s.path: s.compressor for s in findings.plan.longest.segments}
     misfits = {m.path: m.codec_misfit for m in considered}
-    by_reason: dict[str, list[str]] = {}
-    for path in plain:
-        by_reason.setdefault(misfits.get(path) or "", []).append(path)
-    paths_without_segment = (
-        [path for path in findings.asked_codecs if path not in codecs] if options.modules is not None else []
-    )
-    no_segments = (
-        [f"x_compressor is not used by {_quote_paths(paths_without_segment)}, which is not a segment."]
-        if paths_without_segment
-        else []
-    )
-    return [*(_codec_left_out(paths, misfit) for misfit, paths in by_reason.items()), *no_segments]
-
-
-def _codec_left_out(paths: list[str], misfit: str) -> str:
-    if misfit:
-        return (
-            f"x_compressor is not used by {_quote_paths(paths)}: {misfit}. "
-            "decompress(packed), or decompress(packed, shape), "
-            "must return the tensor that compress(x) was given, in its dtype and shape."
-        )
-    return (
-        f"x_compressor is not used by {_quote_paths(paths)}: it does not make all their inputs in this step smaller "
-        "without loss, so a segment stores them as they are."
-    )
-
-
-def _quote_paths(paths: list[str]) -> str:
-    return format_some([f"'{path or '(root)'}'" for path in paths])
+    paths_by_reason: dict[str, list[str]] = {}
+    for path, compressor in compressors.items():
+        if compressor == "null" and path in asking:
+            misfit = misfits.get(path)
+            reason = (
+                f": {misfit}. decompress(packed), or decompress(packed, shape), must return the tensor that "
+                "compress(x) was given, in its dtype and shape."
+                if misfit
+                else ": it does not make all their inputs in this step smaller without loss, so a segment stores them "
+                "as they are."
+            )
+            paths_by_reason.setdefault(reason, []).append(path)
+    if options.modules is not None and (outside := [path for path in asking if path not in compressors]):
+        paths_by_reason[", which is not a segment."] = outside
+    return [
+        f"x_compressor is not used by {format_some([*map(quote_module, paths)])}{reason}"
+        for reason, paths in paths_by_reason.items()
+    ]
 
 
 def _steps_of(plan: Plan, splits: int) -> list[str]:
-    """Name the levels whose techniques ``plan`` uses."""
     used = {
         1: not plan.is_empty,
         2: splits > 0,
@@ -158,7 +143,7 @@ def _steps_of(plan: Plan, splits: int) -> list[str]:
 
 
 def _not_applied(findings: Findings) -> list[str]:
-    """Name the levels above the applied one whose plan was measured and is no improvement."""
+    """Name the levels above the applied one whose plan was measured and is not an improvement."""
     higher_rows = (row for row in findings.rows if row.level > findings.applied_level)
     worse_rows = (row for row in higher_rows if row.repeats is None and row.outcome is not None)
     return [f"level{row.level}:no_improving_candidate" for row in worse_rows]

@@ -14,7 +14,7 @@ PALETTE = (
     *("#74abec", "#eb9a74", "#74c9a0", "#c9a0e6", "#dcbb5c"),
     *("#74c6d2", "#ea8ea8", "#afbf6a", "#a4aaec", "#cdab8d"),
 )
-"""Colours that can be distinguished, on white and on black, and that dark text can be read on."""
+"""Colours that differ visibly, on white and on black, and are light enough for dark text."""
 INK = "#10151c"
 """Colour of the dark text on :data:`PALETTE`."""
 NEUTRAL = "#aeb7c4"

@@ -32,9 +32,9 @@ def points_of(summary: MemOptSummary) -> list[FrontierPoint]:
     A plan that a budget chose is added if it is not on the frontier.
     """
     own = summary.own_checkpoints
-    as_it_comes = [] if own is None else [_point("the model's own checkpoints", own, applied=False)]
+    own_points = [] if own is None else [_point("the model's own checkpoints", own, applied=False)]
     if not summary.frontier:
-        return [*_levels(summary), *as_it_comes]
+        return [*_levels(summary), *own_points]
     points = [
         _point(f"pick {number}", found.outcome, applied=summary.verification is not None and found.plan == summary.plan)
         for number, found in enumerate(summary.frontier, 1)
@@ -44,7 +44,7 @@ def points_of(summary: MemOptSummary) -> list[FrontierPoint]:
         chosen = summary.levels[-1].outcome
         if isinstance(chosen, Measurement):
             points.append(_point("budget", chosen, applied=summary.decisive is None))
-    return [*points, *as_it_comes]
+    return [*points, *own_points]
 
 
 def _levels(summary: MemOptSummary) -> Iterator[FrontierPoint]:

@@ -41,7 +41,7 @@ class KeptByModule:
 
 
 def kept_by_module(trace: StepTrace) -> KeptByModule:
-    """Return the module tree of ``trace``; a module whose parent was not called hangs below the nearest that was."""
+    """Return the module tree of ``trace``; a module without a called parent hangs below the nearest called one."""
     tree = {module.path: KeptByModule(path=module.path, class_name=module.class_name) for module in trace.modules}
     root = tree.setdefault("", KeptByModule(path="", class_name=""))
     for path, module in tree.items():
@@ -109,9 +109,9 @@ class _Sectors:
         least = _MIN_SHARE * self.total_bytes
         operators = [(name, nbytes) for name, nbytes in module.operators.most_common() if nbytes >= least]
         for i, (name, nbytes) in enumerate(operators):
-            made = f"made by {text(name)}<br>in {text(module.path or '(model)')}"
+            origin = f"made by {text(name)}<br>in {text(module.path or '(model)')}"
             distinct = PALETTE[i % len(PALETTE)] if colour == NEUTRAL else colour
-            self.add(own, name.removeprefix("aten::"), nbytes, made, distinct)
+            self.add(own, name.removeprefix("aten::"), nbytes, origin, distinct)
         large = [child for child in module.children if child.nbytes >= least]
         for child in large:
             self.fill(child, own, colours, colour)

@@ -20,7 +20,6 @@ from memopt_cli.records import (
     MemOptSummary,
     OptimizeResult,
     Plan,
-    RecordedSteps,
     SavedTensor,
     StepProfile,
     StepTrace,
@@ -69,7 +68,9 @@ def optimize_page(result: OptimizeResult) -> str:
     page.tiles(_optimize_tiles(summary))
     page.ranges(summary)
     if result.steps is not None:
-        traces = _before_and_after(result.steps, plan)
+        traces = {"before": result.steps.original, "after": result.steps.optimized}
+        if plan.is_empty:
+            traces = {"": result.steps.original}
         page.steps(traces)
         page.modules(traces, plan.longest)
     page.frontier(points_of(summary))
@@ -78,7 +79,7 @@ def optimize_page(result: OptimizeResult) -> str:
 
 
 def fastest_page(training: FastestTraining) -> str:
-    """Return the HTML of the batch and the plan in ``training`` that train fastest, and of all that were run.
+    """Return the HTML of the fastest batch and plan in ``training``, and of all that were run.
 
     Raises :class:`UsageError` without plotly.
     """
@@ -87,12 +88,6 @@ def fastest_page(training: FastestTraining) -> str:
     page.pairs(training)
     page.remarks(fastest.remarks(training))
     return page.html()
-
-
-def _before_and_after(steps: RecordedSteps, plan: Plan) -> dict[str, StepTrace]:
-    if plan.is_empty:
-        return {"": steps.original}
-    return {"before": steps.original, "after": steps.optimized}
 
 
 Tile = tuple[str, str, str]
@@ -119,12 +114,16 @@ def _profile_tiles(profile: StepProfile) -> Iterable[Tile]:
         yield "peaks in", profile.peak.phase, f"{profile.peak.name} in {profile.peak.module or 'the model'}"
 
 
-def _estimate_tiles(found: DeviceEstimate) -> Iterable[Tile]:
-    where = f"estimated for {found.device}"
-    yield "allocated peak", format_bytes(found.allocated_peak_bytes), where
-    room = "fits" if found.fits else "does not fit"
-    yield "reserved peak", format_bytes(found.reserved_peak_bytes), f"{room} in {format_bytes(found.memory_bytes)}"
-    yield "step", format_seconds(found.step_s), where
+def _estimate_tiles(estimate: DeviceEstimate) -> Iterable[Tile]:
+    where = f"estimated for {estimate.device}"
+    yield "allocated peak", format_bytes(estimate.allocated_peak_bytes), where
+    room = "fits" if estimate.fits else "does not fit"
+    yield (
+        "reserved peak",
+        format_bytes(estimate.reserved_peak_bytes),
+        f"{room} in {format_bytes(estimate.memory_bytes)}",
+    )
+    yield "step", format_seconds(estimate.step_s), where
 
 
 def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
@@ -152,8 +151,8 @@ def _fastest_tiles(training: FastestTraining) -> Iterable[Tile]:
     steps = "" if training.accumulation is None else f"× {answer.steps} for a step of the optimizer"
     yield "batch", str(answer.batch), steps
     yield "plan", in_words(answer.plan), f"level {training.level} at most"
-    speed, _, beside = fastest.gain(training).partition(" samples/s")
-    yield "samples/s", speed, beside.lstrip(",; ")
+    speed, _, remark = fastest.gain(training).partition(" samples/s")
+    yield "samples/s", speed, remark.lstrip(",; ")
     if isinstance(answer.outcome, BatchProbe):
         yield "allocated peak", format_bytes(answer.outcome.allocated_peak_bytes), f"limit: {training.limit}"
     if training.verification is not None:
@@ -170,7 +169,6 @@ def _verification_tile(verification: Verification) -> Tile:
 
 
 def _compare(before: float | None, after: float, in_words: Callable[[float], str]) -> tuple[str, str]:
-    """Return both numbers as text, and the ratio of ``after`` to ``before``."""
     if before is None:
         return f"does not run → {in_words(after)}", ""
     value = in_words(after) if in_words(before) == in_words(after) else f"{in_words(before)} → {in_words(after)}"
@@ -308,12 +306,14 @@ class _Page:
         model = printable(self.header.model)
         title = escape(f"{PurePath(model).name} · memopt")
         origin = escape(f"{model} on {self.header.device} · memopt {self.header.memopt}, torch {self.header.torch}")
+        # Inside ``<script>``, a ``<`` is not safe.  It occurs in strings alone, where its code means the same.
+        figures = json.dumps(self.figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
         return _PAGE.format(
             title=title,
             origin=origin,
             style=_resource("page.css"),
             body="".join(self.sections),
-            figures=_json(self.figures),
+            figures=figures,
             plotly=_plotly(),
             script=_resource("page.js"),
         )
@@ -350,11 +350,6 @@ def _table_html(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def _side_by_side(plots: Iterable[str]) -> str:
     return f'<div class="plots">{"".join(plots)}</div>'
-
-
-def _json(figures: dict[str, Figure]) -> str:
-    """Return JSON that is safe inside ``<script>``: ``<``, which occurs in strings alone, is written as its code."""
-    return json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _resource(name: str) -> str:

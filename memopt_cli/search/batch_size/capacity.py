@@ -26,7 +26,7 @@ class Capacity:
 
     device_bytes: int
     limited_by: str
-    """Source of this limit, in words: ``the machine's memory``."""
+    """Source of this limit, as messages name it: ``the machine's memory``."""
 
 
 def device_capacity(device: str) -> Capacity:
@@ -58,8 +58,8 @@ def free_capacity(device: str) -> Capacity:
 
     total = device_capacity(device)
     free, holders = _ask_nvml(str(torch.cuda.get_device_properties(device).uuid))
-    held = f"; held by others: {', '.join(holders)}" if holders else ""
-    text = f"{format_bytes(free)} free of the {format_bytes(total.device_bytes)} of {total.limited_by}{held}"
+    holders_text = f"; held by others: {', '.join(holders)}" if holders else ""
+    text = f"{format_bytes(free)} free of the {format_bytes(total.device_bytes)} of {total.limited_by}{holders_text}"
     return Capacity(free, text)
 
 

@@ -100,7 +100,9 @@ def compare_length_strategies(
     buckets = LengthBucketSampler(lengths, batch_size, seed=seed)
     budget = max_tokens or max(max(lengths), round(batch_size * sum(lengths) / len(lengths)))
     tokens = TokenBudgetSampler(lengths, budget, oversize="alone", seed=seed)
-    random_batches = _random_batches(len(lengths), batch_size, seed)
+    indices = list(range(len(lengths)))
+    random.Random(seed).shuffle(indices)
+    random_batches = [indices[start : start + batch_size] for start in range(0, len(lengths), batch_size)]
     extents_by_strategy = {
         "padding": [_extent_of([lengths[i] for i in batch], packed=False) for batch in random_batches],
         "buckets": [_extent_of([lengths[i] for i in batch], packed=False) for batch in buckets],
@@ -123,7 +125,7 @@ def compare_length_strategies(
 def read_lengths(path: str | Path) -> list[int]:
     """Read lengths from a text file, one positive whole number a line; empty lines are skipped.
 
-    Raises :class:`UsageError` that names the first line that is not a length.
+    Raises :class:`UsageError` with the first line that is not a length.
     """
     return [int(match[0]) for match in _matching_lines(path, _LENGTH, "Write one number above 0 per line.")]
 
@@ -132,7 +134,7 @@ def read_histogram(path: str | Path) -> dict[int, int]:
     """Read lengths and their counts from lines ``LENGTH``, ``LENGTH COUNT`` or ``LENGTH: COUNT``.
 
     Returns length -> count, in ascending order; counts of several lines for a length add up.  Raises
-    :class:`UsageError` that names the first line of another form.
+    :class:`UsageError` that names the first line of a different form.
     """
     counts: dict[int, int] = {}
     hint = "Write one number above 0 per line, or two: a length and how often it occurs."
@@ -159,12 +161,6 @@ def _matching_lines(path: str | Path, line_of: re.Pattern[str], hint: str) -> li
     if not matches:
         raise BatchShapeError(f"{path} holds no lengths", hint=hint)
     return matches
-
-
-def _random_batches(count: int, batch_size: int, seed: int) -> list[list[int]]:
-    indices = list(range(count))
-    random.Random(seed).shuffle(indices)
-    return [indices[start : start + batch_size] for start in range(0, count, batch_size)]
 
 
 def _extent_of(lengths: Sequence[int], *, packed: bool) -> BatchExtent:

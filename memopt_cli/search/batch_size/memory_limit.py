@@ -53,7 +53,7 @@ def limits_of_device(device: str, longest_step_s: float, *, aim: float, budget: 
 
 
 def limits_elsewhere(memory: int | float, card: DeviceProfile | None, multiple_of: int) -> Limits:
-    """Return the limits on a device that this machine does not have, so that no step runs.
+    """Return the limits on a device that this machine lacks: no step runs.
 
     ``memory`` is an int in bytes, or a float as a share of the memory of ``card``.  Raises :class:`UsageError` if the
     card has less.

@@ -49,7 +49,7 @@ def make_outcome(runs: Runs, model: PeakModel, *, interrupted: bool) -> BatchOut
 
 
 def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) -> tuple[str, bool]:
-    """Return the limit of the largest batch that ran, in words, and whether a larger one fits by the model."""
+    """Return what limited the largest batch that ran, and whether the model predicts that a larger one fits."""
     # If no step was in time, this matters more than any other limit.
     if not runs.is_in_time(runs.fitting[-1]):
         return _time_limit(runs), estimate > runs.best
@@ -72,8 +72,8 @@ def _limit(runs: Runs, model: PeakModel, estimate: int, *, interrupted: bool) ->
 
 
 def _time_limit(runs: Runs) -> str:
-    """Return the time limit of a step in words, with the time of the largest batch if it takes longer."""
+    """Return the time limit of a step as text, with the time of the largest batch if it takes longer."""
     largest = runs.fitting[-1]
     is_late = not runs.is_in_time(runs.fitting[-1])
-    taken = f"; batch {largest.batch} takes {format_seconds(largest.step_s)}" if is_late else ""
-    return f"{runs.limits.time_name} ({runs.limits.longest_step_s:g} s{taken})"
+    time_text = f"; batch {largest.batch} takes {format_seconds(largest.step_s)}" if is_late else ""
+    return f"{runs.limits.time_name} ({runs.limits.longest_step_s:g} s{time_text})"

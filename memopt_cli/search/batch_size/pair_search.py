@@ -33,7 +33,7 @@ memory: an allocator reserves more than it hands out."""
 
 @dataclass(slots=True, kw_only=True)
 class PairCandidate:
-    """A plan with the largest batch that fits by its dry runs and its runs so far."""
+    """A plan with the largest batch that fits according to its dry runs and runs so far."""
 
     plan: Plan
     model: PeakModel
@@ -47,7 +47,7 @@ class PairSearch:
 
     limits: Limits
     fastest: Callable[[int], Plan | None]
-    """Returns the fastest plan, by prediction, that fits at a batch; ``None`` if none fits."""
+    """Returns the plan with the shortest predicted step among those that fit at a batch; ``None`` if no plan fits."""
     predict: Callable[[Plan], Predict]
     """Returns the function that predicts the peak of a plan at a batch."""
     ratio: float
@@ -136,7 +136,6 @@ class PairSearch:
                 return
 
     def _rate(self, plan: Plan, batch: int) -> float:
-        """Predict the samples per second of ``plan`` at ``batch``."""
         return self.samples_per_s(batch, self.step_s(plan, batch), self.update_s)
 
     def _measured_rate(self, run: BatchProbe) -> float:

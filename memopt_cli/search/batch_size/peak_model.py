@@ -17,7 +17,7 @@ from memopt_cli.search.batch_size.lines import fit_line, largest_root
 from memopt_cli.search.batch_size.runs import Runs
 
 MIN_REFUSING_ONE = 2
-"""Smallest batch of a model that refuses a single sample, which a batch norm cannot normalize."""
+"""Smallest batch of a model that refuses a single sample, as batch norms do."""
 
 Predict = Callable[[int], float]
 """Function that returns the tensor peak of a batch in bytes, by a dry run; infinity if the dry run fails."""
@@ -35,7 +35,7 @@ class PeakModel:
     ratio: float = 1.0
     """Measured peak divided by the predicted peak, assumed before the first run."""
     ignored: set[int] = field(default_factory=set)
-    """Batches of runs that the model ignores, since each would need a dry run that teaches little."""
+    """Batches of runs ignored by the model: each would need a dry run, and teach little."""
     _predicted: set[int] = field(default_factory=set)
     """Batches that had a dry run."""
 
@@ -68,14 +68,14 @@ class PeakModel:
         return [run for run in runs if math.isfinite(self.predicted(run.batch))]
 
     def predicted(self, batch: int) -> float:
-        """Return the bytes of tensors at ``batch`` by a dry run; ``batch`` itself if none is possible."""
+        """Return the bytes of tensors at ``batch`` in a dry run; ``batch`` itself if no dry run is possible."""
         if self.predict is None:
             return batch
         self._predicted.add(batch)
         return self.predict(batch)
 
     def limiting_dry_run(self) -> int | None:
-        """Return the next batch above the answer that had a dry run, if this run failed; else ``None``."""
+        """Return the smallest batch with a dry run above the answer, if that dry run failed; else ``None``."""
         answer = max(self.runs.best, self.largest_within(self.runs.limits.budget_bytes))
         larger = min((other for other in self._predicted if other > answer), default=None)
         return larger if larger is not None and math.isinf(self.predicted(larger)) else None
@@ -89,7 +89,7 @@ class PeakModel:
         return MIN_REFUSING_ONE if math.isfinite(self.predicted(MIN_REFUSING_ONE)) else unit
 
     def largest_within(self, budget_bytes: int) -> int:
-        """Return the largest allowed multiple that fits ``budget_bytes`` by the model, to 1 %; 0 if none does."""
+        """Return the largest allowed multiple predicted to fit ``budget_bytes``, to 1 %; 0 if none fits."""
         unit, largest = self.runs.limits.multiple_of, self.runs.limits.max_samples
         if largest is not None and self.peak_bytes(self.runs.rounded(largest)) <= budget_bytes:
             return self.runs.rounded(largest)

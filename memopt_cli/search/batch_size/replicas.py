@@ -15,7 +15,7 @@ CHOICE_RATIO = 4
 _PATIENCE = 2
 """Maximum number of runs in a row that train no faster than one with fewer copies."""
 _MIN_RATIO = 1.25
-"""The most copies that fit are run as well if they are at least this many times the last number that ran."""
+"""The largest number of copies that fits is run as well if it is at least this many times the last one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class ReplicaSearch:
         return "more copies train no faster" if len(rates) - rates.index(max(rates)) > _PATIENCE else ""
 
     def _run_most(self) -> None:
-        """Run the most copies that are predicted to fit, if they are many more than the last number that ran."""
+        """Run the largest number of copies predicted to fit, if it is much larger than the last one."""
         if len(self.runs) < 2:
             return
         intercept, slope = fit_line([(run.replicas, run.allocated_peak_bytes) for run in self.runs[-2:]])

@@ -1,4 +1,4 @@
-"""The runs of a search for a batch, the limits that they must keep, and which runs fit."""
+"""The runs of a search for a batch, their limits, and the check whether a run fits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Limits:
     runnable_bytes: int
     """Maximum bytes that a run may take on this machine; the answer for a batch that takes more is an estimate."""
     name: str
-    """Budget in words: ``80 % of the machine's memory``."""
+    """Budget as text: ``80 % of the machine's memory``."""
     longest_step_s: float
     """Longest time that a step may take."""
     time_name: str = "`--longest-step`"
@@ -73,7 +73,7 @@ class Runs(dict[int, BatchProbe | Failure]):
 
     @property
     def best(self) -> int:
-        """Largest batch that fits; 0 if none does."""
+        """Largest batch that fits; 0 if none fits."""
         return self.fitting[-1].batch if self.fitting else 0
 
     def is_in_time(self, run: BatchProbe) -> bool:
@@ -82,7 +82,7 @@ class Runs(dict[int, BatchProbe | Failure]):
 
     @property
     def failed(self) -> list[int]:
-        """Batches whose run failed and that are larger than all that fit."""
+        """Failed batches that are larger than every batch that fits."""
         return [batch for batch, run in self.items() if batch > self.best and not isinstance(run, BatchProbe)]
 
     def failure(self, batch: int) -> str:
@@ -95,9 +95,9 @@ class Runs(dict[int, BatchProbe | Failure]):
     def below_failures(self, candidate: int) -> int:
         """Return ``candidate``, or less if a batch up to it failed.
 
-        That is half of the failed batch if none fitted, and 9/10 of it if it ran out of memory, of which the model was
-        nearly right.  Other failures may begin anywhere above the largest that fitted, so that it is their geometric
-        mean: a step that loops over 7,000 rows overflows the stack in its backward, one over 700 does not.
+        That is half of the failed batch if no batch fitted, and 9/10 of it if it ran out of memory, since the model was
+        nearly right then.  Other failures may begin anywhere above the largest batch that fitted, so the geometric mean
+        of the two is tried: a step that loops over 7,000 rows overflows the stack in its backward, not one over 700.
         """
         failed = min(self.failed, default=None)
         if failed is None or candidate < failed:
@@ -108,20 +108,20 @@ class Runs(dict[int, BatchProbe | Failure]):
         return self.rounded(failed * 9 // 10 if ran_out else math.isqrt(self.best * failed))
 
     def affordable(self) -> int:
-        """Return the batch whose step takes as long as runs aim at, or the largest that was in time, if larger.
+        """Return the batch with a step as long as runs aim at, or the largest batch in time, if larger.
 
         The time of a step is assumed to follow the power law through the largest run in time and the next run, which
         took too long.  If there is no such run, it is assumed to be proportional to the batch.
         """
         limit_s = self.limits.aim * self.limits.longest_step_s
-        in_time = [run for run in self.measured if self.is_in_time(run)]
-        base = in_time[-1] if in_time else self.measured[0]
+        timely_runs = [run for run in self.measured if self.is_in_time(run)]
+        base = timely_runs[-1] if timely_runs else self.measured[0]
         batch = base.batch * limit_s / base.step_s
         late = next((run for run in self.measured if run.batch > base.batch), None)
-        if in_time and late is not None:
+        if timely_runs and late is not None:
             power = math.log(late.batch / base.batch) / math.log(late.step_s / base.step_s)
             batch = base.batch * (limit_s / base.step_s) ** power
-        return max(base.batch if in_time else 1, self.rounded(int(batch)))
+        return max(base.batch if timely_runs else 1, self.rounded(int(batch)))
 
     def rounded(self, batch: int) -> int:
         """Round ``batch`` down to a multiple of :attr:`Limits.multiple_of`, but not to 0."""

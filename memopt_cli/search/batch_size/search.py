@@ -21,8 +21,8 @@ near the user's batch is run immediately, since a smaller run would hardly chang
 _MIN_TIMED_RATIO = 1.5
 """A larger batch limited by time is run if it is this many times the best so far: small ones are slower per sample."""
 _SAFE_SHARE = 0.98
-"""Share of the budget that the last run aims at if no run has fitted yet, since an answer that ran is worth more than a
-closer estimate.  A batch that fits this share by dry runs is assumed to fit."""
+"""Share of the budget for the last run if no run has fitted yet: an answer that ran is worth more than a closer
+estimate.  A batch is assumed to fit if it fits this share in dry runs."""
 _SIMILAR_SHARE = 0.25
 """The speed of one batch stands for the speed of a batch whose size differs by less than this share."""
 _FORESIGHT_RATIO = 1.5

@@ -26,8 +26,6 @@ class NoRoomError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A part of a segment."""
-
     start: int
     """Address, as if segments followed each other in the order in which they were reserved."""
     nbytes: int
@@ -73,7 +71,8 @@ class CachingAllocator:
         block.is_free = True
         for neighbour in (block.previous, block.next):
             if neighbour is not None and neighbour.is_free:
-                self._remove(neighbour)
+                blocks = self._free[neighbour.small]
+                del blocks[bisect.bisect_left(blocks, (neighbour.nbytes, neighbour.start))]
                 block.start = min(block.start, neighbour.start)
                 block.nbytes += neighbour.nbytes
                 if neighbour is block.previous:
@@ -96,7 +95,13 @@ class CachingAllocator:
 
     def _segment(self, size: int, small: bool) -> _Block:
         """Reserve a new segment for ``size`` bytes, and return it as one block."""
-        nbytes = self._segment_bytes(size, small)
+        nbytes = (
+            self.rules.small_segment_bytes
+            if small
+            else self.rules.middle_segment_bytes
+            if size < self.rules.large_bytes
+            else _round_up(size, self.rules.round_bytes)
+        )
         if self.max_bytes is not None and self.reserved_bytes + nbytes > self.max_bytes:
             self._give_back()
             if self.reserved_bytes + nbytes > self.max_bytes:
@@ -105,13 +110,6 @@ class CachingAllocator:
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
         self._end += nbytes
         return _Block(start=self._end - nbytes, nbytes=nbytes, small=small)
-
-    def _segment_bytes(self, size: int, small: bool) -> int:
-        if small:
-            return self.rules.small_segment_bytes
-        if size < self.rules.large_bytes:
-            return self.rules.middle_segment_bytes
-        return _round_up(size, self.rules.round_bytes)
 
     def _split_block(self, block: _Block, size: int) -> None:
         """Cut ``block`` to ``size`` bytes, if the rest is large enough for another block."""
@@ -134,10 +132,6 @@ class CachingAllocator:
     def _add_free_block(self, block: _Block) -> None:
         bisect.insort(self._free[block.small], (block.nbytes, block.start, block))
 
-    def _remove(self, block: _Block) -> None:
-        blocks = self._free[block.small]
-        del blocks[bisect.bisect_left(blocks, (block.nbytes, block.start))]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
@@ -151,7 +145,7 @@ class Lifetime:
 
 
 def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
-    """Return the lifetimes of ``storages``, without empty ones and those that end with the operator that makes them."""
+    """Return the lifetimes of ``storages``, except empty ones and those with a life of a single operator."""
     lasting = (s for s in storages if s.nbytes and (s.died is None or s.died > s.born))
     return [Lifetime(nbytes=s.nbytes, born=s.born, died=s.died) for s in lasting]
 
@@ -159,8 +153,8 @@ def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:
 def replay(allocator: CachingAllocator, lives: Sequence[Lifetime]) -> None:
     """Run ``allocator`` through training steps with blocks of these ``lives``.
 
-    Blocks that exist before and after the step stay.  Blocks that a step makes and that outlive it are freed at its
-    end, like gradients before the next step.  Raises :class:`NoRoomError` if a block does not fit.
+    Blocks from before the step that outlive it stay.  Blocks made by a step that outlive it are freed at its end, like
+    gradients before the next step.  Raises :class:`NoRoomError` if a block does not fit.
     """
     permanent = [life for life in lives if life.born < 0 and life.died is None]
     for life in permanent:

@@ -79,7 +79,7 @@ CARDS: Final[dict[str, DeviceProfile]] = {
 
 
 def device_profile(text: str) -> DeviceProfile:
-    """Return the profile of the card that ``text`` names, such as ``a100-40gb``, or of the YAML file at that path.
+    """Return the profile of the card named ``text``, such as ``a100-40gb``, or the one in the YAML file at that path.
 
     Raises :class:`UsageError` for an unknown card, and for a file that is not a profile.
     """

@@ -14,7 +14,7 @@ from memopt_cli.records import DeviceProfile, OpTrace, Rate, StepTrace
 _RATES: Final[dict[str, Rate]] = {"float64": "fp64", "complex128": "fp64", "bfloat16": "bf16", "float16": "fp16"}
 """Dtype -> the rate of its matrix products; float32 has two, tf32 and fp32 (see :func:`choose_rate`)."""
 _IN_TF32: Final = ("convolution", "_rnn")
-"""Parts of the names of operators that PyTorch runs by cuDNN, which computes them in TF32 by default."""
+"""Parts of the names of operators that PyTorch runs with cuDNN, by default in TF32."""
 _PACKING_PASSES: Final = 10
 """Approximate number of times that a tensor goes through memory to be packed, checked and unpacked."""
 

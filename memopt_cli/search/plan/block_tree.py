@@ -52,11 +52,11 @@ class Block:
     input_bytes: int = 0
     """Bytes of inputs that would be alive only because a segment on the block holds them."""
     unsaved_input_bytes: int = 0
-    """Part of :attr:`input_bytes` that no operator in the block saves, so that :attr:`kept_bytes` lacks it."""
+    """Part of :attr:`input_bytes` that no operator in the block saves; :attr:`kept_bytes` lacks it."""
     packed_input_bytes: int = 0
     """Bytes of its inputs in :attr:`compressor`."""
     compressor: CompressorName = "null"
-    """Codec that makes its inputs smallest.  ``null``: no codec makes them smaller."""
+    """Compressor that makes its inputs smallest.  ``null``: none makes them smaller."""
     packing_s: float = 0.0
     """Seconds to pack and unpack its inputs."""
     input_shape: tuple[int, ...] = ()
@@ -263,12 +263,12 @@ class _Builder:
         )
 
     def _packed_inputs(self, module: ModuleTrace, call: ModuleCall) -> tuple[int, CompressorName]:
-        """Return the bytes of the packed inputs, those of the step included (segments copy them), and their codec."""
-        codecs: tuple[CompressorName, ...] = (module.compressor, "parts")
-        for codec in codecs:
-            packed = packed_inputs(self._trace, module, call, codec) if codec != "null" else {}
+        """Return the bytes of the packed inputs (also those of the step, which segments copy), and the compressor."""
+        compressors: tuple[CompressorName, ...] = (module.compressor, "parts")
+        for compressor in compressors:
+            packed = packed_inputs(self._trace, module, call, compressor) if compressor != "null" else {}
             if packed:
-                return sum(packed.values()), codec
+                return sum(packed.values()), compressor
         return 0, "null"
 
 

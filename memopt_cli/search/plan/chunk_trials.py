@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from memopt_cli.records import MAX_NORMS, ChunkRule, ModuleTrace, Plan, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.block_tree import Block
-from memopt_cli.search.plan.interface import Probes, is_within
+from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.proposals import Proposals
-from memopt_cli.text.paths import quote_module
+from memopt_cli.text.paths import is_within, quote_module
 
 _MAX_CLASSES = 12
 """Maximum number of classes of modules that are tried in chunks, since each trial takes a real step of a module."""
@@ -35,7 +35,7 @@ class ChunkTrials:
         self._decided: set[str] = set()
         """Paths of modules that were tried, and of modules of their classes."""
         self._tried = {head.path for head in proposals.heads}
-        """Paths of modules that were tried themselves, and of loss heads, which need no trial."""
+        """Paths of the tried modules, and of loss heads, which need no trial."""
         self.count = 0
         """Number of trials."""
         self.rules: Mapping[str, tuple[ChunkRule, int]] = {}
@@ -49,8 +49,8 @@ class ChunkTrials:
 
     def learn(self, plan: Plan) -> bool:
         """Try modules at the peak of ``plan`` until one can run in chunks; return whether one can."""
-        at_peak = self._blocks_around(self._proposals.predict(plan).module, plan)
-        return any(self.may_try_more and self._try_class(block.path) for block in at_peak)
+        peak_blocks = self._blocks_around(self._proposals.predict(plan).module, plan)
+        return any(self.may_try_more and self._try_class(block.path) for block in peak_blocks)
 
     def confirm(self, plan: Plan) -> bool:
         """Try the modules whose chunks in ``plan`` are only assumed; return whether all can run as planned.
@@ -64,7 +64,7 @@ class ChunkTrials:
         return self.allow(plan) and all(self._confirm_segment(segment) for segment in _cut_segments(plan))
 
     def allow(self, plan: Plan) -> bool:
-        """Return whether ``plan`` runs modules in chunks only by :attr:`rules`."""
+        """Return whether ``plan`` runs modules in chunks only as :attr:`rules` allow."""
         rules = ((segment, self.rules.get(segment.path)) for segment in _cut_segments(plan))
         return all(entry and entry[0].applied(segment, segment.chunks) == segment for segment, entry in rules)
 

@@ -253,7 +253,7 @@ class CostModel:
             self._calls[call.path].append(call)
         is_timed = any(op.seconds for op in trace.ops)
         self.packable_bytes = sum(s.nbytes for s in trace.storages if s.saved_by and s.compressor != "null")
-        """Bytes of the tensors that autograd saves and a codec can pack."""
+        """Bytes of the tensors that autograd saves and a compressor can pack."""
         self.peak_bytes = trace.allocated_peak_bytes
         """Allocated peak of the original in bytes."""
         self.seconds = (
@@ -361,7 +361,9 @@ class CostModel:
                 replayed.packed = self._packed_bytes(replayed, alive)
                 stored.update(replayed.call.inputs if replayed.segment.chunks == 1 else ())
             if replayed.segment.keep:
-                replayed.kept = self._kept_operators(replayed, inner_calls[replayed])
+                inner_ops = {op for call in inner_calls[replayed] for op in call.forward}
+                outer_ops = [op for op in range(replayed.call.start, replayed.stop) if op not in inner_ops]
+                replayed.kept = frozenset(kept_calls(self.trace, outer_ops, replayed.segment.keep))
         return replayed_segments
 
     def _replayed_segment(
@@ -379,8 +381,11 @@ class CostModel:
             trained_bytes = trained_input_bytes(self.trace, call)
             replayed.norms = tuple(norm.op for norm in self.norms[first:last] if norm.input_bytes <= trained_bytes)
         replayed.keeps_graph = self._bytes_at_end(call) > replayed.state_bytes > 0
-        replayed.first_saver = _first_saver(self._ends, call)
-        replayed.length = self._length(segment)
+        index = bisect.bisect_left(self._ends, (call.start, 0))
+        is_saved_for = index < len(self._ends) and self._ends[index][0] < call.end
+        replayed.first_saver = self._ends[index][0] if is_saved_for else None
+        shape = self.modules[segment.path].input_shape
+        replayed.length = shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
         share = longest_share(segment.chunks, replayed.length)
         are_uneven = share * segment.chunks > 1 + 1e-9
         # The longest chunks come first, so last in backward.
@@ -403,17 +408,6 @@ class CostModel:
         first, last = (bisect.bisect_left(self._outliving_born, edge) for edge in (call.start, call.end))
         return self._outliving_bytes[last] - self._outliving_bytes[first]
 
-    def _kept_operators(self, replayed: ReplayedSegment, inner_calls: Sequence[ModuleCall]) -> frozenset[int]:
-        """Return the operators whose outputs ``replayed`` keeps; operators of ``inner_calls`` run again anyway."""
-        inner_ops = {op for call in inner_calls for op in call.forward}
-        outer_ops = [op for op in range(replayed.call.start, replayed.stop) if op not in inner_ops]
-        return frozenset(kept_calls(self.trace, outer_ops, replayed.segment.keep))
-
-    def _length(self, segment: SegmentPlan) -> int:
-        """Return the length of the axis along which ``segment`` is cut; 0 if its input lacks that axis."""
-        shape = self.modules[segment.path].input_shape
-        return shape[segment.axis] if -len(shape) <= segment.axis < len(shape) else 0
-
     def _segment_calls(self, segment: SegmentPlan) -> Iterator[ModuleCall]:
         """Yield the calls that ``segment`` recomputes: of its module, or of the parts that the module splits into."""
         for call in self._calls[segment.path]:
@@ -423,7 +417,6 @@ class CostModel:
                 yield call
 
     def _child_calls(self, whole: ModuleCall) -> Iterator[ModuleCall]:
-        """Yield the calls directly below ``whole``."""
         end = whole.start
         calls = self.trace.calls
         for index in range(bisect.bisect_left(calls, whole.start, key=lambda call: call.start), len(calls)):
@@ -436,12 +429,12 @@ class CostModel:
 
     def _packed_bytes(self, replayed: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
         """Return input -> its packed bytes; parts of a concatenation that are in ``stored`` take no further bytes."""
-        codec = replayed.segment.compressor
+        compressor = replayed.segment.compressor
         module = self.modules[replayed.call.path]
-        if codec == "null" or is_raw_in_chunks(replayed.segment, module.input_shape):
+        if compressor == "null" or is_raw_in_chunks(replayed.segment, module.input_shape):
             return {}
-        packed = packed_inputs(self.trace, module, replayed.call, codec)
-        if codec != "parts":
+        packed = packed_inputs(self.trace, module, replayed.call, compressor)
+        if compressor != "parts":
             return packed
         storages = self.trace.storages
         stored_bytes = {
@@ -450,7 +443,6 @@ class CostModel:
         return {index: max(0, storages[index].nbytes - nbytes) for index, nbytes in stored_bytes.items() if nbytes}
 
     def _source_storages(self, storage: int) -> Set[int]:
-        """Return the storages from which an operator made ``storage``."""
         born = self.trace.storages[storage].born
         return set(self.trace.ops[born].reads) if born >= 0 else set()
 
@@ -458,7 +450,7 @@ class CostModel:
 class _Times:
     """The median seconds of operators that do the same on tensors of equal sizes.
 
-    Each operator was timed only once, perhaps with cold caches or while the machine did something else.
+    Each operator was timed only once, perhaps with cold caches or on a busy machine.
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -498,22 +490,24 @@ def copy_times(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
     return timed, after_s / before_s if before_s and after_s else 1.0
 
 
-def packed_inputs(trace: StepTrace, module: ModuleTrace, call: ModuleCall, codec: CompressorName) -> dict[int, int]:
-    """Return input of ``call`` -> its bytes in ``codec``, for inputs that ``codec`` makes smaller.
+def packed_inputs(
+    trace: StepTrace, module: ModuleTrace, call: ModuleCall, compressor: CompressorName
+) -> dict[int, int]:
+    """Return input of ``call`` -> its bytes in ``compressor``, for inputs that ``compressor`` makes smaller.
 
-    ``trace`` has the codec and packed bytes of each storage that autograd saves.  For other inputs, it only has the
-    packed bytes of all inputs of the module together; each input is assumed to shrink by the same share.
+    ``trace`` has the compressor and packed bytes of each storage that autograd saves.  Of other inputs, it only has the
+    packed bytes of all together; each input of the module is assumed to shrink by the same share.
     """
     inputs = {index: trace.storages[index] for index in call.inputs}
-    packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == codec}
-    if not packed and module.compressor == codec:
+    packed = {index: s.packed_bytes for index, s in inputs.items() if s.compressor == compressor}
+    if not packed and module.compressor == compressor:
         share = module.packed_input_bytes / max(1, module.input_bytes)
         packed = {index: int(s.nbytes * share) for index, s in inputs.items()}
     return {index: nbytes for index, nbytes in packed.items() if nbytes < inputs[index].nbytes}
 
 
 def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
-    """List pairs of an operator of forward that autograd saves for, and the operator before which a rerun may stop.
+    """List each operator of forward for which autograd saves tensors, with the operator before which a rerun may stop.
 
     If only inputs of an operator are saved, like a linear layer's, it need not run again: autograd saves inputs before
     the operator runs.  If its output is saved, like a ReLU's, it must run again.
@@ -525,9 +519,3 @@ def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
                 is_made = storage.born >= op or index in trace.ops[op].mutates
                 ends[op] = max(ends.get(op, 0), op + is_made)
     return sorted(ends.items())
-
-
-def _first_saver(ends: Sequence[tuple[int, int]], call: ModuleCall) -> int | None:
-    """Return the first operator of ``call`` that autograd saves for, by the list ``ends``, if any."""
-    first = bisect.bisect_left(ends, (call.start, 0))
-    return ends[first][0] if first < len(ends) and ends[first][0] < call.end else None

@@ -17,12 +17,12 @@ class TimeIsUp(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """A plan with the peak that a dry run counted, and the slowdown that the cost model predicts."""
+    """A plan with its peak, counted by a dry run, and its slowdown, predicted by the cost model."""
 
     plan: Plan
     counted: Counted
     level: int
-    """Lowest level that allows all that the plan does."""
+    """Lowest level at which the whole plan is allowed."""
     slowdown: float
     """Step time divided by the step time of the original."""
 
@@ -85,6 +85,6 @@ class DryRuns:
         return min(usable, key=lambda priced: (priced.peak_bytes, priced.slowdown))
 
     def fastest(self, level: int, budget_bytes: int) -> PricedPlan | None:
-        """Return the fastest plan of ``level`` within ``budget_bytes``; ``None`` if none is."""
+        """Return the fastest plan of ``level`` within ``budget_bytes``; ``None`` if none fits."""
         fitting = [priced for priced in self.up_to(level) if priced.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda priced: (priced.slowdown, priced.peak_bytes), default=None)

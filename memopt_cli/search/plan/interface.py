@@ -1,4 +1,4 @@
-"""The callables through which a search for a plan asks about the model, which keep the search itself free of torch."""
+"""The callables through which a search for a plan asks about the model: the search itself does without torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,3 @@ class Probes:
     """Records a step under a plan."""
     is_late: Callable[[], bool] = lambda: False
     """Returns whether the time of the search is over.  Long computations call it as well: they run no probe."""
-
-
-def is_within(path: str, ancestor: str) -> bool:
-    """Return whether ``path`` is ``ancestor`` or lies below it; the empty path is the root."""
-    return not ancestor or path == ancestor or path.startswith(ancestor + ".")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from memopt_cli.records import StepTrace
-from memopt_cli.search.plan.interface import is_within
+from memopt_cli.text.paths import is_within
 
 _MAX_CALLS = 24
 """Maximum number of costly calls in a segment that keeps outputs.  In a larger module, segments on its parts do."""

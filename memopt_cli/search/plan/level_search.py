@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.records import LOWER_SHARE, Plan, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan
-from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.levels import NESTED
 from memopt_cli.search.plan.search_spaces import SearchSpace, SearchSpaces, find_heads
+from memopt_cli.text.paths import is_within
 
 _MAX_DRY_RUNS = 6
 """Maximum number of dry runs for one budget with packing, and as many without."""
@@ -128,8 +128,8 @@ class LevelSearch:
         if self.space.proposals.heads:
             self.runs.count(self.runs.smallest_with_heads(max_slowdown))
         plan: Plan | None = None
-        lowest, without_gain = math.inf, 0
-        while self.runs.fastest(budget_bytes) is None and without_gain <= _PATIENCE:
+        lowest, futile_count = math.inf, 0
+        while self.runs.fastest(budget_bytes) is None and futile_count <= _PATIENCE:
             plan = self._least_plan(max_slowdown) if plan is None else self._lower_by_chunks(plan, max_slowdown)
             if plan is None:
                 break
@@ -138,7 +138,7 @@ class LevelSearch:
                 plan = None  # a segment of it was found to fail, and forbidden: solve again without
                 continue
             peak_bytes = self.space.proposals.predict_peak(plan)
-            without_gain = 0 if peak_bytes < (1 - LOWER_SHARE) * lowest else without_gain + 1
+            futile_count = 0 if peak_bytes < (1 - LOWER_SHARE) * lowest else futile_count + 1
             lowest = min(lowest, peak_bytes)
         self._rearrange(budget_bytes, max_slowdown)
 

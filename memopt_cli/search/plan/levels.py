@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memopt_cli.records import ModuleTrace, Plan, SearchOptions
-from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.schedules import SegmentLimits, count_segments
 from memopt_cli.search.plan.segment_schedules import Allowed
 from memopt_cli.search.plan.targets import find_named_modules
+from memopt_cli.text.paths import is_within
 
 NESTED = 2
 """Lowest level with segments in other segments."""
@@ -26,7 +26,7 @@ def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace
     """Return the permissions of ``level`` under ``options`` and ``limits``.
 
     If the user named modules, level 1 may put segments only on these modules, and higher levels also on their parts.
-    Raises :class:`PlanError` for a target that matches nothing that can be a segment.
+    Raises :class:`PlanError` for a target without a match among the modules that can be segments.
     """
     named = find_named_modules(modules, options)
     named_paths = None if named is None else {module.path for module in named}
@@ -50,7 +50,7 @@ def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace
 
 
 def find_level(plan: Plan) -> int:
-    """Return the lowest level that allows all that ``plan`` does."""
+    """Return the lowest level at which the whole ``plan`` is allowed."""
     if plan.is_empty:
         return 0
     if any(segment.keep for segment in plan.segments):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memopt_cli.records import ModuleTrace, Plan, SegmentPlan, StepTrace
-from memopt_cli.search.plan.interface import is_within
+from memopt_cli.text.paths import is_within
 
 _MIN_ROWS = 128
 """Minimum number of rows of a chunk: matrix products of fewer rows are slow."""
@@ -21,7 +21,7 @@ _LOSS = "aten::_log_softmax"
 
 
 def add_heads(start: Plan, peak_bytes: int, trace: StepTrace, count_peak: Callable[[Plan], float]) -> Plan:
-    """Return ``start`` with the heads that lower its peak of ``peak_bytes``; ``start`` itself if none does.
+    """Return ``start`` with the heads that lower its peak of ``peak_bytes``; ``start`` itself if no head does.
 
     Where two heads have equal peaks, one of them lowers nothing.  So heads that leave the peak as it is stay as well.
     ``count_peak`` returns the peak of a plan in bytes, by a dry run; infinity if the dry run fails.

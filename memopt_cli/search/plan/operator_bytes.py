@@ -69,7 +69,6 @@ class OperatorBytes:
         return levels, list(accumulate(entry[:-2])), list(accumulate(resident[:-1]))
 
     def _compute_whole(self) -> list[int]:
-        """Compute :attr:`whole`."""
         level = [0] * (len(self._trace.ops) + 1)
         for index in self.payer:
             storage = self._trace.storages[index]

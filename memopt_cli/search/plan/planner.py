@@ -27,7 +27,7 @@ _RESTART_RATIO = 1.25
 """Largest ratio of the least peak to the budget for a second search, level by level from a fresh start, which once led
 8 % lower."""
 _MAX_REFUTATIONS = 3
-"""Maximum number of dry runs in a row that exceed the budget although the relaxed plan fits by the cost model."""
+"""Maximum number of dry runs in a row that exceed the budget though the cost model predicts the relaxed plan to fit."""
 _MAX_SENDING_RUNS = 6
 """Maximum number of dry runs for one budget of plans that send tensors to another place."""
 _SENDING_ERROR = 0.1
@@ -120,7 +120,7 @@ class Planner:
                 return fastest
 
     def within(self, level: int, budget_bytes: int) -> PricedPlan | None:
-        """Return the fastest plan of ``level`` whose dry run stays within ``budget_bytes``; ``None`` if none does."""
+        """Return the fastest plan of ``level`` whose dry run stays within ``budget_bytes``; ``None`` if none fits."""
         with contextlib.suppress(TimeIsUp):
             self._search(level, budget_bytes)
             original_bytes = self.dry_runs.smallest(0).peak_bytes
@@ -131,7 +131,9 @@ class Planner:
             if self.dry_runs.fastest(level, budget_bytes) is None:
                 if self.least(level).peak_bytes <= _RESTART_RATIO * budget_bytes:
                     for lower_level in range(level, 0, -1):
-                        self._begin_anew()  # the trials of one level can mislead another
+                        # The trials of one level can mislead another: forget all but the dry runs.
+                        self._spaces = self._new_spaces()
+                        self._descended.clear()
                         self.best(lower_level)  # the sums are off: a plan just above their least may have a lower peak
                         if self.dry_runs.fastest(level, budget_bytes) is not None:
                             break
@@ -176,11 +178,6 @@ class Planner:
                 if predicted_bytes < (1 - LOWER_SHARE) * peak_bytes:
                     return Outlook(peak_bytes=predicted_bytes, slowdown=proposals.slowdown(plan))
         return None
-
-    def _begin_anew(self) -> None:
-        """Forget all that was learned about the model except the dry runs."""
-        self._spaces = self._new_spaces()
-        self._descended.clear()
 
     def _level_search(self, level: int) -> LevelSearch:
         space = self._spaces.space_at_level(level)
@@ -234,7 +231,7 @@ class Planner:
         return plan
 
     def _relax_fastest(self, level: int, budget_bytes: int) -> None:
-        """Dry-run the fastest plan without the parts that it does not need by the cost model, as long as that helps.
+        """Dry-run the fastest plan without the parts that the cost model finds superfluous, as long as that helps.
 
         If the relaxed plan exceeds the budget, the cost model's budget is lowered by the excess, a few times.
         """

@@ -173,7 +173,7 @@ def _limit_profiling(options: SearchOptions, overridden: Mapping[str, Any], note
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The modules that become segments, and the rule that chose them."""
+    """The modules to become segments, and the rule by which they were chosen."""
 
     policy: SelectionPolicy
     candidates: int
@@ -259,8 +259,8 @@ def _policy(candidates: Sequence[ModuleTrace], options: SearchOptions, limit: in
 
 
 def _none_allowed(options: SearchOptions) -> SelectionPolicy:
-    by_count = options.max_gc_wrapped_modules is not None and options.max_gc_wrapped_modules <= 0
-    return "explicit_zero_budget" if by_count else "zero_ratio_budget"
+    is_count_zero = options.max_gc_wrapped_modules is not None and options.max_gc_wrapped_modules <= 0
+    return "explicit_zero_budget" if is_count_zero else "zero_ratio_budget"
 
 
 # ------------------------------------------------------------------------------------------------ words for the summary
@@ -279,8 +279,8 @@ def skipped_step(level: int, *, segments: int, tried: int, options: SearchOption
 def recommend(options: SearchOptions, selection: Selection | None, *, measured: str, generic: str) -> str:
     """Advise what to try next, by the most specific option that was given.
 
-    ``measured`` is a sentence on the measurement that follows the advice.  ``generic`` is the advice if none of the
-    options has its own advice.  Either may be empty.
+    ``measured``: a sentence on the measurement, to follow the advice.  ``generic``: the advice if no option has its
+    own.  Either may be empty.
     """
     advice = _specific_advice(options, selection) or generic
     return " ".join(sentence for sentence in (advice, measured) if sentence)

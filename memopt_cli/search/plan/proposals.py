@@ -131,7 +131,7 @@ class Proposals:
         self.solvers = self._solvers(allowed, (False, True) if may_pack else (False,))
 
     def solvers_assuming(self, chunks: Mapping[str, tuple[ChunkRule, int]], packings: Iterable[bool]) -> Solvers:
-        """Return solvers that assume that the modules of ``chunks`` can run in chunks, for each of ``packings``."""
+        """Return a solver for each of ``packings``; all assume that the modules of ``chunks`` can run in chunks."""
         return self._solvers(replace(self.allowed, chunks=chunks), packings)
 
     def predict(self, plan: Plan) -> Prediction:

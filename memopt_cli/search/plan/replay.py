@@ -62,8 +62,8 @@ class ReplayedSegment:
     join: int = 0
     """Instant at which the chunks' gradients of the input are concatenated; 0 if the segment has no chunks."""
     first_saver: int | None = None
-    """First operator in the segment for which autograd saves a tensor, and the last that backward reaches; ``None``
-    if autograd saves nothing."""
+    """First operator in the segment for which autograd saves a tensor, so the last one for backward; ``None`` if
+    autograd saves nothing."""
     length: int = 0
     """Length of the axis along which the chunks are cut; 0 if unknown."""
     shares: float = 1.0
@@ -133,8 +133,8 @@ class _Order:
     def __init__(self, trace: StepTrace, replayed_segments: Sequence[ReplayedSegment]) -> None:
         """Put the recomputation of each of ``replayed_segments`` right before its backward.
 
-        Right after that backward, a segment in chunks has one more instant, at which the chunks' gradients of the input
-        are concatenated.
+        Right after that backward, a segment in chunks has one more instant, when the chunks' gradients of the input are
+        concatenated.
         """
         self.instants: list[int] = []
         """Instant of every recorded operator; of its first run for an operator of forward."""
@@ -164,8 +164,7 @@ class _Order:
         return self.instants[op] if replayed is None else replayed.offset + min(op, replayed.stop) - replayed.call.start
 
     def instant_after(self, op: int | None) -> int:
-        """Return the instant after operator ``op`` - 1, at which storages that die at ``op`` end; ``None`` for the
-        end."""
+        """Return the instant at which storages that die at ``op`` end: after ``op`` - 1; for ``None`` the end."""
         if op is None:
             return self.length
         return self.instants[op - 1] + 1 if op > 0 else 0
@@ -270,9 +269,9 @@ class _Lives:
     ) -> int:
         """Return the instant until which a first run of a segment inside ``replayed`` holds ``storage``, or 0.
 
-        During its first run, a segment holds each storage that autograd would save, or that an inner segment takes as
-        input (:class:`memopt_cli.runtime.held.HeldSlots`).  In passes over chunks, it holds the storage until
-        the norm at which the pass ends.
+        During its first run, a segment holds each storage that autograd would save, and each input of an inner segment
+        (:class:`memopt_cli.runtime.held.HeldSlots`).  In passes over chunks, it holds the storage until the norm at the
+        end of the pass.
         """
         parents = (inner.parent for inner in self._by_input.get(index, ()) if storage.born < inner.call.start)
         last_norms = {run: run.next_norm(max(ops)) for run, ops in savers.items() if run is not None}
@@ -310,9 +309,9 @@ class _Lives:
 class _Passes:
     """Bytes that segments hold in backward because their chunks share batch statistics.
 
-    Such a segment goes over its chunks once for each batch norm, up to that norm (a *pass*), before the run that
-    computes its output.  Backward goes through the passes from the last to the first, over their links, which the head
-    of :mod:`memopt_cli.runtime.batch_statistics` shows.
+    Before the run for its output, such a segment goes over its chunks once for each batch norm, up to that norm (a
+    *pass*).  Backward goes through the passes from the last to the first, over their links: see the head of
+    :mod:`memopt_cli.runtime.batch_statistics`.
     """
 
     def __init__(self, original: Original, order: _Order) -> None:
@@ -328,7 +327,7 @@ class _Passes:
     def add_links(self, replayed: ReplayedSegment, ledger: _Ledger) -> None:
         """Enter a chunk of each norm's input, and of the gradient through its statistics, where backward enters a pass.
 
-        At that moment the operator of the instant has not run, so the bytes that it makes are subtracted.
+        At that moment the operator of the instant has not run, so the bytes of its results are subtracted.
         """
         storages = self._trace.storages
         for norm in replayed.norms:
@@ -370,8 +369,6 @@ class _Passes:
 
 
 class _StoredInParcel(NamedTuple):
-    """A tensor that is stored in a parcel."""
-
     stored_before: int
     """Operator before which the tensor is stored."""
     needed_at: int
@@ -434,7 +431,7 @@ class _Parcels:
             yield [_StoredInParcel(op, self._needed_at(index, op), index, parcel) for op, index in group]
 
     def _needed_at(self, index: int, saver: int) -> int:
-        """Return the instant at which backward asks for storage ``index``, which ``saver`` has saved."""
+        """Return the instant at which backward asks for storage ``index``, saved by ``saver``."""
         reader = self._original.first_backward_reader.get(index)
         end = self._order.instant_after(self._original.backward_end[saver]) - 1
         return end if reader is None else self._order.instants[reader]
@@ -516,7 +513,7 @@ class Replay:
             if is_kept:  # made once, for the longest life; the first forward is the last of the loop
                 kept_end, held_until = max(kept_end, end, sent_end), end
                 continue
-            # A storage that never leaves an inner segment exists for one of that segment's chunks at a time.
+            # A storage confined to an inner segment exists for one chunk of the segment at a time.
             confining = [b for b in enclosing[:depth] if b is not None and not self._lives.escapes(storage, savers, b)]
             begin = self._order.instant_of(replayed, storage.born)
             nbytes = _chunk_bytes(storage, confining[0] if confining else replayed)
@@ -578,7 +575,7 @@ class Replay:
         return end, sent_end
 
     def _pass_begin(self, replayed: ReplayedSegment | None, savers: Sequence[int]) -> int:
-        """Return the instant at which the pass that saves for ``savers`` runs again; 0 if ``replayed`` has no passes.
+        """Return the instant at which the pass of ``savers`` runs again; 0 if ``replayed`` has no passes.
 
         The pass ends at the norm after ``savers``, so it runs again once backward has gone through that norm.
         """
@@ -678,27 +675,23 @@ class Replay:
         segment = replace(
             replayed.segment, recompute_states=replayed.segment.recompute_states and replayed.parent is None
         )
-        between, in_backward = chunk_state_bytes(segment, replayed.state_bytes)
-        argument_bytes = self._state_argument_bytes(replayed)
+        kept_bytes, backward_bytes = chunk_state_bytes(segment, replayed.state_bytes)
+        # Outputs that are not cut, such as states of an LSTM, are passed from chunk to chunk as arguments.
+        states = (self._trace.storages[index] for index in replayed.call.outputs[segment.seq_outputs :])
+        argument_bytes = sum(storage.nbytes for storage in states if storage.born >= replayed.call.start)
         # The longest chunks come first: 10 in 4 chunks are 3, 3, 2, 2.  When backward reaches a longest chunk, the
         # states from which the longest chunks start are alive, and the gradient of one state.
         longest = replayed.length % segment.chunks or segment.chunks
-        between, in_backward = between + (segment.chunks - 1) * argument_bytes, in_backward + longest * argument_bytes
-        in_chunks = max(gradients, self._passes.linked_bytes(replayed)) + self._passes.waiting_bytes(replayed)
-        in_chunks -= in_chunks // segment.chunks
+        kept_bytes += (segment.chunks - 1) * argument_bytes
+        backward_bytes += longest * argument_bytes
+        chunk_bytes = max(gradients, self._passes.linked_bytes(replayed)) + self._passes.waiting_bytes(replayed)
+        chunk_bytes -= chunk_bytes // segment.chunks
         self._ledger.add_bytes(
-            self._order.instant_of(replayed.parent, replayed.call.start), replayed.offset, between // share
+            self._order.instant_of(replayed.parent, replayed.call.start), replayed.offset, kept_bytes // share
         )
-        self._ledger.add_bytes(replayed.offset, replayed.join, max(in_backward, in_chunks) // share)
-
-    def _state_argument_bytes(self, replayed: ReplayedSegment) -> int:
-        """Return the bytes that a chunk passes to the next as arguments: uncut outputs, such as LSTM states."""
-        storages, call = self._trace.storages, replayed.call
-        states = (storages[index] for index in call.outputs[replayed.segment.seq_outputs :])
-        return sum(storage.nbytes for storage in states if storage.born >= call.start)
+        self._ledger.add_bytes(replayed.offset, replayed.join, max(backward_bytes, chunk_bytes) // share)
 
     def _add_workspaces(self) -> list[OpTrace]:
-        """Enter the workspaces of all operators; return the operator that runs at every instant."""
         ops = self._trace.ops
         running: list[OpTrace] = [ops[0]] * self._order.length
 

@@ -46,7 +46,7 @@ class ScaledStep:
             for op, timed in zip(step.ops, self.timed.ops, strict=True)
         )
         pairs = zip(step.storages, self.small.storages, self.large.storages, strict=True)
-        storages = tuple(_with_common_codec(*storage) for storage in pairs)
+        storages = tuple(_with_common_compressor(*storage) for storage in pairs)
         rates = {name: getattr(self.timed, name) for name in _RATES}
         step = replace(step, batch=batch, ops=ops, storages=storages, **rates)
         return replace(step, allocated_peak_bytes=CostModel(step).predict(Plan()).allocated_peak_bytes)
@@ -80,8 +80,8 @@ def _interpolate(small: Any, large: Any, share: float) -> Any:
     return round(value) if isinstance(large, int) else value
 
 
-def _with_common_codec(storage: StorageTrace, small: StorageTrace, large: StorageTrace) -> StorageTrace:
-    """Return ``storage``, without a codec if the two records have different ones."""
+def _with_common_compressor(storage: StorageTrace, small: StorageTrace, large: StorageTrace) -> StorageTrace:
+    """Return ``storage``, without a compressor if the two records have different ones."""
     if small.compressor == large.compressor:
         return storage
     return replace(storage, compressor="null", packed_bytes=storage.nbytes)

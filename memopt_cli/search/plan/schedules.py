@@ -33,7 +33,7 @@ from typing import Final, NamedTuple
 
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.search.plan.block_tree import Block
-from memopt_cli.search.plan.interface import is_within
+from memopt_cli.text.paths import is_within
 
 MAX_SCHEDULES = 400
 """Maximum number of schedules kept for the part of the step up to the current block."""
@@ -60,7 +60,7 @@ class SegmentLimits:
     segments: int | None = None
     """Maximum number of outermost segments."""
     splits: int | None = None
-    """Maximum number of segments that contain others or whose module splits itself (``__spatial_split__``)."""
+    """Maximum number of segments around others, or on a module that splits itself (``__spatial_split__``)."""
     cuts: int | None = None
     """Maximum number of multiplications by the chunk factor, over all segments: 8 chunks by factor 2 take three."""
 
@@ -171,17 +171,17 @@ class Schedule:
         """Yield the segments in the order of execution, outer ones first."""
         stack: list[tuple[Schedule, dict[str, str]]] = [(self, {})]
         while stack:
-            schedule, moved = stack.pop()
+            schedule, new_paths = stack.pop()
             if schedule.relocation is not None:
-                moved = _moved_paths(*schedule.relocation, moved)
+                new_paths = _moved_paths(*schedule.relocation, new_paths)
             if schedule.segment is not None:
                 path = schedule.segment.path
-                yield replace(schedule.segment, path=moved.get(path, path))
-            stack.extend((part, moved) for part in reversed(schedule.parts) if part.has_segments)
+                yield replace(schedule.segment, path=new_paths.get(path, path))
+            stack.extend((part, new_paths) for part in reversed(schedule.parts) if part.has_segments)
 
 
 _Pair = tuple[int, float, Schedule, Schedule]
-"""Two schedules in succession: the bytes that they keep, the seconds that they add, the first and the second."""
+"""Two schedules in succession: bytes kept, seconds added, the first and the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +294,10 @@ def _pareto_set(schedules: Sequence[Schedule], budget_bytes: int) -> Iterator[Sc
         yield schedule
 
 
-def _moved_paths(solved: Block, block: Block, moved: Mapping[str, str]) -> dict[str, str]:
-    """Map each path in ``solved`` to the path of its counterpart in ``block``, then apply ``moved`` to the result.
+def _moved_paths(solved: Block, block: Block, new_paths: Mapping[str, str]) -> dict[str, str]:
+    """Map each path in ``solved`` to the path of its counterpart in ``block``, then apply ``new_paths`` to the result.
 
     Parts correspond by their order, not by their names: the layers of ``0-2`` are ``0-2.0`` to ``0-2.2``, and the
     layers of ``3-5`` are ``3-5.3`` to ``3-5.5``.
     """
-    return {old.path: moved.get(new.path, new.path) for old, new in zip(solved, block, strict=True)}
+    return {old.path: new_paths.get(new.path, new.path) for old, new in zip(solved, block, strict=True)}

@@ -8,7 +8,7 @@ therefore only needs its Pareto set, which is built from the sets of its childre
 checkpointing for heterogeneous chains", 2019, but over a tree of modules instead of a chain, with nested segments.
 
 A segment may also keep the outputs of some costly calls, which then do not run again.  Schedules inside of the segment
-have a fourth number for this: the bytes of the kept outputs, which are added to those that the segment keeps.
+have a fourth number for this: the bytes of these outputs, added to the bytes kept by the segment itself.
 
 Equal blocks with equal permissions are solved once.  Pareto sets above a cap are thinned out, which may lose the best
 plan but never gives one that exceeds the budget.
@@ -52,8 +52,7 @@ class _Choice:
     counts: Counter[int]
     """Kind -> number of blocks of that kind."""
     answers: dict[int, tuple[Schedule | None, float]] = field(default_factory=dict)
-    """Budget -> the fastest schedule within it (``None`` if none was found), and a lower bound on the seconds that any
-    such schedule adds."""
+    """Budget -> the fastest schedule within it, if any, and a lower bound on the seconds added by any such schedule."""
 
     def least_added_s(self, budget_bytes: int) -> float:
         """Return a lower bound on the seconds that a schedule within ``budget_bytes`` adds.
@@ -79,8 +78,6 @@ class SolvedBlocks:
 
 
 class _Candidates:
-    """Decides which blocks of a step may be segments."""
-
     def __init__(self, root: Block, allowed: Allowed) -> None:
         self._root = root
         self._allowed = allowed
@@ -155,8 +152,7 @@ class Solver:
         return best
 
     def least_peak_bytes(self, high: int, max_added_s: float = math.inf) -> int | None:
-        """Return the least peak of the schedules that add at most ``max_added_s``, to a part in a thousand; ``None``
-        if none stays within ``high`` bytes."""
+        """Return the least peak, to 0.1 %, of schedules that add at most ``max_added_s``; ``None`` above ``high``."""
         least: int | None = None
         for choice in self._choices:
             lower = self._find_least_budget(

@@ -144,11 +144,11 @@ class Segments:
         - at the end of backward: the chunks of the input's gradient, and the whole gradient;
         - at the end of forward: the chunks of the output, and the whole output.
         """
-        between, in_backward = chunk_state_bytes(segment, block.state_bytes)
+        kept_bytes, backward_bytes = chunk_state_bytes(segment, block.state_bytes)
         _, length = self._allowed.chunks[block.path]
         share = int(max(0, peak_bytes - block.resident_bytes) * longest_share(segment.chunks, length))
         return block.resident_bytes + max(
-            block.output_bytes + max(block.all_input_bytes, in_backward) + share,
+            block.output_bytes + max(block.all_input_bytes, backward_bytes) + share,
             block.output_bytes + 2 * block.all_input_bytes,
-            between + 2 * block.output_bytes,
+            kept_bytes + 2 * block.output_bytes,
         )

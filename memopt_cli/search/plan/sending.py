@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from memopt_cli.records import PlaceName, Plan, SegmentPlan
-from memopt_cli.search.plan.interface import is_within
+from memopt_cli.text.paths import is_within
 
 MIN_SENT_BYTES: Final = 1 << 16
 """A tensor with fewer bytes is not sent."""

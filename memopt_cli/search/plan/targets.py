@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from memopt_cli.errors import PlanError
 from memopt_cli.records import Dropped, ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
-from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.policy import Selection, describe_choice
-from memopt_cli.text.paths import quote_module
+from memopt_cli.text.paths import is_within, quote_module
 from memopt_cli.text.units import format_some
 
 _NEVER_CALLED = "the step never calls it"
@@ -30,7 +29,7 @@ def segments_plan(selection: Selection, options: SearchOptions) -> Plan:
 
 
 def plain_segment(module: ModuleTrace, compress: bool) -> SegmentPlan:
-    """Return the plain segment on ``module``; with ``compress``, its input is packed by the codec of the record."""
+    """Return the plain segment on ``module``; with ``compress``, its input is packed by the recorded compressor."""
     return SegmentPlan(path=module.path, compressor=module.compressor if compress else "null")
 
 
@@ -46,11 +45,11 @@ def find_named_modules(modules: Sequence[ModuleTrace], options: SearchOptions) -
 def describe_selection(
     modules: Sequence[ModuleTrace], plan: Plan, options: SearchOptions, *, by_goal: bool
 ) -> Selection:
-    """Describe which candidates ``plan`` selects, and why modules that the user named cannot be candidates."""
+    """Describe the candidates that ``plan`` selects, and why modules named by the user cannot be candidates."""
     named = find_named_modules(modules, options)
     candidates = len(named) if named is not None else sum(not module.refusal for module in modules)
-    by_path = {module.path: module for module in modules}
-    segments = find_outermost([by_path[segment.path] for segment in plan.segments])
+    modules_by_path = {module.path: module for module in modules}
+    segments = find_outermost([modules_by_path[segment.path] for segment in plan.segments])
     selection = describe_choice(candidates, segments, options, by_goal=by_goal)
     return replace(selection, named=tuple(named or ()), refusals=find_refusals(modules, options))
 
@@ -112,7 +111,7 @@ def find_outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:
 def match_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> list[ModuleTrace]:
     """Return the outermost modules whose class name or path matches one of ``targets``.
 
-    Raises :class:`PlanError` for a target that matches nothing that can be a segment.
+    Raises :class:`PlanError` for a target without a match among the modules that can be segments.
     """
     targeted: list[ModuleTrace] = []
     for target in targets:

@@ -270,7 +270,7 @@ def test_a_baseline_of_another_model_is_not_comparable(
     torch.save(Other(nn.Linear(128, 128), nn.Tanh()), history.model)
     answered(MeasureJob, never)
     with pytest.raises(
-        BaselineError, match=r"another model, Sequential of .*model\.pt; .*other\.pt holds Other"
+        BaselineError, match=r"a different model, Sequential of .*model\.pt; .*other\.pt holds Other"
     ) as caught:
         history.check(source=trusted(history))
     assert "memopt baseline" in caught.value.hint

@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_the_longest(optimize: Memopt) -> None:
     done = optimize(*RANGE, "--budget", "1KiB", "--level", "1")
     assert done.code == 6
     assert f"error: at S={HIGH} no plan found takes 1.0 KiB or less" in done.err
-    assert "hint: Let the range end at another S, usually a shorter one. Raise --budget" in done.err
+    assert "hint: End the range at a different S, usually a smaller one. Raise --budget" in done.err
     assert "No plan can make these parts of its peak smaller: " in done.err
     assert f"memopt explain net.pt --input BxSx64 --dim B=4 --dim S={HIGH} --memory 1KiB" in done.err
 

@@ -139,7 +139,7 @@ BY_LENGTH = {"segments": [], "by": {"dim": "S", "argument": 0, "axis": 0}, "rang
         ({}, ("--level", "2"), "its level was 3, not 2"),
         ({}, ("--target", "Linear"), "its target was none, not Linear"),
         ({}, ("--compile", "eager"), "--pick takes a plan that was shown, and eager compiles none of them"),
-        ({}, (), "were shown for another step: model net.pt → with hash "),
+        ({}, (), "were shown for a different step: model net.pt → with hash "),
     ],
 )
 def test_plans_that_are_not_of_this_step_are_refused(
@@ -195,7 +195,7 @@ def test_the_step_that_plans_were_shown_for_need_not_be_typed_again(optimize: Me
     assert f"(as typed last, from {SHOWN})" in done.err
     done = optimize("--pick", "2", "--plan-only", "--force", "--optimizer", "sgd")
     assert (done.code, done.out) == (2, "")
-    assert "were shown for another step: optimizer adamw → sgd" in done.err
+    assert "were shown for a different step: optimizer adamw → sgd" in done.err
 
 
 @pytest.mark.parametrize(

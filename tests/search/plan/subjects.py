@@ -22,8 +22,9 @@ from memopt_cli.records import (
     StepTrace,
 )
 from memopt_cli.search.plan.cost_model import CostModel
-from memopt_cli.search.plan.interface import Probes, is_within
+from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.planner import Planner
+from memopt_cli.text.paths import is_within
 from memopt_cli.trace import FakeStep
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step

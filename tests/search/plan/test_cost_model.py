@@ -31,10 +31,10 @@ from memopt_cli.search.plan.cost_model import (
     chunk_counts,
     statistics_passes,
 )
-from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.keeping import choices, keep_names
 from memopt_cli.search.plan.search import Solver
 from memopt_cli.search.plan.segment_schedules import Allowed, Context
+from memopt_cli.text.paths import is_within
 from memopt_cli.trace import FakeStep, record, resident_bytes
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.apply import apply_plan, remove_plan

@@ -18,7 +18,7 @@ from memopt_cli.online import LIF, OverTime
 from memopt_cli.records import LOWER_SHARE, ChunkRule, Crashed, Outlook, Plan, Refused, SearchOptions, SegmentPlan
 from memopt_cli.runtime.runs import group_layers
 from memopt_cli.search.plan.dry_runs import PricedPlan
-from memopt_cli.search.plan.interface import NotTried, is_within
+from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.keeping import names_single_calls
 from memopt_cli.search.plan.level_search import LevelSearch
 from memopt_cli.search.plan.levels import find_level
@@ -27,6 +27,7 @@ from memopt_cli.search.plan.proposals import Proposals, Solvers
 from memopt_cli.search.plan.schedules import Schedule, count_segments
 from memopt_cli.search.plan.search import Solver
 from memopt_cli.search.plan.search_spaces import SearchSpaces
+from memopt_cli.text.paths import is_within
 from sample_models import gpt
 from tests.rows import quick
 from tests.search.plan.subjects import (

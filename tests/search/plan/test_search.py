@@ -14,11 +14,11 @@ from memopt_cli.records import ChunkRule, SegmentPlan
 from memopt_cli.search.plan import schedules
 from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.cost_model import SEGMENT_S, Rerun
-from memopt_cli.search.plan.interface import is_within
 from memopt_cli.search.plan.keeping import CostlyCall, choices
 from memopt_cli.search.plan.schedules import Schedule, SegmentLimits, _pareto_set, count_segments, thin_out
 from memopt_cli.search.plan.search import Solver
 from memopt_cli.search.plan.segment_schedules import Allowed, Context
+from memopt_cli.text.paths import is_within
 
 BYTES = st.integers(0, 50)
 SECONDS = st.integers(1, 20).map(float)

@@ -68,7 +68,7 @@ _MAX_PARTS: Final = 200
 
 
 def _check_parts(node: Built, graph: Graph) -> str:
-    """Refuse a type with parts that are not known types, texts or numbers: joining parts runs code of their classes."""
+    """Refuse a type with parts other than known types, strings and numbers: joining them runs code of their classes."""
     pending, seen = list(node.argument_items()), 0
     while pending:
         part = pending.pop()

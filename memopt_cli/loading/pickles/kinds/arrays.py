@@ -51,7 +51,7 @@ def _fill_dtype(dtype: Any, state: Any) -> None:
     match state:
         case (int(), "<" | "|" | "=", None, None, None, *_):
             return
-    raise BrokenError("an array has a structured dtype, or its bytes are in another order")
+    raise BrokenError("an array has a structured dtype, or its bytes are in a different order")
 
 
 def _empty(*_: Any) -> Any:
@@ -61,13 +61,13 @@ def _empty(*_: Any) -> Any:
 
 
 def _fill_array(array: Any, state: Any) -> None:
-    _, shape, dtype, by_columns, data = state
+    _, shape, dtype, is_column_major, data = state
     if type(data) is list:
         _check_objects(data, dtype, shape)
-        array.__setstate__((1, tuple(shape), dtype, bool(by_columns), data))
+        array.__setstate__((1, tuple(shape), dtype, bool(is_column_major), data))
         return
     _check_bytes(data, dtype, shape)
-    array.__setstate__((1, tuple(shape), dtype, bool(by_columns), bytes(data)))
+    array.__setstate__((1, tuple(shape), dtype, bool(is_column_major), bytes(data)))
 
 
 def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:

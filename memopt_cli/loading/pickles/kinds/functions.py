@@ -83,7 +83,7 @@ class Functions:
         function = resolve(use.name)
         if isinstance(function, Denied | Missing):
             return function
-        # A module such as ``torch.nn.functional`` also has names that it imported, which need not only compute.
+        # A module such as ``torch.nn.functional`` also has imported names.  They may do more than compute.
         python = _in_function_module(use.name.module)
         if not callable(function) or (python and not _in_function_module(str(getattr(function, "__module__", "")))):
             return Denied("is not a function that memopt knows to only compute")
@@ -155,7 +155,7 @@ def _is_listed(cls: type, name: str, listed: Mapping[str, tuple[str, ...]]) -> b
 
 
 def _inner_class(node: Built, graph: Graph) -> type | None:
-    """Return the nested class that ``node``, a call of ``getattr``, gets from another class; ``None`` for others."""
+    """Return the nested class that ``node``, a call of ``getattr``, gets from a class; ``None`` for other calls."""
     owner, name = node.argument_items()
     kind = graph.class_of(owner)
     inner = _class_attribute(kind, name) if kind is not None and isinstance(name, str) else None

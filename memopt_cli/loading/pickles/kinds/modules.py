@@ -223,7 +223,6 @@ def _enum_member(cls: type[enum.Enum], value: Any) -> enum.Enum:
 
 
 def _make_without_init(cls: type) -> Callable[..., Any]:
-    """Return a function that creates an object of the class ``cls`` without running its constructor."""
 
     def make(*arguments: Any) -> Any:
         if arguments:
@@ -273,7 +272,6 @@ def _items_of(value: Any) -> list[Any] | None:
 
 
 def _check_hook(node: Built, graph: Graph) -> str:
-    """Return the reason why a hook must not get its state; an empty string if it may."""
     roles = {name: graph.role_of(value) for name, value in plain_entries(node.state) or ()}
     wrong = [name for name, role in roles.items() if role == "callable" or (role == "module" and name != "module")]
     return f"calls its {wrong[0]}, which is not a hook" if wrong else _check_attributes(node, graph)

@@ -82,7 +82,7 @@ class Own:
             return replace(module_recipe(target), fill=_fill_script) if target is ScriptLeaf else module_recipe(target)
         if target not in map(type, COMPRESSORS.values()):
             return Denied("is not part of memopt's file format")
-        return Recipe(make=lambda: object.__new__(target), kind=target)  # codecs hold no state
+        return Recipe(make=lambda: object.__new__(target), kind=target)  # compressors hold no state
 
 
 def _fill_script(target: Any, state: Any) -> None:

@@ -39,7 +39,7 @@ _MAX_PATH_LENGTH = 10_000
 _MAX_LOGGER_LENGTH = 200
 """Maximum number of characters of a logger's name: Python makes a logger for each part."""
 _MAX_PATTERN_LENGTH = 1000
-"""Maximum number of characters of a pattern."""
+"""Maximum number of characters of a pattern, or of a decimal number."""
 
 
 def _with_type_check(make: Callable[..., Any], *allowed_types: type, max_arguments: int = 10_000) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ def _check_defaultdict(node: Built, graph: Graph) -> str:
     if more:
         return "is built from unexpected arguments"
     plain = factory is None or (isinstance(factory, Global) and factory.package in ("builtins", "collections"))
-    return "" if plain or graph.role_of(factory) == "trusted" else "builds its values from unexpected arguments"
+    return "" if plain or graph.role_of(factory) == "trusted" else "builds its values with an unknown function"
 
 
 def _deque(items: Any = (), longest: Any = None) -> Any:
@@ -90,19 +90,19 @@ def _path(kind: Callable[..., pathlib.PurePath]) -> Callable[..., Any]:
 
 def _logger(name: str = "root") -> logging.Logger:
     if not name.isprintable() or len(name) > _MAX_LOGGER_LENGTH:
-        raise BrokenError("a logger has no name")
+        raise BrokenError(f"a logger's name is not printable, or longer than {_MAX_LOGGER_LENGTH} characters")
     return logging.getLogger(name)
 
 
 def _pattern(text: Any, flags: Any = 0) -> Any:
     if type(text) not in (str, bytes) or type(flags) is not int or len(text) > _MAX_PATTERN_LENGTH:
-        raise BrokenError("a regular expression is built from unexpected arguments")
+        raise BrokenError(f"a regular expression is not made of text, or longer than {_MAX_PATTERN_LENGTH} characters")
     return re.compile(text, flags & ~re.DEBUG)  # DEBUG prints
 
 
 def _decimal(text: Any) -> decimal.Decimal:
     if type(text) is not str or len(text) > _MAX_PATTERN_LENGTH:
-        raise BrokenError("a decimal number is built from unexpected arguments")
+        raise BrokenError(f"a decimal number is not text, or longer than {_MAX_PATTERN_LENGTH} characters")
     return decimal.Decimal(text)
 
 
@@ -137,7 +137,7 @@ def _fill_partial(target: Any, state: Any) -> None:
 
 
 def _check_partial(node: Built, graph: Graph) -> str:
-    """Refuse a partial whose function may do more than compute, or whose state names another function."""
+    """Refuse a partial if its function may do more than compute, or if its state names a different function."""
     operands = node.argument_items()
     if len(operands) != 1 or graph.role_of(operands[0]) not in ("callable", "trusted"):
         return "calls a callable that memopt does not know to only compute"
@@ -159,7 +159,7 @@ def _role_of_partial(node: Built, graph: Graph) -> Role:
 
 
 def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built, Graph], str]:
-    """Return a check that refuses attributes whose names are not ``allowed``."""
+    """Return a check that refuses attributes with names other than those ``allowed``."""
 
     def check(node: Built, graph: Graph) -> str:
         entries = plain_entries(node.state) if node.has_state else []

@@ -94,11 +94,6 @@ def _check_place(storage: Any, dtype: torch.dtype, offset: Any, size: Any, strid
         raise BrokenError(str(err)) from err
 
 
-def _view(storage: FileStorage, dtype: torch.dtype, offset: int, size: Any, stride: Any) -> Tensor:
-    _check_place(storage, dtype, offset, size, stride)
-    return torch.empty(0, dtype=dtype).set_(storage.data, offset, tuple(size), tuple(stride))
-
-
 def _without_hooks(hooks: Any) -> None:
     if hooks:
         raise BrokenError("a tensor has hooks")
@@ -114,7 +109,9 @@ def _tensor(
     metadata: Any = None,
 ) -> Tensor:
     _without_hooks(hooks)
-    tensor = _view(storage, getattr(storage, "dtype", None), offset, size, stride)  # type: ignore[arg-type]
+    dtype: Any = getattr(storage, "dtype", None)
+    _check_place(storage, dtype, offset, size, stride)
+    tensor = torch.empty(0, dtype=dtype).set_(storage.data, offset, tuple(size), tuple(stride))
     for bit in metadata or {}:
         if bit not in ("conj", "neg"):
             raise BrokenError(f"a tensor has the unknown property {quote(bit)}")
@@ -126,8 +123,8 @@ def _tensor(
 def _make_typed_tensor(
     storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> Tensor:
-    typed = FileStorage(storage.data, dtype) if isinstance(storage, FileStorage) else storage
-    return _tensor(typed, offset, size, stride, requires_grad, hooks, metadata)
+    typed_storage = FileStorage(storage.data, dtype) if isinstance(storage, FileStorage) else storage
+    return _tensor(typed_storage, offset, size, stride, requires_grad, hooks, metadata)
 
 
 def _meta_tensor(dtype: Any, size: Any, stride: Any, requires_grad: Any) -> Tensor:
@@ -212,10 +209,6 @@ def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any)
     return tensor
 
 
-def _check_state_of_parameter(node: Built, graph: Graph) -> str:
-    return _check_attributes(node.argument_items()[3:], graph)
-
-
 def _check_attributes(given: tuple[Any, ...], graph: Graph) -> str:
     """Refuse attributes of a tensor that would hide its methods."""
     if given in ((), (None,)):
@@ -234,7 +227,6 @@ def _lazy_maker(kind: Any) -> Callable[..., Tensor]:
 
 
 def _subclass_tensor(function: Any, kind: Any, arguments: Any, state: Any) -> Tensor:
-    """Make the tensor that ``function`` makes, as the class ``kind``, and give it the attributes in ``state``."""
     if function not in _MAKERS or not (isinstance(kind, type) and issubclass(kind, Tensor)):
         raise BrokenError("a tensor is not made by a function that memopt knows")
     tensor = _MAKERS[function](*arguments)
@@ -295,7 +287,7 @@ def _itself(value: Any) -> Any:
 
 
 def _constants() -> dict[str, Recipe]:
-    """Return the recipes for names held as values; functions and storage classes are held as texts, never called."""
+    """Return the recipes for names held as values; functions and storage classes are held as strings, never called."""
     dtypes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     schemes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.qscheme)}
     formats = {
@@ -320,7 +312,7 @@ TENSORS: Final = Listed(
     called={
         **{name: Recipe(make=make) for name, make in _MAKERS.items()},
         "torch._utils._rebuild_parameter_with_state": Recipe(
-            make=_parameter_with_state, check=_check_state_of_parameter
+            make=_parameter_with_state, check=lambda node, graph: _check_attributes(node.argument_items()[3:], graph)
         ),
         str(TENSOR_SUBCLASS_REBUILD): Recipe(make=_subclass_tensor, check=_check_subclass),
         "torch.nn.parameter.UninitializedParameter": Recipe(make=_lazy_maker(UninitializedParameter)),

@@ -41,7 +41,7 @@ _MAX_SCRIPTS = 100
 _MAX_SCRIPT_BYTES = 1 << 20
 """Maximum number of bytes in each of these files."""
 _DEFINITION: Final = re.compile(rb"\b(?:class|def)[ \t]+(\w+)")
-"""A definition, or text that looks like one.  Only a source that has one of the wanted name is parsed, since that takes
+"""A definition, or text that looks like one.  A source without a match of the wanted name is not parsed: parsing takes
 up to seconds, and 300 bytes of memory for each byte of the source."""
 _MAGIC: Final = re.compile(r"^[ \t]*[%!?].*$", re.MULTILINE)
 """A line of a notebook that is a command of IPython's, not Python."""
@@ -143,20 +143,19 @@ def scripts_with(wanted: Collection[Global]) -> dict[Global, Path]:
     """
     names = [name for name in wanted if not _defined_here(name)]
     scripts, notebooks = ([_sources_with(name, pattern) for name in names] for pattern in ("*.py", "*.ipynb"))
-    of_all = _in_each(scripts) or _in_each(notebooks)
-    found = [of_all or of_one or exported for of_one, exported in zip(scripts, notebooks, strict=True)]
-    is_clear = all(len(sources) == 1 for sources in found)
-    chosen = {name: sources[0] for name, sources in zip(names, found, strict=True)} if is_clear else {}
+    common_files = _in_each(scripts) or _in_each(notebooks)
+    pairs = zip(scripts, notebooks, strict=True)
+    files = [common_files or script_files or notebook_files for script_files, notebook_files in pairs]
+    is_clear = all(len(sources) == 1 for sources in files)
+    chosen = {name: sources[0] for name, sources in zip(names, files, strict=True)} if is_clear else {}
     return {name: chosen.get(name, Path(UNKNOWN_SCRIPT)) for name in wanted}
 
 
-def _in_each(found: Sequence[Sequence[Path]]) -> list[Path]:
-    """Return the files that are in each of ``found``."""
-    return [path for path in found[0] if all(path in others for others in found)] if found else []
+def _in_each(file_lists: Sequence[Sequence[Path]]) -> list[Path]:
+    return [path for path in file_lists[0] if all(path in others for others in file_lists)] if file_lists else []
 
 
 def _sources_with(wanted: Global, pattern: str) -> list[Path]:
-    """Return the files of this folder that define ``wanted``."""
     sources = itertools.islice(sorted(Path().glob(pattern)), _MAX_SCRIPTS)
     return [path for path in sources if defined_as(path, wanted)]
 
