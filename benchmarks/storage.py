@@ -47,13 +47,13 @@ _SHARE = 0.60
 def kernels(options: argparse.Namespace) -> None:
     """Compare the speed of packing and unpacking spikes with that of a copy."""
     spikes = (torch.rand(_SPIKES, generator=torch.Generator().manual_seed(0)) < 0.2).float()
-    codec = COMPRESSORS["bit"]
-    packed = codec.compress(spikes)
-    assert torch.equal(codec.decompress(packed), spikes)
+    compressor = COMPRESSORS["bit"]
+    packed = compressor.compress(spikes)
+    assert torch.equal(compressor.decompress(packed), spikes)
     ways: dict[str, Callable[[], object]] = {
         "copy": spikes.clone,
-        "pack, checked": lambda: codec.compress(spikes),
-        "unpack": lambda: codec.decompress(packed),
+        "pack, checked": lambda: compressor.compress(spikes),
+        "unpack": lambda: compressor.decompress(packed),
     }
     medians = _in_turns(ways, options.rounds)
     rows = [[name, f"{s * 1e3:.1f} ms", f"{medians['copy'] / s:.2f}"] for name, s in medians.items()]

@@ -49,7 +49,7 @@ class Peaks:
 
 
 def peaks(case: Case) -> Peaks:
-    """Return the peaks of ``case`` without codecs, whose bytes depend on the data, which a dry run lacks.
+    """Return the peaks of ``case`` without compressors, whose bytes depend on the data, which a dry run lacks.
 
     Errors of the model pass through.
     """

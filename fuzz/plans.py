@@ -1,4 +1,4 @@
-"""Random plans: segments on any module and inside each other, with codecs, chunks, kept outputs and places."""
+"""Random plans: segments on any module and inside each other, with compressors, chunks, kept outputs and places."""
 
 from __future__ import annotations
 

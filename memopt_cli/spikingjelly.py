@@ -73,7 +73,7 @@ from memopt_cli.search.plan.targets import (
 from memopt_cli.text.paths import quote_module
 from memopt_cli.text.spelling import notes_in_python, warn_if_unchanged, with_python_spelling
 from memopt_cli.text.units import format_some
-from memopt_cli.trace import codec_paths, codecs_failing_on_zeros, list_modules, record_inputs
+from memopt_cli.trace import compressor_paths, compressors_failing_on_zeros, list_modules, record_inputs
 from memopt_cli.training.apply import apply_plan, replacing_plan
 from memopt_cli.training.own_checkpoints import find_switches
 from memopt_cli.training.wrappers import unwrap
@@ -149,7 +149,7 @@ def memory_optimization(
     Parameters
     ----------
     compress_x:
-        Store the inputs of segments packed where that is lossless; a module's ``x_compressor`` can choose the codec.
+        Store the inputs of segments packed where that is lossless; a module's ``x_compressor`` can choose how.
     verbose:
         Log the course of the search, by the logger ``memopt_cli`` at level ``INFO``.
     temporal_split_factor:
@@ -245,9 +245,9 @@ def apply_gc(
 ) -> Any:  # a tuple with return_summary
     """Make segments of the outermost modules of ``net`` that are an ``instance``, in place, without measuring.
 
-    With ``dummy_input``, one forward of a copy in training mode shows the called modules among these, the codecs for
-    their inputs, and the modules with the largest inputs.  Without ``dummy_input``, a checkpoint budget takes modules
-    in the model's order, and inputs are stored unpacked unless a module has an ``x_compressor``.
+    With ``dummy_input``, one forward of a copy in training mode shows the called modules among these, the compressors
+    for their inputs, and the modules with the largest inputs.  Without ``dummy_input``, a checkpoint budget takes
+    modules in the model's order, and inputs are stored unpacked unless a module has an ``x_compressor``.
     ``device``: the device of that forward; ``cuda`` without a number is the device of :func:`resolve_device`, which is
     the CPU on a machine without CUDA.  Returns ``net``, or ``(net, summary)``, a dictionary with the fields of
     :class:`MemOptSummary`.  Raises :class:`OptionError` for a value out of its range.
@@ -376,18 +376,20 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
 def _list_modules(net: nn.Module, resolved: ResolvedSearch, settings: StepSettings) -> tuple[ModuleTrace, ...]:
     """Return every module of ``net`` as it is before any forward.
 
-    The user's own codec that cannot pack guessed inputs is replaced by ``null``, and noted as a misfit.
+    The user's own compressor that cannot pack guessed inputs is replaced by ``null``, and noted as a misfit.
     """
     modules = list_modules(net)
     if not resolved.options.compress_x or not any(m.compressor == OWN_COMPRESSOR for m in modules):
         return modules
     try:
         with isolate_state():
-            failing = codecs_failing_on_zeros(step_of_copies(net, _suggested_inputs(net, settings), settings))
-    except Exception:  # a model may raise anything on guessed inputs; _unobserved_codecs notes that nothing was tried
+            failing = compressors_failing_on_zeros(step_of_copies(net, _suggested_inputs(net, settings), settings))
+    except (
+        Exception
+    ):  # a model may raise anything on guessed inputs; _unobserved_compressors notes that nothing was tried
         return modules
     return tuple(
-        replace(m, compressor="null", codec_misfit=failing[m.path]) if m.path in failing else m for m in modules
+        replace(m, compressor="null", compressor_misfit=failing[m.path]) if m.path in failing else m for m in modules
     )
 
 
@@ -405,10 +407,10 @@ def _make_unmeasured(
     notes = [*resolved.notes, *(refusal_notes(selection.refusals) if selection else ())]
     notes += suspended_notes(find_switches(net), plan)
     if options.compress_x and not any(m.calls for m in modules):
-        notes.extend(_unobserved_codecs(plan))
+        notes.extend(_unobserved_compressors(plan))
     return Findings(
         resolved=resolved,
-        asked_codecs=codec_paths(net),
+        asked_compressors=compressor_paths(net),
         model_format=FORMAT,
         device=device,
         plan=plan,
@@ -419,8 +421,8 @@ def _make_unmeasured(
     )
 
 
-def _unobserved_codecs(plan: Plan) -> list[str]:
-    """Return notes for a ``plan`` made without inputs: how segments store theirs, and which codecs were not tried."""
+def _unobserved_compressors(plan: Plan) -> list[str]:
+    """Return notes for a ``plan`` made without inputs: how segments store theirs, and what was not tried."""
     untried = [quote_module(s.path) for s in plan.segments if s.compressor != "null"]
     stored = ["Without dummy_input, inputs are stored packed only where x_compressor is set."]
     tried = [

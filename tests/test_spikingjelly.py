@@ -237,7 +237,7 @@ def spiking() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("compress_x", "dummy", "codecs"),
+    ("compress_x", "dummy", "compressors"),
     [
         (True, True, ["bit", "null"]),
         (None, True, ["bit", "null"]),
@@ -245,19 +245,19 @@ def spiking() -> nn.Sequential:
         (True, False, ["null", "null"]),
     ],
 )
-def test_inputs_are_probed_for_a_codec(compress_x: bool | None, dummy: bool, codecs: list[str]) -> None:
+def test_inputs_are_probed_for_a_compressor(compress_x: bool | None, dummy: bool, compressors: list[str]) -> None:
     net = spiking()
     summary = gc(net, Block, (torch.randn(64, 8),) if dummy else None, compress_x=compress_x)
     found = [segment_of(net[1]), segment_of(net[4])]
-    assert [config.compressor for config in found if config] == codecs
-    assert summary["bit_compressor_count"] == summary["compressed_layers"] == codecs.count("bit")
-    assert summary["null_compressor_count"] == codecs.count("null")
+    assert [config.compressor for config in found if config] == compressors
+    assert summary["bit_compressor_count"] == summary["compressed_layers"] == compressors.count("bit")
+    assert summary["null_compressor_count"] == compressors.count("null")
     assert any("inputs are stored packed only" in note for note in summary["notes"]) is (
         not dummy and compress_x is True
     )
 
 
-def test_a_codec_asked_for_by_the_module_is_counted_as_manual() -> None:
+def test_a_compressor_asked_for_by_the_module_is_counted_as_manual() -> None:
     net = spiking()
     net[1].x_compressor = "BooleanSpikeCompressor"
     summary = gc(net, Block, (torch.randn(64, 8),))
@@ -271,24 +271,26 @@ def test_a_codec_asked_for_by_the_module_is_counted_as_manual() -> None:
     assert gc(net, Block, compress_x=False)["manual_compressor_count"] == 0
 
 
-def unused_codecs(net: nn.Module, said: dict[int, str], **options: Any) -> list[str]:
-    """The notes on codecs asked for, of a step on inputs of which only those of the modules after spikes pack."""
+def unused_compressors(net: nn.Module, said: dict[int, str], **options: Any) -> list[str]:
+    """The notes on compressors asked for, of a step on inputs of which only those of the modules after spikes pack."""
     for index, name in said.items():
         net[index].x_compressor = name
     return [note for note in gc(net, Block, (torch.randn(64, 8),), **options)["notes"] if "x_compressor" in note]
 
 
-def test_a_codec_asked_for_that_does_not_fit_the_inputs_is_noted() -> None:
-    (note,) = unused_codecs(spiking(), {1: "BitSpikeCompressor", 4: "BitSpikeCompressor"})
+def test_a_compressor_asked_for_that_does_not_fit_the_inputs_is_noted() -> None:
+    (note,) = unused_compressors(spiking(), {1: "BitSpikeCompressor", 4: "BitSpikeCompressor"})
     assert note.startswith("x_compressor is not used by '4': it does not make all their inputs")
-    assert not unused_codecs(spiking(), {4: "NullSpikeCompressor"})
-    assert not unused_codecs(spiking(), {4: "BitSpikeCompressor"}, compress_x=False)
-    (note,) = unused_codecs(nn.Sequential(*(Block(8) for _ in range(5))), dict.fromkeys(range(5), "BitSpikeCompressor"))
+    assert not unused_compressors(spiking(), {4: "NullSpikeCompressor"})
+    assert not unused_compressors(spiking(), {4: "BitSpikeCompressor"}, compress_x=False)
+    (note,) = unused_compressors(
+        nn.Sequential(*(Block(8) for _ in range(5))), dict.fromkeys(range(5), "BitSpikeCompressor")
+    )
     assert "by '0', '1', '2' and 2 more: " in note
 
 
 class Bytes:
-    """A codec in the way of SpikingJelly 1.x, told the shape."""
+    """A compressor in the way of SpikingJelly 1.x, told the shape."""
 
     def compress(self, s_seq: Tensor) -> Tensor:
         return s_seq.to(torch.uint8)
@@ -307,7 +309,7 @@ def said_of(net: nn.Module, instance: Any, *inputs: Tensor, level: int = 1, **op
     return [note for note in summary.notes if "x_compressor" in note or note.startswith("No segment of")]
 
 
-def test_a_codec_of_ones_own_that_loses_something_says_what_and_what_is_wanted() -> None:
+def test_a_compressor_of_ones_own_that_loses_something_says_what_and_what_is_wanted() -> None:
     net = spiking()
     net[1].x_compressor = Bytes()
     said = (
@@ -322,7 +324,7 @@ def test_a_codec_of_ones_own_that_loses_something_says_what_and_what_is_wanted()
     assert segments(net) == ["1"]
 
 
-def test_a_codec_that_cannot_be_called_is_refused_with_the_signature_that_is_wanted() -> None:
+def test_a_compressor_that_cannot_be_called_is_refused_with_the_signature_that_is_wanted() -> None:
     net = spiking()
     net[1].x_compressor = Typed()
     (note,) = gc(net, Block, (torch.randn(64, 8),))["notes"]
@@ -350,12 +352,12 @@ class SpikesOnly(Bytes):
         return super().decompress(s_seq, shape).float()
 
 
-def installed_without_inputs(codec: object, *calls: Callable[[nn.Module], Any]) -> list[tuple[str, str]]:
-    """For each call: the codec of the segment, and the note of its inputs that names ``x_compressor`` alone."""
+def installed_without_inputs(compressor: object, *calls: Callable[[nn.Module], Any]) -> list[tuple[str, str]]:
+    """For each call: the compressor of the segment, and the note of its inputs that names ``x_compressor`` alone."""
     found = []
     for call in calls:
         net = nn.Sequential(nn.Linear(8, 8), Block(8), nn.Linear(8, 3))
-        net[1].x_compressor = codec
+        net[1].x_compressor = compressor
         summary = call(net)
         notes = summary["notes"] if isinstance(summary, dict) else summary.notes
         config = segment_of(net[1])
@@ -369,28 +371,32 @@ UNMEASURED = (lambda net: gc(net, Block), lambda net: summary_of(net, Block, lev
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize(("codec", "name"), [(Halves(), "own"), (SpikesOnly(), "own"), ("BitSpikeCompressor", "bit")])
+@pytest.mark.parametrize(
+    ("compressor", "name"), [(Halves(), "own"), (SpikesOnly(), "own"), ("BitSpikeCompressor", "bit")]
+)
 @pytest.mark.filterwarnings("ignore:x_compressor:UserWarning")
-def test_without_inputs_the_codecs_that_were_not_tried_on_them_are_named(codec: object, name: str) -> None:
+def test_without_inputs_the_compressors_that_were_not_tried_on_them_are_named(compressor: object, name: str) -> None:
     said = (
         "x_compressor was not tried on your inputs in '1': an input that it would not restore bit for bit is stored "
         "as it is. Give dummy_input."
     )
-    assert installed_without_inputs(codec, *UNMEASURED) == [(name, said)] * 2
+    assert installed_without_inputs(compressor, *UNMEASURED) == [(name, said)] * 2
 
 
 @pytest.mark.parametrize(
-    ("codec", "reason"),
+    ("compressor", "reason"),
     [(Halves(), "its decompress returned other values than"), (SpikesOnly(), "it raises ValueError: only spikes")],
 )
-def test_a_codec_that_does_not_fit_in_training_says_so_and_changes_nothing(codec: object, reason: str) -> None:
+def test_a_compressor_that_does_not_fit_in_training_says_so_and_changes_nothing(
+    compressor: object, reason: str
+) -> None:
     x = torch.randn(4, 8)
     net = nn.Sequential(nn.Linear(8, 8), Block(8), nn.Linear(8, 3))
     expected = gradients(net, x)
-    net[1].x_compressor = codec
+    net[1].x_compressor = compressor
     gc(net, Block)
     with pytest.warns(
-        UserWarning, match=f"x_compressor {type(codec).__name__}: {reason}.*; this input is stored uncompressed"
+        UserWarning, match=f"x_compressor {type(compressor).__name__}: {reason}.*; this input is stored uncompressed"
     ):
         found = gradients(net, x)
     assert all(map(torch.equal, found, expected))
@@ -638,7 +644,7 @@ class TestLevelOne:
         *_, said = said_of(net[1:2], Block, torch.randn(2, 8))
         assert said.startswith("No segment of Block: a plan was found, but verification failed: gradient of 1.")
 
-    def test_a_codec_of_what_is_no_segment_is_named(self) -> None:
+    def test_a_compressor_of_what_is_no_segment_is_named(self) -> None:
         net = nn.Sequential(Block(8), nn.Linear(8, 8), nn.Linear(8, 8))
         net[0].first.x_compressor = net[1].x_compressor = "BitSpikeCompressor"
         notes = said_of(net, Block, torch.randn(2, 8))

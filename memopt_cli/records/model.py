@@ -130,7 +130,7 @@ class ModelFacts:
     """Number of samples of the inputs; ``None`` if the job did not ask for them."""
     carried: Plan
     """Plan that the file carries; empty if none."""
-    asked_codecs: tuple[str, ...]
+    asked_compressors: tuple[str, ...]
     """Paths of the modules that name a compressor of their inputs (``x_compressor``), other than ``null``."""
     fixed_sizes: bool
     """Whether the file takes inputs of one size only (``torch.export`` without ``dynamic_shapes``)."""

@@ -37,7 +37,7 @@ class ModuleTrace:
     """Bytes of the input tensors in :attr:`compressor`."""
     compressor: CompressorName = "null"
     """Compressor that the module names, or else the smallest that held all of its inputs losslessly."""
-    codec_misfit: str = ""
+    compressor_misfit: str = ""
     """How the user's own compressor, named by the module, failed to restore its inputs; empty if it did not."""
     input_shape: tuple[int, ...] = ()
     """Shape of the first positional tensor of the first call; empty if there is none."""

@@ -51,7 +51,13 @@ from memopt_cli.runtime.running import (
     recomputing,
     within_chunk,
 )
-from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, choose_codec, ignore_start, needs_gradient
+from memopt_cli.runtime.segment_call import (
+    PackedInputs,
+    call_checkpointed,
+    choose_compressor,
+    ignore_start,
+    needs_gradient,
+)
 from memopt_cli.runtime.segment_config import SegmentConfig, describe_chunks
 from memopt_cli.runtime.segment_run import UnrepeatableError
 from memopt_cli.runtime.stand_ins import AbridgedCall, abridge_call, in_memory
@@ -146,7 +152,7 @@ def _run_one_chunk(
     parcel: Parcel | None,
 ) -> Any:
     config = config_of(module)
-    inputs = PackedInputs(choose_codec(module, config), args[config.seq_inputs :], parcel)
+    inputs = PackedInputs(choose_compressor(module, config), args[config.seq_inputs :], parcel)
     return call_checkpointed(module, forward, args, kwargs, inputs, config.keep)
 
 
@@ -202,7 +208,7 @@ def _one_by_one(
     """
     module, pieces, states = call.module, call.pieces, call.states
     config = config_of(module)
-    codec = choose_codec(module, config)
+    compressor = choose_compressor(module, config)
     # An outer segment drops everything that is stored here, and recomputes it in backward.
     makes_states_again = config.recompute_states and not is_in_segment()
     starts = ChunkStarts(module) if makes_states_again else None
@@ -217,7 +223,7 @@ def _one_by_one(
         if resumes:
             chunk = SequenceChunk(config.axis, is_first=index == 0, is_last=index == len(pieces) - 1)
             forward = functools.partial(within_chunk, chunk, forward)
-        inputs = PackedInputs(codec, states, call.parcel)
+        inputs = PackedInputs(compressor, states, call.parcel)
         inputs.of_chunk = True
         first = _FirstChunk(call) if index == 0 else None
         is_watched = first is not None and _has_data(piece)

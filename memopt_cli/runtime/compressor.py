@@ -1,6 +1,6 @@
-"""Lossless codecs, which store tensors in fewer bytes.
+"""Lossless compressors, which store tensors in fewer bytes.
 
-A codec makes a claim about a tensor ("every element is 0 or 1"), checks it on the bits at run time, and stores the
+A compressor makes a claim about a tensor ("every element is 0 or 1"), checks it on the bits at run time, and stores the
 tensor raw if the claim does not hold.  So every tensor comes back bit-identical, with its dtype, shape and strides.
 A fake tensor, in a dry run, has no bits to check: there every claim is assumed to hold.
 """
@@ -52,10 +52,10 @@ _MAX_INDEXED_SPAN = 2**20
 
 @dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen: that takes three times as long to construct
 class Packed:
-    """A stored tensor: the codec's data, and the shape, strides and dtype to restore."""
+    """A stored tensor: the compressor's data, and the shape, strides and dtype to restore."""
 
     data: tuple[Tensor, ...]
-    """The tensors that hold the values: one raw tensor, or the codec's own."""
+    """The tensors that hold the values: one raw tensor, or the compressor's own."""
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Packed:
     """Version counter of the tensor when it was stored raw; a different value when it is read is an error.  ``None``
     for an encoded tensor."""
     skeleton: Any = None
-    """The return value of the user's codec, with slots in place of the tensors; ``None`` for memopt's codecs."""
+    """The return value of the user's compressor, with slots in place of the tensors; ``None`` for memopt's."""
     parts: tuple[Packed, ...] = ()
     """The stored parts of a concatenation (``data`` holds those that were copied); empty for other tensors."""
     dim: int = 0
@@ -83,7 +83,7 @@ class Packed:
 
 
 class SpikeCompressor:
-    """Base of the codecs: :meth:`compress` stores any tensor, :meth:`decompress` returns it."""
+    """Base of the compressors: :meth:`compress` stores any tensor, :meth:`decompress` returns it."""
 
     name = ""
 
@@ -110,7 +110,7 @@ class SpikeCompressor:
         return flat.as_strided(packed.shape, packed.stride)
 
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...] | None:
-        """Return ``flat``, 1-D and contiguous, encoded, or ``None`` if the claim of the codec does not hold."""
+        """Return ``flat``, 1-D and contiguous, encoded, or ``None`` if the claim of the compressor does not hold."""
         raise NotImplementedError
 
     def _decode(self, data: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
@@ -148,7 +148,7 @@ class Uint8SpikeCompressor(SpikeCompressor):
 
 
 class BooleanSpikeCompressor(Uint8SpikeCompressor):
-    """0/1 tensors, one byte per element: SpikingJelly's codec of this name.  ``bit`` takes an eighth of its bytes."""
+    """0/1 tensors, one byte per element, as in SpikingJelly.  ``bit`` takes an eighth of the bytes."""
 
     name = "boolean"
     _narrow_dtype = torch.bool
@@ -270,56 +270,56 @@ def _index_distinct_values(span: Tensor, widest: int) -> tuple[Tensor, Tensor] |
     return index_of_value.index_select(0, flat), values.to(span.dtype)
 
 
-class Codec(Protocol):
-    """A codec that a module may bring along as its ``x_compressor``."""
+class Compressor(Protocol):
+    """A compressor that a module may bring along as its ``x_compressor``."""
 
     def compress(self, x: Tensor) -> Any:
-        """Return any object from which :meth:`decompress` can restore ``x``; the codec itself keeps no state."""
+        """Return any object from which :meth:`decompress` can restore ``x``; the compressor itself keeps no state."""
 
     def decompress(self, packed: Any) -> Tensor:
         """Return the restored tensor, with its device, dtype and shape.
 
-        If the method has a second parameter that has no default or is called ``shape``, as in SpikingJelly's codecs, it
-        gets the shape as well.
+        If the method has a second parameter that has no default or is called ``shape``, as in SpikingJelly's
+        compressors, it gets the shape as well.
         """
 
 
 class OwnCompressor(SpikeCompressor):
-    """The user's own codec; a tensor that it would not restore bit for bit is stored raw."""
+    """The user's own compressor; a tensor that it would not restore bit for bit is stored raw."""
 
     name = "own"
 
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
         self._takes_shape: bool | None = None
         """Whether ``decompress`` takes the shape; ``None`` until the first call, since a compiler cannot inspect its
         signature."""
 
     def compress(self, x: Tensor) -> Packed:
-        """Store ``x`` by the codec, restore it and compare; warn if the codec does not give it back exactly."""
-        packed, reason = self._try_codec(x)
+        """Store ``x`` by the compressor, restore it and compare; warn if it does not come back exactly."""
+        packed, reason = self._try_compressor(x)
         if reason:
-            warn_caller(f"x_compressor {type(self._codec).__name__}: {reason}; this input is stored uncompressed")
+            warn_caller(f"x_compressor {type(self._compressor).__name__}: {reason}; this input is stored uncompressed")
         return packed
 
     def packed_bytes(self, x: Tensor) -> int:
-        return self._try_codec(x)[0].nbytes
+        return self._try_compressor(x)[0].nbytes
 
     def misfit(self, x: Tensor) -> str:
-        """Return why the codec does not restore ``x`` bit for bit; empty if it does."""
-        return self._try_codec(x)[1]
+        """Return why the compressor does not restore ``x`` bit for bit; empty if it does."""
+        return self._try_compressor(x)[1]
 
-    def _try_codec(self, x: Tensor) -> tuple[Packed, str]:
-        """Return ``x`` stored, and why the codec was not used: empty if it was, and always in a dry run."""
+    def _try_compressor(self, x: Tensor) -> tuple[Packed, str]:
+        """Return ``x`` stored, and why the compressor was not used: empty if it was, and always in a dry run."""
         x = x.detach()
         if not is_dense(x):
             return store_raw(x), ""
         try:
-            payload = self._codec.compress(x)
+            payload = self._compressor.compress(x)
             reason = _difference(self._restore(payload, x.shape), x)
         except UNKNOWN_WITHOUT_DATA:
             return store_raw(x), ""
-        except Exception as err:  # the codec's own code may raise anything
+        except Exception as err:  # the compressor's own code may raise anything
             line = str(err).partition("\n")[0]
             return store_raw(x), f"it raises {type(err).__name__}: {line}"
         if reason:
@@ -338,13 +338,13 @@ class OwnCompressor(SpikeCompressor):
 
     def _restore(self, payload: Any, shape: torch.Size) -> Tensor:
         if self._takes_shape is None:
-            self._takes_shape = _takes_shape(self._codec)
-        decompress: Callable[..., Tensor] = self._codec.decompress
+            self._takes_shape = _takes_shape(self._compressor)
+        decompress: Callable[..., Tensor] = self._compressor.decompress
         return decompress(payload, shape) if self._takes_shape else decompress(payload)
 
 
 def _difference(restored: Any, x: Tensor) -> str:
-    """Return how ``restored``, the result of a codec, differs from ``x``; empty if it does not."""
+    """Return how ``restored``, the result of a compressor, differs from ``x``; empty if it does not."""
     if not isinstance(restored, Tensor):
         return f"its decompress returned {type(restored).__name__}, not a tensor"
     for property in ("dtype", "shape"):
@@ -354,23 +354,23 @@ def _difference(restored: Any, x: Tensor) -> str:
     return "" if same_bits(restored, x) else "its decompress returned other values than compress was given"
 
 
-def _takes_shape(codec: Codec) -> bool:
+def _takes_shape(compressor: Compressor) -> bool:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(codec.decompress).parameters.values()
+    parameters = inspect.signature(compressor.decompress).parameters.values()
     second = [p for p in parameters if p.kind in positional][1:2]
     return any(p.default is p.empty or p.name == "shape" for p in second)
 
 
-def _signature_refusal(codec: Codec) -> str:
-    """Return why the methods of ``codec`` cannot be called; empty if they can."""
-    for function, calls in ((codec.compress, ("x",)), (codec.decompress, ("packed", "packed, shape"))):
+def _signature_refusal(compressor: Compressor) -> str:
+    """Return why the methods of ``compressor`` cannot be called; empty if they can."""
+    for function, calls in ((compressor.compress, ("x",)), (compressor.decompress, ("packed", "packed, shape"))):
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # it is not written in Python, so its parameters are unknown
             continue
         if not any(_accepts_arguments(signature, call.count(",") + 1) for call in calls):
             calls_text = " or ".join(f"{function.__name__}({call})" for call in calls)
-            return f"is {type(codec).__name__} with {function.__name__}{signature}, and memopt calls {calls_text}"
+            return f"is {type(compressor).__name__} with {function.__name__}{signature}, and memopt calls {calls_text}"
     return ""
 
 
@@ -483,8 +483,8 @@ def _has_bits(stored: Packed, piece: Tensor) -> bool:
 
 
 COMPRESSORS: dict[str, SpikeCompressor] = {
-    codec.name: codec
-    for codec in (
+    compressor.name: compressor
+    for compressor in (
         NullSpikeCompressor(),
         BooleanSpikeCompressor(),
         Uint8SpikeCompressor(),
@@ -495,24 +495,24 @@ COMPRESSORS: dict[str, SpikeCompressor] = {
         PartsCompressor(),
     )
 }
-"""Every codec by the name that plans use; they hold no state."""
+"""Every compressor by the name that plans use; they hold no state."""
 
 OWN_COMPRESSOR = OwnCompressor.name
 """The name in plans of the module's own ``x_compressor``."""
 
 
 def declared_compressor(module: nn.Module) -> str | None:
-    """Return the name of the codec in the attribute ``x_compressor`` of ``module``, or ``None`` without one.
+    """Return the name of the compressor in the attribute ``x_compressor`` of ``module``, or ``None`` without one.
 
-    The attribute is a codec or the name of a codec's class; the name of a memopt class means memopt's codec.  Raises
-    :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as :class:`Codec`
-    requires.
+    The attribute is a compressor or the name of a compressor's class; the name of a memopt class means memopt's
+    compressor.  Raises :class:`ValueError` with the reason if it is neither, or has methods that cannot be called as
+    :class:`Compressor` requires.
     """
     declared = getattr(module, "x_compressor", None)
     if declared is None:
         return None
     class_name = declared if isinstance(declared, str) else type(declared).__name__
-    names = {type(codec).__name__: name for name, codec in COMPRESSORS.items()}
+    names = {type(compressor).__name__: name for name, compressor in COMPRESSORS.items()}
     if class_name in names:
         return names[class_name]
     if not isinstance(declared, str) and hasattr(declared, "compress") and hasattr(declared, "decompress"):
@@ -545,16 +545,16 @@ def _fake_positions(flat: Tensor) -> tuple[Tensor, ...] | None:
     return (flat.new_empty(nbytes // 4, dtype=torch.int32),) if nbytes < flat.nbytes else None
 
 
-def store(codec: SpikeCompressor, x: Tensor) -> Packed:
-    """Return ``codec.compress(x)``, whose new tensors are memopt's own."""
+def store(compressor: SpikeCompressor, x: Tensor) -> Packed:
+    """Return ``compressor.compress(x)``, whose new tensors are memopt's own."""
     with internal_tensors():
-        return codec.compress(x)
+        return compressor.compress(x)
 
 
-def load(codec: SpikeCompressor, packed: Packed) -> Tensor:
-    """Return ``codec.decompress(packed)``, whose new tensors are memopt's own."""
+def load(compressor: SpikeCompressor, packed: Packed) -> Tensor:
+    """Return ``compressor.decompress(packed)``, whose new tensors are memopt's own."""
     with internal_tensors():
-        return codec.decompress(packed)
+        return compressor.decompress(packed)
 
 
 class internal_tensors:

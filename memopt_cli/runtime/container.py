@@ -44,7 +44,7 @@ from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, is_t
 from memopt_cli.runtime.refusals import misfit, refusal, why_misplaced, wrong_settings
 from memopt_cli.runtime.running import is_checkpointed, is_in_segment, is_transformed
 from memopt_cli.runtime.runs import Chain
-from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, choose_codec
+from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, choose_compressor
 from memopt_cli.runtime.segment_config import Installed, SegmentConfig
 from memopt_cli.runtime.tree import tensors_of
 
@@ -62,8 +62,8 @@ class GCContainer(Installed):
     """Mixin of a module that is a segment.
 
     As in SpikingJelly, ``GCContainer(x_compressor, *modules)`` makes a :class:`~memopt_cli.runtime.runs.Chain` of the
-    modules, which is a segment.  ``x_compressor``: the codec of its input, or the name of the codec's class; ``None``
-    stores the input raw.
+    modules, which is a segment.  ``x_compressor``: the compressor of its input, or the name of the compressor's class;
+    ``None`` stores the input raw.
     """
 
     def __new__(cls, x_compressor: Any, *modules: nn.Module) -> Any:
@@ -351,10 +351,10 @@ _with_length_uncompiled, _run_at_length_uncompiled = not_compiled(with_length_of
 
 def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     config = config_of(module)
-    codec = choose_codec(module, config)
+    compressor = choose_compressor(module, config)
     if not config.spatial_split:
         parcel = parcel_to(config.place)
-        output = call_checkpointed(module, forward, args, kwargs, PackedInputs(codec, (), parcel), config.keep)
+        output = call_checkpointed(module, forward, args, kwargs, PackedInputs(compressor, (), parcel), config.keep)
         if parcel is not None:
             parcel.complete()
         return output
@@ -365,13 +365,13 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
         if index not in learned or not learned[index].belongs_to(stage):
             learned[index] = Learned(stage)
         parcel = parcel_to(config.place)
-        inputs = PackedInputs(codec, (), parcel)
+        inputs = PackedInputs(compressor, (), parcel)
         output = call_checkpointed(stage, stage, arguments, kwargs, inputs, config.keep, learned=learned[index])
         if parcel is not None:
             parcel.complete()
-        # Keywords and codec are only for the input of the first stage.
+        # Keywords and compressor are only for the input of the first stage.
         kwargs = {}
-        codec = COMPRESSORS["null"]
+        compressor = COMPRESSORS["null"]
     return output
 
 

@@ -36,7 +36,7 @@ def checkpoint(
     function:
         The function to run; ``args`` and ``kwargs`` are its arguments.
     compressor:
-        The codec that stores tensors among the arguments until backward, or the name of its class; ``None``
+        The compressor that stores tensors among the arguments until backward, or the name of its class; ``None``
         stores them raw.
     chunks:
         Number of pieces into which the arguments at ``chunked_args`` are cut along ``time_dim``; the function runs on
@@ -69,8 +69,8 @@ def to_gc_function(x_compressor: Any = None, f_forward: Callable[..., Any] | Non
     Parameters
     ----------
     x_compressor:
-        The codec of the stored arguments, as ``compressor`` in :func:`checkpoint`.  If it is a function, that is taken
-        for ``f_forward``, so that ``@to_gc_function`` works as a decorator.
+        The compressor of the stored arguments, as ``compressor`` in :func:`checkpoint`.  If it is a function, that is
+        taken for ``f_forward``, so that ``@to_gc_function`` works as a decorator.
     f_forward:
         The function to recompute in backward; ``None`` returns a decorator.
 

@@ -49,7 +49,7 @@ from memopt_cli.runtime.this_thread import set_in_block, this_thread
 _MIN_PACKED_BYTES = 4096
 """A tensor with fewer bytes is not packed."""
 _SAMPLE_SIZE = 64
-"""Approximate number of elements to choose a codec by, before the codec reads the whole tensor."""
+"""Approximate number of elements to choose a compressor by, before the compressor reads the whole tensor."""
 _PLANES_SIZE = 2**16
 """Approximate number of elements that show the planes (height x width) of the indices of pooling."""
 
@@ -60,14 +60,14 @@ _BYTES = frozenset(map(float, range(256)))
 
 @contextlib.contextmanager
 def recorded_answers(
-    codec_of: Callable[[Tensor], str], joined: Callable[[Sequence[Tensor]], None] | None = None
+    compressor_of: Callable[[Tensor], str], joined: Callable[[Sequence[Tensor]], None] | None = None
 ) -> Iterator[None]:
-    """Pack fake tensors in the ``with`` block by the codecs that a step with data used.
+    """Pack fake tensors in the ``with`` block by the compressors that a step with data used.
 
-    ``codec_of`` returns the name of the codec for a fake tensor, ``null`` if it stays raw.  ``joined`` is called with
-    the outputs that the running module has joined from its chunks, in their order.
+    ``compressor_of`` returns the name of the compressor for a fake tensor, ``null`` if it stays raw.  ``joined`` is
+    called with the outputs that the running module has joined from its chunks, in their order.
     """
-    with set_in_block("codec_of", codec_of), set_in_block("on_joined", joined):
+    with set_in_block("compressor_of", compressor_of), set_in_block("on_joined", joined):
         yield
 
 
@@ -80,12 +80,12 @@ def note_joined(outputs: Sequence[Tensor]) -> None:
         this_thread.on_joined(outputs)
 
 
-def codec_for(x: Tensor) -> SpikeCompressor | None:
-    """Return the codec that is likely to hold ``x`` in fewer bytes, judged by a sample, or ``None``."""
+def compressor_for(x: Tensor) -> SpikeCompressor | None:
+    """Return the compressor that is likely to hold ``x`` in fewer bytes, judged by a sample, or ``None``."""
     if x.layout is not torch.strided or x.dtype not in _PACKED_DTYPES:
         return None
     if is_fake(x):
-        return _codec_by_name(this_thread.codec_of(x), x) if this_thread.codec_of else None
+        return _compressor_by_name(this_thread.compressor_of(x), x) if this_thread.compressor_of else None
     if x.dtype is torch.bool:
         return COMPRESSORS["bit"]
     if not is_dense(x):
@@ -94,26 +94,26 @@ def codec_for(x: Tensor) -> SpikeCompressor | None:
     # ``| 1`` makes the step odd: an even step through rows of even length would see some of the columns only.
     values: set[float] = {value for value in flat[:: flat.numel() // _SAMPLE_SIZE | 1].tolist() if value != 0}
     if not values and x.is_floating_point():
-        return COMPRESSORS["two-valued"]  # all sampled values are zero; this codec takes zeros and one other value
+        return COMPRESSORS["two-valued"]  # all sampled values are zero; this compressor takes zeros and one other value
     if values <= {1}:
         return COMPRESSORS["bit"]
     if not x.is_floating_point():
-        return _index_codec(x)
+        return _index_compressor(x)
     if len(values) == 1:
         return COMPRESSORS["two-valued"]
     return COMPRESSORS["uint8"] if all(value in _BYTES for value in values) else None
 
 
-def _codec_by_name(name: str, x: Tensor) -> SpikeCompressor | None:
+def _compressor_by_name(name: str, x: Tensor) -> SpikeCompressor | None:
     if name == "null":
         return None
     if name == IndexCompressor.name:
-        return _index_codec(x)
+        return _index_compressor(x)
     return COMPRESSORS[name]
 
 
-def _index_codec(x: Tensor) -> SpikeCompressor:
-    """Return the codec for the integers ``x``, which may be indices of max pooling into planes of its input.
+def _index_compressor(x: Tensor) -> SpikeCompressor:
+    """Return the compressor for the integers ``x``, which may be indices of max pooling into planes of its input.
 
     Pooling works over the last one, two or three dimensions.  Their number is guessed: at one position of all planes,
     indices point to almost the same place, so with the right number of dimensions they vary least.
@@ -137,10 +137,10 @@ def _max_spread(x: Tensor, plane: int) -> int:
 class _PackedRegion:
     """A packed region of a storage; views of it that are saved share it."""
 
-    __slots__ = ("__weakref__", "codec", "packed")
+    __slots__ = ("__weakref__", "compressor", "packed")
 
-    def __init__(self, codec: SpikeCompressor, packed: Packed | PackedAway) -> None:
-        self.codec = codec
+    def __init__(self, compressor: SpikeCompressor, packed: Packed | PackedAway) -> None:
+        self.compressor = compressor
         self.packed = packed
 
 
@@ -296,7 +296,7 @@ class PackedSaves:
             return _require_unmodified(raw.data[0], raw.version)
         saved, shape, stride = stored
         assert isinstance(saved, _PackedRegion)
-        return load(saved.codec, fetch(saved.packed)).as_strided(shape, stride)
+        return load(saved.compressor, fetch(saved.packed)).as_strided(shape, stride)
 
     def _packed_before(self, tensor: Tensor) -> _PackedRegion | None:
         """Return the packed region that ``tensor`` shows if another operator has saved it, or else ``None``."""
@@ -305,20 +305,20 @@ class PackedSaves:
         return reference() if reference and is_dense(tensor) else None
 
     def _pack_new(self, tensor: Tensor) -> _PackedRegion | None:
-        """Pack ``tensor``; ``None`` if no codec makes it smaller."""
+        """Pack ``tensor``; ``None`` if no compressor makes it smaller."""
         with internal_tensors(), torch.no_grad():  # taking samples is not an operator of the model, either
-            codec = codec_for(tensor)
-            whole = tensor if codec else _dense_base(tensor)
+            compressor = compressor_for(tensor)
+            whole = tensor if compressor else _dense_base(tensor)
             # A view that shows only a part of its base is not packed by parts.  Numbers of elements would not
             # tell: the last row of a matrix, expanded to all rows, has as many as the matrix.
             if _region_key(whole) != _region_key(tensor):
                 return None
-            codec = codec or COMPRESSORS["parts"]
-            packed = store(codec, whole)
+            compressor = compressor or COMPRESSORS["parts"]
+            packed = store(compressor, whole)
         if packed.raw:
             return None
         note_stored(whole, packed)
-        saved = _PackedRegion(codec, self._send_packed(packed))
+        saved = _PackedRegion(compressor, self._send_packed(packed))
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key not in self._seen:  # the entry goes with the storage, since another one may get the same address

@@ -90,9 +90,9 @@ def wrong_settings(config: SegmentConfig) -> str:
     """Return the reason why ``config`` is wrong for any module."""
     if reason := _mistyped(config):
         return reason
-    codec_names = (*COMPRESSORS, OWN_COMPRESSOR)
-    if config.compressor not in codec_names:
-        return f"unknown compressor {reprlib.repr(config.compressor)}; known: {', '.join(codec_names)}"
+    compressor_names = (*COMPRESSORS, OWN_COMPRESSOR)
+    if config.compressor not in compressor_names:
+        return f"unknown compressor {reprlib.repr(config.compressor)}; known: {', '.join(compressor_names)}"
     for name in ("chunks", "seq_inputs", "seq_outputs"):
         if getattr(config, name) < 1:
             return f"{name} must be 1 or more, not {getattr(config, name)}"
@@ -100,7 +100,7 @@ def wrong_settings(config: SegmentConfig) -> str:
         return f"it can be split in space or run in {config.chunks} chunks, not both"
     recomputed = config.spatial_split or config.chunks > 1 or config.keep or config.compressor != "null"
     if not config.recompute and recomputed:
-        return "only a recomputed module can be split, run in chunks, keep outputs, or store its input in a codec"
+        return "only a recomputed module can be split, run in chunks, keep outputs, or store its input in a compressor"
     if config.place not in PLACES:
         return f"unknown place {reprlib.repr(config.place)}; known: {', '.join(PLACES)}"
     if config.through_loss:

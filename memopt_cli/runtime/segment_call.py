@@ -52,8 +52,8 @@ from memopt_cli.runtime.tree import Arguments, join_tensors, joined, split_tenso
 from memopt_cli.runtime.unsafe import run_plainly, runs_plainly
 
 
-def choose_codec(module: nn.Module, config: SegmentConfig) -> SpikeCompressor:
-    """Return the codec in which the inputs of ``module`` are stored."""
+def choose_compressor(module: nn.Module, config: SegmentConfig) -> SpikeCompressor:
+    """Return the compressor in which the inputs of ``module`` are stored."""
     if config.compressor == OWN_COMPRESSOR:
         return OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
     return COMPRESSORS[config.compressor]
@@ -276,13 +276,13 @@ def ignore_start(start: StartingState, state_tensors: Sequence[Tensor]) -> None:
 
 
 class PackedInputs:
-    """The tensors among the arguments of a call, stored by a codec, except those in ``raw``.
+    """The tensors among the arguments of a call, stored by a compressor, except those in ``raw``.
 
-    The states that chunks hand on are stored raw: the codec was chosen for the module's inputs.
+    The states that chunks hand on are stored raw: the compressor was chosen for the module's inputs.
     """
 
-    def __init__(self, codec: SpikeCompressor, raw: Any = (), parcel: Parcel | None = None) -> None:
-        self._codec = codec
+    def __init__(self, compressor: SpikeCompressor, raw: Any = (), parcel: Parcel | None = None) -> None:
+        self._compressor = compressor
         self.parcel = parcel
         """The parcel that sends stored tensors and kept outputs to a place; ``None`` if they stay on the device."""
         self._raw = frozenset(map(id, tensors_of(raw))) if raw else frozenset()
@@ -299,14 +299,14 @@ class PackedInputs:
             if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
                 self._stored.append(tensor)
                 continue
-            codec = COMPRESSORS["null"] if id(tensor) in self._raw or not tensor.numel() else self._codec
-            packed = store(codec, tensor)
+            compressor = COMPRESSORS["null"] if id(tensor) in self._raw or not tensor.numel() else self._compressor
+            packed = store(compressor, tensor)
             note_stored(tensor, packed)
             self._stored.append(packed if self.parcel is None else self.parcel.take(packed))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that were stored."""
         return [
-            s if isinstance(s, Tensor) else load(self._codec, s if isinstance(s, Packed) else s.get())
+            s if isinstance(s, Tensor) else load(self._compressor, s if isinstance(s, Packed) else s.get())
             for s in self._stored
         ]

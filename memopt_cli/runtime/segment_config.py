@@ -20,8 +20,8 @@ class SegmentConfig:
     """
 
     compressor: str = "null"
-    """Name of the codec of the stored input tensors, a key of :data:`~memopt_cli.runtime.compressor.COMPRESSORS`, or
-    ``own``: the module's ``x_compressor``."""
+    """Name of the compressor of the stored input tensors, a key of :data:`~memopt_cli.runtime.compressor.COMPRESSORS`,
+    or ``own``: the module's ``x_compressor``."""
     chunks: int = 1
     """Number of chunks forward is cut into; 1 is the whole input."""
     axis: int = 0

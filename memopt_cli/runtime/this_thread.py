@@ -45,9 +45,9 @@ class _ThisThread(threading.local):
     """Whether segments try in their first forwards whether rows of their inputs mix."""
     cuts: dict[int, Cut] | None = None
     """The cuts recorded so far, by the ``id`` of their owners; ``None`` if cuts are not recorded."""
-    codec_of: Callable[[Tensor], str] | None = None
-    """A function that returns the name of the codec for a fake tensor, ``null`` if it stays raw; ``None`` outside of
-    dry runs with known codecs."""
+    compressor_of: Callable[[Tensor], str] | None = None
+    """A function that returns the name of the compressor for a fake tensor, ``null`` if it stays raw; ``None`` outside
+    of dry runs with known compressors."""
     on_joined: Callable[[Sequence[Tensor]], None] | None = None
     """A function to call with the outputs that a module has joined from its chunks, in their order."""
     sparse_share: Callable[[], float] | None = None

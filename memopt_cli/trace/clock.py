@@ -143,14 +143,14 @@ def _time_run(run: Callable[[], Any], device: str) -> tuple[Any, float]:
 def packing_bytes_per_s(device: str) -> float:
     """Measure how fast ``device`` packs and unpacks dropout masks, in bytes per second; once in a process."""
     mask = (torch.arange(_PACKED_ELEMENTS, device=device) % 5 == 0).float() / 0.9
-    codec = COMPRESSORS["two-valued"]
+    compressor = COMPRESSORS["two-valued"]
     flush = torch.zeros(_CACHES_BYTES // 4, device=device)
     seconds = []
     for _ in range(_PACKINGS):
         flush.add_(1)  # evicts the mask from the caches
-        packed, pack_s = _time_run(functools.partial(codec.compress, mask), device)
+        packed, pack_s = _time_run(functools.partial(compressor.compress, mask), device)
         flush.add_(1)
-        _, unpack_s = _time_run(functools.partial(codec.decompress, packed), device)
+        _, unpack_s = _time_run(functools.partial(compressor.decompress, packed), device)
         seconds.append(pack_s + unpack_s)
     # The lower quartile, not the mean: other work of the machine only makes calls longer.
     return mask.nbytes / statistics.quantiles(seconds, n=4)[0]

@@ -1,7 +1,7 @@
-"""The choice of codecs by the values of tensors: each input and saved tensor gets its smallest codec.
+"""The choice of compressors by the values of tensors: each input and saved tensor gets its smallest compressor.
 
-Only real tensors have values.  So codecs are found in a step of a few samples, and copied to the record of the full
-step, which was taken on tensors without data (:func:`with_contents`).
+Only real tensors have values.  So compressors are found in a step of a few samples, and copied to the record of the
+full step, which was taken on tensors without data (:func:`with_contents`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.profiler import record_function
 
 from memopt_cli.records import CompressorName, ModuleTrace, OpTrace, StepTrace, StorageTrace
 from memopt_cli.runtime.compressor import COMPRESSORS
-from memopt_cli.runtime.packing import codec_for
+from memopt_cli.runtime.packing import compressor_for
 from memopt_cli.runtime.private_torch import unseen, version_counter
 from memopt_cli.trace.log import StorageLog
 from memopt_cli.trace.storages import held_bytes
 from memopt_cli.trace.workspace import ASIDE_LABEL
 
-_CODECS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
-"""Codecs that are tried for inputs of segments."""
+_COMPRESSORS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
+"""Compressors that are tried for inputs of segments."""
 _COMPARED_PHASES = ("forward", "backward")
 """Phases that must run the same operators; a step of a few samples may have no update."""
 
@@ -35,28 +35,28 @@ class ContentsReader:
     def __init__(self, log: StorageLog) -> None:
         self._log = log
         self._sizes: dict[tuple[int, ...], dict[CompressorName, int]] = {}
-        """Storage, version, offset and length of a tensor -> its bytes in each codec."""
+        """Storage, version, offset and length of a tensor -> its bytes in each compressor."""
 
-    def smallest_codec(self, tensors: list[Tensor]) -> tuple[CompressorName, int]:
-        """Return the smallest codec of ``tensors``, and its bytes; ``null`` unless it halves their bytes."""
+    def smallest_compressor(self, tensors: list[Tensor]) -> tuple[CompressorName, int]:
+        """Return the smallest compressor of ``tensors``, and its bytes; ``null`` unless it halves their bytes."""
         best: CompressorName = "null"
         min_bytes = held_bytes(tensors)
         max_bytes = min_bytes // 2
         all_sizes = [self._packed_bytes(t) for t in tensors]
-        for name in _CODECS:
+        for name in _COMPRESSORS:
             nbytes = sum(sizes[name] for sizes in all_sizes)
             if nbytes <= max_bytes and nbytes < min_bytes:
                 best, min_bytes = name, nbytes
         return best, min_bytes
 
-    def codec_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
-        """Return the codec that packing outside of segments chooses for ``tensor``, and its packed bytes."""
+    def compressor_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
+        """Return the compressor that packing outside of segments chooses for ``tensor``, and its packed bytes."""
         with outside_of_step():
-            codec = codec_for(tensor)
-            packed = codec.compress(tensor) if codec else None
-        if codec is None or packed is None or packed.raw:
+            compressor = compressor_for(tensor)
+            packed = compressor.compress(tensor) if compressor else None
+        if compressor is None or packed is None or packed.raw:
             return "null", tensor.nbytes
-        return cast(CompressorName, codec.name), packed.nbytes
+        return cast(CompressorName, compressor.name), packed.nbytes
 
     def _packed_bytes(self, tensor: Tensor) -> dict[CompressorName, int]:
         storage = self._log.find(tensor)
@@ -70,7 +70,7 @@ class ContentsReader:
 
 def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
     with outside_of_step():
-        return {name: COMPRESSORS[name].packed_bytes(tensor) for name in _CODECS}
+        return {name: COMPRESSORS[name].packed_bytes(tensor) for name in _COMPRESSORS}
 
 
 @contextmanager
@@ -81,13 +81,13 @@ def outside_of_step() -> Iterator[None]:
 
 
 def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
-    """Return ``full``, a step on fake tensors, with the codecs of ``small``, a real step on fewer samples; and a note.
+    """Return ``full``, a step on fake tensors, with the compressors of the real step ``small``, and a note.
 
-    If the small step ran different operators, only modules get their codecs, which the note explains.  Otherwise the
-    note is empty.
+    If the small step ran different operators, only modules get their compressors, which the note explains.  Otherwise
+    the note is empty.
     """
     small_modules = {module.path: module for module in small.modules}
-    modules = tuple(_with_codec_of(module, small_modules.get(module.path)) for module in full.modules)
+    modules = tuple(_with_compressor_of(module, small_modules.get(module.path)) for module in full.modules)
     full = replace(full, modules=modules)
     if not _ran_alike(full, small):
         return full, (
@@ -101,7 +101,7 @@ def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
 
 
 def with_parts(ops: Sequence[OpTrace], storages: Sequence[StorageTrace]) -> tuple[StorageTrace, ...]:
-    """Set the codec ``parts`` for concatenations with parts that are saved anyway: the codec refers to such parts."""
+    """Set the compressor ``parts``, which refers to parts saved anyway, for concatenations that have such parts."""
 
     def as_parts(storage: StorageTrace) -> StorageTrace:
         maker = ops[storage.born] if storage.born >= 0 else None
@@ -128,13 +128,13 @@ def _comparable_storages(trace: StepTrace) -> list[int]:
     return [i for i, s in enumerate(trace.storages) if s.kind != "optimizer" and i not in updates]
 
 
-def _with_codec_of(module: ModuleTrace, small: ModuleTrace | None) -> ModuleTrace:
+def _with_compressor_of(module: ModuleTrace, small: ModuleTrace | None) -> ModuleTrace:
     if small is None or not small.input_bytes:
         return module
     return replace(
         module,
         compressor=small.compressor,
-        codec_misfit=small.codec_misfit,
+        compressor_misfit=small.compressor_misfit,
         packed_input_bytes=module.input_bytes * small.packed_input_bytes // small.input_bytes,
         refusal=module.refusal or small.refusal,
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from memopt_cli.records import Counted, ModuleShare, StepTrace, StorageTrace, break_down
 from memopt_cli.runtime.places.interface import counted_elsewhere
 from memopt_cli.runtime.stand_ins import StandIns
-from memopt_cli.trace.log import Codecs, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
+from memopt_cli.trace.log import Compressors, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.trace.storages import Storage
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step
@@ -27,13 +27,13 @@ AllocatedPeak = Callable[[Iterable[Life]], int]
 def count(
     step: Step,
     workspaces: Workspaces | None = None,
-    codecs: Codecs | None = None,
+    compressors: Compressors | None = None,
     allocated: AllocatedPeak | None = None,
     stand_ins: StandIns | None = None,
 ) -> Counted:
     """Run one ``step`` under the counter of storages, and remove its gradients.
 
-    ``codecs`` pack tensors without data.  ``allocated`` computes the allocated peak of another device.  With
+    ``compressors`` pack tensors without data.  ``allocated`` computes the allocated peak of another device.  With
     ``stand_ins``, only the first and last of many equal chunks run; the bytes of all others count for the module in
     chunks, and not for its parts.
     """
@@ -43,7 +43,7 @@ def count(
         few_chunks = (
             stand_ins.counting(lambda: log.storages.live_bytes) if stand_ins is not None else contextlib.nullcontext()
         )
-        with packed_as(log, codecs), active(log, step), few_chunks, counted_elsewhere() as elsewhere:
+        with packed_as(log, compressors), active(log, step), few_chunks, counted_elsewhere() as elsewhere:
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
@@ -62,8 +62,8 @@ def count(
     )
 
 
-def match_codecs(trace: StepTrace, dry_run: StepTrace) -> Codecs:
-    """Return the codecs of storages and inputs that packed to fewer bytes in ``trace``, for use in a dry run.
+def match_compressors(trace: StepTrace, dry_run: StepTrace) -> Compressors:
+    """Return the compressors of storages and inputs that packed to fewer bytes in ``trace``, for use in a dry run.
 
     A module whose forward makes its storages by other operators in ``dry_run`` is left out.
     """
@@ -71,16 +71,18 @@ def match_codecs(trace: StepTrace, dry_run: StepTrace) -> Codecs:
     paths = (path for path in real.keys() & dry.keys() if [op for op, _ in real[path]] == [op for op, _ in dry[path]])
     saved = {(path, n): s.compressor for path in paths for n, (_, s) in enumerate(real[path]) if s.compressor != "null"}
     inputs = {m.path: m.packed_input_bytes / m.input_bytes for m in trace.modules if m.compressor != "null"}
-    return Codecs(saved=saved, outputs=_output_codecs(trace), inputs=inputs)
+    return Compressors(saved=saved, outputs=_output_compressors(trace), inputs=inputs)
 
 
-def _output_codecs(trace: StepTrace) -> dict[tuple[str, int], str]:
-    """Return module, and index of an output -> its codec, for outputs that have the same codec in every call."""
-    codecs: dict[tuple[str, int], set[str]] = defaultdict(set)
+def _output_compressors(trace: StepTrace) -> dict[tuple[str, int], str]:
+    """Return module, and index of an output -> its compressor, for outputs that have one and the same in every call."""
+    compressors: dict[tuple[str, int], set[str]] = defaultdict(set)
     for call in trace.calls:
         for number, index in enumerate(call.outputs):
-            codecs[call.path, number].add(trace.storages[index].compressor)
-    return {key: codec for key, (codec, *further) in codecs.items() if not further and codec != "null"}
+            compressors[call.path, number].add(trace.storages[index].compressor)
+    return {
+        key: compressor for key, (compressor, *further) in compressors.items() if not further and compressor != "null"
+    }
 
 
 def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace]]]:

@@ -34,7 +34,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
 from memopt_cli.trace.counting import AllocatedPeak, count
 from memopt_cli.trace.known_numbers import NumbersKnown
-from memopt_cli.trace.log import Codecs
+from memopt_cli.trace.log import Compressors
 from memopt_cli.trace.recording import record
 from memopt_cli.trace.remembered import RememberingDryRun
 from memopt_cli.trace.workspace import Workspaces
@@ -142,7 +142,7 @@ class FakeStep:
     def count(
         self,
         workspaces: Workspaces | None = None,
-        codecs: Codecs | None = None,
+        compressors: Compressors | None = None,
         allocated: AllocatedPeak | None = None,
     ) -> Counted:
         """Count the step like :func:`~memopt_cli.trace.count`, where of many equal chunks only a few run."""
@@ -151,13 +151,17 @@ class FakeStep:
         while True:  # until no more chunks turn out to differ
             self._start.restore()
             with contextlib.suppress(ChunksDifferError), self._running():
-                return count(self.step, workspaces, codecs, allocated, stand_ins)
+                return count(self.step, workspaces, compressors, allocated, stand_ins)
 
-    def record(self, batch: int, workspaces: Workspaces | None = None, codecs: Codecs | None = None) -> StepTrace:
+    def record(
+        self, batch: int, workspaces: Workspaces | None = None, compressors: Compressors | None = None
+    ) -> StepTrace:
         """Record the step like :func:`~memopt_cli.trace.record`, without contents and times."""
         self._start.restore()
         with self._running():
-            return record(self.step, batch, contents=False, frees=self._frees, workspaces=workspaces, codecs=codecs)
+            return record(
+                self.step, batch, contents=False, frees=self._frees, workspaces=workspaces, compressors=compressors
+            )
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:

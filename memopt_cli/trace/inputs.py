@@ -19,7 +19,7 @@ from memopt_cli.training.step import Step
 
 
 def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
-    """Record the modules called in one forward of ``step``, each with the codec that holds its inputs exactly.
+    """Record the modules called in one forward of ``step``, each with the compressor that holds its inputs exactly.
 
     The forward advances the model's state.  It runs without gradients, so the records have no saved bytes.
     """
@@ -37,18 +37,18 @@ def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
     )
 
 
-def codecs_failing_on_zeros(step: Step) -> dict[str, str]:
+def compressors_failing_on_zeros(step: Step) -> dict[str, str]:
     """Return path of a module -> how its ``x_compressor`` fails on zeros with the shape and dtype of its inputs.
 
-    Every codec can hold zeros, so a codec that fails on them fits no input of this shape and dtype.  The forward that
-    is run for this advances the model's state.
+    Every compressor can hold zeros, so a compressor that fails on them fits no input of this shape and dtype.  The
+    forward that is run for this advances the model's state.
     """
     reason_by_path: dict[str, str] = {}
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
         if requested_compressor(module) == OWN_COMPRESSOR:
-            codec = OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
-            reasons = (codec.misfit(torch.zeros_like(tensor)) for tensor in tensors_of(inputs))
+            compressor = OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
+            reasons = (compressor.misfit(torch.zeros_like(tensor)) for tensor in tensors_of(inputs))
             reason_by_path.setdefault(path, next(filter(None, reasons), ""))
 
     with torch.no_grad(), module_hooks(step.model, enter, lambda *_: None):

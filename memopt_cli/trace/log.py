@@ -187,40 +187,40 @@ def module_stack(model: nn.Module) -> Iterator[Callable[[], str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Codecs:
-    """Codecs of tensors that packed to fewer bytes in a step with data."""
+class Compressors:
+    """Compressors of tensors that packed to fewer bytes in a step with data."""
 
     saved: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    """Module, and index among the storages that its forward makes -> the codec that held the storage."""
+    """Module, and index among the storages that its forward makes -> the compressor that held the storage."""
     outputs: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    """Module, and index among its outputs -> the codec that held that output, whichever module had made it."""
+    """Module, and index among its outputs -> the compressor that held that output, whichever module had made it."""
     inputs: Mapping[str, float] = field(default_factory=dict)
     """Module -> packed bytes of its inputs, divided by their bytes."""
 
 
 @contextmanager
-def packed_as(log: StorageLog, codecs: Codecs | None) -> Iterator[None]:
-    """Pack tensors without data in the ``with`` block, watched by ``log``, with the codecs that ``codecs`` names."""
-    codecs = codecs or Codecs()
-    codec_of_whole: dict[int, str] = {}
-    """Index of the storage of an output that was concatenated from chunks -> its codec."""
+def packed_as(log: StorageLog, compressors: Compressors | None) -> Iterator[None]:
+    """Pack tensors without data in the ``with`` block, watched by ``log``, as ``compressors`` says."""
+    compressors = compressors or Compressors()
+    compressor_of_whole: dict[int, str] = {}
+    """Index of the storage of an output that was concatenated from chunks -> its compressor."""
 
     def note_concatenated(outputs: Sequence[Tensor]) -> None:
         path = log.module_running()
         for index, output in enumerate(outputs):
             if (storage := log.find(output)) is not None:
-                codec_of_whole[storage.index] = codecs.outputs.get((path, index), "null")
+                compressor_of_whole[storage.index] = compressors.outputs.get((path, index), "null")
 
-    def codec_of(tensor: Tensor) -> str:
+    def compressor_of(tensor: Tensor) -> str:
         storage = log.find(tensor)
         if storage is None:
             return "null"
-        return codec_of_whole.get(storage.index) or codecs.saved.get((storage.path, storage.rank), "null")
+        return compressor_of_whole.get(storage.index) or compressors.saved.get((storage.path, storage.rank), "null")
 
     def share_of_inputs() -> float:
-        return codecs.inputs.get(log.module_running(), 1.0)
+        return compressors.inputs.get(log.module_running(), 1.0)
 
-    with recorded_answers(codec_of, note_concatenated), assuming_sparse_share(share_of_inputs):
+    with recorded_answers(compressor_of, note_concatenated), assuming_sparse_share(share_of_inputs):
         yield
 
 

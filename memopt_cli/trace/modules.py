@@ -1,4 +1,4 @@
-"""Notes on every module that a step calls (inputs and their codec, outputs, state), from which its record is made."""
+"""Notes on every module that a step calls (packed inputs, outputs, state), from which its record is made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memopt_cli.records import CompressorName, ModuleTrace
 from memopt_cli.runtime import named_parts, refusal
-from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Codec, OwnCompressor, declared_compressor
+from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Compressor, OwnCompressor, declared_compressor
 from memopt_cli.runtime.module_state import find_matrices
 from memopt_cli.runtime.private_torch import version_counter
 from memopt_cli.runtime.tree import tensors_of
@@ -28,10 +28,10 @@ class ModuleNotes:
     calls: int = 0
     input_bytes: int = 0
     packed_bytes: int = 0
-    """Bytes of the inputs in their codec."""
+    """Bytes of the inputs in their compressor."""
     compressor: CompressorName | None = None
-    """Codec of the inputs in all calls so far; ``null`` if calls differ, ``None`` before the first call."""
-    codec_misfit: str = ""
+    """Compressor of the inputs in all calls so far; ``null`` if calls differ, ``None`` before the first call."""
+    compressor_misfit: str = ""
     input_shape: tuple[int, ...] = ()
     first_input_bytes: int = 0
     outputs: set[int] = field(default_factory=set)
@@ -52,13 +52,15 @@ class ModuleNotes:
         nbytes = packed_bytes = held_bytes(inputs)
         name: CompressorName = "null"
         if contents is not None:
-            name, smallest_bytes = contents.smallest_codec(inputs)
+            name, smallest_bytes = contents.smallest_compressor(inputs)
             packed_bytes = nbytes if name == "null" else smallest_bytes
             requested = requested_compressor(module)
             if requested is not None:
                 packed_bytes = _bytes_in(requested, module, inputs)
-                name = requested if packed_bytes < nbytes else "null"  # a codec that saves nothing would only take time
-                self.codec_misfit = self.codec_misfit or _misfit(requested, module, inputs)
+                name = (
+                    requested if packed_bytes < nbytes else "null"
+                )  # a compressor that saves nothing would only take time
+                self.compressor_misfit = self.compressor_misfit or _misfit(requested, module, inputs)
         self.input_bytes += nbytes
         self.packed_bytes += packed_bytes
         self.compressor = name if self.compressor in (None, name) else "null"
@@ -86,7 +88,7 @@ class ModuleNotes:
             first_input_bytes=self.first_input_bytes,
             packed_input_bytes=self.packed_bytes,
             compressor=self.compressor or "null",
-            codec_misfit=self.codec_misfit,
+            compressor_misfit=self.compressor_misfit,
             output_bytes=self.output_bytes,
             saved_bytes=saved_bytes,
             refusal=reason,
@@ -101,7 +103,7 @@ def taking_notes(
 ) -> Iterator[None]:
     """Fill ``notes``, by path, while forward runs in the ``with`` block; recomputations do not count.
 
-    ``contents`` finds the codec that holds the inputs of a module exactly; ``None`` if the inputs have no data.
+    ``contents`` finds the compressor that holds the inputs of a module exactly; ``None`` if the inputs have no data.
     """
 
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
@@ -120,31 +122,31 @@ def taking_notes(
 
 
 def requested_compressor(module: nn.Module) -> CompressorName | None:
-    """Return the codec that ``x_compressor`` of ``module`` asks for; ``None`` if none, or it cannot be a segment."""
+    """Return the compressor that ``module`` names in ``x_compressor``; ``None`` if none or it cannot be a segment."""
     return None if refusal(module) else cast("CompressorName | None", declared_compressor(module))
 
 
-def codec_paths(model: nn.Module) -> tuple[str, ...]:
+def compressor_paths(model: nn.Module) -> tuple[str, ...]:
     """Return the paths of modules that can be segments and ask for packed inputs with ``x_compressor``."""
     return tuple(path for path, module in named_parts(model) if requested_compressor(module) not in (None, "null"))
 
 
 def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
-    """Return a complaint if the user's own codec fails to restore ``tensors``; empty if it does not."""
+    """Return a complaint if the user's own compressor fails to restore ``tensors``; empty if it does not."""
     if name != OWN_COMPRESSOR:
         return ""
     with outside_of_step():
-        return next(filter(None, map(_own_codec(module).misfit, tensors)), "")
+        return next(filter(None, map(_own_compressor(module).misfit, tensors)), "")
 
 
 def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:
-    codec = COMPRESSORS.get(name) or _own_codec(module)
+    compressor = COMPRESSORS.get(name) or _own_compressor(module)
     with outside_of_step():
-        return sum(map(codec.packed_bytes, tensors))
+        return sum(map(compressor.packed_bytes, tensors))
 
 
-def _own_codec(module: nn.Module) -> OwnCompressor:
-    return OwnCompressor(cast("Codec", module.x_compressor))
+def _own_compressor(module: nn.Module) -> OwnCompressor:
+    return OwnCompressor(cast("Compressor", module.x_compressor))
 
 
 def list_modules(model: nn.Module) -> tuple[ModuleTrace, ...]:

@@ -17,7 +17,7 @@ from memopt_cli.runtime import find_part
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace.contents import ContentsReader, with_parts
-from memopt_cli.trace.log import Codecs, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
+from memopt_cli.trace.log import Compressors, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.trace.modules import ModuleNotes, taking_notes
 from memopt_cli.trace.step_log import StepLog
 from memopt_cli.trace.storages import Storage
@@ -33,14 +33,14 @@ def record(
     contents: bool,
     frees: bool = True,
     workspaces: Workspaces | None = None,
-    codecs: Codecs | None = None,
+    compressors: Compressors | None = None,
 ) -> StepTrace:
     """Record one ``step`` of ``batch`` samples; the model's state is restored, and its gradients are removed.
 
     With ``contents`` (not on fake tensors), the values of every module's inputs and of saved tensors are examined for
-    the codec that holds them exactly.  With ``frees``, forward runs once more without autograd, to learn when the model
-    itself releases each storage; otherwise the last use in forward counts.  ``workspaces`` were measured in a step with
-    data.  ``codecs`` pack tensors without data.
+    the compressor that holds them exactly.  With ``frees``, forward runs once more without autograd, to learn when the
+    model itself releases each storage; otherwise the last use in forward counts.  ``workspaces`` were measured in a
+    step with data.  ``compressors`` pack tensors without data.
     """
     step.model.zero_grad(set_to_none=True)
     before, start = ModuleState(step.model), StartingState(step.model)
@@ -51,7 +51,7 @@ def record(
         log = StepLog(running, workspaces)
         examiner = ContentsReader(log) if contents else None
         with (
-            packed_as(log, codecs),
+            packed_as(log, compressors),
             active(log, step),
             taking_notes(step.unwrapped_model, log, notes, examiner),
             log.watching(step.unwrapped_model, examiner),

@@ -87,7 +87,7 @@ class StepLog(StorageLog):
         self.savers: dict[int, dict[int, None]] = defaultdict(dict)
         """Storage -> numbers of the nodes of autograd that hold it, in order (a dictionary as an ordered set)."""
         self.packed: dict[int, tuple[CompressorName, int]] = {}
-        """Storage that autograd saves -> its codec and its packed bytes."""
+        """Storage that autograd saves -> its compressor and its packed bytes."""
         self._forward_ends: list[int] = []
         """Number of operators that had run at the end of each forward; a user's own step has several."""
         self.fixed_bytes: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -148,7 +148,7 @@ class StepLog(StorageLog):
 
     @contextmanager
     def watching(self, model: nn.Module, contents: ContentsReader | None) -> Iterator[None]:
-        """Note module calls and saved tensors in the ``with`` block; ``contents`` finds the codecs of saved tensors."""
+        """Note module calls and saved tensors in the ``with`` block; ``contents`` chooses their compressors."""
         self._contents = contents
         self._path_of = {id(module): path for path, module in named_parts(model)}
 
@@ -198,7 +198,7 @@ class StepLog(StorageLog):
                 part = next(walk_parts(alias))
                 with outside_of_step():
                     whole = part if part.nbytes == storage.nbytes else part.new_empty(0).set_(part.untyped_storage())
-                self.packed[storage.index] = self._contents.codec_of_saved(whole)
+                self.packed[storage.index] = self._contents.compressor_of_saved(whole)
         return alias
 
     def _indices(self, leaves: list[Any]) -> tuple[int, ...]:

@@ -341,7 +341,7 @@ def _exhausting() -> Iterator[tuple[str, Hostile]]:
         + b"h\x01)Rh\x00b0" * 20_000
         + b".",
         "a large place in the memo": b"Nr\x80\xd1\xf0\x08.",
-        "a text decoded as punycode": b"c_codecs\nencode\nX\x40\x00\x00\x00"
+        "a text decoded as punycode": b"c_compressors\nencode\nX\x40\x00\x00\x00"
         + b"a" * 64
         + b"X\x08\x00\x00\x00punycode\x86R.",
     }

@@ -34,8 +34,10 @@ def test_it_is_where_saved_models_look_for_it(name: str) -> None:
 
 
 def test_whatever_is_let_through_is_listed() -> None:
-    codecs = {f"{type(codec).__module__}.{type(codec).__qualname__}" for codec in COMPRESSORS.values()}
+    compressors = {
+        f"{type(compressor).__module__}.{type(compressor).__qualname__}" for compressor in COMPRESSORS.values()
+    }
     restored = {str(name) for name in (*own.RESTORE_SEGMENTS, own.RESTORE_LIFTED)}
-    assert {*codecs, *restored, *own._MODULES} <= {f"memopt_cli.runtime.{name}" for name in RUNTIME}
+    assert {*compressors, *restored, *own._MODULES} <= {f"memopt_cli.runtime.{name}" for name in RUNTIME}
     libraries = [name for name in modules.LIBRARIES if name.startswith("memopt_cli")]
     assert libraries == ["memopt_cli.online", "memopt_cli.model_batching.module"]

@@ -109,7 +109,7 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
         planner=planner,
         findings=Findings(
             resolved=ResolvedSearch(options=options, requested_level=options.level),
-            asked_codecs=(),
+            asked_compressors=(),
             model_format="",
             device="cpu",
         ),

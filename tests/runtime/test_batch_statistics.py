@@ -123,10 +123,10 @@ def test_what_follows_finds_it_in_memory_as_without_chunks(exactly: Any, order: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunks", [2, 3, 5])
-@pytest.mark.parametrize("codec", ["null", "bit"])
-def test_spiking_blocks_with_carried_state(exactly: Any, chunks: int, codec: str) -> None:
+@pytest.mark.parametrize("compressor", ["null", "bit"])
+def test_spiking_blocks_with_carried_state(exactly: Any, chunks: int, compressor: str) -> None:
     net = Resetting(ConvBlock(2, 4, pool=False), ConvBlock(4, 6, pool=True))
-    config = SegmentConfig(chunks=chunks, batch_statistics=True, compressor=codec)
+    config = SegmentConfig(chunks=chunks, batch_statistics=True, compressor=compressor)
     x = spikes(5, 2, 2, 6, 6)
     exactly(net, {"blocks.0": config, "blocks.1": config}, x, steps=3)
     assert exactly.recomputations == 3 * 2 * 2 * chunks

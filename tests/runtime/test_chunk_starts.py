@@ -114,9 +114,9 @@ def test_a_state_that_has_not_moved_is_not_made_again(exactly: Any, first: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", ["null", "bit"])
-def test_through_batch_statistics(exactly: Any, codec: str) -> None:
-    config = SegmentConfig(chunks=4, batch_statistics=True, recompute_states=True, compressor=codec)
+@pytest.mark.parametrize("compressor", ["null", "bit"])
+def test_through_batch_statistics(exactly: Any, compressor: str) -> None:
+    config = SegmentConfig(chunks=4, batch_statistics=True, recompute_states=True, compressor=compressor)
     x = (torch.rand(LENGTH, 2, 2, 6, 6) < 0.4).to(torch.float64).requires_grad_()
     exactly(Starting(ConvBlock(2, 4, pool=False)), {"block": config}, x, steps=3)
 

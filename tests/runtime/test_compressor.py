@@ -1,4 +1,4 @@
-"""Codecs: whatever goes in comes back equal to the bit, in dtype, shape and strides."""
+"""Compressors: whatever goes in comes back equal to the bit, in dtype, shape and strides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memopt_cli.runtime.compressor import COMPRESSORS, Packed
 from memopt_cli.trace import StorageLog
 
-CODECS = list(COMPRESSORS)
+NAMES = list(COMPRESSORS)
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 UNCOMMON = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -31,7 +31,7 @@ def octets(x: Tensor) -> list[int]:
 
 
 def round_trip(name: str, x: Tensor) -> Packed:
-    """Check that the codec ``name`` gives back ``x`` to the bit, as every codec must for every tensor."""
+    """Check that the compressor ``name`` gives back ``x`` to the bit, as every compressor must for every tensor."""
     before = octets(x)
     packed = COMPRESSORS[name].compress(x)
     back = COMPRESSORS[name].decompress(packed)
@@ -46,7 +46,7 @@ def round_trip(name: str, x: Tensor) -> Packed:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """Tensors of any dtype, up to four dimensions, any layout; often what a codec claims, often just not."""
+    """Tensors of any dtype, up to four dimensions, any layout; often what a compressor claims, often just not."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     count = int(torch.Size(shape).numel())
@@ -88,7 +88,7 @@ LAYOUTS: list[Callable[[Tensor], Tensor]] = [lambda x: x, _permuted, _channels_l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=150)
 @given(x=tensors())
 @example(x=torch.zeros(3, 0))
@@ -163,7 +163,7 @@ def test_sparse_of_a_dense_tensor_is_raw() -> None:
     assert round_trip("sparse", torch.ones(100, dtype=torch.float16)).raw
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", NAMES)
 def test_overlapping_gapped_and_sparse_layouts_are_raw(name: str) -> None:
     base = torch.ones(24)
     for x in (base.expand(2, 24), base[::2], base.as_strided((4, 4), (2, 1)), base.view(4, 6)[:, :3]):
@@ -171,7 +171,7 @@ def test_overlapping_gapped_and_sparse_layouts_are_raw(name: str) -> None:
     assert COMPRESSORS[name].compress(torch.eye(3).to_sparse()).raw
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_raw_tensor_modified_in_between_raises(name: str) -> None:
     x = torch.randn(4, 5)
     packed = COMPRESSORS[name].compress(x)
@@ -180,7 +180,7 @@ def test_a_raw_tensor_modified_in_between_raises(name: str) -> None:
         COMPRESSORS[name].decompress(packed)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_what_is_held_has_no_graph(name: str, value: float) -> None:
     x = torch.full((100,), value, requires_grad=True) * 1

@@ -50,11 +50,11 @@ def sequence() -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", [None, "BitSpikeCompressor", BitSpikeCompressor()])
-def test_it_does_what_its_modules_do_in_turn(judge: Any, codec: object) -> None:
+@pytest.mark.parametrize("compressor", [None, "BitSpikeCompressor", BitSpikeCompressor()])
+def test_it_does_what_its_modules_do_in_turn(judge: Any, compressor: object) -> None:
     layers = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3)
     plain = nn.Sequential(*copy.deepcopy(layers))
-    judge.compare(plain, GCContainer(codec, *layers), torch.randn(6, 3, requires_grad=True))
+    judge.compare(plain, GCContainer(compressor, *layers), torch.randn(6, 3, requires_grad=True))
     assert judge.recomputations == 2
 
 

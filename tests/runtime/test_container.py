@@ -59,9 +59,9 @@ def test_convolution_norm_dropout(judge: Any, norm: nn.Module) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", ["null", "boolean", "uint8", "bit", "sparse"])
-def test_codecs_of_spikes_and_of_anything_else(judge: Any, codec: str) -> None:
-    config = SegmentConfig(compressor=codec)
+@pytest.mark.parametrize("compressor", ["null", "boolean", "uint8", "bit", "sparse"])
+def test_compressors_of_spikes_and_of_anything_else(judge: Any, compressor: str) -> None:
+    config = SegmentConfig(compressor=compressor)
     for x in (
         (torch.rand(8, 4) < 0.3).float(),
         torch.randn(8, 4, requires_grad=True),
@@ -271,10 +271,10 @@ def _twice(net: nn.Module, x: Tensor) -> list[Tensor]:
     return [t for t in found if t is not None]
 
 
-@pytest.mark.parametrize("codec", ["null", "bit"])
+@pytest.mark.parametrize("compressor", ["null", "bit"])
 @pytest.mark.parametrize("how", [_grad, _twice, _grad_of_grad])
-def test_ways_of_differentiating(how: Callable[[nn.Module, Tensor], list[Tensor]], codec: str) -> None:
-    plain, optimized = _pair(mlp(), compressor=codec)
+def test_ways_of_differentiating(how: Callable[[nn.Module, Tensor], list[Tensor]], compressor: str) -> None:
+    plain, optimized = _pair(mlp(), compressor=compressor)
     x = (torch.rand(5, 4) < 0.5).float().requires_grad_()
     expected, got = how(plain, x), how(optimized, x)
     assert len(expected) == len(got) >= 5
@@ -367,9 +367,9 @@ class Join(Parts, inner=lambda: nn.Sequential(mlp(), nn.BatchNorm1d(4))):
         return self.inner(x * y)
 
 
-@pytest.mark.parametrize("codec", ["null", "sparse"])
-def test_spatial_split(judge: Any, codec: str) -> None:
-    config = SegmentConfig(spatial_split=True, compressor=codec)
+@pytest.mark.parametrize("compressor", ["null", "sparse"])
+def test_spatial_split(judge: Any, compressor: str) -> None:
+    config = SegmentConfig(spatial_split=True, compressor=compressor)
     judge(Before(Branches()), {"block": config}, torch.randn(5, 4))
     assert judge.recomputations == 2 * 2
 
@@ -401,13 +401,13 @@ def test_chunks_start_from_the_state_that_is_given() -> None:
 
 
 def test_the_state_between_chunks_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The codec is the one that suits the inputs; a dry run would take for granted that it suits the state."""
+    """The compressor is the one that suits the inputs; a dry run would take for granted that it suits the state."""
     stored: list[tuple[str, tuple[int, ...]]] = []
 
-    def store(codec: SpikeCompressor, x: Tensor) -> Packed:
+    def store(compressor: SpikeCompressor, x: Tensor) -> Packed:
         if x.numel():  # PyTorch 2.8's checkpoint saves a tensor without elements as well
-            stored.append((codec.name, tuple(x.shape)))
-        return codec.compress(x)
+            stored.append((compressor.name, tuple(x.shape)))
+        return compressor.compress(x)
 
     monkeypatch.setattr(segment_call, "store", store)
     layer = nn.LSTM(4, 5)

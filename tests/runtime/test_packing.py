@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from memopt_cli.runtime.compressor import IndexCompressor, SpikeCompressor, TwoValuedCompressor
-from memopt_cli.runtime.packing import PackedSaves, _Late, codec_for, recorded_answers
+from memopt_cli.runtime.packing import PackedSaves, _Late, compressor_for, recorded_answers
 from memopt_cli.runtime.private_torch import memory_of
 from tests.zoo.models import Parts
 
@@ -85,7 +85,7 @@ def test_gradients_are_equal_to_the_bit_and_less_is_held() -> None:
     for plain, packed in zip(gradients(run), gradients(run, saves), strict=True):
         assert torch.equal(plain, packed)
     packed_away = [s for s in saves.stored if isinstance(s, tuple)]
-    assert {type(s[0].codec).__name__ for s in packed_away} == {
+    assert {type(s[0].compressor).__name__ for s in packed_away} == {
         "BitSpikeCompressor",
         "IndexCompressor",
         "TwoValuedCompressor",
@@ -94,7 +94,7 @@ def test_gradients_are_equal_to_the_bit_and_less_is_held() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "codec", "smaller"),
+    ("make", "compressor", "smaller"),
     [
         (lambda: spikes(*SIZE), "bit", 32),
         (lambda: spikes(*SIZE, dtype=torch.float16), "bit", 16),
@@ -115,10 +115,10 @@ def test_gradients_are_equal_to_the_bit_and_less_is_held() -> None:
         (lambda: F.max_pool3d(torch.randn(4, 8, 16, 32, 32), 2, return_indices=True)[1], "index", 6),
     ],
 )
-def test_what_is_packed(make: Callable[[], Tensor], codec: str, smaller: int) -> None:
+def test_what_is_packed(make: Callable[[], Tensor], compressor: str, smaller: int) -> None:
     x = make()
-    found = codec_for(x)
-    assert found.name == codec
+    found = compressor_for(x)
+    assert found.name == compressor
     packed = found.compress(x)
     assert packed.nbytes * smaller <= x.numel() * x.element_size()
     assert torch.equal(found.decompress(packed), x)
@@ -145,15 +145,15 @@ ELEMENTS = st.sampled_from([0.0, -0.0, 1.0, 2.5, -1.0, float("nan"), float("inf"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", [TwoValuedCompressor(), IndexCompressor(), IndexCompressor(4)])
+@pytest.mark.parametrize("compressor", [TwoValuedCompressor(), IndexCompressor(), IndexCompressor(4)])
 @given(values=st.lists(ELEMENTS, min_size=4, max_size=40), dtype=st.sampled_from([torch.float32, torch.float16]))
-def test_floats_come_back_to_the_bit(codec: SpikeCompressor, values: list[float], dtype: torch.dtype) -> None:
-    if isinstance(codec, IndexCompressor):
+def test_floats_come_back_to_the_bit(compressor: SpikeCompressor, values: list[float], dtype: torch.dtype) -> None:
+    if isinstance(compressor, IndexCompressor):
         x = torch.tensor([int(v) if v == v and abs(v) < 300 else -(2**62) for v in values[: len(values) // 4 * 4]])
-        assert torch.equal(codec.decompress(codec.compress(x)), x)
+        assert torch.equal(compressor.decompress(compressor.compress(x)), x)
         return
     x = torch.tensor(values, dtype=dtype)
-    restored = codec.decompress(codec.compress(x))
+    restored = compressor.decompress(compressor.compress(x))
     assert torch.equal(restored.view(torch.uint8), x.view(torch.uint8))
 
 
@@ -279,17 +279,17 @@ def test_without_data_the_recorded_answer_counts() -> None:
 
     with FakeTensorMode():
         x = torch.empty(SIZE)
-        assert codec_for(x) is None
+        assert compressor_for(x) is None
         for name, nbytes in (("bit", x.nbytes // 32), ("two-valued", x.nbytes // 32 + 4), ("null", None)):
             with recorded_answers(lambda _, name=name: name):
-                codec = codec_for(x)
-                assert (codec.compress(x).nbytes if codec else None) == nbytes
+                compressor = compressor_for(x)
+                assert (compressor.compress(x).nbytes if compressor else None) == nbytes
         indices = torch.empty(SIZE, dtype=torch.int64)
         with recorded_answers(lambda _: "index"):
-            codec = codec_for(indices)
-            packed = codec.compress(indices)
+            compressor = compressor_for(indices)
+            packed = compressor.compress(indices)
             assert packed.nbytes == indices.numel() + 8 * 16 * 16
-            assert codec.decompress(packed).shape == indices.shape
+            assert compressor.decompress(packed).shape == indices.shape
 
 
 class Ragged(Parts, linear=lambda: nn.Linear(64, 64)):

@@ -103,8 +103,8 @@ def _bytes_after_forward(net: nn.Module, plan: Plan, *args: Tensor) -> int:
     stored: dict[int, int] = {}
     apply_plan(net, plan)
 
-    def noted(codec: object, x: Tensor) -> Packed:
-        packed = store(codec, x)  # type: ignore[arg-type]
+    def noted(compressor: object, x: Tensor) -> Packed:
+        packed = store(compressor, x)  # type: ignore[arg-type]
         for tensor in packed.data:
             stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         alive.append(packed)
@@ -117,7 +117,7 @@ def _bytes_after_forward(net: nn.Module, plan: Plan, *args: Tensor) -> int:
     return sum(stored.values())
 
 
-# ---------------------------------------------------------------------------------------------- the codec itself
+# ---------------------------------------------------------------------------------------------- the compressor itself
 
 
 @pytest.fixture

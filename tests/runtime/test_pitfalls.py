@@ -78,11 +78,11 @@ def test_pitfall_03_synchronized_batch_norm_reduces_alike() -> None:
     torch.testing.assert_close(block.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("codec", ["null", "sparse", "bit", "uint8"])
-def test_pitfall_05_06_08_dropout_keeps_its_mask(codec: str) -> None:
+@pytest.mark.parametrize("compressor", ["null", "sparse", "bit", "uint8"])
+def test_pitfall_05_06_08_dropout_keeps_its_mask(compressor: str) -> None:
     """The gradient must be zero exactly where the output is."""
     block = nn.Sequential(nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5))
-    install_segment(block, SegmentConfig(compressor=codec))
+    install_segment(block, SegmentConfig(compressor=compressor))
     x = torch.ones(1000, requires_grad=True)
     output = block(x)
     torch.randn(7)  # someone else draws in between
@@ -92,8 +92,8 @@ def test_pitfall_05_06_08_dropout_keeps_its_mask(codec: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("codec", ["null", "bit"])
-def test_pitfall_05_random_numbers_of_python_and_numpy(codec: str) -> None:
+@pytest.mark.parametrize("compressor", ["null", "bit"])
+def test_pitfall_05_random_numbers_of_python_and_numpy(compressor: str) -> None:
     class Skipping(Parts, inner=mlp):
         def forward(self, x: Tensor) -> Tensor:
             scale = random.choice([0.0, 1.0, 2.0, 3.0]) + np.random.rand()
@@ -102,7 +102,7 @@ def test_pitfall_05_random_numbers_of_python_and_numpy(codec: str) -> None:
     plain = nn.Sequential(*(Skipping() for _ in range(4)))
     optimized = copy.deepcopy(plain)
     for block in optimized:
-        install_segment(block, SegmentConfig(compressor=codec))
+        install_segment(block, SegmentConfig(compressor=compressor))
     found = []
     for net in (plain, optimized):
         random.seed(0)
@@ -204,8 +204,8 @@ def test_pitfall_16_a_mutable_argument_does_not_keep_later_layers_alive() -> Non
     assert block.inner[0].weight.grad is not None
 
 
-@pytest.mark.parametrize("codec", ["null", "bit", "uint8"])
-def test_pitfall_18_one_tensor_passed_twice_is_stored_once(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compressor", ["null", "bit", "uint8"])
+def test_pitfall_18_one_tensor_passed_twice_is_stored_once(compressor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Attending(nn.Module):
         def forward(self, q: Tensor, k: Tensor, *, v: Tensor) -> Tensor:
             return (q @ k.t()).softmax(-1) @ v
@@ -213,14 +213,14 @@ def test_pitfall_18_one_tensor_passed_twice_is_stored_once(codec: str, monkeypat
     stored: list[Packed] = []
     compress = segment_call.store
 
-    def storing(codec: SpikeCompressor, x: Tensor) -> Packed:
-        stored.append(compress(codec, x))
+    def storing(compressor: SpikeCompressor, x: Tensor) -> Packed:
+        stored.append(compress(compressor, x))
         return stored[-1]
 
     monkeypatch.setattr(segment_call, "store", storing)
     block, x = Attending(), (torch.rand(8, 8) < 0.5).float().requires_grad_()
     (expected,) = torch.autograd.grad(block(x, x, v=x).square().sum(), x)
-    install_segment(block, SegmentConfig(compressor=codec))
+    install_segment(block, SegmentConfig(compressor=compressor))
     (found,) = torch.autograd.grad(block(x, x, v=x).square().sum(), x)
     assert torch.equal(found, expected)
     inputs = [packed for packed in stored if packed.shape == (8, 8)]
@@ -288,18 +288,18 @@ def test_pitfall_20_parameters_are_not_packed() -> None:
     block, seen = Taking(), list[int]()
     block.taken.register_forward_hook(lambda *called: seen.append(called[-1].untyped_storage()._cdata))
     install_segment(block, SegmentConfig(compressor="bit"))
-    weight = nn.Parameter(torch.eye(4))  # zeros and ones: the codec would take it
+    weight = nn.Parameter(torch.eye(4))  # zeros and ones: the compressor would take it
     block(torch.ones(3, 4, requires_grad=True), weight).sum().backward()
     assert seen == [weight.untyped_storage()._cdata] * 2
     assert weight.grad is not None
 
 
-@pytest.mark.parametrize("codec", ["null", "boolean", "uint8", "bit", "sparse"])
-def test_pitfall_21_strides_survive(codec: str) -> None:
+@pytest.mark.parametrize("compressor", ["null", "boolean", "uint8", "bit", "sparse"])
+def test_pitfall_21_strides_survive(compressor: str) -> None:
     strides: list[tuple[int, ...]] = []
     block = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Sigmoid())
     block[0].register_forward_pre_hook(lambda _, args: strides.append(args[0].stride()))
-    install_segment(block, SegmentConfig(compressor=codec))
+    install_segment(block, SegmentConfig(compressor=compressor))
     spikes = (torch.rand(2, 3, 5, 5) < 0.1).float()
     for x in (
         spikes.contiguous(memory_format=torch.channels_last),
@@ -587,11 +587,11 @@ PITFALLS: dict[int, tuple[str, tuple[str, ...]]] = {
         ("test_fault.py::test_its_death_is_an_answer", "test_fault.py::test_fault_in_a_subprocess"),
     ),
     35: (
-        "a codec that rounds",
+        "a compressor that rounds",
         (
             "runtime/test_compressor.py::test_one_foreign_value_and_the_tensor_is_kept_raw",
             "runtime/test_compressor.py::test_uint8_foreign_values",
-            "runtime/test_user_attributes.py::test_what_a_codec_of_the_users_own_would_round_is_kept_raw",
+            "runtime/test_user_attributes.py::test_what_a_compressor_of_the_users_own_would_round_is_kept_raw",
         ),
     ),
     36: ("hidden state with a graph", ("runtime/test_state.py::test_hidden_state_with_a_graph_is_detached",)),

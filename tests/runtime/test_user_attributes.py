@@ -29,7 +29,7 @@ WIDTH = 32
 
 
 class Halves:
-    """A codec of the user's own: float32 in two bytes each, which only some values survive."""
+    """A compressor of the user's own: float32 in two bytes each, which only some values survive."""
 
     calls = 0
 
@@ -81,12 +81,12 @@ def spikes(*shape: int) -> Tensor:
         (None, None),
     ],
 )
-def test_the_codec_that_a_module_asks_for(said: Any, name: str | None) -> None:
+def test_the_compressor_that_a_module_asks_for(said: Any, name: str | None) -> None:
     assert declared_compressor(Block(x_compressor=said)) == name
 
 
 @pytest.mark.parametrize("said", ["ZipCompressor", 3, object(), "bit "])
-def test_a_codec_that_nobody_knows_refuses_the_segment(said: Any) -> None:
+def test_a_compressor_that_nobody_knows_refuses_the_segment(said: Any) -> None:
     block = Block(x_compressor=said)
     assert "its x_compressor is" in refusal(block)
     assert "BitSpikeCompressor" in refusal(block)
@@ -96,7 +96,7 @@ def test_a_codec_that_nobody_knows_refuses_the_segment(said: Any) -> None:
         match_targets(record(step_of(nn.Sequential(block)), 8, contents=True).modules, ["Block"])
 
 
-def test_a_codec_of_the_users_own_in_a_step(judge: Any) -> None:
+def test_a_compressor_of_the_users_own_in_a_step(judge: Any) -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), Block(x_compressor=Halves()))
     for x in (spikes(8, WIDTH), torch.randn(8, WIDTH)):
         judge(nn.Sequential(net[2]), {"0": SegmentConfig(compressor="own")}, x)  # exact for halves, raw for the rest
@@ -105,7 +105,7 @@ def test_a_codec_of_the_users_own_in_a_step(judge: Any) -> None:
     assert Halves.calls >= 8
 
 
-def test_a_codec_of_the_users_own_is_not_asked_about_nothing() -> None:
+def test_a_compressor_of_the_users_own_is_not_asked_about_nothing() -> None:
     block = Block(x_compressor=Halves())
     install_segment(block, SegmentConfig(compressor="own"))
     before = Halves.calls
@@ -113,16 +113,16 @@ def test_a_codec_of_the_users_own_is_not_asked_about_nothing() -> None:
     assert Halves.calls == before
 
 
-def test_what_a_codec_of_the_users_own_would_round_is_kept_raw() -> None:
-    codec = OwnCompressor(Halves())
+def test_what_a_compressor_of_the_users_own_would_round_is_kept_raw() -> None:
+    compressor = OwnCompressor(Halves())
     exact, rounded = spikes(64), torch.full((64,), 0.1)
-    assert not codec.compress(exact).raw
-    assert codec.compress(exact).nbytes == 64 * 2
-    assert codec.compress(rounded).raw
+    assert not compressor.compress(exact).raw
+    assert compressor.compress(exact).nbytes == 64 * 2
+    assert compressor.compress(rounded).raw
     strided = spikes(4, 16).t()
-    assert codec.decompress(codec.compress(strided)).stride() == strided.stride()
+    assert compressor.decompress(compressor.compress(strided)).stride() == strided.stride()
     for x in (exact, rounded, strided, torch.tensor([-0.0, 1.0])):
-        assert torch.equal(codec.decompress(codec.compress(x)), x)
+        assert torch.equal(compressor.decompress(compressor.compress(x)), x)
 
 
 class Reshaping(Halves):
@@ -130,12 +130,12 @@ class Reshaping(Halves):
         return super().decompress(packed).flatten()
 
 
-def test_a_codec_that_loses_the_shape_is_not_used() -> None:
+def test_a_compressor_that_loses_the_shape_is_not_used() -> None:
     assert OwnCompressor(Reshaping()).compress(spikes(4, 4)).raw
 
 
 class Flat:
-    """A codec that is told the shape, and given whatever ``compress`` returned: SpikingJelly's signature."""
+    """A compressor that is told the shape, and given whatever ``compress`` returned: SpikingJelly's signature."""
 
     def compress(self, s_seq: Tensor) -> Tensor:
         return s_seq.to(torch.float16).flatten()
@@ -157,15 +157,15 @@ class Optional(Flat):
 
 
 @pytest.mark.parametrize("said", [Flat(), Named(), Optional()], ids=["required", "with a default", "called shape"])
-def test_a_codec_that_wants_the_shape_is_given_it(said: Any, judge: Any) -> None:
-    codec, x = OwnCompressor(said), spikes(8, WIDTH)
-    packed = codec.compress(x)
+def test_a_compressor_that_wants_the_shape_is_given_it(said: Any, judge: Any) -> None:
+    compressor, x = OwnCompressor(said), spikes(8, WIDTH)
+    packed = compressor.compress(x)
     assert (packed.raw, packed.nbytes) == (False, x.nbytes // 2)
-    assert torch.equal(codec.decompress(packed), x)
+    assert torch.equal(compressor.decompress(packed), x)
     judge(nn.Sequential(Block(x_compressor=said)), {"0": SegmentConfig(compressor="own")}, x)
 
 
-def test_a_codec_of_the_users_own_is_copied_and_saved_with_the_module() -> None:
+def test_a_compressor_of_the_users_own_is_copied_and_saved_with_the_module() -> None:
     block = Block(x_compressor=Halves())
     install_segment(block, SegmentConfig(compressor="own"))
     file = io.BytesIO()
@@ -262,7 +262,7 @@ class Spikes(torch.autograd.Function):
 
 
 class Firing(nn.Module):
-    """A layer whose output survives every codec, and is kept by nothing but its readers."""
+    """A layer whose output survives every compressor, and is kept by nothing but its readers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return Spikes.apply(x)
@@ -275,11 +275,11 @@ def before_others(*layers: nn.Module) -> nn.Sequential:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("said", "codec", "share"), [(Halves(), "own", 2), ("BitSpikeCompressor", "bit", 32), (None, "bit", 32)]
+    ("said", "compressor", "share"), [(Halves(), "own", 2), ("BitSpikeCompressor", "bit", 32), (None, "bit", 32)]
 )
-def test_level_1_packs_as_the_module_asks(said: Any, codec: str, share: int) -> None:
+def test_level_1_packs_as_the_module_asks(said: Any, compressor: str, share: int) -> None:
     step = step_of(before_others(nn.Linear(WIDTH, WIDTH), Firing(), Block(x_compressor=said)), 512, WIDTH)
-    assert climbed(step, 1, "Block").segments == (SegmentPlan(path="2", compressor=codec),)
+    assert climbed(step, 1, "Block").segments == (SegmentPlan(path="2", compressor=compressor),)
     traces = {m.path: m for m in record(step, 512, contents=True).modules}
     assert traces["2"].packed_input_bytes == traces["2"].input_bytes / share
 
@@ -291,7 +291,7 @@ def test_of_several_inputs_those_are_packed_that_survive_it() -> None:
     assert traces["cell"].packed_input_bytes == raw + membrane  # only the membrane starts out as zeros
 
 
-def test_a_codec_that_holds_nothing_is_not_tried_at_every_step() -> None:
+def test_a_compressor_that_holds_nothing_is_not_tried_at_every_step() -> None:
     net = before_others(nn.Linear(WIDTH, WIDTH), Block(x_compressor="BitSpikeCompressor"))
     assert climbed(step_of(net, 512, WIDTH), 1, "Block").segments == (SegmentPlan(path="1"),)
 

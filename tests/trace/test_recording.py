@@ -32,11 +32,11 @@ from memopt_cli.search.plan.block_tree import block_tree
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.trace import (
-    Codecs,
+    Compressors,
     FakeStep,
     count,
     fake_mode,
-    match_codecs,
+    match_compressors,
     place_fake,
     record,
     time_operators,
@@ -387,11 +387,11 @@ def test_contents_of_another_step_tell_nothing_of_storages() -> None:
 
 def test_of_modules_that_run_other_operators_in_a_dry_run_nothing_is_known() -> None:
     trace = record(step_of(Spikes(), torch.randn(64, 40)), 64, contents=True)
-    saved = match_codecs(trace, trace).saved
+    saved = match_compressors(trace, trace).saved
     ((module, _),) = saved
     for path, left in ((module, {}), ("elsewhere", saved)):
         ops = tuple(replace(op, name="aten::other") if op.module == path else op for op in trace.ops)
-        assert match_codecs(trace, replace(trace, ops=ops)).saved == left
+        assert match_compressors(trace, replace(trace, ops=ops)).saved == left
 
 
 def test_times_come_to_their_operators() -> None:
@@ -460,11 +460,11 @@ class Sliced(Parts, cell=lambda: nn.Linear(32, 32)):
         return torch.stack([self.cell(step) for step in x])
 
 
-@pytest.mark.parametrize(("x", "codec"), [(torch.randn(10, 8, 32), "null"), (torch.ones(10, 8, 32), "bit")])
-def test_a_slice_packs_as_a_slice(x: Tensor, codec: str) -> None:
+@pytest.mark.parametrize(("x", "compressor"), [(torch.randn(10, 8, 32), "null"), (torch.ones(10, 8, 32), "bit")])
+def test_a_slice_packs_as_a_slice(x: Tensor, compressor: str) -> None:
     step = Step(model=Sliced(), args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
     cell = next(m for m in record(step, batch=8, contents=True).modules if m.path == "cell")
-    assert cell.compressor == codec
+    assert cell.compressor == compressor
 
 
 class MostlyZero(Parts, blocks=lambda: nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))):
@@ -491,10 +491,10 @@ def test_a_dry_run_knows_how_sparse_inputs_were() -> None:
         assert tree[m.path].compressor == "sparse"
         assert tree[m.path].packed_input_bytes < 0.05 * m.input_bytes
 
-    def peak(fake: FakeStep | None, plan: Plan, codecs: Codecs | None) -> int:
+    def peak(fake: FakeStep | None, plan: Plan, compressors: Compressors | None) -> int:
         model = fake.step.model if fake else step.model
         apply_plan(model, plan)
-        counted = fake.count(codecs=codecs) if fake else count(step)
+        counted = fake.count(compressors=compressors) if fake else count(step)
         remove_plan(model)
         return counted.tensor_peak_bytes
 
@@ -502,7 +502,7 @@ def test_a_dry_run_knows_how_sparse_inputs_were() -> None:
     really = peak(None, plan, None)
     assert really < 0.75 * peak(None, raw, None)
     assert peak(fake, plan, None) == peak(None, raw, None)
-    assert peak(fake, plan, match_codecs(trace, trace)) == pytest.approx(really, rel=0.05)
+    assert peak(fake, plan, match_compressors(trace, trace)) == pytest.approx(really, rel=0.05)
     assert CostModel(trace).predict(plan).allocated_peak_bytes == pytest.approx(really, rel=0.05)
 
 
@@ -538,8 +538,8 @@ def test_a_dry_run_knows_which_output_of_chunks_packs_where_others_share_storage
     remove_plan(step.model)
     fake = FakeStep(step)
     apply_plan(fake.step.model, plan)
-    assert match_codecs(trace, trace).outputs == {("shares", 4): "bit"}
-    assert fake.count(codecs=match_codecs(trace, trace)).tensor_peak_bytes == really
+    assert match_compressors(trace, trace).outputs == {("shares", 4): "bit"}
+    assert fake.count(compressors=match_compressors(trace, trace)).tensor_peak_bytes == really
 
 
 def test_bytes_of_outputs_that_share_a_storage_count_once() -> None:
@@ -578,4 +578,4 @@ def test_a_dry_run_knows_how_what_fires_packs_where_the_potential_is_copied_at_e
     really = count(step).tensor_peak_bytes
     remove_plan(step.model)
     apply_plan(fake.step.model, plan)
-    assert fake.count(codecs=match_codecs(trace, trace)).tensor_peak_bytes == pytest.approx(really, rel=0.01)
+    assert fake.count(compressors=match_compressors(trace, trace)).tensor_peak_bytes == pytest.approx(really, rel=0.01)

@@ -411,12 +411,12 @@ def test_a_dry_run_of_packed_inputs_takes_the_plan_at_its_word() -> None:
 
     model, x = Branches(), torch.randn(256, 64)
     found: dict[str, Counted] = {}
-    for codec in ("null", "bit"):
-        apply_plan(model, Plan(segments=tuple(segment(f"parts.{i}", compressor=codec) for i in range(4))))
+    for compressor in ("null", "bit"):
+        apply_plan(model, Plan(segments=tuple(segment(f"parts.{i}", compressor=compressor) for i in range(4))))
         step = step_of(model, (x,))
-        found[codec] = count(step)
+        found[compressor] = count(step)
         dry = FakeStep(step).count()  # without data nothing is packed, by fewer operators
-        assert replace(dry, operators=found[codec].operators) == found[codec]
+        assert replace(dry, operators=found[compressor].operators) == found[compressor]
         remove_plan(model)
     assert found["null"].tensor_peak_bytes - found["bit"].tensor_peak_bytes > 1.5 * x.numel() * FLOAT
 
@@ -454,7 +454,7 @@ def test_called_modules_in_the_order_of_their_first_call(modules: dict[str, Modu
     assert modules["any"].class_name == "Linear"
 
 
-def test_inputs_and_the_smallest_codec_that_holds_them(modules: dict[str, ModuleTrace]) -> None:
+def test_inputs_and_the_smallest_compressor_that_holds_them(modules: dict[str, ModuleTrace]) -> None:
     tensor = 16 * 40 * FLOAT
     assert all(m.input_shape == (16, 40) for m in modules.values())
     assert {p: m.compressor for p, m in modules.items() if m.compressor != "null"} == {

@@ -34,7 +34,7 @@ def prepare_here(
         spec=spec,
         batch=batch,
         carried=carried,
-        asked_codecs=(),
+        asked_compressors=(),
         fixed_sizes=False,
         indices={},
         batch_norms=True,

@@ -84,10 +84,10 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     card = bench.subject.card
     workspaces = workspaces_for(bench, job.plan) if described and card is None else Workspaces()
     allocated = None if card is None else _allocator_of(bench, card, to_fit=job.batch is not None)
-    codecs = bench.fact(_codecs) if job.plan != ORIGINAL else None
+    compressors = bench.fact(_compressors) if job.plan != ORIGINAL else None
     try:
         with step_under(bench, job.plan, job.batch, job.dims) as fake:
-            counted = fake.count(workspaces, codecs, allocated)
+            counted = fake.count(workspaces, compressors, allocated)
             if bench.subject.layout is None:
                 return counted
             from memopt_cli.training.sharded.spread import data_ranks  # takes seconds to import
@@ -134,10 +134,10 @@ def _original_trace_without_workspaces(bench: Bench) -> Traced:
 
 def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
     """Record a step under ``plan`` on tensors without data, or on data if the model does not run without."""
-    codecs = codecs_for(bench, plan)
+    compressors = compressors_for(bench, plan)
     try:
         with step_under(bench, plan) as fake, _checkpoints_of(fake.step, plan) as checkpoints:
-            recorded = fake.record(bench.batch, workspaces, codecs)
+            recorded = fake.record(bench.batch, workspaces, compressors)
     except Exception as error:
         if not may_need_data(error):
             raise
@@ -189,24 +189,24 @@ def _require_data(bench: Bench, reason: str) -> NoReturn:
     raise NeedsDataError(reason, hint=_USE_DATA)
 
 
-def codecs_for(bench: Bench, plan: Plan) -> trace.Codecs | None:
-    """Return which tensors codecs can hold in fewer bytes; ``None`` for a ``plan`` that packs nothing."""
+def compressors_for(bench: Bench, plan: Plan) -> trace.Compressors | None:
+    """Return which tensors compressors can hold in fewer bytes; ``None`` for a ``plan`` that packs nothing."""
     packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
-    return bench.fact(_codecs) if packs else None
+    return bench.fact(_compressors) if packs else None
 
 
-def _codecs(bench: Bench) -> trace.Codecs:
-    """Return which tensors codecs can hold in fewer bytes.
+def _compressors(bench: Bench) -> trace.Compressors:
+    """Return which tensors compressors can hold in fewer bytes.
 
     A step on data finds them if it may run, because a dry run has no values to inspect.
     """
     if bench.subject.data == "none":
-        return trace.Codecs()
+        return trace.Compressors()
     dry_run = bench.fact(_original_trace if bench.has_fact(_original_trace) else _original_trace_without_workspaces)
     if _wants_data(bench, dry_run):
         with contextlib.suppress(Exception):  # the model's own code, or too little memory
-            return trace.match_codecs(record_on_data(bench, ORIGINAL).trace, dry_run.trace)
-    return trace.match_codecs(dry_run.trace, dry_run.trace)
+            return trace.match_compressors(record_on_data(bench, ORIGINAL).trace, dry_run.trace)
+    return trace.match_compressors(dry_run.trace, dry_run.trace)
 
 
 # ---------------------------------------------------------------------------------------------- their seconds

@@ -24,7 +24,7 @@ from memopt_cli.errors import StepError
 from memopt_cli.measure.allocated import Allocated, least_growth
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.compiled import breakdown_of, compile_step
-from memopt_cli.measure.answers.dry_runs import codecs_for, operator_times
+from memopt_cli.measure.answers.dry_runs import compressors_for, operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.without_data import count_step_bytes, require_room
 from memopt_cli.measure.answers.workspaces import full_workspaces, workspaces_seen
@@ -81,7 +81,7 @@ which memory is recorded, since recording slows plans down by 20 to 45 %; a prob
 
 def measure(bench: Bench, job: MeasureJob) -> Measured:
     """Measure time and memory of steps under the plan of ``job``, after a first step that must run every segment."""
-    require_room(bench, count_step_bytes(bench, job.plan, codecs_for=codecs_for))
+    require_room(bench, count_step_bytes(bench, job.plan, compressors_for=compressors_for))
     with device_of(job.limit_bytes, bench.settings.device):
         return _measure(bench, job) if job.plan.compile is None else _measure_compiled(bench, job)
 
@@ -252,7 +252,7 @@ def _time_in_turn(bench: Bench, step: Step) -> float:
 
 def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
     """Measure the allocated peak and the time of a step at the sizes of ``job``."""
-    require_room(bench, count_step_bytes(bench, job.plan, job.batch, job.dims, codecs_for))
+    require_room(bench, count_step_bytes(bench, job.plan, job.batch, job.dims, compressors_for))
     step = bench.step(job.batch, job.dims)
     if job.plan.compile is None:
         apply_plan(bench.model, job.plan, bench.optimizer)

@@ -81,9 +81,9 @@ def count_step_bytes(
     plan: Plan,
     batch: int | None = None,
     dims: Mapping[str, int] = MappingProxyType({}),
-    codecs_for: Callable[[Bench, Plan], trace.Codecs | None] = lambda *_: None,
+    compressors_for: Callable[[Bench, Plan], trace.Compressors | None] = lambda *_: None,
 ) -> int:
-    """Count the bytes of the machine's memory that a step under ``plan`` needs, packed by ``codecs_for`` the plan.
+    """Count the bytes of the machine's memory that a step under ``plan`` needs, packed by ``compressors_for`` the plan.
 
     0: a step on a GPU, where it fails and nothing else does; one with compiled parts, since the compiler cannot run
     without data; or a model that needs data.
@@ -92,9 +92,9 @@ def count_step_bytes(
     if bench.settings.device != "cpu" or compiles:
         return 0
     try:
-        codecs = codecs_for(bench, plan)
+        compressors = compressors_for(bench, plan)
         with step_under(bench, plan, batch, dims) as fake:
-            return fake.count(codecs=codecs).allocated_peak_bytes
+            return fake.count(compressors=compressors).allocated_peak_bytes
     except Exception as error:
         if not may_need_data(error):
             raise

@@ -45,7 +45,7 @@ from memopt_cli.records import Inspection, LoadedModel, ModelFacts, Plan, Snapsh
 from memopt_cli.runtime import named_parts, reset_hidden_state, uninitialized
 from memopt_cli.runtime.private_torch import is_fake
 from memopt_cli.text.documents import quoted_path
-from memopt_cli.trace import built_without_data, codec_paths, fake_mode
+from memopt_cli.trace import built_without_data, compressor_paths, fake_mode
 from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.training.own_checkpoints import find_switches
@@ -128,7 +128,7 @@ def facts_of(loaded: LoadedModel, job: DescribeJob) -> ModelFacts:
         spec=spec,
         batch=None if spec is None else batch_of(spec),
         carried=carried,
-        asked_codecs=codec_paths(model),
+        asked_compressors=compressor_paths(model),
         # A program of ``torch.export`` in whose example inputs no size may vary.
         fixed_sizes=loaded.format == "exported" and loaded.example_spec is not None and not loaded.example_spec.dims,
         indices=dict(_indices_in(model)),

@@ -33,7 +33,7 @@ class Findings:
     """The result of one optimization so far: each stage adds to it, and :mod:`summary` makes the summary of it."""
 
     resolved: ResolvedSearch
-    asked_codecs: Sequence[str]
+    asked_compressors: Sequence[str]
     """Paths of the modules that ask for a compressor of their inputs (``x_compressor``)."""
     model_format: str
     device: str
@@ -92,7 +92,7 @@ class Findings:
         inputs = inputs_note(prepared.subject.spec)
         return cls(
             resolved=request.search,
-            asked_codecs=prepared.facts.asked_codecs,
+            asked_compressors=prepared.facts.asked_compressors,
             model_format=prepared.facts.format,
             device=prepared.subject.settings.device,
             by_goal=request.goal != SearchGoal(),

@@ -31,7 +31,7 @@ def summarize(
     plan = findings.plan.longest
     chunked = [s for s in plan.segments if s.chunks > 1]
     packed = [s for s in plan.segments if s.compressor != "null"]
-    manual = [s for s in packed if s.path in findings.asked_codecs]
+    manual = [s for s in packed if s.path in findings.asked_compressors]
     outer, splits, _ = count_segments(plan.segments, options.temporal_split_factor)
     splits += _replaced_by_parts(plan, selection)
     measurement = findings.measurement
@@ -105,13 +105,13 @@ def _unused_compressor_notes(findings: Findings) -> list[str]:
 
     Modules that were not candidates for a segment are named only if the user listed the candidates.
     """
-    options, asking = findings.resolved.options, findings.asked_codecs
+    options, asking = findings.resolved.options, findings.asked_compressors
     if not options.compress_x or findings.selection is None:
         return []
     considered = findings.selection.considered
     compressors = {m.path: m.compressor for m in considered}
     compressors |= {s.path: s.compressor for s in findings.plan.longest.segments}
-    misfits = {m.path: m.codec_misfit for m in considered}
+    misfits = {m.path: m.compressor_misfit for m in considered}
     paths_by_reason: dict[str, list[str]] = {}
     for path, compressor in compressors.items():
         if compressor == "null" and path in asking:

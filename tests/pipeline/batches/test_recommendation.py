@@ -182,7 +182,7 @@ class TestInProcess:
         assert_largest(found.batch, location, "4x64", MIB)
 
     def test_a_model_that_wants_data_under_a_plan_that_packs(self, tmp_path: Path) -> None:
-        """Its codecs are found by a record of the original, which cannot be made; runs find the batch all the same."""
+        """A record of the original finds its compressors, and cannot be made; runs find the batch all the same."""
         location = saved(tmp_path / "net.pt", Reading())
         found = recommended(location, "4x64", memory=MIB, plan_path=plan_file(tmp_path, Plan(packed=True)))
         assert [row.planned for row in found.rows] == [False, True]

@@ -492,7 +492,7 @@ def test_a_run_that_fails_inside_a_range_is_named_with_its_reason(monkeypatch: p
 
 
 SMALLEST = Plan(segments=(SegmentPlan(path="0"),))
-FOUND: dict[str, Any] = {"resolved": resolve({}), "asked_codecs": (), "model_format": "pickle", "device": "cpu"}
+FOUND: dict[str, Any] = {"resolved": resolve({}), "asked_compressors": (), "model_format": "pickle", "device": "cpu"}
 
 
 @pytest.mark.parametrize(
@@ -504,7 +504,7 @@ def test_where_only_its_own_checkpoints_fit_the_model_is_said_to_have_them(
     original = a_row(0, outcome=measured(peak_mib << 20, 1.0), plan=Plan())
     findings = Findings(
         resolved=resolve({}),
-        asked_codecs=(),
+        asked_compressors=(),
         model_format="pickle",
         device="cpu",
         rows=[original],

@@ -49,7 +49,7 @@ def summary(
     return summarize(
         Findings(
             resolved=resolved,
-            asked_codecs=("a",),  # it asks for its codec itself
+            asked_compressors=("a",),  # it asks for its compressor itself
             model_format="module",
             device="cpu",
             plan=plan,
@@ -105,7 +105,7 @@ def test_a_module_whose_parts_are_segments_in_its_place_was_split() -> None:
 
 
 @pytest.mark.parametrize("segments", [(), (B,), (SegmentPlan(path="a"),)])
-def test_a_codec_that_does_not_fit_is_noted_with_a_segment_and_without(segments: tuple[SegmentPlan, ...]) -> None:
+def test_a_compressor_that_does_not_fit_is_noted_with_a_segment_and_without(segments: tuple[SegmentPlan, ...]) -> None:
     found = summary(row(0), row(1, plan=Plan(segments=segments)), applied=1, selection=selected(a_module("a")))
     assert found.notes == [
         "x_compressor is not used by 'a': it does not make all their inputs in this step smaller without loss, so a "
@@ -119,7 +119,7 @@ def test_a_codec_that_does_not_fit_is_noted_with_a_segment_and_without(segments:
     assert again.notes == []
 
 
-def test_codecs_are_counted_by_who_chose_them() -> None:
+def test_compressors_are_counted_by_who_chose_them() -> None:
     found = summary(*map(row, range(4)), applied=3)
     counts = found.manual_compressor_count, found.bit_compressor_count, found.null_compressor_count
     assert counts == (1, 1, 1)  # a's own, b.1's, b.2's

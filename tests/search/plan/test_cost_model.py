@@ -647,7 +647,7 @@ def test_what_a_segment_was_given_is_gone_before_gradients_are_added_up() -> Non
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_chunks_behind_an_axis_that_is_not_cut_are_not_packed(axis: int) -> None:
-    """They have gaps, and a codec stores them as they are: predicted as packed they looked far too small."""
+    """They have gaps, and a compressor stores them as they are: predicted as packed they looked far too small."""
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh(), nn.Tanh()) for _ in range(6)]
     subject = Subject(nn.Sequential(*blocks), torch.randn(64, 64, 64))
     paths, rule = [str(index) for index in range(1, 6)], ChunkRule(axis=axis)

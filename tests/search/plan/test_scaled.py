@@ -98,7 +98,7 @@ def test_steps_of_other_operators_are_not_on_one_line() -> None:
     assert pair_records(*found) is None
 
 
-def test_a_codec_that_held_one_record_alone_holds_none() -> None:
+def test_a_compressor_that_held_one_record_alone_holds_none() -> None:
     packed = tuple(replace(s, compressor="bit", packed_bytes=1) for s in chain(8).storages)
     found = of(chain(3), replace(chain(8), storages=packed)).scale_to(16, pace=1.0, update_pace=1.0)
     assert {(s.compressor, s.packed_bytes - s.nbytes) for s in found.storages} == {("null", 0)}

@@ -135,6 +135,6 @@ def test_the_outermost_are_in_the_order_of_first_call() -> None:
     assert [m.path for m in find_outermost(chosen)] == ["a.x", "a.y", "b"]
 
 
-@pytest.mark.parametrize(("compress", "codec"), [(True, "bit"), (False, "null")])
-def test_inputs_are_packed_if_that_is_wanted(compress: bool, codec: str) -> None:
-    assert plain_segment(BLOCKS[1], compress) == SegmentPlan(path="a", compressor=codec)
+@pytest.mark.parametrize(("compress", "compressor"), [(True, "bit"), (False, "null")])
+def test_inputs_are_packed_if_that_is_wanted(compress: bool, compressor: str) -> None:
+    assert plain_segment(BLOCKS[1], compress) == SegmentPlan(path="a", compressor=compressor)
