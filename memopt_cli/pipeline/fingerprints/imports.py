@@ -108,9 +108,12 @@ def _sources(modules: Mapping[str, str], own: Path) -> dict[str, dict[Path, set[
     for name, file in sorted(modules.items()):
         path = Path(file).resolve()
         depth = name.count(".") + (path.stem == "__init__")
-        if path != own and depth < len(path.parents):
-            folder = path.parents[depth]
-            folders.setdefault(name.partition(".")[0], {}).setdefault(folder, set()).add(path.relative_to(folder))
+        if path == own or depth >= len(path.parents):
+            continue
+        folder, package = path.parents[depth], name.partition(".")[0]
+        file_in_folder = path.relative_to(folder)
+        if file_in_folder.parts[0].partition(".")[0] == package:  # else it was loaded under a name of its own
+            folders.setdefault(package, {}).setdefault(folder, set()).add(file_in_folder)
     return folders
 
 

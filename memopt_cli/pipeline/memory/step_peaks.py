@@ -115,7 +115,13 @@ def _saved_by_plan(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
         held_by = holders.get(index)
         if held_by and storage.kind in ("activations", "inputs"):
             yield _saved_tensor(trace, storage, by=SEGMENT, module=held_by[0], keepers=len(held_by))
-        elif storage.kind == "activations" and storage.died is not None and index not in outputs and storage.born >= 0:
+        elif (
+            storage.kind == "activations"
+            and storage.died is not None
+            and index not in outputs
+            and storage.born >= 0
+            and trace.ops[storage.born].phase == "forward"
+        ):
             paths = () if index in segment_outputs else ancestry(storage.module)
             segment_path = next((path for path in paths if path in segments), None)
             by, module = SEGMENT, segment_path

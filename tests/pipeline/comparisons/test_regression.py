@@ -415,8 +415,7 @@ def test_only_lengths_that_inputs_have_are_recorded(history: History, recorded: 
     for spec, (dims, said) in cases.items():
         found = history.recorded(spec, dims=dims, plan_path=str(plan), force=True)
         assert found.baseline.shorter == ()
-        (note,) = found.notes
-        assert note.startswith(said)
+        (note,) = (note for note in found.notes if note.startswith(said))
         stream = io.StringIO()
         TextReport().show(found, stream)
         assert note in " ".join(stream.getvalue().split())
