@@ -443,6 +443,19 @@ class HookedOnce(Net):
         return super().forward(x)
 
 
+class HookedThrice(Net):
+    """A block that is called twice, with a hook that is not to be called twice for each."""
+
+    def __init__(self, *blocks: nn.Module, around: Callable[..., Any] = plainly) -> None:
+        super().__init__(*blocks, *blocks, around=around)
+        self.left: list[None] = []
+        self.blocks[0].register_forward_pre_hook(lambda module, args: self.left.pop())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left = [None] * 3
+        return super().forward(x)
+
+
 class Within(Parts, block=lambda: Block(nn.Tanh())):
     """Is given a tensor, and the same in a dict."""
 
@@ -488,6 +501,8 @@ given_reentrant = functools.partial(given_checked, use_reentrant=True)
             id="a cache of a function"),
         pytest.param(lambda around: HookedOnce(Block(nn.Tanh()), Block(nn.Tanh()), around=around), checked,
             "blocks.1.wide", causes.NEW_ERROR, id="a hook"),
+        pytest.param(lambda around: HookedThrice(Block(nn.Tanh()), around=around), checked, "blocks.0",
+            causes.NEW_ERROR, id="a hook of a module that is called twice"),
         pytest.param(lambda around: Net(Routed(experts=False), around=around), selective, "blocks.0",
             causes.OTHER_CALLS.format("blocks.0.ways.0"), id="a selective checkpoint"),
         pytest.param(lambda around: GivenADict(Within(), around=around), given_reentrant, "", causes.REENTRANT_WITHIN,

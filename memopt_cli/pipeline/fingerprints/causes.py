@@ -169,11 +169,16 @@ def _by_error(pair: Pair) -> Cause | None:
         return None
     ended_call: CallPrint | None = None
     for call in reversed(pair.candidate.calls):
-        is_outer = ended_call is None or is_within(call.path, ended_call.path)
-        if call.finished or not call.recomputed or not is_outer:
+        if call.finished or not call.recomputed:
+            break
+        if ended_call is not None and not _is_below(call.path, ended_call.path):  # such as an earlier call of it
             break
         ended_call = call
     return _cause_at(ended_call, NEW_ERROR) if ended_call is not None else None
+
+
+def _is_below(path: str, ancestor: str) -> bool:
+    return path != ancestor and is_within(path, ancestor)
 
 
 def _by_second_backward(pair: Pair, *, is_first: bool) -> Cause | None:
@@ -269,7 +274,7 @@ def _by_second_change(pair: Pair) -> Cause | None:
     paths_in_reference = {call.path for call in pair.reference.calls if call.recomputed}
     recomputed = [call for call in pair.candidate.calls if call.recomputed and call.path not in paths_in_reference]
     for name in (gap.name.split(" ")[-1] for gap in pair.gaps if gap.name.startswith(("buffer", "state"))):
-        owners = [call for call in recomputed if call.path != name and is_within(name, call.path)]
+        owners = [call for call in recomputed if _is_below(name, call.path)]
         if owners:
             return _cause_at(max(owners, key=lambda call: len(call.path)), REPEAT)
     return None
