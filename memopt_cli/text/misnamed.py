@@ -63,7 +63,8 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
     if builder:
         return f"Name what builds the model: {_with_weights(builder, weights)}"
     hint = "Name the function that builds the model, as build.py:build for build() in build.py"
-    return f"{hint}: {suggest_weights(weights)}"
+    written = next(filter(None, (_made_by_hand(path, names) for path in code_paths)), _WRITE_ANY)
+    return f"{hint}: {_with_weights('build.py:build', weights)}; {written}"
 
 
 def moved_hint(path: str, code_paths: Sequence[str] = (), class_name: str = "") -> str:
@@ -113,6 +114,19 @@ def suggest_weights(weights: str, class_name: str = "") -> str:
     name = class_name.rpartition(".")[2]
     known = name if name.isidentifier() and len(name) <= _LONGEST_NAME else "Net"
     return f"{_with_weights('build.py:build', weights)}; {_WRITE.format('net', known, f'{known}()')}"
+
+
+def _made_by_hand(path: str, names: Collection[str]) -> str:
+    """Return the sentence on a file to write that makes the class at ``path`` with attributes for tensors of ``names``.
+
+    The class needs arguments; the sentence is empty if no class has these attributes.
+    """
+    for node in reversed(_public_definitions_in(path)):
+        if isinstance(node, ast.ClassDef) and _assigns_attributes(f"{path}:{node.name}", names):
+            arguments = ", ".join(f"{name}=…" for name in _needed_arguments(node))
+            module = os.path.basename(path).removesuffix(".py")
+            return _WRITE.format(module, node.name, f"{node.name}({arguments})")
+    return ""
 
 
 def missing_refusal(location: str) -> tuple[str, str]:

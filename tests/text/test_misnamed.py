@@ -122,6 +122,14 @@ def test_a_script_is_asked_for_its_model_and_not_for_its_loss(tmp_path: Path) ->
     assert f"without arguments: {source}:Net." in hint
 
 
+@pytest.mark.parametrize("others", ["", "class Loss(nn.Module): ...\n"])
+def test_a_class_that_needs_arguments_is_made_in_a_file_to_write(others: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NET.replace("width=2", "width, *, depth, deep=False") + others)
+    hint = build_hint("sd.pt", [f"{tmp_path}/train.py"], NAMES)
+    assert hint.endswith("two lines: from train import Net; def build(): return Net(width=…, depth=…)")
+    assert builder_in(hint, "sd.pt") == "build.py:build"
+
+
 def test_a_builder_is_named_as_a_shell_reads_it_and_found_again_in_its_hint(tmp_path: Path) -> None:
     source = tmp_path / "it's mine: a b.py"
     source.write_text("raise RuntimeError\ndef make_model(): ...\n")
