@@ -268,7 +268,8 @@ def test_the_least_peak_is_that_of_chunks_of_every_module_alike() -> None:
 @pytest.mark.slow
 def test_chunks_that_a_step_refutes_are_not_planned_again() -> None:
     """The module that saves most is refuted only if a plan cuts it alone, and classes of refuted modules are left."""
-    planner = carriers().planner(lambda path: ChunkRule(axis=0, seq_inputs=1, seq_outputs=1))
+    rule = ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
+    planner = carriers().planner(lambda path: Refused(reason="no") if path in ("", "blocks.3") else rule)
     plans = [planner.least(4).plan]
     while planner.distrust_chunks(plans[-1]):
         plans.append(planner.least(4).plan)
