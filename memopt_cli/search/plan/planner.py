@@ -27,6 +27,7 @@ from memopt_cli.search.plan.chunk_trials import cut_segments
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan, TimeIsUp
 from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.level_search import LevelRuns, LevelSearch
+from memopt_cli.search.plan.levels import NESTED
 from memopt_cli.search.plan.search_spaces import SearchSpace, SearchSpaces
 from memopt_cli.search.plan.sending import fewer_sent, sending_variants
 from memopt_cli.text.units import format_bytes
@@ -225,7 +226,9 @@ class Planner:
         """Dry-run plans of ``level`` within ``budget_bytes``, then the fastest of them relaxed."""
         if self.dry_runs.smallest(0).peak_bytes <= budget_bytes:
             return
-        self._level_search(level).approach(budget_bytes)
+        # Trials of chunks take longest: first see what does without them, which some of the trials would have to beat.
+        for searched_level in dict.fromkeys((min(level, NESTED), level)):
+            self._level_search(searched_level).approach(budget_bytes)
         self._relax_fastest(level, budget_bytes)
 
     def _may_send(self, level: int) -> bool:
