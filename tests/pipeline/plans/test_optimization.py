@@ -681,7 +681,7 @@ def ended_once_lowered(answered: Callable[..., None], sent: signal.Signals) -> l
     ("sent", "goal"),
     [
         (signal.SIGTERM, ("--level", "4", "--max-slowdown", "none")),
-        (signal.SIGINT, ("--budget", "55%")),
+        (signal.SIGINT, ("--budget", "60%")),
         (signal.SIGINT, ("--frontier",)),
     ],
 )
