@@ -166,7 +166,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
     whole, where = loaded, tuple[str, ...]()
     if file.key is not None:
-        where, loaded = place_of(loaded, file.key, file.path, entries=_live_entries)
+        where, loaded, _ = place_of(loaded, file.key, file.path, entries=_live_entries)
     if not isinstance(loaded, nn.Module):
         modules = dict(found_in(loaded, lambda value: isinstance(value, nn.Module), entries=_live_entries))
         if len(modules) > 1:

@@ -67,7 +67,7 @@ def module_in(root: Any, key: str | None, path: str, code_paths: Sequence[str] =
     """
     whole, where = root, tuple[str, ...]()
     if key is not None:
-        where, root = place_of(root, key, path)
+        where, root, _ = place_of(root, key, path)
     if not (is_module(root) or _is_wrapper(root)):
         models = dict(found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
         if len(models) > 1:
@@ -92,9 +92,10 @@ def several_models(models: dict[Path, Any], path: str) -> FileFormatError:
     )
 
 
-def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) -> tuple[Path, Any]:
-    """Return the path of the entry ``key``, keys joined by dots, in ``root``, and the entry.
+def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) -> tuple[Path, Any, str]:
+    """Return the path of the entry ``key``, keys joined by dots, in ``root``, the entry, and a prefix in it.
 
+    The prefix, such as ``net.``, is of names of a state dict: the end of ``key`` where that is no entry; else empty.
     ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
     Raises :class:`FileFormatError` if there is no such entry.
     """
@@ -105,12 +106,14 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
         name = max(
             (name for name in entries_here if rest == name or rest.startswith(f"{name}.")), key=len, default=None
         )
+        if name is None and is_state_dict(value) and any(name.startswith(f"{rest}.") for name in entries_here):
+            return tuple(where), value, f"{rest}."
         if name is None:
             names = list_paths([(name,) for name in entries_here]) or "none"
             raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {names}.")
         value, rest = entries_here[name], rest[len(name) + 1 :]
         where.append(name)
-    return tuple(where), value
+    return tuple(where), value, ""
 
 
 def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", entries: Entries | None = None) -> Notes:
