@@ -95,7 +95,7 @@ def test_a_plan_of_a_step_says_how_to_name_the_model(path: str) -> None:
     for model, owner in ((net(), "Sequential"), (join_models({"other": net()}), "the step")):
         with pytest.raises(PlanError, match=f"'{path}', which {owner} does not have") as error:
             apply_plan(model, plan(path))
-        assert error.value.hint.endswith('If \'net\' is this one: memopt_cli.apply_plan({"net": model}, plan).')
+        assert error.value.hint.endswith("If 'net' is this one: memopt_cli.apply_plan({\"net\": model}, plan).")
     apply_plan(join_models({"net": net()}), plan(path))
 
 
