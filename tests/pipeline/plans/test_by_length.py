@@ -391,7 +391,7 @@ def test_a_shorter_length_above_the_budget_is_named(optimize: Memopt) -> None:
     assert "The verified plan is in net.memopt.plan.yaml." in done.err
     assert ", 500, 512, the lengths that were run; above it at others: " in done.out
     assert "MiB at S=330. No plan was found that fits there" in done.out
-    assert "MiB (at 330)" in done.out
+    assert "(peak at 330)" in done.out
 
 
 def test_a_range_ends_where_the_plan_of_the_longest_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
