@@ -278,9 +278,12 @@ def _add_runs(model: nn.Module, path: str) -> list[Run]:
         hint = "A plan fits the model it was made for; make a new one with memopt optimize."
         names = dict(model.named_modules())
         first, _, rest = path.partition(".")
-        if (inner := next((name for name in names if f"{name}.{path}" in names), None)) is not None:
-            hint = f"{inner} has it: apply the plan before the model is wrapped, or to model.get_submodule('{inner}')."
         is_step = isinstance(model, StepModels)
+        if (inner := next((name for name in names if f"{name}.{path}" in names), None)) is not None:
+            before = (
+                "to that model" if is_step else f"before the model is wrapped, or to model.get_submodule('{inner}')"
+            )
+            hint = f"{inner} has it: apply the plan {before}."
         prefixes = [f"{name}." for name, _ in model.named_children()] if is_step else [""]
         module = rest.partition("-")[0]  # the first of a run's
         if module and first.isidentifier() and any(prefix + module in names for prefix in prefixes):

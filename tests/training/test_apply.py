@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memopt_cli
-from memopt_cli.errors import PlanError, StepError, VerificationError
+from memopt_cli.errors import OptionError, PlanError, StepError, VerificationError
 from memopt_cli.records import InputSpec, Plan, SegmentPlan, TensorSpec
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
@@ -97,6 +97,17 @@ def test_a_plan_of_a_step_says_how_to_name_the_model(path: str) -> None:
             apply_plan(model, plan(path))
         assert error.value.hint.endswith("If 'net' is this one: memopt_cli.apply_plan({\"net\": model}, plan).")
     apply_plan(join_models({"net": net()}), plan(path))
+
+
+def test_a_plan_of_a_model_on_a_step_says_which_model_has_it() -> None:
+    with pytest.raises(PlanError, match=r"'1\.0', which the step does not have") as error:
+        apply_plan(join_models({"net": net()}), plan("1.0"))
+    assert error.value.hint == "net has it: apply the plan to that model."
+
+
+def test_a_path_is_no_model() -> None:
+    with pytest.raises(OptionError, match=r"model is 'net.pt', not a torch.nn.Module\n.*memopt_cli.load\(path\)"):
+        memopt_cli.apply_plan("net.pt", plan("1"))  # type: ignore[type-var]
 
 
 def test_a_failed_plan_leaves_an_earlier_one_alone() -> None:
