@@ -78,6 +78,8 @@ class StepPrint:
     """Warnings by Python."""
     nested_backward: bool = False
     """Whether backward ran within backward in a watched step, for example by a reentrant checkpoint."""
+    draws_in_backward: bool = False
+    """Whether backward ran operators that make random numbers in a watched step: it recomputed them."""
     failed: str = ""
     """Error of the step, which is then the last and has no effects; empty if it succeeded."""
     updated: bool = True
