@@ -46,6 +46,7 @@ from memopt_cli.pipeline.fingerprints.imports import import_notes
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS
 from memopt_cli.pipeline.prepare import Opening, Prepared, import_libraries, prepare_without_libraries
 from memopt_cli.records import (
+    STEP,
     TOLERANCE,
     Cause,
     Equivalence,
@@ -104,6 +105,7 @@ def compare_prepared(
         steps=steps,
         batch=reference.batch,
         compared=0,
+        in_training_mode=reference.facts.format != STEP,
         precision=reference.subject.settings.precision,
         worst=0.0,
         notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes, *reference.messages, *candidate.messages))),

@@ -157,6 +157,8 @@ class Equivalence:
     batch: int
     compared: int
     """Number of tensors compared in a step."""
+    in_training_mode: bool
+    """Whether the steps ran in training mode alone; a step of the user's own sets its modes."""
     precision: str
     """Precision of the comparison that decided."""
     worst: float

@@ -1193,7 +1193,7 @@ def test_the_report_in_words(different: Equivalence) -> None:
 def test_the_report_of_what_is_the_same() -> None:
     text = io.StringIO()
     TextReport().show(verified(*pair(dropping), steps=1), text)
-    assert text.getvalue().startswith("- trains as - does: one step, ")
+    assert text.getvalue().startswith("- trains as - does: one step in training mode, ")
     assert "the same bit for bit" in text.getvalue()
 
 
