@@ -9,7 +9,7 @@ import pickle
 import resource
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 from memopt_cli.pipeline.out_of_memory.process_limits import ProcessLimit, limits_line
 from memopt_cli.runtime.private_torch import memory_history, memory_snapshot
 from memopt_cli.runtime.segment_config import Installed
+from memopt_cli.runtime.variables import is_library
 from memopt_cli.search.batch_size.capacity import device_capacity
 from memopt_cli.text.documents import quoted_path
 from memopt_cli.text.optimizer_text import optimizer_name
@@ -75,10 +76,12 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
     flags = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
     if _is_of_loading(error):
         return f"memopt explain {flags}"
-    model = _model_builder(error)
-    script = _running_script()
-    trust = f"--code-path {quoted_path(script)}" if script else ""  # lets classes of the script be imported
-    words = (f"memopt explain {model or 'MODEL'} -i SHAPE", trust, _optimizer(error), flags)
+    models = _local_models(error)
+    network = max(models, key=lambda module: sum(1 for _ in module.parameters()), default=None)
+    model, inputs = (_builder(_kind_of(network)), _inputs_of(network)) if network else ("", "-i SHAPE")
+    paths = _code_paths(models)
+    trust = " ".join(f"--code-path {quoted_path(path)}" for path in paths)
+    words = (f"memopt explain {model or 'MODEL'} {inputs}", trust, _optimizer(error), flags)
     command = " ".join(filter(None, words))
     placeholders = "MODEL is a saved model, or net.py:build for a function that makes it"
     if model:
@@ -88,15 +91,18 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
         f"and to find what would fit: {command}\n"
         f"{placeholders}; SHAPE a batch's shape, 64x3x224x224 or 64x128@int64=0..32000; "
         f"add {_OWN_LOSS} if it has a loss of its own"
-        f"{_plan_line(error)}{_missing_guard_line()}"
+        f"{_plan_line(models)}{_missing_guard_line(paths)}"
     )
 
 
-def _missing_guard_line() -> str:
-    """Return a line that asks for a guard in the running script, since the command imports it; empty if it has one."""
+def _missing_guard_line(paths: Sequence[str]) -> str:
+    """Return a line that asks for a guard in the running script if it is in ``paths``, since the command imports it.
+
+    Empty if it has one.
+    """
     path = _running_script()
     try:
-        is_guarded = path is None or "__main__" in Path(path).read_text(errors="replace")
+        is_guarded = path not in paths or "__main__" in Path(path or "").read_text(errors="replace")
     except OSError:  # for example, the script lies in an archive
         is_guarded = True
     if is_guarded:
@@ -109,20 +115,56 @@ def _running_script() -> str | None:
     return getattr(sys.modules.get("__main__"), "__file__", None)
 
 
-def _model_builder(error: Exception) -> str:
-    """Return ``train.py:Net`` for the model that ran in ``error``, if the running script can make one; else empty.
+def _kind_of(module: torch.nn.Module) -> type:
+    """Return the class of ``module`` as its user wrote it, below that of a segment."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, Installed))
 
-    The model is the module with most parameters among the local variables of the error's frames.  The script can make
-    one if it defines the class at top level, and if the class needs no arguments.
+
+def _builder(kind: type) -> str:
+    """Return ``train.py:Net`` for the class ``kind`` of a model, if its file can make one; else empty.
+
+    The file can if it is the user's own, in no package, and defines the class at top level, without required arguments.
     """
-    modules = _local_models(error)
-    path = _running_script()
-    if path is None or not modules:
+    module = sys.modules.get(kind.__module__)
+    path = getattr(module, "__file__", None)
+    if path is None or not _is_own(kind) or "." in kind.__module__ or _needs_arguments(kind):
         return ""
-    model = max(modules, key=lambda module: sum(1 for _ in module.parameters()))
-    kind = next(kind for kind in type(model).__mro__ if not issubclass(kind, Installed))  # below a segment's class
-    is_of_script = kind.__module__ == "__main__" and vars(sys.modules["__main__"]).get(kind.__name__) is kind
-    return quoted_path(f"{path}:{kind.__name__}") if is_of_script and not _needs_arguments(kind) else ""
+    is_named = vars(module).get(kind.__name__) is kind
+    return quoted_path(f"{path if kind.__module__ == '__main__' else _near(path)}:{kind.__name__}") if is_named else ""
+
+
+def _is_own(kind: type) -> bool:
+    return kind.__module__ == "__main__" or not is_library(kind.__module__)
+
+
+def _code_paths(models: Sequence[torch.nn.Module]) -> list[str]:
+    """Return the script and folders from which ``memopt explain`` can import the user's classes in ``models``.
+
+    Without models, return the running script, which probably has the class.
+    """
+    script = _running_script()
+    kinds = {_kind_of(part): None for model in models for part in model.modules()}
+    paths: list[str | None] = [] if models else [script]
+    for kind in filter(_is_own, kinds):
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        if kind.__module__ == "__main__" or file is None:
+            paths.append(script)
+        else:
+            paths.append(_near(Path(file).parents[kind.__module__.count(".") + (Path(file).name == "__init__.py")]))
+    return list(filter(None, dict.fromkeys(paths)))
+
+
+def _near(path: str | Path) -> str:
+    """Return ``path`` as seen from the current folder, if it lies in there."""
+    absolute = Path(path).absolute()
+    return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
+
+
+def _inputs_of(model: torch.nn.Module) -> str:
+    """Return one ``-i`` for each argument that forward of ``model`` needs, by name if it needs several."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    needed = [each.name for each in parameters if _is_needed(each)]
+    return " ".join(f"-i {name}:SHAPE" for name in needed) if len(needed) > 1 else "-i SHAPE"
 
 
 def _local_models(error: Exception) -> list[torch.nn.Module]:
@@ -133,18 +175,22 @@ def _local_models(error: Exception) -> list[torch.nn.Module]:
     return [v for v in _local_values(error) if isinstance(v, torch.nn.Module) and "_modules" in vars(v)]
 
 
-def _plan_line(error: Exception) -> str:
-    """Return a line on the plan that a model of ``error`` carries; empty if no model does."""
-    if not any(isinstance(part, Installed) for model in _local_models(error) for part in model.modules()):
+def _plan_line(models: Sequence[torch.nn.Module]) -> str:
+    """Return a line on the plan that one of the ``models`` carries; empty if none does."""
+    if not any(isinstance(part, Installed) for model in models for part in model.modules()):
         return ""
     return "\nthe model carried a plan when memory ran out: the command looks for changes of the step without it"
 
 
 def _needs_arguments(kind: type) -> bool:
     """Return whether the class ``kind`` has parameters without a default, other than ``*args`` and ``**kwargs``."""
-    return any(
-        parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        for parameter in inspect.signature(kind).parameters.values()
+    return any(map(_is_needed, inspect.signature(kind).parameters.values()))
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
     )
 
 

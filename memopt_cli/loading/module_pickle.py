@@ -253,7 +253,12 @@ def _unknown(unclaimed: Iterable[Use], code: UserCode) -> list[tuple[Global, Den
     uses = {(use.name, use.how): use for use in unclaimed}
     scripts = scripts_with({use.name for use in uses.values() if use.name.module == "__main__"})
     return [
-        (name, Missing(f"No module named {name.module!r}") if code.defines(name.package) else unknown(use, scripts))
+        (
+            name,
+            Missing(f"No module named {name.module!r}")
+            if code.defines(name.package)
+            else unknown(use, scripts, code.folder_beside(name.module)),
+        )
         for (name, _), use in uses.items()
     ]
 

@@ -106,6 +106,7 @@ from memopt_cli.records.learning import StrategyComparison as StrategyComparison
 from memopt_cli.records.learning import StrategyCurve as StrategyCurve
 from memopt_cli.records.learning import StrategyName as StrategyName
 from memopt_cli.records.learning import StrategyPoint as StrategyPoint
+from memopt_cli.records.measurement import SKIPS_LAYERS as SKIPS_LAYERS
 from memopt_cli.records.measurement import Breakdown as Breakdown
 from memopt_cli.records.measurement import Counted as Counted
 from memopt_cli.records.measurement import Crashed as Crashed

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from memopt_cli.records import (
     LOWER_SHARE,
+    SKIPS_LAYERS,
     STEP,
     BatchAdvice,
     BatchEstimate,
@@ -93,7 +94,8 @@ def _in_bytes(summary: MemOptSummary) -> str:
             if summary.own_checkpoints is not None:
                 peak += " with its own checkpoints"
             if summary.budget_bytes is not None and unchanged.allocated_peak_bytes <= summary.budget_bytes:
-                return f"the model stays as it is: its peak of {peak} is within the budget of {budget}"
+                at = _at_skipping(summary)
+                return f"the model stays as it is: its peak of {peak} is within the budget of {budget}{at}"
             return f"the model stays as it is, with a peak of {peak}"
         case Measurement(), Measurement():
             peak = " → ".join(_beside_budget(summary, before, after)[1:])
@@ -152,7 +154,7 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
 def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     """Return which runs were within ``budget_bytes``; for a plan by length, name the lengths that were run."""
     original, planned = _outcome(summary, 0), _outcome(summary, summary.applied_level)
-    budget = f"the budget of {_beside_budget(summary, original, planned)[0]}"
+    budget = f"the budget of {_beside_budget(summary, original, planned)[0]}{_at_skipping(summary)}"
     plan = summary.plan or Plan()
     untried = (s for s in plan.everywhere if plan.ranges or not s.compared)
     if any(segment.chunks > 1 and not segment.inexact for segment in untried):
@@ -168,6 +170,11 @@ def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
         peaks = ", ".join(f"{format_bytes(run.allocated_peak_bytes)} at {dim}={run.length}" for run in over.values())
         text += f"; above it at others: {peaks}. No plan was found that fits there"
     return text
+
+
+def _at_skipping(summary: MemOptSummary) -> str:
+    """Return words for a measured step that skips layers, since others may exceed the budget; empty for others."""
+    return " at a step that skips layers" if any(SKIPS_LAYERS in note for note in summary.notes) else ""
 
 
 def compiled_table(summary: MemOptSummary) -> Table:
@@ -303,17 +310,18 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
             ratio = _as_ratio(row.slowdown, row.plan)
         predicted = row.predicted_allocated_peak_bytes
         numbers = ["–" if predicted is None else f"~{format_bytes(predicted)}", "–", "–"]
+        plan = in_words(row.plan)
         if row.outcome is not None:
             highest = max(row.runs, key=lambda run: (run.allocated_peak_bytes, run.length))
-            allocated = format_bytes(highest.allocated_peak_bytes)
             if highest.length < row.up_to:
-                allocated += f" (at {highest.length})"
+                plan += f" (peak at {highest.length})"
             elif not row.inside and row.low < row.up_to:
-                allocated += f" (run at {row.up_to} only)"
+                plan += f" (run at {row.up_to} only)"
+            allocated = format_bytes(highest.allocated_peak_bytes)
             tensors = format_bytes(row.outcome.tensor_peak_bytes)
             step = format_seconds(row.outcome.step_s)
             numbers = [allocated, tensors, step]
-        yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, in_words(row.plan)
+        yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, plan
 
 
 def ranges(summary: MemOptSummary) -> Table:

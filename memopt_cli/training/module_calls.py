@@ -10,7 +10,7 @@ import re
 import sysconfig
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
@@ -30,7 +30,8 @@ _HINTS: Final = {
     "positional arguments but": "Each input is an argument of forward: leave targets out, and use them in the loss, "
     "`--loss file.py:function`.",
     "Sizes of tensors must match except in dimension": "The model joins tensors of different sizes. If it "
-    "halves its input, as a U-Net does, try sides that are multiples of 32; else check the sizes of the inputs.",
+    "halves its input n times, as a U-Net does, the sides must be multiples of 2 to the power of n, such as 8 for 3; "
+    "else check the sizes of the inputs.",
 }
 """Words of an error -> the hint on it."""
 GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."
@@ -90,8 +91,8 @@ def module_hooks(
             handle.remove()
 
 
-def skipped_layers_notes(model: nn.Module) -> list[str]:
-    """Return a note on each group of layers of ``model`` where some have gradients and others have none.
+def skipped_layers(model: nn.Module) -> list[str]:
+    """Return each group of layers of ``model`` where some have gradients and others have none, such as ``blocks.*``.
 
     A step with layer drop or stochastic depth skips layers at random, and one with experts those without tokens, so
     the peak of the step that was run is not the peak of every step.  Gradients show it without watching any call.
@@ -107,11 +108,19 @@ def skipped_layers_notes(model: nn.Module) -> list[str]:
         outermost = next((p for p in layers if not any(name.startswith(f"{p}.") for name in with_gradients)), "")
         if outermost:
             groups.setdefault(_NUMBER.sub("*", outermost))
-    return [
-        f"Of '{group}', the step that was measured runs some and skips others, as with layer drop: a step that runs "
-        "all of them needs more memory."
-        for group in groups
-    ]
+    return list(groups)
+
+
+def runs_alike(model: nn.Module, groups: Collection[str], forward: Callable[[], object]) -> bool:
+    """Return whether ``forward`` calls the same modules in all layers of each of the ``groups`` of ``model``."""
+    called: set[nn.Module] = set()
+    with module_hooks(model, lambda _path, module, _inputs: called.add(module), lambda *_: None):
+        forward()
+    seen: dict[str, set[frozenset[str]]] = {group: set() for group in groups}
+    for path, module in model.named_modules():
+        if (group := _NUMBER.sub("*", path)) in seen:
+            seen[group].add(frozenset(name for name, part in module.named_modules() if part in called))
+    return all(len(calls) == 1 and all(calls) for calls in seen.values())
 
 
 @contextlib.contextmanager

@@ -127,6 +127,30 @@ def test_the_note_names_the_class_of_the_model_that_ran(network: str, model: str
     assert told in ended.stderr.replace(f"{tmp_path}/", "")
 
 
+@pytest.mark.parametrize(
+    ("file", "module", "model"), [("unet.py", "unet", "unet.py:Net"), ("models/unet.py", "models.unet", "MODEL")]
+)
+def test_the_note_names_the_folder_of_a_class_that_the_script_imports_and_each_input(
+    file: str, module: str, model: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n    def __init__(self): super().__init__(); self.layer = nn.Linear(8, 8)\n"
+        "    def forward(self, mel, lengths, mask=None): return torch.empty(1 << 60)\n"
+    )
+    (tmp_path / "train.py").write_text(
+        f"import memopt_cli, torch\nfrom {module} import Net\n"
+        "def train():\n    net = Net()\n    torch.save(net, 'net.pt')\n    net(torch.ones(2, 8), torch.ones(2))\n"
+        "with memopt_cli.explain_oom(): train()\n"
+    )
+    ended = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (
+        f": memopt explain {model} -i mel:SHAPE -i lengths:SHAPE --code-path . --log memopt-oom.log\n" in ended.stderr
+    )
+    assert "imports" not in ended.stderr.rpartition("to find what would fit")[2]  # the script is not imported
+
+
 @pytest.mark.parametrize("path", ["", "layer"])
 def test_the_note_names_the_class_of_a_model_with_a_plan_and_says_that_it_had_one(path: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(

@@ -69,6 +69,11 @@ class FakePlanner:
         self.levels.add(level)
         return next(p for p in reversed(self.plans) if p.slowdown <= max_slowdown + 1e-9)
 
+    def distrust_chunks(self, plan: Plan) -> bool:
+        is_cut = any(segment.chunks > 1 for segment in plan.segments)
+        self.plans = tuple(known for known in self.plans if known.plan != plan or not is_cut)
+        return is_cut
+
     def frontier(self, level: int, max_slowdown: float) -> list[PricedPlan]:
         self.levels.add(level)
         return [plan for plan in self.plans if plan.slowdown <= max_slowdown]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from memopt_cli.records import (
+    SKIPS_LAYERS,
     ApplyResult,
     BatchAdvice,
     BatchEstimate,
@@ -253,6 +254,13 @@ def test_a_peak_within_the_budget_does_not_look_like_the_budget(summary: MemOptS
     text = shown(TextReport(), result(close))
     assert text.startswith("1.39 GiB → 1.36 GiB (0.98×)")
     assert "within the budget of 1.38 GiB" in text
+
+
+def test_a_budget_is_met_by_a_step_that_skips_layers_only_as_such(summary: MemOptSummary) -> None:
+    skipping = replace(summary, budget_bytes=2**30, notes=[f"Of 'blocks.*', {SKIPS_LAYERS}."])
+    assert "within the budget of 1.0 GiB at a step that skips layers" in shown(TextReport(), result(skipping))
+    stays = replace(skipping, levels=[row(0, measured(617.9, 1.09)), row(3, measured(617.9, 1.09))], plan=Plan())
+    assert "is within the budget of 1.0 GiB at a step that skips layers" in shown(TextReport(), result(stays))
 
 
 @pytest.mark.parametrize(

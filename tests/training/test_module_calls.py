@@ -17,7 +17,8 @@ from memopt_cli.training.module_calls import (
     module_hooks,
     one_step_noted,
     running_calls,
-    skipped_layers_notes,
+    runs_alike,
+    skipped_layers,
 )
 from tests.zoo.models import Parts
 
@@ -90,7 +91,7 @@ def test_hints_on_a_dictionary_beside_targets_and_on_sizes_that_do_not_halve() -
     assert hint.startswith("The inputs are 2 positional arguments, and the first is a dictionary. Give that alone")
     with pytest.raises(RuntimeError) as caught:
         cat([ones(2, 1, 6), ones(2, 1, 7)], 1)
-    assert "multiples of 32" in error_of(Complains(caught.value), ones(2, 1, 30)).hint
+    assert "halves its input n times" in error_of(Complains(caught.value), ones(2, 1, 30)).hint
 
 
 def test_layers_without_gradients_beside_others_like_them_are_skipped() -> None:
@@ -102,16 +103,15 @@ def test_layers_without_gradients_beside_others_like_them_are_skipped() -> None:
             "frozen": nn.ModuleList(nn.Linear(2, 2).requires_grad_(index == 0) for index in range(2)),
         }
     )
-    assert skipped_layers_notes(model) == []
+    assert skipped_layers(model) == []
     for parameter in model.parameters():
         parameter.grad = zeros_like(parameter) if parameter.requires_grad else None
     model["unused"].zero_grad()
-    assert skipped_layers_notes(model) == []
+    assert skipped_layers(model) == []
     model["layers"][1].zero_grad()
-    (note,) = skipped_layers_notes(model)
-    assert note.startswith("Of 'layers.*', the step that was measured runs some and skips others")
+    assert skipped_layers(model) == ["layers.*"]
     model["experts"][0].zero_grad()
-    assert skipped_layers_notes(model) == [note, note.replace("layers", "experts")]
+    assert skipped_layers(model) == ["layers.*", "experts.*"]
 
 
 def test_a_layer_that_ran_in_part_is_not_skipped() -> None:
@@ -119,8 +119,19 @@ def test_a_layer_that_ran_in_part_is_not_skipped() -> None:
     for parameter in model.parameters():
         parameter.grad = zeros_like(parameter)
     model[0][1].zero_grad()
-    (note,) = skipped_layers_notes(model)
-    assert note.startswith("Of '*.*', the step")
+    assert skipped_layers(model) == ["*.*"]
+
+
+@pytest.mark.parametrize(("skipped", "alike"), [([], True), (["layers.1"], False), (["layers.1.0"], False)])
+def test_layers_run_alike_if_all_call_the_same_modules_in_themselves(skipped: list[str], alike: bool) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))})
+
+    def forward() -> None:
+        for number, layer in enumerate(model["layers"]):
+            if f"layers.{number}" not in skipped:
+                layer.forward(ones(2)) if f"layers.{number}.0" not in skipped else None
+
+    assert runs_alike(model, ["layers.*"], forward) is alike
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ in which it was loaded, so no answer depends on earlier jobs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from torch import nn
 
@@ -20,7 +20,7 @@ from memopt_cli.loading.input_spec import batch_of, make_inputs, unnamed_argumen
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.answers.model_maker import ModelMaker
 from memopt_cli.measure.jobs import Subject
-from memopt_cli.records import BUILT_IN, Plan, RankLayout
+from memopt_cli.records import BUILT_IN, SKIPS_LAYERS, Plan, RankLayout
 from memopt_cli.runtime import group_layers
 from memopt_cli.runtime.chunk_rows import rows_untried
 from memopt_cli.runtime.in_backward import check_steps_alone
@@ -30,17 +30,19 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import forget_unsafe
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.training.apply import apply_plan, refusing_in_backward, remove_segments
-from memopt_cli.training.module_calls import one_step_noted, skipped_layers_notes
+from memopt_cli.training.module_calls import one_step_noted, runs_alike, skipped_layers
 from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, begin, input_dtype, make_scaler
+from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, seed_everything
 from memopt_cli.training.user_step import StepModels
-from memopt_cli.training.wrappers import unwrap
+from memopt_cli.training.wrappers import suspend_compilation, unwrap
 from memopt_cli.verification.further_steps import first_samples
 
 if TYPE_CHECKING:
     from memopt_cli.training.sharded.spread import ShardedRank
 
+_SEEDS: Final = 8
+"""Number of further seeds to try for a step that skips no layers."""
 Value = TypeVar("Value")
 Fact = TypeVar("Fact")
 
@@ -107,6 +109,8 @@ class Bench:
         """Sentences for the user on the steps that were run, each once."""
         self._facts: dict[Callable[[Bench], Any], Any] = {}
         """Function that finds out a fact about the original -> the fact."""
+        self._sizes: tuple[int | None, Mapping[str, int] | None] = None, None
+        """The sizes of the last step that was made."""
         self.rank_step = CachedValue()
         """The step of a rank, which takes long to make."""
 
@@ -183,15 +187,18 @@ class Bench:
 
     # ------------------------------------------------------------------------------------------ steps of the bench
 
-    def step(self, batch: int | None = None, dims: Mapping[str, int] | None = None) -> Step:
+    def step(self, batch: int | None = None, dims: Mapping[str, int] | None = None, *, seed: int | None = None) -> Step:
         """Make a step at the sizes ``batch`` and ``dims``; the description of the inputs gives the other sizes.
+
+        ``seed``: in place of that of the settings.
 
         Raises :class:`UsageError` for another batch size of inputs from a file.
         """
         spec = replace(self.subject.spec, dims={**self.subject.spec.dims, **(dims or {})})
         if batch is not None and batch != self.batch:
             spec = with_batch(spec, batch)
-        settings = self.settings
+        self._sizes = batch, dims
+        settings = self.settings if seed is None else replace(self.settings, seed=seed)
         args, kwargs = make_inputs(spec, seed=settings.seed, device=settings.device, dtype=input_dtype(settings))
         if isinstance(self.model, StepModels):
             return OwnStep(model=self.model, args=args, kwargs=kwargs, settings=settings)
@@ -210,9 +217,31 @@ class Bench:
         )
 
     def note_skipped_layers(self) -> None:
-        """Note the layers that the last step has skipped, as its gradients in memory show."""
-        for note in skipped_layers_notes(self.model):
-            self.messages.setdefault(note)
+        """Note the layers without gradients of the last step, which skipped them, and a seed that runs all."""
+        groups = skipped_layers(self.model)
+        if not groups:
+            return
+        seed = self._seed_of_all(groups)
+        with_seed = f"give `--seed {seed}`, which runs all of them"
+        remedy = "switch the drop off in the model" if seed is None else with_seed
+        self.messages.setdefault(
+            f"Of {', '.join(map(repr, groups))}, {SKIPS_LAYERS}, as with layer drop: "
+            f"a step that runs all of them needs more memory. To plan for that step, {remedy}."
+        )
+
+    def _seed_of_all(self, groups: Collection[str]) -> int | None:
+        """Return the first other seed whose forward runs all layers of ``groups``; ``None`` if few tries find none."""
+        if isinstance(self.model, StepModels):  # a step of the user's own has no forward alone
+            return None
+        first = self.settings.seed + 1
+        for seed in range(first, first + _SEEDS):
+            self.enter_start()
+            step = self.step(*self._sizes, seed=seed)
+            seed_everything(seed)
+            with suspend_compilation(self.model):
+                if runs_alike(self.model, groups, step.run_forward):
+                    return seed
+        return None
 
     def one_step_noted(self) -> contextlib.AbstractContextManager[None]:
         """Note if the step in the ``with`` block is one time step of a loop that the user's script runs."""

@@ -248,24 +248,24 @@ class ChangeTrials:
 
     def _try_plan_and_micro_batches(self) -> Iterator[Suggestion]:
         """Yield micro-batches under the plan with the lowest peak."""
-        self._require_one_pass()
+        self._require_several_samples()
         plan = self._search(self._with_accumulation(), SearchGoal(), max_slowdown=math.inf).plan
         yield from self._try_micro_batches(plan, f"{plan_in_words(plan)} and ")
 
     def _try_micro_batches(self, plan: Plan, prefix: str) -> Iterator[Suggestion]:
-        """Yield micro-batches that fit under ``plan`` and together take the step of the whole batch.
+        """Yield micro-batches that fit under ``plan`` and together take the step of all passes.
 
         ``prefix``: the name of the plan, in front of the micro-batches.
         """
-        self._require_one_pass()
+        self._require_several_samples()
         prepared = self._with_accumulation()
-        subject = prepared.subject
+        subject, settings = prepared.subject, self._prepared.subject.settings
         request = BatchRequest(
             source=subject.source,
             spec=subject.spec,
-            settings=self._prepared.subject.settings,
+            settings=replace(settings, micro_batches=1),
             memory=self._limit_bytes,
-            global_batch=self._prepared.batch,
+            global_batch=self._global_batch,
             longest_step_s=LONGEST_STEP_S,
             plan_path=self._plan_path,
         )
@@ -279,7 +279,7 @@ class ChangeTrials:
         if run is None or accumulation is None or run.batch >= self._prepared.batch:  # not split at all
             return
         self.notes += one_batch_notes(accumulation, self._prepared.facts, recommendation.call)
-        steps = -(-self._prepared.batch // run.batch)
+        steps = -(-self._global_batch // run.batch)
         differs = ", other batch statistics" if self._prepared.facts.batch_norms else ""
         yield Suggestion(
             change="micro-batches",
@@ -290,7 +290,7 @@ class ChangeTrials:
             recommendation=replace(recommendation, step=replace(recommendation.step, device=self._device)),
             predicted_bytes=None,
             peak_bytes=run.allocated_peak_bytes,
-            seconds=steps * run.step_s,
+            seconds=steps * run.step_s / settings.micro_batches,  # the times beside it are of one pass
         )
 
     def _try_autocast(self) -> Iterator[Suggestion]:
@@ -369,6 +369,11 @@ class ChangeTrials:
         return str(output_paths(self._prepared.subject.source.location, None, plan_only=True).plan)
 
     @property
+    def _global_batch(self) -> int:
+        """Number of samples in all passes of the step."""
+        return self._prepared.batch * self._prepared.subject.settings.micro_batches
+
+    @property
     def _device(self) -> str:
         return "cuda" if self._counts_for_gpu else self._prepared.subject.settings.device.partition(":")[0]
 
@@ -385,13 +390,11 @@ class ChangeTrials:
         """Return the model with a step that is one of several accumulated passes."""
         return self._with_settings(replace(self._prepared.subject.settings, micro_batches=2))
 
-    def _require_one_pass(self) -> None:
-        """Raise :class:`UsageError` if the step is not one pass over several samples."""
+    def _require_several_samples(self) -> None:
+        """Raise :class:`UsageError` if the step has a batch that cannot be split."""
         self._require_step_of_ours()
         if self._prepared.batch == 1:
             raise UsageError("the batch has one sample, which cannot be split")
-        if self._prepared.subject.settings.micro_batches > 1:
-            raise UsageError("the step accumulates already")
 
     def _require_step_of_ours(self) -> None:
         """Raise :class:`UsageError` if the step is the user's own, whose code fixes batch and precision."""
@@ -400,7 +403,7 @@ class ChangeTrials:
 
     def _recommend_command(self, *, planned: bool) -> str:
         """Return the command that finds the micro-batches; if ``planned``, after the command to write the plan."""
-        flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._prepared.batch}"
+        flags = f"--memory {exact_bytes(self._limit_bytes)} --global-batch {self._global_batch}"
         if not planned:
             return self._command("recommend-batch", flags)
         optimize_command = self._command("optimize", f"--level {_LEVEL} --max-slowdown none --plan-only --accumulate 2")
@@ -410,4 +413,7 @@ class ChangeTrials:
     def _command(self, command: str, *flags: str) -> str:
         """Return the line that runs a ``command`` of memopt on this step; empty ``flags`` are left out."""
         location = self._prepared.subject.source.location
-        return command_line(command, location, (*self._request.flags, *flags))
+        typed = self._request.flags
+        if any("--global-batch" in flag or "--accumulate" in flag for flag in flags):  # in place of the user's
+            typed = tuple(flag for flag in typed if not flag.startswith("--accumulate"))
+        return command_line(command, location, (*typed, *flags))

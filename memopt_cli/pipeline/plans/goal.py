@@ -36,6 +36,8 @@ from memopt_cli.text.units import format_bytes
 
 _MAX_MEASURED = 6
 """Maximum number of plans that are measured for a budget, or in addition to the original for a frontier."""
+_FAR_OFF_RATIO = 1.25
+"""From this ratio of a measured peak to the predicted one, the error lies in the plan's chunks, not in all plans."""
 _OOM_DIVISOR = 4
 """After a plan runs out of memory, the next target is lowered by the target divided by this.
 
@@ -101,7 +103,7 @@ class GoalSearch:
                 # No plan is predicted to fit: run the smallest once, whose peak dry runs may overestimate, as they do
                 # not see how far the data of saved tensors can be packed.
                 smallest = self._planner.least(self._level, self._max_slowdown)
-                is_new = not tried or smallest.peak_bytes < tried[-1][0].peak_bytes
+                is_new = smallest.plan not in [attempt.plan for attempt, _ in tried]
                 priced = smallest if is_new and not smallest.plan.is_empty else None
             if priced is None:
                 break
@@ -121,6 +123,9 @@ class GoalSearch:
             if not isinstance(outcome, Measurement | OutOfMemory):
                 raise_failure(outcome, "a plan could not be measured: ")
             tried.append((priced, outcome))
+            peak_bytes = outcome.allocated_peak_bytes if isinstance(outcome, Measurement) else 0
+            if peak_bytes > _FAR_OFF_RATIO * priced.peak_bytes and self._planner.distrust_chunks(priced.plan):
+                continue
             # Lower the target by at least 1, or the same plan would be found again.
             target = min(target, priced.peak_bytes) - max(1, _excess_bytes(outcome, target, budget_bytes))
         raise self._nothing_fits(budget_bytes, tried, smallest)

@@ -58,14 +58,14 @@ class ChunkTrials:
         If a module cannot, or only by another rule, the solver's next plan takes that into account.
         """
         modules = self._proposals.modules
-        for path in sorted((s.path for s in _cut_segments(plan)), key=lambda path: -modules[path].saved_bytes):
+        for path in sorted((s.path for s in cut_segments(plan)), key=lambda path: -modules[path].saved_bytes):
             if path not in self._decided and not (self.may_try_more and self._try_class(path)):
                 return False
-        return self.allow(plan) and all(self._confirm_segment(segment) for segment in _cut_segments(plan))
+        return self.allow(plan) and all(self._confirm_segment(segment) for segment in cut_segments(plan))
 
     def allow(self, plan: Plan) -> bool:
         """Return whether ``plan`` runs modules in chunks only as :attr:`rules` allow."""
-        rules = ((segment, self.rules.get(segment.path)) for segment in _cut_segments(plan))
+        rules = ((segment, self.rules.get(segment.path)) for segment in cut_segments(plan))
         return all(entry and entry[0].applied(segment, segment.chunks) == segment for segment, entry in rules)
 
     def _confirm_segment(self, segment: SegmentPlan) -> bool:
@@ -164,6 +164,6 @@ def are_nested(path: str, other: str) -> bool:
     return is_within(path, other) or is_within(other, path)
 
 
-def _cut_segments(plan: Plan) -> Iterator[SegmentPlan]:
+def cut_segments(plan: Plan) -> Iterator[SegmentPlan]:
     """Yield the segments that ``plan`` runs in chunks, without heads that run through their losses."""
     return (s for s in plan.segments if s.chunks > 1 and not s.through_loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from memopt_cli.records import Counted, Failure, Plan
@@ -74,6 +75,10 @@ class DryRuns:
     def get(self, plan: Plan) -> PricedPlan | None:
         """Return ``plan`` with its dry run; ``None`` if it had none yet, or cannot run."""
         return self._priced.get(plan)
+
+    def forget(self, is_wrong: Callable[[Plan], bool]) -> None:
+        """Let no answer be a plan for which ``is_wrong`` returns true."""
+        self._priced.update({plan: None for plan in self._priced if is_wrong(plan)})
 
     def up_to(self, level: int) -> list[PricedPlan]:
         """List the counted plans that ``level`` allows, the original among them."""

@@ -10,11 +10,24 @@ import contextlib
 import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
-from memopt_cli.records import LOWER_SHARE, Counted, Outlook, PlaceName, Plan, SearchOptions, StepTrace
+from memopt_cli.records import (
+    LOWER_SHARE,
+    ChunkRule,
+    Counted,
+    Outlook,
+    PlaceName,
+    Plan,
+    Refused,
+    SearchOptions,
+    StepTrace,
+)
+from memopt_cli.search.plan.chunk_trials import cut_segments
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan, TimeIsUp
 from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.level_search import LevelRuns, LevelSearch
+from memopt_cli.search.plan.levels import NESTED
 from memopt_cli.search.plan.search_spaces import SearchSpace, SearchSpaces
 from memopt_cli.search.plan.sending import fewer_sent, sending_variants
 from memopt_cli.text.units import format_bytes
@@ -59,6 +72,10 @@ class Planner:
         """Plan for ``trace`` within ``options``; plans of the highest level may send tensors to ``place``."""
         limits = trace.room_bytes, options.host_memory
         self._room_bytes = min((limit for limit in limits if limit is not None), default=math.inf)
+        self._distrusted: dict[str, Refused] = {}
+        """Path of a module -> why its chunks are not planned any more."""
+        self._ask_chunking = probes.chunking
+        probes = replace(probes, chunking=self._chunking)
         self._probes = probes
         self._options = options
         self._place = place
@@ -131,9 +148,7 @@ class Planner:
             if self.dry_runs.fastest(level, budget_bytes) is None:
                 if self.least(level).peak_bytes <= _RESTART_RATIO * budget_bytes:
                     for lower_level in range(level, 0, -1):
-                        # The trials of one level can mislead another: forget all but the dry runs.
-                        self._spaces = self._new_spaces()
-                        self._descended.clear()
+                        self._begin_anew()  # the trials of one level can mislead another
                         self.best(lower_level)  # the sums are off: a plan just above their least may have a lower peak
                         if self.dry_runs.fastest(level, budget_bytes) is not None:
                             break
@@ -168,6 +183,29 @@ class Planner:
             return least is not None and space.proposals.predict_peak(least) < (1 - _MIN_GAIN) * peak_bytes
         return True
 
+    def distrust_chunks(self, plan: Plan) -> bool:
+        """Plan without chunks of modules that ``plan`` cuts from now on; return whether it cuts any.
+
+        Call it for a plan whose step takes far more memory than its dry run counts.  Kernels are chosen by shape, so
+        they may take a large workspace for chunks alone, which only a real step shows.  If the plan cuts several
+        modules, the one that saves most keeps its chunks: it deserves a try by itself.
+        """
+        modules = self._spaces.highest.proposals.modules
+        cut = sorted((segment.path for segment in cut_segments(plan)), key=lambda path: modules[path].saved_bytes)
+        distrusted = set(cut[:-1] or cut)
+        self._distrusted.update(dict.fromkeys(distrusted, Refused(reason="its chunks take more memory than counted")))
+        self.dry_runs.forget(lambda other: any(segment.path in distrusted for segment in cut_segments(other)))
+        self._begin_anew()
+        return bool(cut)
+
+    def _begin_anew(self) -> None:
+        """Forget all that was learned about the model except the dry runs."""
+        self._spaces = self._new_spaces()
+        self._descended.clear()
+
+    def _chunking(self, path: str) -> ChunkRule | Refused:
+        return self._distrusted.get(path) or self._ask_chunking(path)
+
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
         """Predict the least peak by the solver only; ``None`` if it is not clearly below ``peak_bytes``."""
         with contextlib.suppress(TimeIsUp):
@@ -188,7 +226,9 @@ class Planner:
         """Dry-run plans of ``level`` within ``budget_bytes``, then the fastest of them relaxed."""
         if self.dry_runs.smallest(0).peak_bytes <= budget_bytes:
             return
-        self._level_search(level).approach(budget_bytes)
+        # Trials of chunks take longest: first see what does without them, which some of the trials would have to beat.
+        for searched_level in dict.fromkeys((min(level, NESTED), level)):
+            self._level_search(searched_level).approach(budget_bytes)
         self._relax_fastest(level, budget_bytes)
 
     def _may_send(self, level: int) -> bool:

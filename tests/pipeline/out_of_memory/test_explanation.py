@@ -664,6 +664,17 @@ def test_large_inputs_leave_micro_batches_to_try(tmp_path: Path) -> None:
     assert not [note for note in found.notes if "batch normalization" in note]
 
 
+@pytest.mark.parametrize("passes", [1, 3])
+def test_micro_batches_make_up_the_samples_of_all_passes(passes: int, tmp_path: Path) -> None:
+    asked = replace(wide(tmp_path), settings=StepSettings(micro_batches=passes), flags=(f"--accumulate {passes}",))
+    (run,) = (each for each in explain(asked, progress=Progress()).suggestions if each.change == "micro-batches")
+    assert run.batch is not None
+    assert run.batch < 256
+    assert run.text == f"{-(-256 * passes // run.batch)} micro-batches of {run.batch}"
+    assert f" --global-batch {256 * passes}" in run.command
+    assert "--accumulate" not in run.command
+
+
 def test_micro_batches_have_statistics_of_their_own(tmp_path: Path) -> None:
     found = explain(wide(tmp_path, nn.BatchNorm1d(1)), progress=Progress())
     (run,) = (said for said in found.suggestions if said.change == "micro-batches")

@@ -29,6 +29,7 @@ from memopt_cli.records import (
     Plan,
     Reason,
     SearchOptions,
+    SegmentPlan,
     StepFailed,
     TimedOut,
 )
@@ -112,6 +113,18 @@ def test_a_budget_below_the_least_plan_is_met_in_backward() -> None:
     assert search.within(160).plan == replace(priced(300).plan, in_backward=True)
     with pytest.raises(NothingFitsError, match="takes about 150 B"):
         search.within(140)
+
+
+@pytest.mark.parametrize(("peak", "expected"), [(900, 500), (620, 400)])
+def test_a_plan_far_above_its_prediction_does_not_shut_out_plans_without_its_chunks(peak: int, expected: int) -> None:
+    """In a 3-D U-Net, a plan in chunks took 47.5 MiB where 24.8 were predicted, and one of 29.4 was not tried."""
+    search, _ = goal(measured)
+    planner: Any = search.search.planner
+    cut = replace(priced(510), plan=Plan(segments=(SegmentPlan(path="cut", chunks=2),)))
+    planner.plans = tuple(sorted([*planner.plans, cut], key=lambda known: -known.peak_bytes))
+    outcomes = measurements_by(lambda plan: measured(peak if plan == cut.plan else 1000 - 100 * len(plan.segments)))
+    row = replace(search, measurements=outcomes).within(515)
+    assert row.plan == priced(expected).plan
 
 
 def test_a_plan_in_backward_that_fails_gives_way_to_the_next_best() -> None:

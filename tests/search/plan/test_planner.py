@@ -265,6 +265,20 @@ def test_the_least_peak_is_that_of_chunks_of_every_module_alike() -> None:
     assert found.peak_bytes <= subject.dry_run(by_hand)
 
 
+@pytest.mark.slow
+def test_chunks_that_a_step_refutes_are_not_planned_again() -> None:
+    """The module that saves most is refuted only if a plan cuts it alone, and classes of refuted modules are left."""
+    rule = ChunkRule(axis=0, seq_inputs=1, seq_outputs=1)
+    planner = carriers().planner(lambda path: Refused(reason="no") if path in ("", "blocks.3") else rule)
+    plans = [planner.least(4).plan]
+    while planner.distrust_chunks(plans[-1]):
+        plans.append(planner.least(4).plan)
+    paths_cut = [{segment.path for segment in plan.segments if segment.chunks > 1} for plan in plans]
+    assert len(paths_cut) > 1
+    assert paths_cut[-1] == set()
+    assert all(len(before & after) <= 1 for before, after in itertools.pairwise(paths_cut))
+
+
 def conv_norm(inputs: int) -> list[nn.Module]:
     return [nn.Conv2d(inputs, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
 

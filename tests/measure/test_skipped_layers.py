@@ -1,0 +1,53 @@
+"""The note on a measured step that skips layers names a seed whose step runs all of them."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from torch import Tensor, nn, rand
+
+from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.answers.timed import measure
+from memopt_cli.measure.jobs import ORIGINAL, MeasureJob, Subject
+from memopt_cli.records import InputSpec, ModelSource, StepSettings, TensorSpec
+from tests.zoo.models import GIVEN, Parts
+
+
+class Drops(Parts, blocks=lambda: nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), share=GIVEN, draw=GIVEN):
+    """Skips each block with the probability ``share``, except the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number == 0 or self.draw() >= self.share:
+                x = block(x)
+        return x
+
+
+def notes(share: float, draw: object, seed: int) -> list[str]:
+    bench = Bench(
+        Subject(
+            source=ModelSource(location="net.pt"),
+            spec=InputSpec(tensors=(TensorSpec(shape=("B", 8)),), dims={"B": 2}, source="here"),
+            settings=StepSettings(seed=seed),
+        ),
+        build=lambda: Drops(share=share, draw=draw),
+    )
+    measure(bench, MeasureJob(plan=ORIGINAL))
+    return [message for message in bench.messages if "skips" in message]
+
+
+@pytest.mark.parametrize("draw", [lambda: random.random(), lambda: float(rand(()))])
+def test_the_seed_that_is_named_runs_all_layers(draw: object) -> None:
+    skipping = [note for seed in range(5) for note in notes(0.3, draw, seed)]
+    assert skipping, "no step skips any"
+    for note in skipping:
+        found = re.search(r"Of 'blocks\.\*', .* give `--seed (\d+)`, which runs all of them\.$", note)
+        assert found is not None, note
+        assert notes(0.3, draw, int(found[1])) == []
+
+
+def test_where_no_seed_runs_all_layers_the_drop_is_to_be_switched_off() -> None:
+    (note,) = notes(1.0, lambda: 0.5, 0)
+    assert note.endswith("To plan for that step, switch the drop off in the model.")
