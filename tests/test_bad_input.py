@@ -195,12 +195,17 @@ IN_A_STEP = [
         3,
         ["'0' (Linear) rejected its input 2x3@float32", "float16: give", "-i 2x3@float16, or", "--precision fp32."],
     ),
+    (
+        "optimize faulty:make_step -i 2x5x8x8",
+        3,
+        ["module 'net.0.0' (Conv2d) rejected its input", "Give inputs that run accepts, one -i for each"],
+    ),
     ("optimize good.pt -i inputs:2x3x8x8", 3, ["Forward names no argument inputs; did you mean input?"]),
     ("optimize good.pt -i x:2x3", 3, ["Forward names no argument x; it names input."]),
     (
         "optimize faulty:Raises -i 2x3",
         3,
-        ["forward of Raises raised ValueError: the model's own", "faulty.py, line 66)"],
+        ["forward of Raises raised ValueError: the model's own", "faulty.py, line 68)"],
     ),
     ("optimize faulty:Detached -i 2x3", 3, ["nothing to differentiate", "--loss"]),
     ("profile faulty:ReadsAParameter -i 2x3 --fake", 3, ["ReadsAParameter() failed", "leave it out"]),

@@ -71,7 +71,7 @@ def check_model(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise OptionError(
             f"model is {for_message(model)}, not a torch.nn.Module",
-            hint="Give the model itself; memopt optimize takes files.",
+            hint="Give the model itself: for a saved one, memopt_cli.load(path).",
         )
     refuse_batched(model)
     return model

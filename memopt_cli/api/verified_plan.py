@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memopt_cli.api.arguments import check_model
 from memopt_cli.errors import OptionError, StepError, VerificationError
 from memopt_cli.files.contents import load_plan
 from memopt_cli.records import CHANGES_NOTHING, Plan, StepSettings
@@ -60,6 +61,8 @@ def apply_plan(
     as they are.  Warns if the plan changes nothing.
     """
     plan = load_plan(plan)
+    if not isinstance(model, nn.Module | UserStep | Mapping):
+        check_model(model)
     if not isinstance(model, nn.Module):
         _apply_to_step(model, plan, is_plain=verify is None and loss is None and optimizer is None)
         warn_if_unchanged(CHANGES_NOTHING if plan.is_empty else "")

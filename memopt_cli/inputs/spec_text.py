@@ -124,9 +124,13 @@ def require_sizes(tensors: Iterable[TensorSpec], dims: Mapping[str, int]) -> Non
     if unsized := [symbol for symbol in dict.fromkeys(symbols) if symbol not in dims]:
         flags = " ".join(f"--dim {symbol}={USUAL_SIZES.get(symbol, 8)}" for symbol in unsized)
         hint = f"Add for example `{flags}`."
-        for name in dims.keys() - symbols:
-            if name[0].upper() in unsized:  # ``b`` or ``batch`` for ``B``
-                hint = f"Did you mean `--dim {name[0].upper()}={dims[name]}`, not `--dim {name}={dims[name]}`?"
+        unused = dims.keys() - symbols
+        for name in unused:
+            meant = name[0].upper()  # ``b`` or ``batch`` for ``B``
+            if len(unused) == len(unsized) == 1:
+                (meant,) = unsized
+            if meant in unsized:
+                hint = f"Did you mean `--dim {meant}={dims[name]}`, not `--dim {name}={dims[name]}`?"
         raise UsageError(f"the inputs have dimensions without a size: {', '.join(unsized)}", hint=hint)
 
 
@@ -154,7 +158,10 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
         if name.isidentifier() and size and not size.strip("0"):
             raise UsageError(f"dimension {name} has size 0", hint="Give it a size of at least 1.")
         if not name.isidentifier() or not _SIZE_PATTERN.fullmatch(size):
-            raise UsageError(f"dimension {shorten(text)} is not NAME=SIZE", hint="Write for example `--dim B=8`.")
+            hint = "Write for example `--dim B=8`."
+            if name.isidentifier() and re.fullmatch(r"\d+(-|\.\.|,)\d+", size, re.ASCII):
+                hint = f"A range is written `--dim {name}={':'.join(re.findall(r'[0-9]+', size))}`."
+            raise UsageError(f"dimension {shorten(text)} is not NAME=SIZE", hint=hint)
         if dims.setdefault(name, int(size)) != int(size):
             raise UsageError(f"dimension {name} is given two sizes, {dims[name]} and {size}", hint="Keep one of them.")
     return dims

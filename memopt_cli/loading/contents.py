@@ -13,6 +13,7 @@ from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, entries_of
 from memopt_cli.loading.script_objects import TYPE_TAG
 from memopt_cli.records import StoredModule, StoredTensor, TensorKind
 from memopt_cli.text.documents import printable
+from memopt_cli.training.wrappers import WRAPPERS
 
 Registered = Mapping[str, Mapping[str, TensorKind]]
 """Class of a script -> attribute -> the kind of tensor that it is registered as."""
@@ -216,7 +217,7 @@ def _arguments_of(value: Built) -> tuple[Any, ...]:
 
 def _state_of(value: Any) -> Any:
     """Return the stand-in of the ``__dict__`` that the file gives the object ``value``; ``None`` if there is none."""
-    value = _unwrap_segment(value)
+    value = _unwrap(value)
     if not isinstance(value, Built):
         return None
     state = _arguments_of(value)[1] if _is_lifted(value) else value.state
@@ -258,17 +259,26 @@ def _is_lifted(value: Built) -> bool:
     return value.callee == RESTORE_LIFTED and len(_arguments_of(value)) == 2
 
 
-def _unwrap_segment(value: Any) -> Any:
-    """Return the lifted module inside ``value`` if that is a segment, else ``value``."""
-    if isinstance(value, Built) and value.callee in RESTORE_SEGMENTS:
+def _unwrap(value: Any) -> Any:
+    """Return the module that ``value`` is made from, if it is a segment or the result of ``torch.compile``.
+
+    Else ``value`` is returned.
+    """
+    while isinstance(value, Built) and (value.callee in RESTORE_SEGMENTS or _is_compiled(value)):
         arguments = _arguments_of(value)
-        return arguments[0] if arguments and isinstance(arguments[0], Built) else value
+        if not (arguments and isinstance(arguments[0], Built)):
+            break
+        value = arguments[0]
     return value
+
+
+def _is_compiled(value: Built) -> bool:
+    return str(value.callee) in WRAPPERS and value.state is None  # other wrappers hold the module in their state
 
 
 def class_of(value: Any) -> str:
     """Return the name of the class of the object that ``value`` stands for, with its module; empty if it has none."""
-    value = _unwrap_segment(value)
+    value = _unwrap(value)
     if not isinstance(value, Built):
         return ""
     arguments = _arguments_of(value)

@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ from memopt_cli.text.units import format_shape, format_some
 from memopt_cli.training.module_calls import raised_at
 from memopt_cli.training.step import is_out_of_memory
 from memopt_cli.training.user_step import Step, StepModels
+
+T = TypeVar("T")
 
 _SHOWN = 3
 """Names of weights that an error lists, of each kind."""
@@ -131,19 +133,30 @@ def fill(model: nn.Module, file: ModelFile, location: str = "") -> tuple[str, ..
 
     The state dict may be an entry of a checkpoint, and its names may have the prefixes of wrappers (``module.``).  A
     saved module serves as its state dict: its tensors are made, and its class is not imported.
-    Raises :class:`FileFormatError` if no state dict fits; the error names the other classes in that file.
+    Raises :class:`FileFormatError` if no state dict fits, or the names under several prefixes do; the error names the
+    other classes in that file.
     """
     notes: list[str] = []
     with unseen():  # even if the model is built without data, the tensors of the file are read with theirs
         if is_safetensors(file.data):
-            weights: Mapping[str, Tensor] = read_safetensors(file.data, file.path)
+            where, weights = _safetensors_in(file)
         else:
-            weights = _state_dict_in(model, file, notes)
-    weights = _without_prefix(model.state_dict(), weights, notes)
+            where, weights = _state_dict_in(model, file, notes)
+    own = model.state_dict()
+    prefixes = _common_prefixes(own, weights)
+    if len(prefixes) > 1:
+        shown = prefixes[:_SHOWN]
+        flags = [f"`{quoted_flag('--key', '.'.join((*where, prefix.rstrip('.'))))}`" for prefix in shown]
+        raise FileFormatError(
+            f"{file.path} has weights for {type(model).__name__} under {' and under '.join(map(repr, shown))}",
+            hint=f"Choose one: {' or '.join(flags)}.",
+        )
+    if prefixes and weights.keys() != own.keys():
+        weights = _without_prefix(prefixes[0], weights, notes)
     try:
         model.load_state_dict(weights, strict=True)
     except Exception as err:  # the model's own hooks run here
-        reason = _mismatch(model.state_dict(), weights) or first_line(err)
+        reason = _mismatch(own, weights) or first_line(err)
         others = other_class_hint(location, weights) if is_function(location) else ""
         raise FileFormatError(
             f"{file.path} does not fit {type(model).__name__}: {reason}",
@@ -152,8 +165,22 @@ def fill(model: nn.Module, file: ModelFile, location: str = "") -> tuple[str, ..
     return tuple(notes)
 
 
-def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mapping[str, Tensor]:
-    """Return the only state dict in ``file``, or the first with the names of ``model``, and make nothing else."""
+def _safetensors_in(file: ModelFile) -> tuple[tuple[str, ...], Mapping[str, Tensor]]:
+    """Return the tensors of ``file`` whose names begin with its key, without the key, and the key as a path."""
+    weights = read_safetensors(file.data, file.path)
+    if file.key is None:
+        return (), weights
+    if not (chosen := _under(f"{file.key}.", weights)):
+        hint = f"Its tensors are {format_some(list(weights), _SHOWN)}."
+        raise FileFormatError(f"{file.path} has no tensors under {file.key!r}", hint=hint)
+    return (file.key,), chosen
+
+
+def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> tuple[tuple[str, ...], Mapping[str, Tensor]]:
+    """Return the only state dict in ``file``, or the first with the names of ``model``, and its path.
+
+    Nothing else is made.
+    """
     if (kind := next((name for name, format_ in _WITH_CODE.items() if format_.recognizes(file)), None)) is not None:
         raise FileFormatError(
             f"{file.path} is {kind}: a model with its code, not weights alone",
@@ -162,16 +189,16 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
     pickled = read_pickled(file)
     refuse_attacks(file, pickled.scan, UserCode(()))
     whole = pickled.pickle.root
-    outer, root = ((), whole) if file.key is None else place_of(whole, file.key, file.path)
+    outer, root, prefix = ((), whole, "") if file.key is None else place_of(whole, file.key, file.path)
     saved = state_dicts_in(root)
     try:
-        state_dicts = {where: dict(stored.entries) for where, stored in saved.items()}
+        state_dicts = {where: _under(prefix, dict(stored.entries)) for where, stored in saved.items()}
         of_modules = {where: state_dict_of(module) for where, module in modules_in(root).items()}
         state_dicts |= {where: tensors for where, tensors in of_modules.items() if tensors}
     except ValueError as err:
         raise FileFormatError(f"{file.path} cannot be read: {err}", hint="It may be damaged.") from err
-    own = model.state_dict().keys()
-    fitting = [where for where, tensors in state_dicts.items() if _common_prefix(own, tensors) is not None]
+    own = model.state_dict()
+    fitting = [where for where, tensors in state_dicts.items() if _common_prefixes(own, tensors)]
     fitting = [where for where in fitting if len(state_dicts[where]) == len(own)] or fitting
     if not state_dicts:
         refuse_other(root, whole, file.path)
@@ -188,23 +215,26 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> Mappi
             )
         notes.append(f"The file has several state dicts ({names}){FIRST_USED} `--key` names another.")
     else:
-        notes += place_notes("The weights are", (*outer, *where), whole, file=file.path)
-    chosen = saved.get(where)
-    if chosen is None:  # the state dict of a module, which is not itself in the file
+        what = f"The weights are under {prefix!r} in" if prefix else "The weights are"
+        notes += place_notes(what, (*outer, *where), whole, file=file.path)
+    chosen = None if prefix else saved.get(where)
+    if chosen is None:  # the state dict of a module, or a part of one: it is not itself in the file
         chosen, pickle = pickled.pickle.with_dict(state_dicts[where].items())
         pickled = replace(pickled, pickle=pickle)
     weights: Mapping[str, Tensor] = build_data(file, pickled, chosen)
-    return weights
+    return tuple(filter(None, (*outer, prefix.rstrip("."), *where))), weights
 
 
-def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
+def _under(prefix: str, weights: Mapping[str, T]) -> dict[str, T]:
+    """Return those of ``weights`` whose names begin with ``prefix``, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def _without_prefix(prefix: str, weights: Mapping[str, Tensor], notes: list[str]) -> Mapping[str, Tensor]:
     """Return ``weights`` under the model's own names, without the prefix that a wrapper put before each.
 
     Weights without the prefix are left out: they belong to the wrapper, such as weights of a Lightning module's loss.
     """
-    prefix = _common_prefix(own.keys(), weights)
-    if prefix is None or weights.keys() == own.keys():
-        return weights
     named = {_without_compiled_parts(name): tensor for name, tensor in weights.items()}
     if prefix:
         notes.append(
@@ -214,19 +244,19 @@ def _without_prefix(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], no
         notes.append("The weights are of a compiled model.")
     if others := [name for name in named if not name.startswith(prefix)]:
         notes.append(f"Weights of the file that are not the model's are left out: {format_some(others, _SHOWN)}.")
-    return {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
+    return _under(prefix, named)
 
 
-def _common_prefix(own: Collection[str], names: Collection[str]) -> str | None:
-    """Return the only prefix, such as ``module.``, that ``names`` add to each of ``own``; ``None`` if there is none."""
-    plain_names = {_without_compiled_parts(name) for name in names}
+def _common_prefixes(own: Collection[str], names: Collection[str]) -> list[str]:
+    """Return the prefixes, such as ``module.``, that ``names`` add to each of ``own``; the empty one stands alone."""
+    plain_names = dict.fromkeys(map(_without_compiled_parts, names))
     if not own or len(plain_names) != len(names):
-        return None
+        return []
     first = next(iter(own))
-    prefixes = {name.removesuffix(first) for name in plain_names if name.endswith(first)}
-    prefixes = {prefix for prefix in prefixes if not prefix or prefix.endswith(".")}
-    matching_prefixes = [prefix for prefix in prefixes if all(prefix + name in plain_names for name in own)]
-    return "" if "" in matching_prefixes else matching_prefixes[0] if len(matching_prefixes) == 1 else None
+    prefixes = [name.removesuffix(first) for name in plain_names if name.endswith(first)]
+    prefixes = [prefix for prefix in prefixes if not prefix or prefix.endswith(".")]
+    prefixes = [prefix for prefix in prefixes if all(prefix + name in plain_names for name in own)]
+    return [""] if "" in prefixes else prefixes
 
 
 def _without_compiled_parts(name: str) -> str:

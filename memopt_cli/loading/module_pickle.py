@@ -24,7 +24,7 @@ from memopt_cli.loading.interface import TRUST_PICKLE_HINT, Loaded, ModelFile, s
 from memopt_cli.loading.pickles.audit import Audit, assign_kinds, uses_in
 from memopt_cli.loading.pickles.build import build
 from memopt_cli.loading.pickles.charges import PickleScan
-from memopt_cli.loading.pickles.entries import found_in, module_in, place_notes, place_of, several_models
+from memopt_cli.loading.pickles.entries import found_in, module_in, place_notes, place_of, several_models, unwrapped
 from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
 from memopt_cli.loading.pickles.kinds.interface import BrokenError, Denied, Missing, ObjectKind, Use
 from memopt_cli.loading.pickles.kinds.modules import Libraries
@@ -83,7 +83,8 @@ class ModulePickle:
         try:
             model = _audit_and_make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
         except ClassNotFoundError as err:
-            hint_text = moved_hint(file.path, (err.looked_in, *trust.code_paths), class_of(located.root))
+            class_name = class_of(unwrapped(located.root, file.path))
+            hint_text = moved_hint(file.path, (err.looked_in, *trust.code_paths), class_name)
             err.hint = f"{err.hint} {hint_text}".strip()
             raise
         if not isinstance(model, nn.Module):
@@ -166,7 +167,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err
     whole, where = loaded, tuple[str, ...]()
     if file.key is not None:
-        where, loaded = place_of(loaded, file.key, file.path, entries=_live_entries)
+        where, loaded, _ = place_of(loaded, file.key, file.path, entries=_live_entries)
     if not isinstance(loaded, nn.Module):
         modules = dict(found_in(loaded, lambda value: isinstance(value, nn.Module), entries=_live_entries))
         if len(modules) > 1:

@@ -37,6 +37,7 @@ from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_bytes
 from memopt_cli.training.module_calls import GIVE_ACCEPTED, InputsRejectedError
 from memopt_cli.training.step import is_out_of_memory
+from memopt_cli.training.user_step import StepModels
 from memopt_cli.training.wrappers import suspend_compilation, unwrap
 
 Answer = TypeVar("Answer")
@@ -97,6 +98,8 @@ class Worker:
             return " ".join(f"{note[:1].upper()}{note[1:]}" for note in misnamed)
         if is_pretrained(location):
             return f"Leave `-i` out, and give `--dim` only sizes that the configuration in {location} allows."
+        if hint == GIVE_ACCEPTED and isinstance(model, StepModels):  # its first layer says nothing of run's arguments
+            return "Give inputs that run accepts, one `-i` for each of its arguments."
         if hint == GIVE_ACCEPTED and (guess := guessed_spec(model)) is not None:
             sized = (format_tensor(with_sizes(tensor, guess.dims)) for tensor in guess.tensors)
             return f"{hint[:-1]}, such as `{' '.join(quoted_flag('-i', text) for text in sized)}`."

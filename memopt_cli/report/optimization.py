@@ -310,17 +310,18 @@ def range_rows(summary: MemOptSummary) -> Iterator[tuple[str, ...]]:
             ratio = _as_ratio(row.slowdown, row.plan)
         predicted = row.predicted_allocated_peak_bytes
         numbers = ["–" if predicted is None else f"~{format_bytes(predicted)}", "–", "–"]
+        plan = in_words(row.plan)
         if row.outcome is not None:
             highest = max(row.runs, key=lambda run: (run.allocated_peak_bytes, run.length))
-            allocated = format_bytes(highest.allocated_peak_bytes)
             if highest.length < row.up_to:
-                allocated += f" (at {highest.length})"
+                plan += f" (peak at {highest.length})"
             elif not row.inside and row.low < row.up_to:
-                allocated += f" (run at {row.up_to} only)"
+                plan += f" (run at {row.up_to} only)"
+            allocated = format_bytes(highest.allocated_peak_bytes)
             tensors = format_bytes(row.outcome.tensor_peak_bytes)
             step = format_seconds(row.outcome.step_s)
             numbers = [allocated, tensors, step]
-        yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, in_words(row.plan)
+        yield str(row.low), str(row.up_to), f"{row.share:.0%}", *numbers, ratio, plan
 
 
 def ranges(summary: MemOptSummary) -> Table:

@@ -110,9 +110,13 @@ def _with_weights(builder: str, weights: str) -> str:
 
 
 def suggest_weights(weights: str, class_name: str = "") -> str:
-    """Return what to type for the file ``weights``, and a function to write, which makes the class ``class_name``."""
-    name = class_name.rpartition(".")[2]
-    known = name if name.isidentifier() and len(name) <= _LONGEST_NAME else "Net"
+    """Return what to type for the file ``weights``, and a function to write, which makes the class ``class_name``.
+
+    A class of PyTorch, such as ``torch.nn.Sequential``, is not named: the function passes it modules.
+    """
+    package, _, name = class_name.rpartition(".")
+    is_named = name.isidentifier() and len(name) <= _LONGEST_NAME and not package.startswith("torch.")
+    known = name if is_named else "Net"
     return f"{_with_weights('build.py:build', weights)}; {_WRITE.format('net', known, f'{known}()')}"
 
 

@@ -37,8 +37,9 @@ _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
 def with_python_spelling(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function`` so that errors that it raises name arguments in place of flags.
 
-    The errors that caused them are reworded as well, since a traceback shows these, too.  They are raised from here, as
-    the frames below are memopt's own; only the cause of a step that fails may have frames of the user's code.
+    The errors that caused them are reworded as well, since a traceback shows these, too.  They and Ctrl-C are raised
+    from here, as the frames below are memopt's own; only the cause of a step that fails may have frames of the user's
+    code.
     """
 
     @functools.wraps(function)
@@ -49,7 +50,7 @@ def with_python_spelling(function: Callable[P, R]) -> Callable[P, R]:
             for error in error_chain(err):
                 if isinstance(error, MemoptError):
                     error.reword(in_python)
-            if not isinstance(err, MemoptError):
+            if not isinstance(err, MemoptError | KeyboardInterrupt):
                 raise
             cause = None if isinstance(err, UsageError | FileError | WriteError) else err.__cause__
             raise err.with_traceback(None) from cause

@@ -45,6 +45,7 @@ from memopt_cli.training.compiling import (
     stop_compiling,
 )
 from memopt_cli.training.own_checkpoints import resume, suspend, warn_if_on
+from memopt_cli.training.user_step import StepModels
 from memopt_cli.training.wrappers import unwrap
 
 _SEGMENT_FIELDS = [field.name for field in fields(SegmentPlan) if field.name != "path"]
@@ -276,11 +277,20 @@ def _add_runs(model: nn.Module, path: str) -> list[Run]:
     except AttributeError as error:
         hint = "A plan fits the model it was made for; make a new one with memopt optimize."
         names = dict(model.named_modules())
+        first, _, rest = path.partition(".")
+        is_step = isinstance(model, StepModels)
         if (inner := next((name for name in names if f"{name}.{path}" in names), None)) is not None:
-            hint = f"{inner} has it: apply the plan before the model is wrapped, or to model.get_submodule('{inner}')."
-        raise PlanError(
-            f"the plan names module '{path}', which {type(model).__name__} does not have", hint=hint
-        ) from error
+            before = (
+                "to that model" if is_step else f"before the model is wrapped, or to model.get_submodule('{inner}')"
+            )
+            hint = f"{inner} has it: apply the plan {before}."
+        prefixes = [f"{name}." for name, _ in model.named_children()] if is_step else [""]
+        module = rest.partition("-")[0]  # the first of a run's
+        if module and first.isidentifier() and any(prefix + module in names for prefix in prefixes):
+            call = f'memopt_cli.apply_plan({{"{first}": model}}, plan)'
+            hint = f"In a plan of a step, paths begin with the name of a model. If '{first}' is this one: {call}."
+        owner = "the step" if is_step else type(model).__name__
+        raise PlanError(f"the plan names module '{path}', which {owner} does not have", hint=hint) from error
     except ValueError as reason:
         raise PlanError(
             f"module '{path}' cannot be a segment: {reason}",

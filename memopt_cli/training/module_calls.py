@@ -30,7 +30,8 @@ _HINTS: Final = {
     "positional arguments but": "Each input is an argument of forward: leave targets out, and use them in the loss, "
     "`--loss file.py:function`.",
     "Sizes of tensors must match except in dimension": "The model joins tensors of different sizes. If it "
-    "halves its input, as a U-Net does, try sides that are multiples of 32; else check the sizes of the inputs.",
+    "halves its input n times, as a U-Net does, the sides must be multiples of 2 to the power of n, such as 8 for 3; "
+    "else check the sizes of the inputs.",
 }
 """Words of an error -> the hint on it."""
 GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."

@@ -54,6 +54,12 @@ def test_every_setting_of_a_step_is_compared_except_its_seed(name: str) -> None:
         ({"inputs": {}}, OptionError, "the inputs have no batch"),
         ({"inputs": torch.tensor(1.0)}, OptionError, "the first tensor is a scalar"),
         ({"inputs": "Bx3"}, UsageError, "dimensions without a size: B"),
+        (
+            {"inputs": "BxS", "dims": {"B": 8, "T": 3}},
+            UsageError,
+            r'size: S\nDid you mean dims=\{"S": 3\}, not .*"T": 3',
+        ),
+        ({"model": "net.pt"}, OptionError, r"model is 'net.pt', .*\n.* memopt_cli.load\(path\)"),
         ({"inputs": "Bx3", "dims": {"B": 0}}, OptionError, r"dims\['B'\] is 0"),
         ({"inputs": "Bx3", "dims": "B=3"}, OptionError, "dims is 'B=3'"),
         ({"dims": {"B": 4}}, OptionError, "the inputs are tensors, which have sizes already"),

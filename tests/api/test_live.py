@@ -302,7 +302,7 @@ def test_a_plan_that_the_model_carries_is_run_or_said_to_be_left_out(x: Tensor) 
     model = memopt_cli.apply_plan(made(), plan)
     recommended = memopt_cli.recommend_batch(model, x, memory="4MiB", longest_step=0.01)
     assert [row.planned for row in recommended.result.rows] == [False, True]
-    assert "there are rows without the plan and with it" in repr(recommended)
+    assert "a batch is sought without the plan and with it" in repr(recommended)
     left_out = "The model carries a plan already; it is left out here."
     assert left_out in memopt_cli.profile(model, x, fake=True).result.notes
     assert left_out in memopt_cli.frontier(model, x, level=1).summary.notes

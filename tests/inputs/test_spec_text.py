@@ -146,6 +146,13 @@ def test_bad_dims(texts: list[str], says: str) -> None:
         parse_dims(texts)
 
 
+@pytest.mark.parametrize("text", ["S=16-48", "S=16..48"])
+def test_a_range_in_other_words_is_told_how_to_write_it(text: str) -> None:
+    with pytest.raises(UsageError, match="NAME=SIZE") as caught:
+        parse_dims([text])
+    assert caught.value.hint == "A range is written `--dim S=16:48`."
+
+
 @pytest.mark.parametrize(
     "check", [lambda all: check_inputs(all, {}), lambda all: check_spec(InputSpec(tensors=all, source="-i"))]
 )

@@ -49,6 +49,11 @@ TENSORS = {
 }
 
 
+def test_a_compiled_model_has_the_modules_and_tensors_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    assert contents(torch.compile(model)) == contents(model)
+
+
 def test_tensors_inside_a_plain_pickle_are_told_and_serve_as_weights() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     file = ModelFile(path="model.pkl", data=pickle.dumps(model))

@@ -424,7 +424,7 @@ def test_a_plan_by_length_has_a_row_for_each_range_and_the_tree_of_the_longest()
     text = text_of(optimize_page(by_length()))
     assert "all else on this page is of S=256" in text
     assert "S from to share of steps allocated peak tensor peak step ratio plan" in text
-    assert "16 64 90% 50.0 MiB (run at 64 only) 50.0 MiB 500.0 ms 1.00× no plan" in text
+    assert "16 64 90% 50.0 MiB 50.0 MiB 500.0 ms 1.00× no plan (run at 64 only)" in text
     assert "65 256 10% 69.0 MiB 69.0 MiB 1.25 s 1.25× 1 recomputed, 1 in chunks (1 packed)" in text
     assert "segment 4 chunks, axis 1" in text
     assert "A plan for each range" not in optimize_page(a_result())

@@ -18,6 +18,7 @@ import memopt_cli
 from memopt_cli.errors import MeasurementError, MemoptError, NothingFitsError, OptionError, StepError, UsageError
 from memopt_cli.pytest_plugin import TrainMemory
 from memopt_cli.text.spelling import in_python, on_command_line, with_python_spelling
+from memopt_cli.training import apply
 
 SOURCES = Path(memopt_cli.__file__).parent
 FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*|(?<![\w-])-[io]\b")
@@ -163,6 +164,20 @@ def test_an_error_of_a_path_or_plan_has_a_short_traceback(tmp_path: Path) -> Non
         ]
         assert error.__suppress_context__
         assert error.__cause__ is None
+
+
+def test_ctrl_c_has_a_short_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(*_: object) -> None:
+        try:
+            raise RuntimeError
+        except RuntimeError:
+            raise KeyboardInterrupt  # noqa: B904
+
+    monkeypatch.setattr(apply, "apply_plan", press)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        memopt_cli.apply_plan(nn.Linear(2, 2), memopt_cli.Plan())
+    assert len(traceback.extract_tb(caught.value.__traceback__)) == 2
+    assert caught.value.__suppress_context__
 
 
 def test_what_an_error_comes_from_is_said_in_python_too() -> None:

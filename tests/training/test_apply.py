@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import memopt_cli
-from memopt_cli.errors import PlanError, StepError, VerificationError
+from memopt_cli.errors import OptionError, PlanError, StepError, VerificationError
 from memopt_cli.records import InputSpec, Plan, SegmentPlan, TensorSpec
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, segment_of
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan, replacing_plan
+from memopt_cli.training.user_step import join_models
 from tests.zoo.models import Parts
 from tests.zoo.records import a_header
 
@@ -87,6 +88,26 @@ def test_a_plan_of_a_model_that_is_wrapped_now_says_where_it_is() -> None:
     with pytest.raises(PlanError, match=r"'1\.0', which ModuleDict does not have") as error:
         apply_plan(wrapped, plan("1.0"))
     assert error.value.hint.endswith("or to model.get_submodule('base_model.model').")
+
+
+@pytest.mark.parametrize("path", ["net.1.0", "net.0-1"])
+def test_a_plan_of_a_step_says_how_to_name_the_model(path: str) -> None:
+    for model, owner in ((net(), "Sequential"), (join_models({"other": net()}), "the step")):
+        with pytest.raises(PlanError, match=f"'{path}', which {owner} does not have") as error:
+            apply_plan(model, plan(path))
+        assert error.value.hint.endswith("If 'net' is this one: memopt_cli.apply_plan({\"net\": model}, plan).")
+    apply_plan(join_models({"net": net()}), plan(path))
+
+
+def test_a_plan_of_a_model_on_a_step_says_which_model_has_it() -> None:
+    with pytest.raises(PlanError, match=r"'1\.0', which the step does not have") as error:
+        apply_plan(join_models({"net": net()}), plan("1.0"))
+    assert error.value.hint == "net has it: apply the plan to that model."
+
+
+def test_a_path_is_no_model() -> None:
+    with pytest.raises(OptionError, match=r"model is 'net.pt', not a torch.nn.Module\n.*memopt_cli.load\(path\)"):
+        memopt_cli.apply_plan("net.pt", plan("1"))  # type: ignore[type-var]
 
 
 def test_a_failed_plan_leaves_an_earlier_one_alone() -> None:

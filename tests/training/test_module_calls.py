@@ -91,7 +91,7 @@ def test_hints_on_a_dictionary_beside_targets_and_on_sizes_that_do_not_halve() -
     assert hint.startswith("The inputs are 2 positional arguments, and the first is a dictionary. Give that alone")
     with pytest.raises(RuntimeError) as caught:
         cat([ones(2, 1, 6), ones(2, 1, 7)], 1)
-    assert "multiples of 32" in error_of(Complains(caught.value), ones(2, 1, 30)).hint
+    assert "halves its input n times" in error_of(Complains(caught.value), ones(2, 1, 30)).hint
 
 
 def test_layers_without_gradients_beside_others_like_them_are_skipped() -> None:

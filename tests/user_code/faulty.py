@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import memopt_cli
+
 
 class ConvNet(nn.Sequential):
     """Takes images of one channel; nothing is wrong with it."""
@@ -224,3 +226,15 @@ def _with(odd: nn.Module) -> nn.Module:
         return nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
 
     return nn.Sequential(layer(), layer(), odd, layer())
+
+
+def make_step() -> memopt_cli.Step:
+    """A step of a ConvNet; nothing is wrong with it."""
+    net = ConvNet()
+
+    def run(x: Tensor) -> Tensor:
+        loss: Tensor = net(x).sum()
+        loss.backward()
+        return loss
+
+    return memopt_cli.Step(models={"net": net}, run=run)

@@ -67,9 +67,9 @@ def module_in(root: Any, key: str | None, path: str, code_paths: Sequence[str] =
     """
     whole, where = root, tuple[str, ...]()
     if key is not None:
-        where, root = place_of(root, key, path)
-    if not (is_module(root) or _is_wrapper(root)):
-        models = dict(found_in(root, lambda value: is_module(value) or _is_wrapper(value)))
+        where, root, _ = place_of(root, key, path)
+    if not _is_model(root):
+        models = modules_in(root)
         if len(models) > 1:
             raise several_models(models, path)
         if not models:
@@ -92,9 +92,10 @@ def several_models(models: dict[Path, Any], path: str) -> FileFormatError:
     )
 
 
-def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) -> tuple[Path, Any]:
-    """Return the path of the entry ``key``, keys joined by dots, in ``root``, and the entry.
+def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) -> tuple[Path, Any, str]:
+    """Return the path of the entry ``key``, keys joined by dots, in ``root``, the entry, and a prefix in it.
 
+    The prefix, such as ``net.``, is of names of a state dict: the end of ``key`` where that is no entry; else empty.
     ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
     Raises :class:`FileFormatError` if there is no such entry.
     """
@@ -105,12 +106,14 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
         name = max(
             (name for name in entries_here if rest == name or rest.startswith(f"{name}.")), key=len, default=None
         )
+        if name is None and is_state_dict(value) and any(name.startswith(f"{rest}.") for name in entries_here):
+            return tuple(where), value, f"{rest}."
         if name is None:
             names = list_paths([(name,) for name in entries_here]) or "none"
             raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {names}.")
         value, rest = entries_here[name], rest[len(name) + 1 :]
         where.append(name)
-    return tuple(where), value
+    return tuple(where), value, ""
 
 
 def place_notes(what: str, where: Path, root: Any, *, file: str = "the file", entries: Entries | None = None) -> Notes:
@@ -137,7 +140,7 @@ def state_dicts_in(root: Any) -> dict[Path, Any]:
 
 def modules_in(root: Any) -> dict[Path, Any]:
     """Map paths to the stand-ins of modules; modules inside modules are left out."""
-    return dict(found_in(root, is_module))
+    return dict(found_in(root, _is_model))
 
 
 def refuse_other(root: Any, whole: Any, path: str) -> None:
@@ -173,6 +176,10 @@ def is_state_dict(value: Any) -> bool:
     return bool(entries) and all(isinstance(name, str) and tensor_of(item) is not None for name, item in entries)
 
 
+def _is_model(value: Any) -> bool:
+    return is_module(value) or _is_wrapper(value)
+
+
 def _is_wrapper(value: Any) -> bool:
     return isinstance(value, Built) and str(value.name) in WRAPPERS
 
@@ -189,11 +196,20 @@ def _split_wrappers(root: Any, path: str) -> tuple[tuple[Wrapper, ...], Any]:
     return tuple(wrappers[:left_out]), root
 
 
+def unwrapped(model: Any, path: str) -> Any:
+    """Return the stand-in of the module in all wrappers of ``model``, which the file at ``path`` holds."""
+    for _ in range(_DEEPEST):
+        if not _is_wrapper(model):
+            break
+        model = _module_in_wrapper(model, WRAPPERS[str(model.name)].attribute, path)
+    return model
+
+
 def _module_in_wrapper(root: Built, attribute: str, path: str) -> Any:
     modules = next((part for name, part in plain_entries(root.state) or () if name == "_modules"), None)
     submodules = dict(entries_of(modules))
     inner = submodules.get(attribute, next(iter(root.argument_items()), None))
-    if not (is_module(inner) or _is_wrapper(inner)):
+    if not _is_model(inner):
         raise FileFormatError(
             f"{path} holds a {root.name.name} without the object that it wraps",
             hint=f"Save model.{attribute} with torch.save.",

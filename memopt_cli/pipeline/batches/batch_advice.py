@@ -104,7 +104,7 @@ def _find_advice(
         failure = earlier_search.probes.failure_in_words(earlier_search.search.model.limiting_dry_run())
         if failure and request.confirm_batch:
             notes.append(limiting_note(failure))
-        elif failure and isinstance(advice, BatchEstimate) and advice.is_limited_by_memory:
+        elif failure and isinstance(advice, BatchEstimate):
             because = f"no larger one is considered, since {failure}"
             advice = replace(advice, is_limited_by_memory=False, because=because)
         return advice

@@ -98,7 +98,7 @@ def recommend_prepared(
     started, note = time.monotonic(), LEFT_OUT_NOTE
     if plan is None and request.replicas is None and prepared.carried != ORIGINAL:
         plan = prepared.carried
-        note = "The model carries a plan: there are rows without the plan and with it."
+        note = "The model carries a plan: a batch is sought without the plan and with it."
     prepared = prepared.without_carried(note)
     if plan is not None and request.uncompiled:
         plan.require_eager(f"{request.uncompiled} measures or predicts steps without a compiler")

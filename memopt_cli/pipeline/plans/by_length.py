@@ -476,13 +476,10 @@ class _ByLength:
         """
         run = next(self._runs_near(peak, above, length), None)
         if run is None:
-            symbol = self.varied.symbol
-            tried = [n for n in _lengths_to_try(self.varied, length) if n > above]
-            self.notes.append(
-                f"The model does not run at {symbol}={length}, nor at the shorter lengths that were tried "
-                f"({', '.join(map(str, tried[1:])) or 'none'}). Name the lengths that occur with "
-                "`--lengths`."
-            )
+            shorter = [n for n in _lengths_to_try(self.varied, length) if above < n < length]
+            tried = f", nor at the shorter lengths that were tried ({', '.join(map(str, shorter))})" if shorter else ""
+            where = f"{self.varied.symbol}={length}{tried}"
+            self.notes.append(f"The model does not run at {where}. Name the lengths that occur with `--lengths`.")
         return run
 
     def _runs_near(self, peak: Callable[[int], float | None], above: int, length: int) -> Iterator[tuple[int, float]]:

@@ -168,7 +168,7 @@ class TestInProcess:
         location = saved(tmp_path / "net.memopt.pt", net)
         found = recommended(location, "4x1x16x16", memory=4 * MIB)
         assert [row.planned for row in found.rows] == [False, True]
-        assert "The model carries a plan: there are rows without the plan and with it." in found.notes
+        assert "The model carries a plan: a batch is sought without the plan and with it." in found.notes
         path = plan_file(tmp_path, plan)
         named = recommended(location, "4x1x16x16", memory=4 * MIB, plan_path=path)
         assert [row.planned for row in named.rows] == [False, True]

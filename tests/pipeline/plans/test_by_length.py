@@ -281,6 +281,12 @@ def test_few_lengths_are_tried_where_the_model_does_not_run(
         assert str(tried[-1]) in note
 
 
+def test_a_length_with_none_shorter_to_try_is_named_alone() -> None:
+    search = searching(DimRange(symbol="S", low=16, high=48))
+    assert search._run_near(lambda length: None, 40, 44) is None
+    assert search.notes == ["The model does not run at S=44. Name the lengths that occur with `--lengths`."]
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_the_longest(optimize: Memopt) -> None:
     torch.save(deep_net(1), "net.pt")
@@ -385,7 +391,7 @@ def test_a_shorter_length_above_the_budget_is_named(optimize: Memopt) -> None:
     assert "The verified plan is in net.memopt.plan.yaml." in done.err
     assert ", 500, 512, the lengths that were run; above it at others: " in done.out
     assert "MiB at S=330. No plan was found that fits there" in done.out
-    assert "MiB (at 330)" in done.out
+    assert "(peak at 330)" in done.out
 
 
 def test_a_range_ends_where_the_plan_of_the_longest_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
