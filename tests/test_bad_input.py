@@ -90,7 +90,7 @@ BEFORE_A_STEP = [
         ["truncated.pt cannot be read: it is truncated, as after an interrupted save or download\n"],
     ),
     ("optimize random.pt", 3, ["random.pt", "not a model saved by torch.save"]),
-    ("inspect plan.yaml", 3, ["plan.yaml is not a model", "its bytes are not a valid pickle"]),
+    ("inspect plan.yaml", 2, ["'plan.yaml' is YAML, not a saved model"]),
     ("compare good.pt plan.yaml", 5, ["good.pt is not a baseline: it is not JSON"]),
     ("compare plan.yaml good.pt", 5, ["plan.yaml is not a baseline: it is not JSON"]),
     ("optimize weights.pt", 3, ["2 tensors but no model", "build.py:build --weights weights.pt; build.py is a file"]),

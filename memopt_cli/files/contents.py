@@ -203,12 +203,14 @@ def read_measured(path: str | os.PathLike[str], step: str = "") -> Baseline:
     except (OSError, ValueError, UsageError) as err:
         hint = _record_hint("FILE", step)
         if _was_baseline(path):
-            hint = _record_hint(path, step, " --force") + " Add the flags of the step, such as `--optimizer`."
+            hint = _record_hint(path, step, "--force") + " Add the flags of the step, such as `--optimizer`."
         raise BaselineError(f"{path} is not a baseline: {_reason_unreadable(err)}", hint=hint) from err
 
 
-def _record_hint(path: str | os.PathLike[str], step: str, force: str = "") -> str:
-    return f"Record one with `memopt baseline {step or 'MODEL -i SHAPE'} -o {quoted_path(str(path))}{force}`."
+def _record_hint(path: str | os.PathLike[str], step: str, *more: str) -> str:
+    file = " ".join((quoted_path(str(path)), *more))
+    recording = f"`memopt baseline {step} -o {file}`" if step else f"`memopt baseline MODEL -i SHAPE -o {file}`"
+    return f"Record one with {recording}."
 
 
 def _was_baseline(path: str | os.PathLike[str]) -> bool:

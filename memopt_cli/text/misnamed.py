@@ -229,7 +229,7 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
         hint = f"Name the model that it is for: `memopt apply MODEL {quoted_path(path)} --verify`."
         return "is a plan, not a saved model", hint
     if path.endswith((".yaml", ".yml")):
-        return "is YAML, not a saved model", ""
+        return "is YAML, not a saved model", "Give a file of torch.save(model, path), or build.py:build."
     if path.endswith(".py"):
         builder = quoted_path(_builder_at(path) or f"{path}:NAME")
         hint = f"Name a function or class in it that makes the model without arguments: {builder}. {definitions(path)}"
