@@ -69,9 +69,9 @@ def own_is_smaller(summary: MemOptSummary) -> Iterator[str]:
     slowdown = own.slowdown(original)
     if own.allocated_peak_bytes < planned.allocated_peak_bytes and slowdown > limit:
         yield (
-            f"the model's own checkpoints take less, {format_bytes(own.allocated_peak_bytes)}, but about "
-            f"{slowdown:.2f} times as long, and {limit:g} is the limit (a rough ratio: they are not timed in turns "
-            f"with the original); `--max-slowdown {math.ceil(10 * slowdown) / 10:g}` looks for a plan below them"
+            f"the model's own checkpoints take less, {format_bytes(own.allocated_peak_bytes)}, but "
+            f"{slowdown:.2f} times as long, and {limit:g} is the limit; "
+            f"`--max-slowdown {math.ceil(10 * slowdown) / 10:g}` looks for a plan below them"
         )
 
 
