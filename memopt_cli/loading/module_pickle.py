@@ -257,7 +257,7 @@ def _unknown(unclaimed: Iterable[Use], code: UserCode) -> list[tuple[Global, Den
             name,
             Missing(f"No module named {name.module!r}")
             if code.defines(name.package)
-            else unknown(use, scripts, code.folder_beside(name.module)),
+            else unknown(use, scripts, code.script_folder_with(name.module)),
         )
         for (name, _), use in uses.items()
     ]

@@ -112,10 +112,10 @@ def attack(wanted: Global) -> Denied:
     )
 
 
-def unknown(use: Use, scripts: Mapping[Global, Path], beside: str) -> Denied | Missing:
+def unknown(use: Use, scripts: Mapping[Global, Path], folder: str) -> Denied | Missing:
     """Return the refusal of an unclaimed name, with the flags that would allow the name.
 
-    ``beside``: the folder of a script that the user named, if it has the module of the name too; else empty.
+    ``folder``: that of a script that the user named, if the module of the name is in it; empty if not.
     ``scripts``: see :func:`~memopt_cli.loading.pickles.kinds.vouched.scripts_with`; it has each name of ``__main__``.
     """
     wanted = use.name
@@ -125,8 +125,8 @@ def unknown(use: Use, scripts: Mapping[Global, Path], beside: str) -> Denied | M
         return Denied(
             "is the handle of a hook: keep none in a model, and run one with lazy layers once before saving it"
         )
-    if beside:
-        return Denied("is code beside a file that you named, and not in it", Trust(code_paths=(beside,)))
+    if folder:
+        return Denied("is code next to a file that you named, and not in it", Trust(code_paths=(folder,)))
     here = _is_here(wanted)
     if wanted.package in TOO_WIDE:
         remedy = Trust(code_paths=(".",)) if here and not _is_installed(wanted.package) else None

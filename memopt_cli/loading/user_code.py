@@ -110,7 +110,7 @@ class UserCode:
         """Return whether the paths have a module named ``module``; ``__main__`` stands for any file among them."""
         return bool(self._scripts) if module == "__main__" else self._file_of(module) is not None
 
-    def folder_beside(self, module: str) -> str:
+    def script_folder_with(self, module: str) -> str:
         """Return the folder of a script among the paths, seen from here, if it has a ``module`` too; else empty."""
         folders = (path.parent for path in self._scripts)
         return next((os.path.relpath(folder) for folder in folders if file_in(folder, module) is not None), "")

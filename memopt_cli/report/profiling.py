@@ -20,7 +20,7 @@ from memopt_cli.records import (
     to_data,
 )
 from memopt_cli.report import rank
-from memopt_cli.report.lines import others, plain_table, room_in_words
+from memopt_cli.report.lines import plain_table, room_in_words
 from memopt_cli.text.units import format_bytes, format_seconds
 
 _PLOT_COLUMNS = 72
@@ -283,7 +283,7 @@ def remarks(profile: StepProfile) -> Iterator[str]:
         yield rank.NOTE
     if profile.estimate is not None:
         yield _ESTIMATE
-    yield from others(profile.notes)
+    yield from profile.notes
 
 
 def _share(part: float, whole: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TextIO, cast
@@ -43,7 +44,7 @@ from memopt_cli.report import (
     strategies,
 )
 from memopt_cli.report.interface import Answer
-from memopt_cli.report.lines import chosen, guard, not_typed, plain_table
+from memopt_cli.report.lines import chosen, guard, not_typed, others, plain_table
 from memopt_cli.text.documents import printable
 from memopt_cli.text.units import format_bytes, format_seconds
 
@@ -109,9 +110,7 @@ def _in_parts(
     match answer:
         case StepProfile():
             parts, lines = profiling.parts(answer), profiling.remarks(answer)
-            _print_all(
-                console, [*profiling.headline(answer), *chosen(answer.notes)], parts, lines, spec=answer.header.spec
-            )
+            _print_all(console, profiling.headline(answer), parts, lines, spec=answer.header.spec)
         case GroupMeasurement():
             tables = rank.rank_table(answer), rank.collective_table(answer.largest)
             _print_all(console, rank.measured_headline(answer), tables, rank.measured_remarks(answer))
@@ -235,19 +234,24 @@ def _print_all(
     *blocks: Iterable[str],
     spec: InputSpec | None = None,
 ) -> None:
-    """Print a headline, then ``parts`` and blocks of lines, with an empty line before each."""
-    _print_headline(console, headline, spec)
+    """Print a headline, then ``parts`` and blocks of lines, with an empty line before each.
+
+    Lines that say what memopt chose itself come right below the headline's first line.
+    """
+    first, *more = headline
+    remarks = [list(lines) for lines in blocks]
+    _print_headline(console, [first, *chosen(itertools.chain(*remarks)), *more], spec)
     _print_parts(console, parts)
-    for lines in blocks:
-        _print_block(console, lines)
+    for lines in remarks:
+        _print_block(console, others(lines))
 
 
 def _print_headline(console: Printer, lines: Iterable[str], spec: InputSpec | None) -> None:
     """Print ``lines``, the first one in bold, with the inputs of ``spec`` if nobody typed them now."""
-    first, *others = lines
+    first, *below = lines
     more = "" if spec is None else not_typed(spec)
     _print(console, f"{first.removesuffix('.')}{more}" if more else first, style="bold")
-    for line in others:
+    for line in below:
         _print(console, line)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import difflib
 import io
+import itertools
 import os
 import re
 import shlex
 import zipfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from memopt_cli.errors import UsageError
@@ -41,6 +42,11 @@ _MAX_SOURCE_BYTES: Final = 1 << 20
 """Bytes of a Python file that is looked into."""
 _SHOWN: Final = 8
 """Names that a hint lists."""
+_DEEPEST: Final = 2
+"""Maximum depth of the folders in a code path that are looked into."""
+_MAX_FOLDERS: Final = 100
+_MAX_SOURCES: Final = 200
+"""Maximum numbers of folders and of Python files in a code path that are looked into."""
 _MAX_HINT: Final = 10_000
 """Maximum number of characters of a hint that is searched for a function."""
 _BUILDERS: Final = ("build", "make_model", "get_model", "create_model")
@@ -59,11 +65,12 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
     folder = os.path.dirname(weights) or os.curdir
     if os.path.isfile(os.path.join(folder, "config.json")):
         return f"Its config.json lies next to it: give the folder, {quoted_path(folder + os.sep)}."
-    builder = next(filter(None, (_builder_at(path, names) for path in code_paths)), "")
-    if builder:
-        return f"Name what builds the model: {_with_weights(builder, weights)}"
+    sources = list(_sources_in(code_paths))
+    for source, module in sources:
+        if builder := _builder_at(source, names):
+            return f"Name what builds the model: {_with_weights(_importable(builder, module), weights)}"
     hint = "Name the function that builds the model, as build.py:build for build() in build.py"
-    written = next(filter(None, (_made_by_hand(path, names) for path in code_paths)), _WRITE_ANY)
+    written = next(filter(None, (_made_by_hand(*source, names) for source in sources)), _WRITE_ANY)
     return f"{hint}: {_with_weights('build.py:build', weights)}; {written}"
 
 
@@ -73,8 +80,49 @@ def moved_hint(path: str, code_paths: Sequence[str] = (), class_name: str = "") 
     ``code_paths``: as for :func:`build_hint`; ``class_name``: of the model, with its module; empty if not known.
     """
     builder = next(filter(None, map(_builder_at, code_paths)), "")
-    command = _with_weights(builder, path) if builder else suggest_weights(path, class_name)
+    if builder:
+        command = _with_weights(builder, path)
+    else:
+        command = _moved_class(path, code_paths, class_name) or suggest_weights(path, class_name)
     return f"If the class was moved or renamed, its weights can be read without it: {command}"
+
+
+def _moved_class(weights: str, code_paths: Sequence[str], class_name: str) -> str:
+    """Return what to type for the file ``weights`` if ``code_paths`` define a class named like ``class_name``.
+
+    The result is empty if they do not.
+    """
+    name = class_name.rpartition(".")[2]
+    for path, module in _sources_in(code_paths):
+        for node in _public_definitions_in(path):
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                if not _needed_arguments(node):
+                    return _with_weights(_importable(f"{path}:{name}", module), weights)
+                return f"{_with_weights('build.py:build', weights)}; {_written(module, node)}"
+    return ""
+
+
+def _sources_in(code_paths: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each Python file in ``code_paths`` and its module; of a folder, also the files in its first few folders."""
+    for path in code_paths:
+        if not os.path.isdir(path):
+            yield path, os.path.basename(path).removesuffix(".py")
+            continue
+        yield from itertools.islice(_files_below(os.path.normpath(path)), _MAX_SOURCES)
+
+
+def _files_below(root: str) -> Iterator[tuple[str, str]]:
+    for folder, folders, files in itertools.islice(os.walk(root), _MAX_FOLDERS):
+        parts = [] if folder == root else os.path.relpath(folder, root).split(os.sep)
+        folders[:] = sorted(name for name in folders if name.isidentifier()) if len(parts) < _DEEPEST else []
+        for name in sorted(files):
+            if name.endswith(".py"):
+                yield os.path.normpath(os.path.join(folder, name)), ".".join([*parts, name.removesuffix(".py")])
+
+
+def _importable(builder: str, module: str) -> str:
+    """Return ``builder``, a file and a name, with ``module`` for a file of a package: it may import others of it."""
+    return f"{module}:{builder.rpartition(':')[2]}" if "." in module else builder
 
 
 def builder_in(hint: str, weights: str) -> str:
@@ -120,17 +168,20 @@ def suggest_weights(weights: str, class_name: str = "") -> str:
     return f"{_with_weights('build.py:build', weights)}; {_WRITE.format('net', known, f'{known}()')}"
 
 
-def _made_by_hand(path: str, names: Collection[str]) -> str:
+def _made_by_hand(path: str, module: str, names: Collection[str]) -> str:
     """Return the sentence on a file to write that makes the class at ``path`` with attributes for tensors of ``names``.
 
-    The class needs arguments; the sentence is empty if no class has these attributes.
+    The class, of ``module``, needs arguments; the sentence is empty if no class has these attributes.
     """
     for node in reversed(_public_definitions_in(path)):
         if isinstance(node, ast.ClassDef) and _assigns_attributes(f"{path}:{node.name}", names):
-            arguments = ", ".join(f"{name}=…" for name in _needed_arguments(node))
-            module = os.path.basename(path).removesuffix(".py")
-            return _WRITE.format(module, node.name, f"{node.name}({arguments})")
+            return _written(module, node)
     return ""
+
+
+def _written(module: str, node: ast.ClassDef) -> str:
+    arguments = ", ".join(f"{name}=…" for name in _needed_arguments(node))
+    return _WRITE.format(module, node.name, f"{node.name}({arguments})")
 
 
 def missing_refusal(location: str) -> tuple[str, str]:
@@ -241,7 +292,8 @@ def _builder_at(path: str, names: Collection[str] = ()) -> str:
     ``names`` need, since inner modules come before outer ones.  Without ``names``, it is the last that makes layers, or
     the last.
     """
-    functions = [f"{path}:{node.name}" for node in _public_definitions_in(path) if node.name in _BUILDERS]
+    builders = [node for node in _public_definitions_in(path) if node.name in _BUILDERS]
+    functions = [f"{path}:{node.name}" for node in builders if not _needed_arguments(node)]
     if functions:
         return functions[0]
     classes = _module_classes(path)
@@ -298,12 +350,17 @@ def _attributes_of(definitions: dict[str, _Definition], name: str) -> set[str]:
     return attributes
 
 
-def _needed_arguments(node: ast.ClassDef) -> list[str]:
-    """Return the names of the arguments that ``__init__`` of the class ``node`` needs, after ``self``."""
+def _needed_arguments(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
+    """Return the names of the arguments that the function or class ``node`` needs."""
+    if isinstance(node, ast.FunctionDef):
+        calls, first = [node], 0
+    else:
+        calls = [inner for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
+        first = 1  # after ``self``
     needed: list[ast.arg] = []
-    for args in (inner.args for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"):
+    for args in (call.args for call in calls):
         placed = [*args.posonlyargs, *args.args]
-        needed += placed[1 : len(placed) - len(args.defaults)]
+        needed += placed[first : len(placed) - len(args.defaults)]
         needed += [arg for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
     return [arg.arg for arg in needed]
 

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -96,6 +97,7 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
     """Put all of ``plan`` on ``model``; if a part fails, undo the earlier parts, the latest first."""
     with contextlib.ExitStack() as undo:
         if not plan.of_model.eager.is_empty:
+            _refuse_script(model)
             suspend(model)
         undo.callback(resume, model)
         runs: list[Run] = []
@@ -115,6 +117,14 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
             stop_compiling(model)  # removes settings of an earlier plan, which torch.load or a copy took over
         warn_if_on(model)
         undo.pop_all()  # nothing failed: keep all parts
+
+
+def _refuse_script(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PlanError(
+            "the model is TorchScript, as torch.jit.load returns it, and its modules cannot be changed",
+            hint="Load its file by memopt_cli.load('script.pt') instead, and apply the plan to that model.",
+        )
 
 
 def _segment_configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:

@@ -48,6 +48,6 @@ def test_the_seed_that_is_named_runs_all_layers(draw: object) -> None:
         assert notes(0.3, draw, int(found[1])) == []
 
 
-def test_where_no_seed_runs_all_layers_the_drop_is_to_be_switched_off() -> None:
+def test_where_no_seed_runs_all_layers_the_model_is_to_run_them() -> None:
     (note,) = notes(1.0, lambda: 0.5, 0)
-    assert note.endswith("To plan for that step, switch the drop off in the model.")
+    assert note.endswith("To plan for that step, make the model run all of them.")

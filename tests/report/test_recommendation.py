@@ -141,6 +141,13 @@ def test_the_answer(change: dict[str, object], line: str) -> None:
     assert line in shown(replace(FOUND, **change))  # type: ignore[arg-type]
 
 
+def test_which_of_several_state_dicts_is_used_stands_below_the_headline() -> None:
+    note = "The file has several state dicts ('model', 'ema'); the first is used."
+    lines = shown(replace(FOUND, notes=("another note", note)))
+    assert lines[1] == note
+    assert [lines.count(each) for each in ("another note", note)] == [1, 1]
+
+
 def test_the_fastest_run_may_be_one_without_the_plan() -> None:
     slower = tuple(replace(run, step_s=2 * run.step_s) for run in ADVICE.probes)
     planned = BatchRow(planned=True, dims={}, outcome=replace(ADVICE, probes=slower, fastest_batch=40))

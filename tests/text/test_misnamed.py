@@ -139,6 +139,29 @@ def test_a_builder_is_named_as_a_shell_reads_it_and_found_again_in_its_hint(tmp_
     assert builder_in(build_hint("model.pt", []), "model.pt") == "build.py:build"
 
 
+@pytest.mark.parametrize(
+    ("source", "builder"),
+    [("net.py", "net.py:Net"), ("lab/net.py", "lab.net:Net"), ("lab/vision/net.py", "lab.vision.net:Net")],
+)
+def test_a_class_in_a_folder_is_named(
+    source: str, builder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(source).parent.mkdir(parents=True, exist_ok=True)
+    Path(source).write_text(NET)
+    Path("a.py").write_text("def build(config): ...\nclass Unlike(nn.Module): ...")
+    for folder in ("lab/vision/deep", ".venv"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, "net.py").write_text(NET.replace("Net(", "Hidden("))
+    assert builder_in(build_hint("sd.pt", ["."], NAMES), "sd.pt") == builder
+    assert moved_hint("whole.pt", ["."], "oldlab.nets.Net").endswith(f"{builder} `--weights whole.pt`")
+    assert "from net import Hidden;" in moved_hint("whole.pt", ["."], "oldlab.nets.Hidden")
+    Path(source).write_text(NET.replace("width=2", "width"))
+    module = builder.removesuffix(":Net").removesuffix(".py")
+    for hint in (build_hint("sd.pt", ["."], NAMES), moved_hint("whole.pt", ["."], "oldlab.nets.Net")):
+        assert hint.endswith(f"from {module} import Net; def build(): return Net(width=…)")
+
+
 def test_a_hint_on_a_moved_class_names_it() -> None:
     assert "from net import TCN; def build(): return TCN()" in moved_hint("tcn.pt", [], "oldlab.nets.tcn.TCN")
     for hostile in ("", "a.b c", f"a.{'b' * 1000}"):

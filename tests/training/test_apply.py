@@ -264,6 +264,16 @@ def test_a_model_that_has_its_segments_takes_the_optimizer_alone() -> None:
     assert memopt_cli.plan_of(model) == Plan(segments=(SegmentPlan(path="1"),), in_backward=True)
 
 
+def test_a_model_of_torch_jit_is_to_be_loaded_by_memopt(tmp_path: Path) -> None:
+    torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).save(tmp_path / "script.pt")
+    plan = Plan(segments=(SegmentPlan(path="0"),))
+    for unfit in (plan, Plan(packed=True)):
+        with pytest.raises(PlanError, match="the model is TorchScript") as refused:
+            apply_plan(torch.jit.load(tmp_path / "script.pt"), unfit)
+        assert "memopt_cli.load('script.pt')" in refused.value.hint
+    assert plan_of(apply_plan(memopt_cli.load(tmp_path / "script.pt"), plan)).segments == plan.segments
+
+
 def test_without_an_optimizer_such_a_plan_is_refused() -> None:
     model = net()
     with pytest.raises(PlanError, match="runs the optimizer in backward, but no optimizer is given") as refused:

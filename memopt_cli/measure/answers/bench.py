@@ -223,7 +223,7 @@ class Bench:
             return
         seed = self._seed_of_all(groups)
         with_seed = f"give `--seed {seed}`, which runs all of them"
-        remedy = "switch the drop off in the model" if seed is None else with_seed
+        remedy = "make the model run all of them" if seed is None else with_seed
         self.messages.setdefault(
             f"Of {', '.join(map(repr, groups))}, {SKIPS_LAYERS}, as with layer drop: "
             f"a step that runs all of them needs more memory. To plan for that step, {remedy}."
@@ -238,7 +238,8 @@ class Bench:
             self.enter_start()
             step = self.step(*self._sizes, seed=seed)
             seed_everything(seed)
-            with suspend_compilation(self.model):
+            # A seed that forward does not take is none to name, and no reason to end the measurement.
+            with suspend_compilation(self.model), contextlib.suppress(Exception):
                 if runs_alike(self.model, groups, step.run_forward):
                     return seed
         return None
