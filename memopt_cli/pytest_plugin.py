@@ -176,7 +176,8 @@ def _limit(marker: pytest.Mark) -> int:
     try:
         return parse_bytes(marker.args[0], needs_unit=True)
     except UsageError as err:
-        pytest.fail(f"@pytest.mark.{_MARKER}: {err}", pytrace=False)
+        message = f"@pytest.mark.{_MARKER}: {err}"
+    pytest.fail(message, pytrace=False)
 
 
 def _device(model: nn.Module) -> str:

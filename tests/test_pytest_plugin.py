@@ -120,6 +120,7 @@ def test_a_limit_that_is_none_is_explained(run, marker: str) -> None:  # type: i
     """)
     done.assert_outcomes(errors=1)
     assert "limit_train_memory" in done.stdout.str()
+    assert "During handling" not in done.stdout.str()
 
 
 def test_loss_optimizer_and_keywords(run) -> None:  # type: ignore[no-untyped-def]

@@ -45,7 +45,7 @@ def check_model(location: str) -> str:
     refusal = None
     if os.path.isdir(location):
         refusal = None if is_pretrained(location) else folder_refusal(location)
-    elif location.endswith((".py", ".json")) and os.path.exists(location):
+    elif location.endswith((".py", ".json", ".yaml", ".yml")) and os.path.exists(location):
         refusal = file_refusal(location, b"")
     if refusal is not None:
         raise UsageError(f"'{location}' {refusal[0]}", hint=refusal[1])

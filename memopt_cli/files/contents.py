@@ -7,6 +7,7 @@ A file may have come with a stranger's model, so everything that is read is chec
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -200,15 +201,22 @@ def read_measured(path: str | os.PathLike[str], step: str = "") -> Baseline:
     except FileNotFoundError as err:
         raise BaselineError(f"there is no baseline at {path}", hint=_record_hint(path, step)) from err
     except (OSError, ValueError, UsageError) as err:
-        raise BaselineError(
-            f"{path} is not a baseline: {_reason_unreadable(err)}", hint=_record_hint("FILE", step)
-        ) from err
+        hint = _record_hint("FILE", step)
+        if _was_baseline(path):
+            hint = _record_hint(path, step, " --force") + " Add the flags of the step, such as `--optimizer`."
+        raise BaselineError(f"{path} is not a baseline: {_reason_unreadable(err)}", hint=hint) from err
 
 
-def _record_hint(path: str | os.PathLike[str], step: str) -> str:
-    file = quoted_path(str(path))
-    recording = f"`memopt baseline {step} -o {file}`" if step else f"`memopt baseline MODEL -i SHAPE -o {file}`"
-    return f"Record one with {recording}."
+def _record_hint(path: str | os.PathLike[str], step: str, force: str = "") -> str:
+    return f"Record one with `memopt baseline {step or 'MODEL -i SHAPE'} -o {quoted_path(str(path))}{force}`."
+
+
+def _was_baseline(path: str | os.PathLike[str]) -> bool:
+    """Return whether the broken file at ``path`` is a baseline of memopt's, which a new one may replace."""
+    try:
+        return b'"conditions": {' in read_bytes(path, MAX_BYTES)
+    except OSError:
+        return False
 
 
 def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader, dict[str, Any]]:
@@ -216,7 +224,10 @@ def _read_parts(path: str | os.PathLike[str], *, since: int) -> tuple[FileHeader
 
     Raises :class:`OSError`, :class:`ValueError`, and :class:`UsageError`, whose message calls the file "the file".
     """
-    data = printable_data(read_json(read_bytes(path, MAX_BYTES)))
+    content = read_bytes(path, MAX_BYTES)
+    if re.search(rb"^<<<<<<< ", content, re.MULTILINE):  # no JSON: its texts have no line breaks
+        raise UsageError("it has a merge conflict")
+    data = printable_data(read_json(content))
     version = data.get("schema_version") if isinstance(data, dict) else None
     if type(version) is not int or not since <= version <= SCHEMA_VERSION:
         raise UsageError(f"its schema_version is {shorten(version)}, and this memopt reads {since} to {SCHEMA_VERSION}")

@@ -42,7 +42,7 @@ from memopt_cli.loading.trust import (
     together,
     unknown,
 )
-from memopt_cli.loading.user_code import ClassNotFoundError, UserCode, modules_beside
+from memopt_cli.loading.user_code import ClassNotFoundError, UserCode, add_folder, modules_beside
 from memopt_cli.loading.watch import watch_code
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.program import BadProgramError
@@ -161,7 +161,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
             missing_package = str(err.name).partition(".")[0]
             hint_text = moved_hint(file.path, trust.code_paths)
             instead = modules_beside(str(err.name))
-            hint = f"{instead or f'Add the folder that has {missing_package}: `--code-path FOLDER`.'} {hint_text}"
+            hint = f"{instead or add_folder(missing_package)} {hint_text}"
         if "process group" in str(err):
             hint = "It belongs to its process: save model.module with torch.save, or leave `--trust-pickle` out."
         raise FileFormatError(f"{file.path} cannot be read: {message}", hint=hint) from err

@@ -44,10 +44,17 @@ def import_failure(error: BaseException) -> tuple[str, str]:
         missing = str(error.name).partition(".")[0]
         if instead := modules_beside(str(error.name)):
             return reason, instead
-        return reason, f"Add the folder that has {missing}: `--code-path FOLDER`; if it is a package, install it."
+        return reason, f"{add_folder(missing)} If it is a package, install it."
     if isinstance(error, ImportError | SyntaxError):
         return reason, "Plain Python fails there, too: correct that line."
     return reason, IMPORTED_HINT
+
+
+def add_folder(missing: str) -> str:
+    """Return a sentence on the flag for the folder with the module ``missing``, which may be ``src`` in this folder."""
+    places = (Path("src", missing), Path("src", f"{missing}.py"))
+    folder = "src" if missing.isidentifier() and any(place.exists() for place in places) else "FOLDER"
+    return f"Add the folder that has {missing}: `--code-path {folder}`."
 
 
 def modules_beside(module: str) -> str:

@@ -23,6 +23,7 @@ from memopt_cli.pipeline.fingerprints.causes import (
     FREEZING,
     REDRAWS,
     Pair,
+    cause_in_backward,
     cause_of,
     cause_of_failure,
     cause_of_gaps,
@@ -45,6 +46,7 @@ from memopt_cli.pipeline.fingerprints.imports import import_notes
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS
 from memopt_cli.pipeline.prepare import Opening, Prepared, import_libraries, prepare_without_libraries
 from memopt_cli.records import (
+    STEP,
     TOLERANCE,
     Cause,
     Equivalence,
@@ -103,6 +105,7 @@ def compare_prepared(
         steps=steps,
         batch=reference.batch,
         compared=0,
+        in_training_mode=reference.facts.format != STEP,
         precision=reference.subject.settings.precision,
         worst=0.0,
         notes=tuple(dict.fromkeys((*reference.notes, *candidate.notes, *reference.messages, *candidate.messages))),
@@ -319,15 +322,19 @@ class _Judge:
         reference_run, candidate_run = runs
         if frozen := _cause_by_freezing(reference_run, candidate_run, gaps):
             return frozen
-        cause = cause_of(
-            Pair(reference=reference_run.steps[-1], candidate=candidate_run.steps[-1], gaps=gaps, tolerance=tolerance)
+        pair = Pair(
+            reference=reference_run.steps[-1], candidate=candidate_run.steps[-1], gaps=gaps, tolerance=tolerance
         )
+        cause = cause_of(pair)
         if job.mode == "as saved":
             return cause or _cause_by_mode(reference_run, candidate_run)
         if candidate_run.is_compiled:
             return self._cause_by_compiled_drawing(job, gaps, tolerance) or cause
         if cause is not None:
             return cause
+        in_backward = cause_in_backward(pair) if _is_backward_alone(gaps) else None
+        if in_backward and not pair.candidate.draws_in_backward:
+            return in_backward
         drawing = _cause_by_drawing(gaps)
         if drawing is None or any(gap.name.startswith("the random") for gap in gaps):
             return drawing
@@ -335,7 +342,7 @@ class _Judge:
             eval_runs = self.sides.run_both(replace(job, mode="eval"))
             if isinstance(eval_runs, tuple) and self._agree(eval_runs, tolerance):
                 return drawing
-        return None
+        return in_backward
 
     def _cause_by_compiled_drawing(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> Cause | None:
         """Return the explanation of a compiled candidate's gaps by random numbers; ``None`` if there is none.

@@ -78,6 +78,8 @@ class StepPrint:
     """Warnings by Python."""
     nested_backward: bool = False
     """Whether backward ran within backward in a watched step, for example by a reentrant checkpoint."""
+    draws_in_backward: bool = False
+    """Whether backward ran operators that make random numbers in a watched step: it recomputed them."""
     failed: str = ""
     """Error of the step, which is then the last and has no effects; empty if it succeeded."""
     updated: bool = True
@@ -155,6 +157,8 @@ class Equivalence:
     batch: int
     compared: int
     """Number of tensors compared in a step."""
+    in_training_mode: bool
+    """Whether the steps ran in training mode alone; a step of the user's own sets its modes."""
     precision: str
     """Precision of the comparison that decided."""
     worst: float

@@ -153,14 +153,19 @@ def _place_lines(comparison: Comparison) -> Iterator[str]:
         yield f"the tensor peak is reached in {_place_in_words(after)}, as before"
 
 
+def measured_elsewhere(comparison: Comparison) -> Iterator[str]:
+    """Yield the differences of ``comparison`` in versions and machines, as one sentence, if there are any."""
+    if comparison.surroundings:
+        yield f"measured elsewhere than before: {_list_differences(comparison.surroundings)}"
+
+
 def circumstances(comparison: Comparison) -> Iterator[str]:
     """Yield differences outside the model, such as the version of PyTorch, and what to do about each."""
     if Path(comparison.before.model).name != Path(comparison.after.model).name:
         yield f"another file than before: {comparison.before.model} → {comparison.after.model}"
     if comparison.code:
         yield f"code: {comparison.code}"
-    if comparison.surroundings:
-        yield f"measured elsewhere than before: {_list_differences(comparison.surroundings)}"
+    yield from measured_elsewhere(comparison)
     if not comparison.exceeded:
         peaks = [part.changes[0] for part in comparison.parts]
         if comparison.verdicts and any(peak.after < peak.before for peak in peaks):

@@ -37,7 +37,8 @@ def headline(equivalence: Equivalence) -> str:
     if equivalence.passed:
         steps = f"{equivalence.steps} steps" if equivalence.steps > 1 else "one step"
         far = f", {equivalence.worst:.1g} apart at most" if equivalence.worst else ""
-        return f"{both}: {steps}, {equivalence.compared} tensors each, {_ALIKE[equivalence.alike]}{far}"
+        mode = " in training mode" if equivalence.in_training_mode else ""
+        return f"{both}: {steps}{mode}, {equivalence.compared} tensors each, {_ALIKE[equivalence.alike]}{far}"
     return f"{equivalence.candidate} does not train as {equivalence.reference} does"
 
 

@@ -82,7 +82,8 @@ class TextReport:
             case SelftestReport():
                 _print_selftest(console, answer)
             case Comparison() if self.verdict_only:
-                _print(console, "; ".join(comparison.headline(answer)))
+                elsewhere = comparison.measured_elsewhere(answer) if answer.exceeded else ()
+                _print(console, "; ".join([*comparison.headline(answer), *elsewhere]))
             case Comparison():
                 _print_comparison(console, answer)
             case _:

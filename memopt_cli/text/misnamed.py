@@ -225,6 +225,11 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
         folder, name = os.path.split(path)
         folder_text = quoted_path(os.path.join(folder or os.curdir, ""))
         return "is JSON, not a saved model", f"Give its folder, {folder_text}." if name == "config.json" else ""
+    if path.endswith(".plan.yaml"):
+        hint = f"Name the model that it is for: `memopt apply MODEL {quoted_path(path)} --verify`."
+        return "is a plan, not a saved model", hint
+    if path.endswith((".yaml", ".yml")):
+        return "is YAML, not a saved model", ""
     if path.endswith(".py"):
         builder = quoted_path(_builder_at(path) or f"{path}:NAME")
         hint = f"Name a function or class in it that makes the model without arguments: {builder}. {definitions(path)}"

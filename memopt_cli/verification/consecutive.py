@@ -131,6 +131,7 @@ def _record_step(
         calls=tuple(watch.calls),
         choices=tuple(watch.choices),
         nested_backward=watch.is_nested,
+        draws_in_backward=watch.draws_in_backward,
         warnings=tuple(dict.fromkeys(str(warning.message) for warning in caught)),
     )
 
@@ -254,11 +255,13 @@ class _Watch:
     """Calls that have not returned yet, the innermost last."""
     is_nested: bool = False
     """Whether a backward was started inside another."""
+    draws_in_backward: bool = False
+    """Whether backward ran an operator that makes random numbers."""
     _backwards: int = 0
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        mode = _Choosing(self.choose)
+        mode = _Choosing(self.choose, self._draw)
         with (
             module_hooks(self.model, self._enter, self._leave, always_leave=True),
             engine_watched(lambda: self._count(1), lambda: self._count(-1)),
@@ -276,6 +279,9 @@ class _Watch:
             chosen=_print_tensors(chosen)[0],
         )
         self.choices.append(choice)
+
+    def _draw(self) -> None:
+        self.draws_in_backward |= self._backwards > 0
 
     def _count(self, change: int) -> None:
         self._backwards += change
@@ -307,14 +313,16 @@ def _print_tensors(value: Any) -> tuple[TensorPrint, ...]:
 
 
 class _Choosing(TorchDispatchMode):
-    """Dispatch mode that reports every choice of an operator among values."""
+    """Dispatch mode that reports every choice of an operator among values, and operators that make random numbers."""
 
-    def __init__(self, report: Callable[[str, Tensor, Tensor], None]) -> None:
+    def __init__(self, report: Callable[[str, Tensor, Tensor], None], report_draw: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._report = report
+        self._report, self._report_draw = report, report_draw
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self._report_draw()
         index = _CHOICES.get(func)
         if index is not None:
             chosen = output[index] if isinstance(output, Sequence) else output

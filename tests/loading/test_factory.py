@@ -160,6 +160,14 @@ def test_an_error_of_an_imported_file_names_its_line(
     assert raised.value.hint.startswith(hint)
 
 
+def test_a_package_in_src_is_named_with_its_folder(folder: Path) -> None:
+    (folder / "src" / "user_missing").mkdir(parents=True)
+    (folder / "user_training.py").write_text("import user_missing.net")
+    with pytest.raises(MemoptError) as raised:
+        load_model(ModelSource(location="user_training.py:make"))
+    assert raised.value.hint.startswith("Add the folder that has user_missing: `--code-path src`.")
+
+
 @pytest.mark.parametrize("location", ["user_training.py:make", "user_training:make"])
 def test_a_script_sees_no_arguments_of_memopt(location: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["memopt", "profile"])

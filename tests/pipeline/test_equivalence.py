@@ -274,6 +274,11 @@ def drawing_first(block: nn.Module, x: Tensor) -> Any:
     return block(x)
 
 
+def halved(block: nn.Module, x: Tensor) -> Any:
+    out = block(x)
+    return 0.5 * out + 0.5 * out.detach() if block.training else out
+
+
 def frozen_weight() -> nn.Module:
     net = Net(Block(nn.Tanh()))
     net.blocks[0].wide.weight.requires_grad_(False)
@@ -321,6 +326,13 @@ def frozen_weight() -> nn.Module:
         pytest.param(
             lambda: Net(Block(nn.GELU())), lambda: Net(Block(nn.GELU("tanh"))), "blocks.0.inner.0", causes.OTHER_CODE,
             id="another activation",
+        ),
+        pytest.param(*pair(dropping, halved), "blocks.1.narrow", causes.IN_BACKWARD.format(causes.FROM_MODULE),
+            id="a gradient halved in training, beside dropout",
+        ),
+        pytest.param(
+            *pair(lambda: Block(nn.Tanh()), halved), "blocks.1.narrow", causes.IN_BACKWARD.format(causes.FROM_MODULE),
+            id="a gradient halved without random numbers",
         ),
     ],
 )  # fmt: skip
@@ -1020,7 +1032,7 @@ def test_models_that_are_not_one_are_refused() -> None:
             net.first.bias.add_(1)
         return net
 
-    with pytest.raises(StepError, match=r"different values of parameter first\.bias"):
+    with pytest.raises(StepError, match=r"different values of parameter first\.bias\n.*in a different order: load"):
         verified(lambda: Net(Block()), other)
 
 
@@ -1181,7 +1193,7 @@ def test_the_report_in_words(different: Equivalence) -> None:
 def test_the_report_of_what_is_the_same() -> None:
     text = io.StringIO()
     TextReport().show(verified(*pair(dropping), steps=1), text)
-    assert text.getvalue().startswith("- trains as - does: one step, ")
+    assert text.getvalue().startswith("- trains as - does: one step in training mode, ")
     assert "the same bit for bit" in text.getvalue()
 
 

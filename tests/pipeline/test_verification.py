@@ -479,6 +479,7 @@ def test_other_random_numbers_excuse_what_differs_without_a_memory_budget(
         steps=3,
         batch=64,
         compared=9,
+        in_training_mode=True,
         precision="stored",
         worst=0.5,
         gaps=(TensorGap(name="output", apart=0.5),),

@@ -153,6 +153,12 @@ def test_text() -> None:
     assert not any(row[:1] == ["gradients"] for row in rows)  # nothing before and now
 
 
+def test_one_line_names_what_else_changed_beside_a_regression() -> None:
+    (line,) = shown(TextReport(verdict_only=True), a_comparison("peak:0")).splitlines()
+    assert line.endswith("past the limit peak:0; measured elsewhere than before: torch 2.6 → 2.13")
+    assert "elsewhere" not in shown(TextReport(verdict_only=True), a_comparison("buffers:0"))
+
+
 def test_a_module_whose_bytes_are_of_another_kind_now_has_no_sign() -> None:
     moved = {"activations": -MIB, "gradients": MIB}
     module = ModuleChange(

@@ -35,6 +35,8 @@ def zipped(*names: str) -> bytes:
         ("pointer.pt", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         ("gpt/config.json", b"{}", "is JSON, not a saved model Give its folder, gpt/."),
         ("model.safetensors.index.json", b"{}", "is JSON, not a saved model"),
+        ("a b.plan.yaml", b"", "is a plan, not a saved model Name the model that it is for: `memopt apply MODEL 'a b"),
+        ("net.batch.yaml", b"", "is YAML, not a saved model"),
         ("photos.zip", zipped("a.png"), "without a model It contains a.png."),
     ],
 )

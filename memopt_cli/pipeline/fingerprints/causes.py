@@ -42,6 +42,10 @@ REDRAWS = (
     "the recomputation uses different random numbers from forward: keep preserve_rng_state=True, and use PyTorch's "
     "global generators"
 )
+IN_BACKWARD = (
+    "the outputs agree, and the gradients do not{}: look for detach(), no_grad() or a hook that changes a gradient"
+)
+FROM_MODULE = ", beginning in backward with this module"
 EARLY_STOP = (
     "the recomputation stops before this module makes its random numbers and writes them into a tensor saved earlier: "
     "leave the module out of the checkpoint"
@@ -201,6 +205,14 @@ def cause_of_gaps(gaps: Sequence[TensorGap]) -> Cause | None:
     if all(gap.name.startswith("parameter") for gap in gaps):
         return Cause(text=OTHER_UPDATE)
     return _at_missing_gradient(gaps, NO_GRADIENT)
+
+
+def cause_in_backward(pair: Pair) -> Cause:
+    """Return the cause for gradients that differ where the outputs agree, at the first such module in backward."""
+    differing_paths = {_module_of(gap.name) for gap in pair.gaps if gap.name.startswith("gradient")} - {""}
+    calls = (c for c in reversed(pair.candidate.calls) if not c.recomputed and c.path in differing_paths)
+    call = next(calls, None)
+    return Cause(text=IN_BACKWARD.format("")) if call is None else _cause_at(call, IN_BACKWARD.format(FROM_MODULE))
 
 
 def _at_missing_gradient(gaps: Sequence[TensorGap], text: str) -> Cause | None:

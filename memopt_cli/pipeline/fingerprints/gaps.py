@@ -211,7 +211,8 @@ def _require_same_start(reference: FollowedSteps, other: FollowedSteps) -> None:
     if differing_name is not None:
         raise StepError(
             f"the two start with different values of {differing_name}",
-            hint="Save both from one model, or seed at the top of the functions that make them.",
+            hint="Save both from one model, or seed at the top of the functions that make them. If both are seeded, "
+            "they may make their modules in a different order: load the reference's state_dict() in the candidate.",
         )
 
 

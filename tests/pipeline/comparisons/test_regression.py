@@ -336,6 +336,18 @@ def test_no_baseline_is_never_green(content: str | None, history: History, answe
         history.check()
 
 
+def test_a_broken_baseline_may_be_replaced_and_no_other_file(history: History, recorded: Baseline) -> None:
+    file = Path(history.baseline)
+    file.write_text(f"<<<<<<< HEAD\n{file.read_text()}=======\n")
+    with pytest.raises(BaselineError, match="is not a baseline: it has a merge conflict\n") as raised:
+        history.check()
+    assert f"-o {file} --force`. Add the flags of the step" in raised.value.hint
+    file.write_text("{}")
+    with pytest.raises(BaselineError, match="is not a baseline") as raised:
+        history.check()
+    assert raised.value.hint.endswith("-o FILE`.")
+
+
 @pytest.mark.slow
 def test_a_summary_is_no_baseline_but_can_be_compared(history: History, recorded: Baseline, tmp_path: Path) -> None:
     from memopt_cli.pipeline import optimize
