@@ -29,6 +29,7 @@ from memopt_cli.records import (
     STEP,
     TYPED,
     DeviceProfile,
+    DimRange,
     Failure,
     FileHeader,
     InputSpec,
@@ -150,6 +151,8 @@ class Opening(StepRequest):
     """A plan that must fit the model; the original's plan fits every model."""
     replicas: bool = False
     """Whether copies of the model are to be trained together (``--replicas``)."""
+    dim_range: DimRange | None = None
+    """Range of sizes of a symbol in the shapes of the inputs; ``None`` if each has one size."""
     data: Data = "full size"
 
 
@@ -274,7 +277,7 @@ def prepare_without_libraries(opening: Opening, *, progress: Progress, ask: Ask 
     assert facts.spec is not None
     if facts.format == STEP:
         _refuse_settings(settings, source.location)
-    notes = (*facts.notes, inputs_note(facts.spec))
+    notes = (*facts.notes, inputs_note(facts.spec, opening.dim_range))
     subject = Subject(source=source, spec=facts.spec, settings=settings, data=opening.data)
     prepared = Prepared(subject=subject, facts=facts, notes=notes, carried=facts.carried)
     return prepared.with_progress(progress, opening.timeout_s)
@@ -374,9 +377,15 @@ def header_of(subject: Subject, sha256: str | None) -> FileHeader:
     )
 
 
-def inputs_note(spec: InputSpec) -> str:
-    """Describe the inputs in ``spec`` and their source, so that the user sees where memopt has guessed."""
+def inputs_note(spec: InputSpec, dim_range: DimRange | None = None) -> str:
+    """Describe the inputs in ``spec`` and their source, so that the user sees where memopt has guessed.
+
+    ``dim_range``: sizes of one of the symbols, which are shown in place of the one size in ``spec``.
+    """
+    dims: dict[str, int | str] = {**spec.dims}
+    if dim_range is not None:
+        dims[dim_range.symbol] = f"{dim_range.low}:{dim_range.high}"
     inputs = ", ".join(map(format_tensor, spec.tensors)) or spec.data_file or spec.script
-    sizes = "".join(f", {symbol}={size}" for symbol, size in spec.dims.items())
+    sizes = "".join(f", {symbol}={size}" for symbol, size in dims.items())
     batch = "; dimension 0 is taken as the batch" if spec.tensors and BATCH not in spec.dims else ""
     return f"Inputs: {inputs}{sizes} ({spec.source}){batch}."

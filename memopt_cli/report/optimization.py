@@ -6,6 +6,7 @@ The short report has a headline, a row for each different plan, remarks, and the
 
 from __future__ import annotations
 
+import math
 import os.path
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -55,6 +56,23 @@ def headline(summary: MemOptSummary) -> str:
     if summary.is_applied and summary.plan is not None and summary.plan.compile is not None:
         return f"{peaks_text}, trains as {summary.plan.compile.backend} compiles it without a plan"
     return f"{peaks_text}, {_equal(summary.verification)}" if summary.is_applied else peaks_text
+
+
+def own_is_smaller(summary: MemOptSummary) -> Iterator[str]:
+    """Yield that the model's own checkpoints take less than the applied plan of ``summary``, but exceed the limit."""
+    original, planned, own = _outcome(summary, 0), _outcome(summary, summary.applied_level), summary.own_checkpoints
+    limit = summary.options.get("max_slowdown")
+    if summary.budget_bytes is not None or summary.frontier or not summary.is_applied or limit is None or own is None:
+        return
+    if not isinstance(original, Measurement) or not isinstance(planned, Measurement):
+        return
+    slowdown = own.slowdown(original)
+    if own.allocated_peak_bytes < planned.allocated_peak_bytes and slowdown > limit:
+        yield (
+            f"the model's own checkpoints take less, {format_bytes(own.allocated_peak_bytes)}, but "
+            f"{slowdown:.2f} times as long, and {limit:g} is the limit; "
+            f"`--max-slowdown {math.ceil(10 * slowdown) / 10:g}` looks for a plan below them"
+        )
 
 
 def _equal(verification: Verification | None) -> str:

@@ -213,14 +213,17 @@ def settings(recommendation: BatchRecommendation, *, has_objective: bool = True)
     if recommendation.accumulation is not None:
         batch, steps = recommendation.accumulation.batch, recommendation.accumulation.steps
     device = "cuda" if recommendation.card else recommendation.step.device
-    if _main_row(recommendation).planned and recommendation.plan:
+    main = _main_row(recommendation)
+    if any(row.dims != main.dims for row in recommendation.rows):
+        yield f"# for {', '.join(f'{symbol}={size}' for symbol, size in main.dims.items())}"
+    if main.planned and recommendation.plan:
         yield f"memopt_cli.apply_plan(model, {recommendation.plan!r})  # before it trains"
     if recommendation.backend:
         yield f"model.compile(backend={recommendation.backend!r})  # before it trains"
     fastest = _fastest(recommendation, batch) if has_objective else None
     if fastest is not None and recommendation.objective == "max":
         yield f"# for batch {batch}; `--objective throughput` prints them for the {fastest}"
-    advice = _main_row(recommendation).replicas
+    advice = main.replicas
     if advice is not None and advice.fastest > 1:
         yield from _replica_settings(advice, batch, steps, recommendation.step, device, recommendation.call)
         return
@@ -230,7 +233,7 @@ def settings(recommendation: BatchRecommendation, *, has_objective: bool = True)
         yield from _sequence_settings(min(padded, key=lambda batching: batching.epoch_s))
         yield from loop_of(recommendation.call, steps, recommendation.step, device)
         return
-    outcome = _main_row(recommendation).outcome
+    outcome = main.outcome
     runs = outcome.probes if isinstance(outcome, BatchAdvice) else ()
     over_limit = [run for run in runs if run.allocated_peak_bytes > outcome.budget_bytes]
     yield from training_settings(batch, steps, recommendation.step, device, recommendation.call, over_limit)

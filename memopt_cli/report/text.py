@@ -166,7 +166,8 @@ def _print_baseline(console: Printer, result: BaselineResult) -> None:
 def _print_optimized(console: Printer, result: OptimizeResult, *, verbose: bool) -> None:
     summary = result.summary
     tables = optimization.tables(summary, verbose=verbose)
-    _print_all(console, [optimization.headline(summary), *chosen(summary.notes)], tables, spec=result.header.spec)
+    first = [optimization.headline(summary), *optimization.own_is_smaller(summary), *chosen(summary.notes)]
+    _print_all(console, first, tables, spec=result.header.spec)
     if verbose or not summary.unchanged:
         _print(console)
     details = optimization.details(summary) if verbose else ()

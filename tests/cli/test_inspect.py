@@ -114,6 +114,13 @@ def test_a_checkpoint_is_summed_by_part_and_listed_with_v(memopt: Memopt) -> Non
     assert "lists them all" not in whole
 
 
+def test_code_is_run_by_another_command(memopt: Memopt) -> None:
+    Path("train.py").write_text("def make_model(): ...")
+    done = memopt("inspect", "train.py:make_model")
+    assert (done.code, done.changed) == (2, set())
+    assert done.err.endswith("hint: Give a saved file, or run the model: memopt profile train.py:make_model\n")
+
+
 def test_a_file_with_many_parts_lists_the_largest_parts(memopt: Memopt) -> None:
     torch.save({f"word{number}": torch.zeros(number + 1) for number in range(30)}, "words.pt")
     out = memopt("inspect", "words.pt").out

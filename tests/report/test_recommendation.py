@@ -234,6 +234,7 @@ def test_plans_sizes_and_what_was_not_run() -> None:
         BatchRow(planned=True, dims={"S": 512}, outcome=NoBatchFits(batch=8, budget_bytes=4, reason="it took 9.0 GiB")),
     )
     lines = shown(replace(FOUND, rows=rows))
+    assert lines[lines.index("# Lightning") - 2] == "# for S=128"
     assert lines[0] == (
         "about batch 55 fits at S=128 (other S: see the table), without the plan, as predicted; the largest that was "
         "run is 40, limited by the time"

@@ -61,7 +61,9 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     if request.output is not None:
         check_outputs([Path(request.output)], request.source.location, force=request.force)
     opening = opening_of(request, request.step, card=request.card, fake=request.fake, backend=request.backend)
-    opening = replace(opening, plan=plan or ORIGINAL, replicas=request.replicas is not None)
+    opening = replace(
+        opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, dim_range=request.dim_range
+    )
     prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # fails if the plan does not suit the model
     if plan is None and request.replicas is None and prepared.carried == ORIGINAL:
         prepared = replace(prepared, notes=(*prepared.notes, *_unused_plan_notes(request, prepared.facts)))

@@ -7,6 +7,7 @@ from memopt_cli.inputs.spec_text import is_factory
 from memopt_cli.measure.jobs import InspectJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import require_answer
+from memopt_cli.pipeline.terms import command_line
 from memopt_cli.records import Inspection, ModelSource
 
 _LIMIT_S = 600.0
@@ -20,7 +21,8 @@ def inspect(location: str) -> Inspection:
     """
     if is_factory(location):
         raise UsageError(
-            f"{location} names code, which inspect does not run", hint="Give a saved file, or use memopt optimize."
+            f"{location} names code, which inspect does not run",
+            hint=f"Give a saved file, or run the model: {command_line('profile', location, ())}",
         )
     with Session(Subject(source=ModelSource(location=location)), _LIMIT_S) as session:
         return require_answer(session.ask(InspectJob(path=location)))

@@ -212,8 +212,10 @@ class Climb:
         too_slow: LevelRow | None = None
         for share in (*_NEXT_SHARES, None):
             row, dropped = self._with_measurement(row)
+            if dropped is None and too_slow is not None:  # look again: other plans may have had the original timed anew
+                row, dropped = self._with_measurement(self._between(row, too_slow))
             if dropped is None or not isinstance(dropped.why, TooSlow):
-                return row if too_slow is None or dropped is not None else self._between(row, too_slow)
+                return row
             if share is None:
                 break
             too_slow = row

@@ -28,6 +28,7 @@ from memopt_cli.pipeline.plans.proof import Prover, row_to_apply
 from memopt_cli.pipeline.plans.result_writer import ResultWriter
 from memopt_cli.pipeline.plans.shown import check_frontier_target, check_original, check_shown, with_shown_plans
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
+from memopt_cli.pipeline.plans.worth import drop_by_measurement
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.terms import command_line
@@ -417,7 +418,7 @@ class _PlanSearch:
     ) -> LevelRow | None:
         """Return the ``applied`` row, with the optimizer in backward if that lowers its peak; update ``rows`` too.
 
-        Where that was not asked for, a note has the saving.
+        Where that was not asked for, a note has the saving.  ``None`` if the row is too slow by its latest times.
         """
         if applied is None:
             return applied
@@ -433,7 +434,11 @@ class _PlanSearch:
             retimed = replace(applied, outcome=self.measurements.measure(applied.plan))
             timed_row = self.measurements.confirm(retimed, max_slowdown)
         rows[rows.index(applied)] = timed_row
-        return timed_row
+        dropped = drop_by_measurement(timed_row, self.measurements.measure(ORIGINAL), max_slowdown)
+        if dropped is None:
+            return timed_row
+        self.findings.drop(dropped)
+        return None
 
     def _add_compiled(self, search: StartedSearch, rows: list[LevelRow], applied: LevelRow | None) -> LevelRow | None:
         """Return the ``applied`` row, or with ``--compile`` a compiled step that peaks lower; update ``rows`` too."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import MeasurementError
-from memopt_cli.measure.jobs import ORIGINAL, VerifyJob
+from memopt_cli.measure.jobs import ORIGINAL, TimedInTurns, TimeInTurnsJob, VerifyJob
 from memopt_cli.pipeline.failures import SMALLER_INPUTS_HINT, raise_failure, require_answer
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.narrowing import agreeing_part
@@ -147,6 +147,7 @@ class Prover:
         findings = self.findings
         if self.always_applies_chosen or (findings.by_goal and findings.budget_bytes is None):
             return row
+        findings.own_checkpoints = self._timed_beside(row, findings.own_checkpoints)
         original = self.measurements.measure(ORIGINAL)
         max_slowdown = findings.resolved.options.max_slowdown or math.inf
         dropped = drop_if_own_wins(row, original, findings.own_checkpoints, findings.budget_bytes, max_slowdown)
@@ -154,6 +155,25 @@ class Prover:
             return row
         findings.drop(dropped)
         return findings.rows[0]
+
+    def _timed_beside(self, row: LevelRow, own: Measurement | None) -> Measurement | None:
+        """Return ``own``, the model's own checkpoints, timed in turns with the plan of ``row``, which suspends them.
+
+        Its times are scaled to the step time of ``row``, so that they compare with the original's as well.
+        """
+        planned = row.outcome
+        if own is None or row.plan.is_empty or row.plan.compile is not None or not isinstance(planned, Measurement):
+            return own
+        prepared = self.measurements.prepared
+        prepared.progress.stage("timing the model's own checkpoints, in turns with the plan")
+        subject = prepared.subject
+        with_own = replace(subject, source=replace(subject.source, own_checkpoints=True))
+        answer = replace(prepared, subject=with_own).ask(TimeInTurnsJob(plans=(row.plan,)))
+        if not isinstance(answer, TimedInTurns):
+            return own
+        pairs = zip(answer.original_times_s, answer.planned_times_s[0], strict=True)
+        times_s = tuple(planned.step_s * own_s / planned_s for own_s, planned_s in pairs)
+        return replace(own, step_times_s=times_s, waited=answer.waited)
 
     def _drop(self, row: LevelRow, reason: Reason) -> None:
         peak_bytes = row.predicted_allocated_peak_bytes

@@ -22,7 +22,7 @@ _FREE_SLOWDOWN = 1.02
 """A plan with at most this slowdown is worth any saving at all; a slower one must save
 :data:`~memopt_cli.records.LOWER_SHARE` of the original's peak."""
 _TIMING_SHARE = 0.03
-"""Steps timed at different moments are equally fast if they differ by at most this share."""
+"""Steps are equally fast if their times differ by at most this share."""
 _EQUAL_SHARE = 0.01
 """The peaks of a plan and of the model's own checkpoints are equal if they differ by at most this share."""
 
@@ -79,7 +79,6 @@ def drop_if_own_wins(
     ):
         return None
     max_bytes = budget_bytes if budget_bytes is not None else (1 + _EQUAL_SHARE) * planned.allocated_peak_bytes
-    # The two steps were not timed in turns, so a small difference says nothing.
     is_faster = own.allocated_peak_bytes <= max_bytes and own.step_s < (1 - _TIMING_SHARE) * planned.step_s
     is_smaller = budget_bytes is None and own.allocated_peak_bytes < (1 - _EQUAL_SHARE) * planned.allocated_peak_bytes
     if not is_faster and not (is_smaller and own.step_s <= max_slowdown * original.step_s):

@@ -222,6 +222,7 @@ class TestInProcess:
         symbols = DimRange(symbol="T", low=4, high=32)
         found = recommended(lstm, "BxTx16", dims={"B": 4, "T": 4}, memory=MIB, dim_range=symbols)
         assert [row.dims["T"] for row in found.rows] == [4, 8, 16, 32]
+        assert "Inputs: BxTx16, B=4, T=4:32 (here)." in found.notes
         batches = []
         for row in found.rows:
             batches.append(row.outcome.recommended_batch)

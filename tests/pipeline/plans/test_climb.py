@@ -255,6 +255,27 @@ def test_a_plan_between_one_that_is_too_slow_and_one_that_is_fast_enough_is_trie
     assert found.applied == row
 
 
+@pytest.mark.parametrize(("again_s", "applied"), [(1.3, 640), (1.63, 900)])
+def test_a_plan_is_timed_again_where_a_plan_between_changed_the_times_of_the_original(
+    again_s: float, applied: int
+) -> None:
+    steps_s = {600: 1.36, 640: 1.3, 620: 1.4}
+    found, asked = climb(
+        {1: {600: 1.295, 620: 1.26, 640: 1.23, 900: 1.04}}, lambda at: measured(at, steps_s.get(at, 1.05))
+    )
+    confirm = found.measurements.confirm
+
+    def confirm_late(row: LevelRow, max_slowdown: float) -> LevelRow:
+        is_late = asked[-1] == 620 and row.plan == priced(640, 1.23).plan
+        return replace(row, outcome=measured(640, again_s)) if is_late else confirm(row, max_slowdown)
+
+    found.measurements.confirm = confirm_late  # type: ignore[method-assign]
+    (row,) = found.rows()
+    assert asked[:3] == [600, 640, 620]
+    assert row.predicted_allocated_peak_bytes == applied
+    assert found.applied == row
+
+
 @pytest.mark.parametrize(
     "plans",
     [

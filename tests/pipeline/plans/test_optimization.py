@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.plans import optimization, started_search
 from memopt_cli.pipeline.plans.climb import Climb
 from memopt_cli.pipeline.plans.goal import GoalSearch
+from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.proof import row_to_apply
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
@@ -58,6 +59,7 @@ from memopt_cli.records import (
     SegmentPlan,
     StepSettings,
     TensorSpec,
+    TooSlow,
     Trust,
     from_data,
     to_data,
@@ -912,6 +914,28 @@ def test_the_optimizer_runs_in_backward_where_gradients_are_the_peak(optimize: M
     saved: nn.Module = torch.load("net.memopt.pt", weights_only=False)
     saved(torch.ones(8, 128)).sum().backward()
     assert all(p.grad is not None for p in saved.parameters())
+
+
+def test_a_plan_whose_latest_times_exceed_the_limit_is_not_applied(
+    optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_rows = Climb.rows
+
+    def rows(self: Climb) -> list[LevelRow]:
+        found = find_rows(self)
+        assert self.applied is not None
+        self.measurements.update_times(Plan(), step_times_s=(1e-6,))
+        return found
+
+    def measure_again(self: PlanMeasurements, row: LevelRow, max_slowdown: float = 0.0) -> LevelRow:
+        return replace(row, outcome=self.measure(row.plan))
+
+    monkeypatch.setattr(Climb, "rows", rows)
+    monkeypatch.setattr(PlanMeasurements, "confirm", measure_again)
+    torch.save(small_net(), "net.pt")
+    summary = summary_of(optimize("net.pt", *SPEC, "--level", "1", "--max-slowdown", "100", "--json"))
+    assert (summary.applied_level, summary.plan) == (0, Plan())
+    assert isinstance(summary.decisive.why, TooSlow)
 
 
 @pytest.mark.slow

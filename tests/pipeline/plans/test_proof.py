@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.measure.jobs import ORIGINAL, Job, Subject, TimedInTurns
 from memopt_cli.pipeline.plans.proof import Prover
 from memopt_cli.records import (
     Differs,
@@ -15,6 +16,7 @@ from memopt_cli.records import (
     LeftOut,
     LevelRow,
     Measurement,
+    ModelSource,
     NotRun,
     Outlook,
     Plan,
@@ -24,6 +26,7 @@ from memopt_cli.records import (
     StepFailed,
     Verification,
 )
+from memopt_cli.records.progress import Progress
 from tests.pipeline.measurements import measurements_by, started
 from tests.zoo.records import measured, verified
 
@@ -43,6 +46,18 @@ def verification(*, passed: bool) -> Verification:
     )
 
 
+@dataclass
+class FakePrepared:
+    """Its sessions answer with the subject that they were opened for."""
+
+    subject: Subject
+    ask_with: Callable[[Job[Any], Subject], Any]
+    progress: Progress = field(default_factory=Progress)
+
+    def ask(self, job: Job[Any]) -> Any:
+        return self.ask_with(job, self.subject)
+
+
 def prover(
     monkeypatch: pytest.MonkeyPatch, found: dict[Plan, Verification | Failure], peaks: dict[Plan, Measurement]
 ) -> Prover:
@@ -56,6 +71,29 @@ def prover(
         for level, plan in enumerate(plans)
     ]
     return Prover(measurements=measurements_by(peaks.__getitem__), findings=findings)
+
+
+@pytest.mark.parametrize(("own_s", "is_better"), [((2.6, 3.9), True), ((4.2, 6.3), False)])
+def test_the_models_own_checkpoints_are_timed_beside_the_plan(
+    own_s: tuple[float, float], is_better: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timed once, they had taken nine times as long as the original, since the machine was busy."""
+    found: dict[Any, Any] = {plan: verification(passed=True) for plan in (ORIGINAL, BOTH)}
+    made = prover(monkeypatch, found, {ORIGINAL: measured(1000), BOTH: measured(600, 1.2)})
+    made.findings.own_checkpoints = measured(500, 9.0)
+    asked: list[Any] = []
+
+    def ask(job: Any, subject: Any) -> TimedInTurns:
+        asked.append((job.plans, subject.source.own_checkpoints))
+        return TimedInTurns(original_times_s=own_s, planned_times_s=((2.4, 3.6),))
+
+    source = ModelSource(location="net.pt", own_checkpoints=False)
+    fake: Any = FakePrepared(Subject(source=source), ask)
+    made.measurements.prepared = fake
+    row, _ = made.prove(made.findings.rows[1])
+    assert asked == [((BOTH,), True)]
+    assert row.plan == (ORIGINAL if is_better else BOTH)
+    assert made.findings.own_checkpoints.step_s == pytest.approx(1.2 * own_s[0] / 2.4)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_own_checkpoints_do_not_replace_a_plan_where_they_break_the_limit_or_the
     assert drop_if_own_wins(row, measured(2000, 0.95), own, None, 1.33) is not None
     assert drop_if_own_wins(row, measured(2000, 0.5), own, None, 2.0) is None
     assert drop_if_own_wins(row, OutOfMemory(detail=""), own, None) is None
-    assert drop_if_own_wins(row, measured(2000, 0.5), measured(1000, 0.98), None) is None  # not timed in turns
+    assert drop_if_own_wins(row, measured(2000, 0.5), measured(1000, 0.98), None) is None
 
 
 def test_an_interval_is_as_wide_as_the_ratios_are_apart() -> None:
