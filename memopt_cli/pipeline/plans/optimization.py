@@ -418,7 +418,7 @@ class _PlanSearch:
     ) -> LevelRow | None:
         """Return the ``applied`` row, with the optimizer in backward if that lowers its peak; update ``rows`` too.
 
-        Where that was not asked for, a note has the saving.  ``None`` if the row is too slow by its latest times.
+        Where that was not asked for, a note has the saving.  Return ``None`` if the row's latest times are too long.
         """
         if applied is None:
             return applied
