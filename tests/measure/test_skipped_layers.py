@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 
 import pytest
 from torch import Tensor, nn, rand
 
+from memopt_cli.errors import StepError
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.timed import measure
 from memopt_cli.measure.jobs import ORIGINAL, MeasureJob, Subject
-from memopt_cli.records import InputSpec, ModelSource, StepSettings, TensorSpec
+from memopt_cli.records import InputSpec, ModelSource, Plan, SegmentPlan, StepSettings, TensorSpec
 from tests.zoo.models import GIVEN, Parts
 
 
@@ -25,8 +27,8 @@ class Drops(Parts, blocks=lambda: nn.ModuleList(nn.Linear(8, 8) for _ in range(4
         return x
 
 
-def notes(share: float, draw: object, seed: int) -> list[str]:
-    bench = Bench(
+def bench_of(share: float, draw: object, seed: int) -> Bench:
+    return Bench(
         Subject(
             source=ModelSource(location="net.pt"),
             spec=InputSpec(tensors=(TensorSpec(shape=("B", 8)),), dims={"B": 2}, source="here"),
@@ -34,7 +36,12 @@ def notes(share: float, draw: object, seed: int) -> list[str]:
         ),
         build=lambda: Drops(share=share, draw=draw),
     )
-    measure(bench, MeasureJob(plan=ORIGINAL))
+
+
+def notes(share: float, draw: object, seed: int) -> list[str]:
+    bench = bench_of(share, draw, seed)
+    with bench.restored():
+        measure(bench, MeasureJob(plan=ORIGINAL))
     return [message for message in bench.messages if "skips" in message]
 
 
@@ -51,3 +58,18 @@ def test_the_seed_that_is_named_runs_all_layers(draw: object) -> None:
 def test_where_no_seed_runs_all_layers_the_model_is_to_run_them() -> None:
     (note,) = notes(1.0, lambda: 0.5, 0)
     assert note.endswith("To plan for that step, make the model run all of them.")
+
+
+def test_a_segment_that_only_other_seeds_call_is_never_called() -> None:
+    def draw() -> float:
+        return random.random()
+
+    seed = next(seed for seed in range(5) if notes(0.3, draw, seed))
+    refused = 0
+    for path in ("blocks.1", "blocks.2", "blocks.3"):
+        bench = bench_of(0.3, draw, seed)
+        with contextlib.suppress(StepError), bench.restored():
+            measure(bench, MeasureJob(plan=Plan(segments=(SegmentPlan(path=path),))))
+            continue
+        refused += 1
+    assert refused

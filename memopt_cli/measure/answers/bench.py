@@ -41,6 +41,8 @@ from memopt_cli.verification.further_steps import first_samples
 if TYPE_CHECKING:
     from memopt_cli.training.sharded.spread import ShardedRank
 
+_Sizes = tuple[int | None, Mapping[str, int] | None]
+"""Batch and further sizes of a step; ``None`` for those that the description of the inputs gives."""
 _SEEDS: Final = 8
 """Number of further seeds to try for a step that skips no layers."""
 Value = TypeVar("Value")
@@ -109,8 +111,10 @@ class Bench:
         """Sentences for the user on the steps that were run, each once."""
         self._facts: dict[Callable[[Bench], Any], Any] = {}
         """Function that finds out a fact about the original -> the fact."""
-        self._sizes: tuple[int | None, Mapping[str, int] | None] = None, None
+        self._sizes: _Sizes = None, None
         """The sizes of the last step that was made."""
+        self._skipping: dict[tuple[str, ...], _Sizes | None] = {}
+        """Groups of layers of which a step skipped some -> the sizes of that step; ``None`` once a note says so."""
         self.rank_step = CachedValue()
         """The step of a rank, which takes long to make."""
 
@@ -162,6 +166,7 @@ class Bench:
             remove_segments(self.model)
             forget_unsafe(self.model)
             self.reset()
+        self._note_skipped_layers()
 
     @contextlib.contextmanager
     def with_plan(self, plan: Plan, step: Step | None = None) -> Iterator[None]:
@@ -216,27 +221,37 @@ class Bench:
             report=lambda message: self.messages.setdefault(message),
         )
 
-    def note_skipped_layers(self) -> None:
-        """Note the layers without gradients of the last step, which skipped them, and a seed that runs all."""
-        groups = skipped_layers(self.model)
-        if not groups:
-            return
-        seed = self._seed_of_all(groups)
-        with_seed = f"give `--seed {seed}`, which runs all of them"
-        remedy = "make the model run all of them" if seed is None else with_seed
-        self.messages.setdefault(
-            f"Of {', '.join(map(repr, groups))}, {SKIPS_LAYERS}, as with layer drop: "
-            f"a step that runs all of them needs more memory. To plan for that step, {remedy}."
-        )
+    def look_for_skipped_layers(self) -> None:
+        """Find the layers without gradients of the last step, which skipped them, for a note after the job."""
+        if groups := tuple(skipped_layers(self.model)):
+            self._skipping.setdefault(groups, self._sizes)
 
-    def _seed_of_all(self, groups: Collection[str]) -> int | None:
+    def _note_skipped_layers(self) -> None:
+        """Note each group of which a step skipped some layers, once, and a seed that runs all of them.
+
+        The seeds are tried when the job is done: its measurements, and hooks on its step, see nothing of them.
+        """
+        for groups, sizes in self._skipping.items():
+            if sizes is None:
+                continue
+            seed = self._seed_of_all(groups, sizes)
+            with_seed = f"give `--seed {seed}`, which runs all of them"
+            remedy = "make the model run all of them" if seed is None else with_seed
+            self.messages.setdefault(
+                f"Of {', '.join(map(repr, groups))}, {SKIPS_LAYERS}, as with layer drop: "
+                f"a step that runs all of them needs more memory. To plan for that step, {remedy}."
+            )
+            self._skipping[groups] = None
+            self.reset()
+
+    def _seed_of_all(self, groups: Collection[str], sizes: _Sizes) -> int | None:
         """Return the first other seed whose forward runs all layers of ``groups``; ``None`` if few tries find none."""
         if isinstance(self.model, StepModels):  # a step of the user's own has no forward alone
             return None
         first = self.settings.seed + 1
         for seed in range(first, first + _SEEDS):
             self.enter_start()
-            step = self.step(*self._sizes, seed=seed)
+            step = self.step(*sizes, seed=seed)
             seed_everything(seed)
             # A seed that forward does not take is none to name, and no reason to end the measurement.
             with suspend_compilation(self.model), contextlib.suppress(Exception):

@@ -278,7 +278,7 @@ def measure_peak_and_time(bench: Bench, step: Step) -> tuple[int, float]:
             bench.begin(step)
             step.run_checked()  # fails in the same way, with an error that names the module
         raise
-    bench.note_skipped_layers()
+    bench.look_for_skipped_layers()
     step.model.zero_grad(set_to_none=True)
     if allocated.step_s >= _LONG_STEP_S:
         return allocated.peak_bytes, allocated.step_s
@@ -335,7 +335,7 @@ def _take_first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     if not step.has_scale():
         bench.find_scale(step)
         seconds, fingerprints = _take_checked(bench, step)
-    bench.note_skipped_layers()
+    bench.look_for_skipped_layers()
     bench.model.zero_grad(set_to_none=True)
     return seconds, fingerprints
 
