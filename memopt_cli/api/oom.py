@@ -22,7 +22,7 @@ from memopt_cli.runtime.private_torch import memory_history, memory_snapshot
 from memopt_cli.runtime.segment_config import Installed
 from memopt_cli.runtime.variables import is_library
 from memopt_cli.search.batch_size.capacity import device_capacity
-from memopt_cli.text.documents import quoted_path
+from memopt_cli.text.documents import from_here, quoted_path
 from memopt_cli.text.optimizer_text import optimizer_name
 from memopt_cli.text.writing import content, write_all
 from memopt_cli.training.step import is_out_of_memory
@@ -130,7 +130,9 @@ def _builder(kind: type) -> str:
     if path is None or not _is_own(kind) or "." in kind.__module__ or _needs_arguments(kind):
         return ""
     is_named = vars(module).get(kind.__name__) is kind
-    return quoted_path(f"{path if kind.__module__ == '__main__' else _near(path)}:{kind.__name__}") if is_named else ""
+    return (
+        quoted_path(f"{path if kind.__module__ == '__main__' else from_here(path)}:{kind.__name__}") if is_named else ""
+    )
 
 
 def _is_own(kind: type) -> bool:
@@ -150,14 +152,8 @@ def _code_paths(models: Sequence[torch.nn.Module]) -> list[str]:
         if kind.__module__ == "__main__" or file is None:
             paths.append(script)
         else:
-            paths.append(_near(Path(file).parents[kind.__module__.count(".") + (Path(file).name == "__init__.py")]))
+            paths.append(from_here(Path(file).parents[kind.__module__.count(".") + (Path(file).name == "__init__.py")]))
     return list(filter(None, dict.fromkeys(paths)))
-
-
-def _near(path: str | Path) -> str:
-    """Return ``path`` as seen from the current folder, if it lies in there."""
-    absolute = Path(path).absolute()
-    return str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
 
 
 def _inputs_of(model: torch.nn.Module) -> str:

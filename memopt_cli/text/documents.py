@@ -293,6 +293,12 @@ def quoted_path(path: str) -> str:
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
+def from_here(path: str | Path) -> str:
+    """Return ``path`` as the user may type it: relative to the current folder, if it lies in there, else absolute."""
+    absolute, here = Path(path).absolute(), Path.cwd()
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
+
+
 def quoted_flag(flag: str, value: str) -> str:
     """Format a flag with its ``value`` for a hint, so that a value from a file cannot pass for another flag."""
     return f"{flag}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"

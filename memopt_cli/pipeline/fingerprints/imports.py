@@ -16,7 +16,7 @@ from pathlib import Path
 from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import file_of
 from memopt_cli.records import FollowedSteps
-from memopt_cli.text.documents import quoted_flag
+from memopt_cli.text.documents import from_here, quoted_flag
 from memopt_cli.text.units import format_some
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -36,16 +36,17 @@ def code_in_words(location: str, modules: Mapping[str, str]) -> str:
     for package, folders in _sources(modules, file).items():
         for folder, loaded in folders.items():
             if file.exists() and (other := _other_code(folder, loaded, file)):
+                used, unused = from_here(folder), from_here(other)
                 raise UsageError(
-                    f"{location} imports {package} from {_shown(folder)}, and other code of it, in {_shown(other)}, "
-                    "would not be measured",
-                    hint=f"To measure {_shown(other)}, name it: `{quoted_flag('--code-path', _shown(other))}`; if the "
-                    f"model's code itself puts a folder on sys.path, it must be that one. To measure {_shown(folder)}, "
-                    "name the model's file of that checkout.",
+                    f"{location} imports {package} from {used}, and other code of it, in {unused}, would not be "
+                    "measured",
+                    hint=f"To measure {unused}, name it: `{quoted_flag('--code-path', unused)}`; if the model's code "
+                    f"itself puts a folder on sys.path, it must be that one. To measure {used}, name the model's file "
+                    "of that checkout.",
                 )
             if not any(part in _INSTALLED for part in folder.parts):
                 packages[folder].append(package)
-    return "; ".join(f"{format_some(names, _SHOWN)} from {_shown(folder)}" for folder, names in packages.items())
+    return "; ".join(f"{format_some(names, _SHOWN)} from {from_here(folder)}" for folder, names in packages.items())
 
 
 def import_notes(
@@ -69,21 +70,21 @@ def import_notes(
                 meant = [_other_code(folder, common, file) or folder for file in files]
                 if meant != [folder, folder]:
                     location, other = (reference, meant[0]) if meant[0] != folder else (candidate, meant[1])
-                    first, second = (quoted_flag("--code-path", _shown(each)) for each in meant)
+                    first, second = (quoted_flag("--code-path", from_here(each)) for each in meant)
                     raise UsageError(
-                        f"both models import {package} from {_shown(folder)}, but {location} has other code of it "
-                        f"in {_shown(other)}, which would not be compared",
+                        f"both models import {package} from {from_here(folder)}, but {location} has other code of it "
+                        f"in {from_here(other)}, which would not be compared",
                         hint=f"Name both folders: `{first}` `{second}`. Of two modules of one name, the reference "
                         "imports the first, the candidate the last.",
                     )
     notes = []
     for (folder, other), names in packages.items():
         if folder != other:
-            sides = f"the reference imports it from {_shown(folder)}, the candidate from {_shown(other)}"
+            sides = f"the reference imports it from {from_here(folder)}, the candidate from {from_here(other)}"
             notes.append(f"{format_some(names, _SHOWN)}: {sides}.")
         elif {file.parent for file in files} != {folder} and not any(part in _INSTALLED for part in folder.parts):
             notes.append(
-                f"{format_some(names, _SHOWN)}: both models import it from {_shown(folder)}{_side(folder, files)}."
+                f"{format_some(names, _SHOWN)}: both models import it from {from_here(folder)}{_side(folder, files)}."
             )
     return tuple(notes)
 
@@ -95,7 +96,7 @@ def _side(folder: Path, files: Sequence[Path]) -> str:
     inside = [folder.is_relative_to(checkout) for checkout in checkouts]
     if common in checkouts or not any(inside):
         return ""
-    other = _shown(checkouts[inside.index(False)])
+    other = from_here(checkouts[inside.index(False)])
     return f", and code of it in {other} is not compared: if there is any, name its folder by a second `--code-path`"
 
 
@@ -147,9 +148,3 @@ def _folders_near(file: Path, folder: Path) -> Iterator[Path]:
     for around in file.parents:
         if around != folder and around not in folder.parents:
             yield from (around / end for end in ends if around / end != folder)
-
-
-def _shown(folder: Path) -> str:
-    """Return ``folder`` as the user may type it: relative to the current folder, if it lies in there."""
-    here = Path.cwd()
-    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
