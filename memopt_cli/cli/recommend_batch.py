@@ -65,8 +65,8 @@ def recommend_batch(
 ) -> None:
     """Find the largest and the fastest batch that fit.
 
-    Each is proven by a run. With --search, the plan that trains fastest is found, too; with --ranks, how many ranks it
-    takes.
+    Each is proven by a run. --search also finds the plan that trains fastest; --ranks predicts how many ranks are
+    needed.
     """
     sizes, dim_range = split_dims(inputs.dims)
     request = BatchRequest(

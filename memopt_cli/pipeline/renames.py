@@ -54,7 +54,7 @@ class _Paths:
         self._sorted = sorted(paths)
 
     def below(self, stem: str) -> Sequence[str]:
-        """Return the path ``stem``, if it is in the list, and all paths of modules inside it."""
+        """Return the path ``stem``, if it is in the list, and the paths of all modules in that module."""
         if not stem:
             return self._sorted
         own_index, start, end = (bisect.bisect_left(self._sorted, text) for text in (stem, f"{stem}.", f"{stem}/"))

@@ -88,7 +88,7 @@ def remarks(equivalence: Equivalence) -> tuple[str, ...]:
 
 
 def faults(equivalence: Equivalence) -> dict[str, str]:
-    """Return kind of effect -> a sentence on its differences in ``equivalence``; empty if there are none."""
+    """Describe the differences in ``equivalence``, by kind of effect; empty where there are none."""
     return {kind: _first_of(_gaps(equivalence, kind)) for kind in _KINDS} | {
         "hooks": equivalence.hooks,
         "the step": equivalence.failed,

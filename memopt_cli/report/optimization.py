@@ -43,7 +43,7 @@ _DETAILS = ("tensor\npeak", "activation\npeak", "step\ntime")
 _ROUGH = 0.15
 """A ratio of step times is called rough if their spread is more than this share of their median."""
 _IMAGE_DIMENSIONS = 4
-"""Fewest dimensions of a batch of images or volumes; those of texts are fewer."""
+"""Minimum number of dimensions of a batch of images or volumes; a batch of texts has fewer."""
 _OWN_CHECKPOINTS_LABEL = "the model's own checkpoints"
 _DRIFT_REASON = "two training runs drift apart; `--level 2` keeps the same bits"
 
@@ -59,7 +59,7 @@ def headline(summary: MemOptSummary) -> str:
 
 
 def own_is_smaller(summary: MemOptSummary) -> Iterator[str]:
-    """Yield that the model's own checkpoints take less than the applied plan of ``summary``, but exceed the limit."""
+    """Yield a remark if the model's own checkpoints need less memory than the applied plan, but are too slow."""
     original, planned, own = _outcome(summary, 0), _outcome(summary, summary.applied_level), summary.own_checkpoints
     limit = summary.options.get("max_slowdown")
     if summary.budget_bytes is not None or summary.frontier or not summary.is_applied or limit is None or own is None:
@@ -69,8 +69,8 @@ def own_is_smaller(summary: MemOptSummary) -> Iterator[str]:
     slowdown = own.slowdown(original)
     if own.allocated_peak_bytes < planned.allocated_peak_bytes and slowdown > limit:
         yield (
-            f"the model's own checkpoints take less, {format_bytes(own.allocated_peak_bytes)}, but "
-            f"{slowdown:.2f} times as long, and {limit:g} is the limit; "
+            f"the model's own checkpoints need less memory, {format_bytes(own.allocated_peak_bytes)}, but their step "
+            f"takes {slowdown:.2f} times as long, and {limit:g} is the limit; "
             f"`--max-slowdown {math.ceil(10 * slowdown) / 10:g}` looks for a plan below them"
         )
 
@@ -108,7 +108,7 @@ def _in_bytes(summary: MemOptSummary) -> str:
     match before, after:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
             unchanged = summary.own_checkpoints or before
-            budget, peak = _beside_budget(summary, unchanged)
+            budget, peak = _format_budget_and_peaks(summary, unchanged)
             if summary.own_checkpoints is not None:
                 peak += " with its own checkpoints"
             if summary.budget_bytes is not None and unchanged.allocated_peak_bytes <= summary.budget_bytes:
@@ -116,19 +116,19 @@ def _in_bytes(summary: MemOptSummary) -> str:
                 return f"the model stays as it is: its peak of {peak} is within the budget of {budget}{at}"
             return f"the model stays as it is, with a peak of {peak}"
         case Measurement(), Measurement():
-            peak = " → ".join(_beside_budget(summary, before, after)[1:])
+            peak = " → ".join(_format_budget_and_peaks(summary, before, after)[1:])
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
             smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
             return f"{_longest(summary)}{peak} ({smaller}), {step} ({after.slowdown(before):.2f}×){_largest(summary)}"
         case _, Measurement():
-            peak = _beside_budget(summary, after)[1]
+            peak = _format_budget_and_peaks(summary, after)[1]
             runs = f"does not run → {peak}, step {format_seconds(after.step_s)}"
             return f"{_longest(summary)}{runs}{_largest(summary)}"
         case _:
             return f"level {summary.applied_level} has no measurement"
 
 
-def _beside_budget(summary: MemOptSummary, *measured: object) -> tuple[str, ...]:
+def _format_budget_and_peaks(summary: MemOptSummary, *measured: object) -> tuple[str, ...]:
     """Return the budget of ``summary`` (empty without one) and the peaks in ``measured``, with decimals that differ."""
     peaks = [outcome.allocated_peak_bytes for outcome in measured if isinstance(outcome, Measurement)]
     if summary.budget_bytes is None:
@@ -172,7 +172,7 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
 def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     """Return which runs were within ``budget_bytes``; for a plan by length, name the lengths that were run."""
     original, planned = _outcome(summary, 0), _outcome(summary, summary.applied_level)
-    budget = f"the budget of {_beside_budget(summary, original, planned)[0]}{_at_skipping(summary)}"
+    budget = f"the budget of {_format_budget_and_peaks(summary, original, planned)[0]}{_at_skipping(summary)}"
     plan = summary.plan or Plan()
     untried = (s for s in plan.everywhere if plan.ranges or not s.compared)
     if any(segment.chunks > 1 and not segment.inexact for segment in untried):
@@ -278,7 +278,7 @@ def _detail_cells(row: LevelRow) -> tuple[str, ...]:
 
 _PLOT = "step time →"
 _PLOT_WIDTH = 40
-"""Columns of the plot of step time next to the frontier."""
+"""Width in characters of the plot of step times."""
 
 
 def frontier(summary: MemOptSummary) -> Table:

@@ -133,7 +133,8 @@ def _in_parts(
             blocks = strategies.verdicts(answer), strategies.remarks(answer)
             _print_all(console, strategies.headline(answer), strategies.tables(answer), *blocks)
         case Explanation():
-            sections = [section for section in ([*explanation.loops(answer)], explanation.remarks(answer)) if section]
+            code = [*explanation.micro_batch_code(answer)]
+            sections = [section for section in (code, explanation.remarks(answer)) if section]
             _print_all(console, explanation.headline(answer), explanation.tables(answer), *sections)
         case Equivalence():
             table = _table_of(equivalence.HEADINGS, equivalence.rows(answer))

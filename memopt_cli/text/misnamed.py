@@ -333,7 +333,7 @@ def _assigns_attributes(builder: str, names: Collection[str]) -> bool:
 def _attributes_of(definitions: dict[str, _Definition], name: str) -> set[str]:
     """Return the attributes that the class ``name`` and its bases among ``definitions`` assign by ``self.NAME = ...``.
 
-    Buffers, parameters and modules that are registered by name count, too.
+    Buffers, parameters and modules that are registered by name also count.
     """
     attributes: set[str] = set()
     pending, seen = [name], set[str]()
@@ -373,7 +373,7 @@ def _needed_arguments(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
 def _makes_layers(builder: str) -> bool:
     """Return whether the class at ``builder``, ``net.py:Net``, makes other modules or parameters, as a loss does not.
 
-    They are recognized by calls of classes; a module of ``nn.CrossEntropyLoss`` is a loss, too.
+    They are recognized by calls of classes; a module with only an ``nn.CrossEntropyLoss`` is a loss.
     """
     path, _, name = builder.rpartition(":")
     called = [

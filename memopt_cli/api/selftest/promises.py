@@ -52,9 +52,9 @@ _MAX_SLOWDOWN = 50.0
 GPU took minutes."""
 _TIMEOUT_S = 120.0
 _MEMORY = 64 * 2**20
-"""Bytes into which a recommended batch must fit on the CPU."""
+"""Memory limit in bytes of a recommended batch on the CPU."""
 _GPU_MEMORY = 8 * _MEMORY
-"""Bytes into which a recommended batch must fit on a GPU, where cuBLAS may keep 64 MiB."""
+"""Memory limit in bytes of a recommended batch on a GPU, where cuBLAS may keep 64 MiB."""
 _GPU_SAMPLES = 16
 """So many times the batch of the CPU, for a plan to save more than a few per cent of what libraries keep."""
 

@@ -38,7 +38,7 @@ _MAX_BATCH_FACTOR = 1000
 
 Example: 360,000 sequences of a small recurrent network would fit, and 128 are trained."""
 _MIN_RUNS = 2
-"""Lowest number of batch sizes that are run for the advice, as far as they can be run."""
+"""Minimum number of batch sizes that are run for the advice, unless fewer can be run."""
 _AIMED_TIME_SHARE = 0.7
 """A run may be predicted to take at most this share of the longest step.
 
@@ -135,7 +135,7 @@ def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
 
 
 def _too_large(batch: int, described: BatchProbe) -> str:
-    """Return why ``batch`` is larger than anybody trains with; empty if it is not."""
+    """Return why ``batch`` is larger than anybody trains with, if it is."""
     if batch > _MAX_BATCH_FACTOR * described.batch:
         return f"it is more than {_MAX_BATCH_FACTOR} times the given batch"
     step_s = described.step_s * batch / described.batch

@@ -70,7 +70,7 @@ class Case:
         )
 
     def row(self) -> BatchRow:
-        """Return the row of the report: the batch that fits, by the runs so far."""
+        """Return the row of the report: the batch that fits, according to the runs so far."""
         return BatchRow(planned=self.planned, dims=self.dims, outcome=self.search.outcome(), replicas=self.replicas)
 
     @property
@@ -97,7 +97,7 @@ class CaseSearch:
     searched: list[Case] = field(default_factory=list)
     """Cases whose search has begun, the last first."""
 
-    def find(self, cases: Sequence[Case], session: Callable[[], Session]) -> None:
+    def find_batches(self, cases: Sequence[Case], session: Callable[[], Session]) -> None:
         """Search ``cases``, the last first; each passes the ratio of measured peaks to dry runs on to the next.
 
         The last cases are those with the plan and with long sequences, which need their runs most if runs are scarce.

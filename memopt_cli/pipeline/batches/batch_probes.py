@@ -33,7 +33,7 @@ def check_varied(prepared: Prepared) -> None:
 
 
 def fixed_batch_reason(search: BatchSearch, prepared: Prepared) -> str:
-    """Return why dimension 0 of the inputs seems not to be the batch; empty if the batch can be varied.
+    """Return why dimension 0 of the inputs seems not to be the batch, if the batch cannot be varied.
 
     Example: a model holds the edges of one graph as indices, and its inputs have one row for each node.  With more rows
     it runs, pointlessly; with fewer it fails, as edges point at missing rows.  So the model is tried on fewer rows.

@@ -121,7 +121,7 @@ class _FastestSearch:
     notes: list[str]
     interrupted: bool = False
     untried: str = ""
-    """Reason why no plan was tried; empty if one was."""
+    """Reason why no plan was tried."""
     call: ModelCall = ModelCall()
     probes: SearchProbes = field(init=False)
     trials: Trials = field(init=False)
@@ -222,7 +222,7 @@ class _FastestSearch:
             run=self._run_original,
         )
         try:
-            search.find([case], self.session)
+            search.find_batches([case], self.session)
         finally:
             self.dry_runs += [batch_search.probes for batch_search in search.searched]
         largest = case.search.runs.best

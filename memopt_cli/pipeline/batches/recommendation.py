@@ -165,7 +165,7 @@ class _BatchSearch:
         if self.request.backend is not None:
             plans = [replace(p, compile=CompilePlan(backend=self.request.backend)) for p in plans]
         cases = [Case(planned=index > 0, plan=p, dims=dims) for index, p in enumerate(plans) for dims in sizes]
-        self.search.find(cases, session)
+        self.search.find_batches(cases, session)
         if len(sizes) == 1 and not lengths and self.request.runs:
             self._seek_faster(cases)
         main = self._main_case(cases)

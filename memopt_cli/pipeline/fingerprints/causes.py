@@ -264,10 +264,7 @@ def _by_recomputation(pair: Pair) -> Cause | None:
 
 
 def _calls_around(call: CallPrint, calls: Iterable[CallPrint]) -> list[CallPrint]:
-    """Return the calls among ``calls`` inside which ``call`` was made, by their paths, the outermost first.
-
-    ``call`` itself counts as one of them.
-    """
+    """Return ``call`` and, before it, those of ``calls`` whose modules contain its module, the outermost first."""
     outer_calls = (outer for outer in calls if outer is call or is_within(call.path, outer.path))
     return sorted(outer_calls, key=lambda outer: len(outer.path))
 

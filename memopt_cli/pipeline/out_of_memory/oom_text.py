@@ -16,7 +16,7 @@ from memopt_cli.records import OutOfMemoryText
 from memopt_cli.text.units import format_bytes
 
 _APPLE_UNITS: Final = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
-"""Units as the backend of Apple's GPUs writes them."""
+"""Bytes in each unit that the backend of Apple's GPUs writes."""
 _UNITS: Final = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, **_APPLE_UNITS}
 _AMOUNT = rf"([\d.]+) ?({'|'.join(_UNITS)})"
 _ASKED: Final = (

@@ -16,7 +16,7 @@ from memopt_cli.pipeline.plans.budget_errors import nothing_fits, require_fast
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import budget_bytes
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
-from memopt_cli.pipeline.plans.worth import drop_by_prediction
+from memopt_cli.pipeline.plans.worth import judge_prediction
 from memopt_cli.pipeline.prediction import predict_one_rank
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
@@ -161,7 +161,7 @@ def _search_plan(request: OptimizeRequest, search: StartedSearch) -> LevelRow:
         require_fast(priced, request.search.asked_slowdown or math.inf, "is estimated to make")
     else:
         priced = planner.best(options.level, options.max_slowdown or math.inf)
-        dropped = drop_by_prediction(priced.plan, priced.peak_bytes, original.peak_bytes, priced.slowdown)
+        dropped = judge_prediction(priced.plan, priced.peak_bytes, original.peak_bytes, priced.slowdown)
         if dropped is not None:
             findings.drop(dropped)
             priced = original

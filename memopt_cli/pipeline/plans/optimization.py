@@ -28,7 +28,7 @@ from memopt_cli.pipeline.plans.proof import Prover, row_to_apply
 from memopt_cli.pipeline.plans.result_writer import ResultWriter
 from memopt_cli.pipeline.plans.shown import check_frontier_target, check_original, check_shown, with_shown_plans
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
-from memopt_cli.pipeline.plans.worth import drop_by_measurement
+from memopt_cli.pipeline.plans.worth import judge_measurement
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.terms import command_line
@@ -78,7 +78,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         opening = opening_of(request, request.settings, card=card, layout=layout, backend=backend)
         prepared = prepare(opening, progress=progress, ask=ask)
         check_shown(request, prepared)
-        findings = find(request, prepared)
+        findings = find_plan(request, prepared)
     except KeyboardInterrupt as err:
         reason = f": {err}" if str(err) else ""  # set where an interrupted search had found nothing that fits
         raise type(err)(f"interrupted before a plan was verified; nothing was written{reason}") from err
@@ -88,7 +88,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     return writer.result()
 
 
-def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
+def find_plan(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Find a plan for ``prepared``, by runs here or by estimates; for a range of a dimension, find a plan by length.
 
     If the model checkpoints by itself, its own checkpointing is turned off first, where possible.  The findings may
@@ -99,11 +99,11 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
     options = request.search.options
     chooses = not options.targets and options.modules is None
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
-    find_plan = find_here if request.runs else find_elsewhere
+    find_at_sizes = find_here if request.runs else find_elsewhere
     if request.dim_range is None:
-        findings = find_plan(request, prepared)
+        findings = find_at_sizes(request, prepared)
     else:
-        findings = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
+        findings = find_by_length(request, request.dim_range, prepared, find_plan=find_at_sizes)
     findings.notes += [*heads_notes(findings.plan), *prepared.messages]
     return findings
 
@@ -398,7 +398,7 @@ class _PlanSearch:
             for row in self.findings.compiled
             if row.plan.compile is not None and not row.dropped
         ]
-        return sorted(points, key=_by_time)
+        return sorted(points, key=lambda p: (not p.plan.is_empty, p.slowdown or p.predicted_slowdown or math.inf))
 
     def _search_levels(self, search: StartedSearch) -> list[LevelRow]:
         """Search level by level, and return a row for every level from 1 on."""
@@ -434,7 +434,7 @@ class _PlanSearch:
             retimed = replace(applied, outcome=self.measurements.measure(applied.plan))
             timed_row = self.measurements.confirm(retimed, max_slowdown)
         rows[rows.index(applied)] = timed_row
-        dropped = drop_by_measurement(timed_row, self.measurements.measure(ORIGINAL), max_slowdown)
+        dropped = judge_measurement(timed_row, self.measurements.measure(ORIGINAL), max_slowdown)
         if dropped is None:
             return timed_row
         self.findings.drop(dropped)
@@ -498,7 +498,3 @@ class _PlanSearch:
             self.findings.dropped.insert(0, dropped)
         refused = [dropped.plan for dropped in self.findings.dropped]
         self.findings.faster, self.findings.smaller = search.planner.neighbours(plan, refused)
-
-
-def _by_time(point: ParetoPoint) -> tuple[bool, float]:
-    return not point.plan.is_empty, point.slowdown or point.predicted_slowdown or math.inf

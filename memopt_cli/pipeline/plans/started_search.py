@@ -21,7 +21,7 @@ from memopt_cli.text.paths import is_within, quote_module
 from memopt_cli.text.units import format_bytes
 
 _SEARCH_S = 10
-"""Seconds that a search by levels without ``--search-time`` may take, plus the time of :data:`_SEARCH_STEPS`."""
+"""Time limit in seconds of a search by levels without ``--search-time``, to which :data:`_SEARCH_STEPS` are added."""
 _SEARCH_STEPS = 10
 """Number of steps of the original whose time is added to :data:`_SEARCH_S`."""
 _ANY_SLOWDOWN_FACTOR = 3

@@ -67,7 +67,7 @@ class Block:
     state_bytes: int = 0
     """Bytes of attributes that one chunk passes to the next."""
     refusal: str = ""
-    """Reason why the block cannot be a segment; empty if it can."""
+    """Reason why the block cannot be a segment."""
     children: tuple[Block, ...] = ()
     """Parts in the order of execution."""
     is_round: bool = False

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from memopt_cli.records import (
     LOWER_SHARE,
-    ChunkRule,
     Counted,
     Outlook,
     PlaceName,
@@ -35,10 +34,10 @@ from memopt_cli.text.units import format_bytes
 _FRONTIER_POINTS = 8
 """Number of evenly spaced budgets at which the frontier is searched."""
 _TIE_SHARE = 0.01
-"""Tolerance on the least peak: of the plans within it, a level's answer is the fastest."""
+"""Tolerance on the least peak: a level's answer is the fastest plan within this share of it."""
 _RESTART_RATIO = 1.25
-"""Largest ratio of the least peak to the budget for a second search, level by level from a fresh start, which once led
-8 % lower."""
+"""Maximum ratio of the least peak to the budget at which a second search, level by level from a fresh start, is made;
+one led 8 % lower."""
 _MAX_REFUTATIONS = 3
 """Maximum number of dry runs in a row that exceed the budget though the cost model predicts the relaxed plan to fit."""
 _MAX_SENDING_RUNS = 6
@@ -74,8 +73,8 @@ class Planner:
         self._room_bytes = min((limit for limit in limits if limit is not None), default=math.inf)
         self._distrusted: dict[str, Refused] = {}
         """Path of a module -> why its chunks are not planned any more."""
-        self._ask_chunking = probes.chunking
-        probes = replace(probes, chunking=self._chunking)
+        ask = probes.chunking
+        probes = replace(probes, chunking=lambda path: self._distrusted.get(path) or ask(path))
         self._probes = probes
         self._options = options
         self._place = place
@@ -202,9 +201,6 @@ class Planner:
         """Forget all that was learned about the model except the dry runs."""
         self._spaces = self._new_spaces()
         self._descended.clear()
-
-    def _chunking(self, path: str) -> ChunkRule | Refused:
-        return self._distrusted.get(path) or self._ask_chunking(path)
 
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
         """Predict the least peak by the solver only; ``None`` if it is not clearly below ``peak_bytes``."""

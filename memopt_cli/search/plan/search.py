@@ -52,7 +52,7 @@ class _Choice:
     counts: Counter[int]
     """Kind -> number of blocks of that kind."""
     answers: dict[int, tuple[Schedule | None, float]] = field(default_factory=dict)
-    """Budget -> the fastest schedule within it, if any, and a lower bound on the seconds added by any such schedule."""
+    """Budget -> the fastest schedule that fits, if any, and a lower bound on the seconds added by any such schedule."""
 
     def least_added_s(self, budget_bytes: int) -> float:
         """Return a lower bound on the seconds that a schedule within ``budget_bytes`` adds.
