@@ -41,7 +41,7 @@ from memopt_cli.pipeline.plans.named_segments import find_named_segments
 from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.verification import verify
+from memopt_cli.pipeline.verification import verify_plan
 from memopt_cli.records import (
     Counted,
     MemOptSummary,
@@ -352,7 +352,7 @@ def _verify_on_guess(
     """
     try:
         with processes.keep_server(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
-            outcome = verify(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
+            outcome = verify_plan(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
     except MemoptError as err:
         outcome = StepFailed(message=err.message)
     if not isinstance(outcome, Verification):

@@ -16,7 +16,7 @@ from memopt_cli.records.verification import Verification
 from memopt_cli.text.units import format_bytes, format_count
 
 _FIXED_SHARE = 0.5
-"""Least fixed share of the peak (parameters, gradients, buffers, inputs) that a summary names as the reason for no
+"""Minimum fixed share of the peak (parameters, gradients, buffers, inputs) that a summary names as the reason for no
 plan."""
 
 LOWER_SHARE = 0.02
@@ -296,7 +296,7 @@ class MemOptSummary:
     def unchanged(self) -> str:
         """Reason why a search left the model as it is, and what to do.
 
-        The text is also empty for a goal that the original itself may reach, such as a budget.
+        The text is empty if a plan is applied, and for a goal that the original itself may reach, such as a budget.
         """
         original_may_do = self.budget_bytes is not None or bool(self.frontier)
         slower = f" {self.slower.sentence}" if self.slower is not None else ""

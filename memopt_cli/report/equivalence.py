@@ -47,10 +47,10 @@ def _first_difference(equivalence: Equivalence) -> str:
     where = f"in step {equivalence.differs_in_step} of {equivalence.steps}"
     if equivalence.failed:
         return f"{where} the candidate fails: {equivalence.failed}"
-    return f"{where} {_describe(equivalence.gaps[0])}" if equivalence.gaps else equivalence.hooks
+    return f"{where} {_describe_gap(equivalence.gaps[0])}" if equivalence.gaps else equivalence.hooks
 
 
-def _describe(gap: TensorGap) -> str:
+def _describe_gap(gap: TensorGap) -> str:
     if gap.missing:
         return f"{gap.name} is missing in the {gap.missing}"
     return f"{gap.name} differs" + (f" by {gap.apart:.2g}" if math.isfinite(gap.apart) else "")
@@ -101,7 +101,7 @@ def differences(equivalence: Equivalence, kind: str) -> list[str]:
     The kind that differs first has the likely cause as well.
     """
     gaps = _gaps(equivalence, kind)
-    lines = [_describe(gap) for gap in gaps[:_SHOWN]]
+    lines = [_describe_gap(gap) for gap in gaps[:_SHOWN]]
     more = [f"and {len(gaps) - _SHOWN} more"] if len(gaps) > _SHOWN else []
     _, *cause = where(equivalence)
     return [*lines, *more, *(cause if gaps and gaps[0] is equivalence.gaps[0] else [])]
@@ -113,4 +113,4 @@ def _gaps(equivalence: Equivalence, kind: str) -> list[TensorGap]:
 
 def _first_of(gaps: Sequence[TensorGap]) -> str:
     more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-    return f"{_describe(gaps[0])}{more}" if gaps else ""
+    return f"{_describe_gap(gaps[0])}{more}" if gaps else ""

@@ -399,7 +399,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
         ANSWER,
         "24GiB|90%",
         Amount(),
-        default="by the error, else 90%",
+        default="what the error reports, else 90%",
         common=True,
     ),
     "global_batch": Option(

@@ -56,7 +56,7 @@ _MEMORY = 64 * 2**20
 _GPU_MEMORY = 8 * _MEMORY
 """Memory limit in bytes of a recommended batch on a GPU, where cuBLAS may keep 64 MiB."""
 _GPU_SAMPLES = 16
-"""So many times the batch of the CPU, for a plan to save more than a few per cent of what libraries keep."""
+"""Batch on a GPU, as a multiple of the CPU's, so that a plan saves more than a few per cent of what libraries keep."""
 
 _PLAIN = StepSettings(optimizer="none")
 

@@ -35,7 +35,7 @@ from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.verification import fault_in, verify
+from memopt_cli.pipeline.verification import fault_in, verify_plan
 from memopt_cli.records import (
     BatchProbe,
     BatchRequest,
@@ -66,7 +66,7 @@ _MAX_RUNS = 8
 _MAX_ORIGINAL_RUNS = 4
 """Maximum number of runs of the original, unless its best batch needs one more."""
 _MIN_DRY_RUN_BATCH = 4
-"""Smallest batch for dry runs: smaller ones do not show along which axes modules can run in chunks."""
+"""Minimum batch of dry runs: smaller ones do not show along which axes modules can run in chunks."""
 
 
 _CHECKPOINTS_OFF_NOTE = (
@@ -303,7 +303,7 @@ class _FastestSearch:
             plan, batch = pairs[index].plan, pairs[index].batch
             if plan == ORIGINAL:
                 return index, None
-            verification = verify(self.prepared.at(batch), plan, fits=False)
+            verification = verify_plan(self.prepared.at(batch), plan, fits=False)
             if isinstance(verification, Verification) and verification.passed:
                 return index, verification
             self._drop(pairs[index], verification)

@@ -19,7 +19,7 @@ _REASON_SHARE: Final = 0.1
 _NAMED_SHARE: Final = 0.8
 """A message names modules until they account for this share of the activations at a peak."""
 _MAX_HOLDERS: Final = 8
-"""Number of modules, or groups of similar modules, beyond which a message names the modules around them."""
+"""Maximum number of modules, or groups of similar modules, that a message names; beyond it, their parents are named."""
 _WEIGHTS_SHARE: Final = 0.5
 """Above this share of a peak, a message names parameters and gradients as most of the peak."""
 

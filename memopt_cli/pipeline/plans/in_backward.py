@@ -33,7 +33,7 @@ from memopt_cli.search.plan.levels import find_level
 from memopt_cli.text.units import format_bytes
 
 _MIN_OFFERED_SHARE = 0.05
-"""A note proposes it to users who have not asked for it if it saves this share of the peak."""
+"""Minimum share of the peak that an optimizer in backward must save for a note to propose it."""
 
 IN_BACKWARD_NOTE = (
     "The optimizer runs in backward if the training script passes it: "
@@ -53,7 +53,7 @@ class InBackwardPlans:
     """Function that verifies a plan, and returns why it fails or ``None``."""
     max_slowdown: float
     drop: Callable[[Dropped], object]
-    """Records a plan as not applied."""
+    """Function that records a plan as not applied."""
     is_allowed: bool
     """Whether `--optimizer-in-backward` is given, and no plan with it has failed so far."""
 

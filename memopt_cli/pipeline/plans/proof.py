@@ -18,7 +18,7 @@ from memopt_cli.pipeline.plans.narrowing import agreeing_part
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.worth import judge_measurement, judge_own_checkpoints
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.verification import fault_in, verify, verify_by_fingerprints
+from memopt_cli.pipeline.verification import fault_in, verify_by_fingerprints, verify_plan
 from memopt_cli.records import (
     Differs,
     Dropped,
@@ -193,11 +193,11 @@ class Prover:
         """Split ``plan`` by :func:`agreeing_part`, at the sizes at which its verification ``failed``."""
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 
-            def verify(plan: Plan) -> Verification | None:
+            def verify_part(plan: Plan) -> Verification | None:
                 answer = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further_steps=True))
                 return answer if isinstance(answer, Verification) else None
 
-            return agreeing_part(plan, verify)
+            return agreeing_part(plan, verify_part)
 
     def verify(self, plan: Plan) -> Verification | Failure:
         """Verify ``plan`` by the fingerprints of its measured steps, or by new runs if either step was not measured."""
@@ -207,4 +207,4 @@ class Prover:
         steps = self.measurements.steps_of(plan)
         if steps is not None:
             return verify_by_fingerprints(prepared, plan, steps)
-        return verify(prepared, plan, fits=isinstance(self.measurements.measure(ORIGINAL), Measurement))
+        return verify_plan(prepared, plan, fits=isinstance(self.measurements.measure(ORIGINAL), Measurement))

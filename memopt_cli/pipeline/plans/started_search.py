@@ -68,7 +68,7 @@ class StartedSearch:
         return self.probes.ask_late(CountJob(plan=plan, fake=self.traced.has_dry_runs))
 
     def obstacles(self, sync_norms: Sequence[str]) -> Iterator[str]:
-        """Yield why modules around ``sync_norms``, norms that need all processes, do not run in chunks."""
+        """Yield why modules that contain ``sync_norms``, norms that need all processes, do not run in chunks."""
         for path, reason in self.probes.refusals.items():
             if any(is_within(norm, path) for norm in sync_norms):
                 yield f"{quote_module(path)} does not run in chunks: {reason}."

@@ -99,7 +99,7 @@ def timeline_figure(trace: StepTrace, line: Timeline, *, top_bytes: int) -> Figu
         "y": totals,
         "mode": "lines",
         "line": {"shape": "hvh", "width": 1, "color": "#888"},
-        "text": [_describe(trace, i, total) for i, total in zip(line.instants, totals, strict=True)],
+        "text": [_hover_text(trace, i, total) for i, total in zip(line.instants, totals, strict=True)],
         "hovertemplate": "%{text}<extra></extra>",
     }
     peak = totals.index(max(totals))
@@ -122,7 +122,7 @@ def timeline_figure(trace: StepTrace, line: Timeline, *, top_bytes: int) -> Figu
     return {"data": [*areas, outline], "layout": layout}
 
 
-def _describe(trace: StepTrace, instant: int, total: int) -> str:
+def _hover_text(trace: StepTrace, instant: int, total: int) -> str:
     """Return the text at ``instant``: ``<b>560.7 MiB</b> in backward`` and, below, the operator and its module."""
     if instant < 0:
         return f"<b>{format_bytes(total)}</b> before the step"

@@ -428,7 +428,7 @@ class CostModel:
                 yield call
 
     def _packed_bytes(self, replayed: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
-        """Return the packed bytes of each input; parts of a concatenation that are in ``stored`` take no further bytes."""
+        """Return the packed bytes of each input; parts of a concatenation that are in ``stored`` take none."""
         compressor = replayed.segment.compressor
         module = self.modules[replayed.call.path]
         if compressor == "null" or is_raw_in_chunks(replayed.segment, module.input_shape):
@@ -493,7 +493,7 @@ def copy_times(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
 def packed_inputs(
     trace: StepTrace, module: ModuleTrace, call: ModuleCall, compressor: CompressorName
 ) -> dict[int, int]:
-    """Return input of ``call`` -> its bytes in ``compressor``, for inputs that ``compressor`` makes smaller.
+    """Return the packed bytes of each input of ``call`` that ``compressor`` makes smaller, by index of its storage.
 
     ``trace`` has the compressor and packed bytes of each storage that autograd saves.  Of other inputs, it only has the
     packed bytes of all together; each input of the module is assumed to shrink by the same share.

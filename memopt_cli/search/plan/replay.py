@@ -54,7 +54,7 @@ class ReplayedSegment:
     call: ModuleCall
     segment: SegmentPlan
     parent: ReplayedSegment | None
-    """Call of the innermost segment around this one; ``None`` if this segment is outermost."""
+    """Call of the innermost enclosing segment; ``None`` if this segment is outermost."""
     offset: int = 0
     """Instant at which the recomputation starts."""
     stop: int = 0
