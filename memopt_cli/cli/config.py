@@ -87,7 +87,6 @@ def _unsafe(file: Path, problem: str) -> UnsafeFileError:
 
 
 def _option(command: Any, parameter: Any) -> Option:
-    """Return the row of the table of options that describes ``parameter`` of ``command``."""
     return find_option(command.name.replace("-", "_"), parameter.name)
 
 

@@ -43,7 +43,6 @@ def headline(equivalence: Equivalence) -> str:
 
 
 def _first_difference(equivalence: Equivalence) -> str:
-    """Return the first difference in ``equivalence``, and the step in which it appears."""
     where = f"in step {equivalence.differs_in_step} of {equivalence.steps}"
     if equivalence.failed:
         return f"{where} the candidate fails: {equivalence.failed}"

@@ -123,7 +123,7 @@ def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
     batch = search.model.largest_within(budget_bytes)
     if not batch:
         return f"not even a batch of {search.model.smallest_batch} fits in {search.runs.limits.text}"
-    because = _too_large(batch, first_run)
+    because = _why_too_large(batch, first_run)
     return BatchEstimate(
         batch=batch,
         predicted_peak_bytes=round(search.model.peak_bytes(batch)),
@@ -134,8 +134,7 @@ def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
     )
 
 
-def _too_large(batch: int, described: BatchProbe) -> str:
-    """Return why ``batch`` is larger than anybody trains with, if it is."""
+def _why_too_large(batch: int, described: BatchProbe) -> str:
     if batch > _MAX_BATCH_FACTOR * described.batch:
         return f"it is more than {_MAX_BATCH_FACTOR} times the given batch"
     step_s = described.step_s * batch / described.batch

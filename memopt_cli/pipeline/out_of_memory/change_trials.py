@@ -370,7 +370,6 @@ class ChangeTrials:
 
     @property
     def _global_batch(self) -> int:
-        """Number of samples in all passes of the step."""
         return self._prepared.batch * self._prepared.subject.settings.micro_batches
 
     @property

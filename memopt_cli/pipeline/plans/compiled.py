@@ -302,7 +302,6 @@ class CompiledSearch(ABC):
             yield f"Compiled steps are measured with the model's own checkpointing off ({', '.join(off)})."
 
     def _excess_reason(self, outcome: Measurement | Failure) -> str:
-        """Return why ``outcome`` exceeds the limits on memory or time, if it does."""
         slowdown = self._slowdown(outcome)
         if slowdown <= self.max_slowdown:
             return ""

@@ -74,7 +74,6 @@ class ReplicaSearch:
         )
 
     def _reason_not_to_run(self, size: int) -> str:
-        """Return why ``size`` copies must not be run, if they must not."""
         if not self.runs:
             return ""
         last, peak_bytes = self.runs[-1], self._peak_bytes(size)
