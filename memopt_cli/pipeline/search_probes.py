@@ -18,7 +18,7 @@ from memopt_cli.text.units import format_bytes, format_count
 Answer = TypeVar("Answer")
 
 _MIN_SHARE_LEFT = 0.2
-"""After a plan turns out too slow, a search has at least this share of its time limit left."""
+"""Minimum share of its time limit that a search has left after a plan turns out too slow."""
 
 _LONGER_S = 60
 """Unit in seconds of the time limit that a note suggests: a multiple of it, and at least twice the default limit."""

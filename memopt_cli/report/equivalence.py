@@ -43,10 +43,10 @@ def headline(equivalence: Equivalence) -> str:
 
 
 def _first_difference(equivalence: Equivalence) -> str:
-    where = f"in step {equivalence.differs_in_step} of {equivalence.steps}"
+    step = f"in step {equivalence.differs_in_step} of {equivalence.steps}"
     if equivalence.failed:
-        return f"{where} the candidate fails: {equivalence.failed}"
-    return f"{where} {_describe_gap(equivalence.gaps[0])}" if equivalence.gaps else equivalence.hooks
+        return f"{step} the candidate fails: {equivalence.failed}"
+    return f"{step} {_describe_gap(equivalence.gaps[0])}" if equivalence.gaps else equivalence.hooks
 
 
 def _describe_gap(gap: TensorGap) -> str:

@@ -494,9 +494,9 @@ def _next_in_python(result: OptimizeResult) -> Iterator[str]:
 
 def in_short(files: Sequence[str]) -> str:
     """Return the paths of ``files``, shortening all but the first to their endings: ``a/m.pt, .summary.json``."""
-    first, *others = files
+    first, *further = files
     stem = os.path.commonprefix(files).rpartition(".")[0]  # noqa: RUF071 of names, not of folders
-    return ", ".join([first, *(other.removeprefix(stem) for other in others)])
+    return ", ".join([first, *(other.removeprefix(stem) for other in further)])
 
 
 def unapplied(summary: MemOptSummary) -> Iterator[str]:
@@ -525,7 +525,7 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
         yield "~ predicted by a dry run; `memopt optimize --measure-levels` measures every level"
     if summary.verification and summary.verification.measured:
         yield _measured_steps(summary.verification.measured)
-    yield verification(summary.verification) if summary.verification else "not verified"
+    yield verification_line(summary.verification) if summary.verification else "not verified"
     if summary.recommendation != summary.unchanged:  # else the headline is the recommendation
         yield summary.recommendation
     yield from _neighbours(summary)
@@ -609,7 +609,7 @@ def _measurements(summary: MemOptSummary) -> Iterator[Measurement]:
     yield from (outcome for outcome in outcomes if isinstance(outcome, Measurement))
 
 
-def verification(verification: Verification) -> str:
+def verification_line(verification: Verification) -> str:
     """Return a sentence on ``verification``: whether it passed, at what tolerance and sizes, and what was left out."""
     where = verification.sizes
     if not verification.full_size and verification.measured is None:

@@ -180,7 +180,7 @@ def _print_applied(console: Printer, result: ApplyResult) -> None:
     for line in confirmation.lines(result.confirmation) if result.confirmation is not None else ():
         _print(console, line)
     for each in (*result.shorter, *([result.verification] if result.verification is not None else [])):
-        for line in (optimization.verification(each), *optimization.inexact(each)):
+        for line in (optimization.verification_line(each), *optimization.inexact(each)):
             _print(console, line)
     _print_files(console, result.files, none="nothing written")
 

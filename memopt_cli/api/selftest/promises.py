@@ -48,8 +48,8 @@ _CLOSE = 0.02
 _WITHIN = f"within {_CLOSE:.0%} or {MIN_BYTES >> 10} KiB"
 _SEARCH_S = 15.0
 _MAX_SLOWDOWN = 50.0
-"""For plans that save much, of steps that take milliseconds: without a limit, verifying one of hundreds of chunks on a
-GPU took minutes."""
+"""Maximum slowdown of plans that save much, of steps that take milliseconds: without it, verifying one of hundreds of
+chunks on a GPU took minutes."""
 _TIMEOUT_S = 120.0
 _MEMORY = 64 * 2**20
 """Memory limit in bytes of a recommended batch on the CPU."""

@@ -34,7 +34,7 @@ NO_BATCH = "Interrupted: no batch is recommended; the plan is verified. Ctrl-C a
 """Note for a search for the batch that Ctrl-C ended; the plan stays."""
 
 _MAX_BATCH_FACTOR = 1000
-"""The advice does not count memory as the limit beyond this many times the described batch.
+"""Maximum batch, as a multiple of the described one, for which the advice counts memory as the limit.
 
 Example: 360,000 sequences of a small recurrent network would fit, and 128 are trained."""
 _MIN_RUNS = 2
@@ -47,8 +47,8 @@ long in a ResNet and a spiking VGG.  A step that is too long costs another run.
 """
 _MIN_S, _MIN_GPU_S, _MAX_S = 1.0, 5.0, 10.0
 _MAX_STEP_RATIO = 2.5
-"""Without ``--longest-step``, the step of the answer takes at most this many described steps, within the bounds above:
-the advice should not cost more than the search.  On a GPU memory limits the batch: few steps take seconds there.
+"""Maximum time of the answer's step without ``--longest-step``, as a multiple of the described step's, within the
+bounds above: the advice should not cost more than the search.  On a GPU memory limits the batch, as steps are short.
 """
 
 

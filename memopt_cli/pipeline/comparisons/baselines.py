@@ -30,7 +30,7 @@ from memopt_cli.records import (
 )
 
 MAX_SAVED_TENSORS = 20
-"""Number of saved tensors, the largest ones, that a baseline names."""
+"""Maximum number of saved tensors that a baseline names: the largest ones."""
 
 
 _STEP_PATH: Final = "(the step)"

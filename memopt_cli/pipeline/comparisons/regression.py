@@ -67,16 +67,16 @@ def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineRes
     code = code_in_words(request.source.location, prepared.facts.modules)
     step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
     with step.session() as (session, rank):
-        baseline = Baseline(
+        recorded = Baseline(
             header=replace(file_header(prepared), model=request.source.location),
             conditions=replace(require_answer(session.ask(ConditionsJob())), layout=request.layout),
             memory=step.memory(session, rank),
         )
     spec = prepared.subject.spec
-    baseline = replace(baseline, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
-    (file,) = write_all({Path(request.output): content(baseline_json(baseline))}, force=request.force)
+    recorded = replace(recorded, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
+    (file,) = write_all({Path(request.output): content(baseline_json(recorded))}, force=request.force)
     notes = (*([f"Code: {code}."] if code else []), *_left_out(step.plan, spec), *prepared.messages)
-    return BaselineResult(baseline=baseline, file=file, notes=notes)
+    return BaselineResult(baseline=recorded, file=file, notes=notes)
 
 
 def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:

@@ -54,7 +54,7 @@ _TOTAL: Final = (re.compile(rf"total capaci?ty of {_AMOUNT}"), re.compile(rf"{_A
 _ALLOWED: Final = (re.compile(rf"{_AMOUNT} allowed"),)
 _PROCESS: Final = re.compile(rf"Process \d+ has {_AMOUNT} memory in use")
 _MIN_OTHERS_SHARE: Final = 0.1
-"""Other processes are named if together they hold at least this share of the card: a desktop holds less."""
+"""Minimum share of the card that other processes together must hold to be named: a desktop holds less."""
 _FREE: Final = (re.compile(rf"of which {_AMOUNT} is free"), re.compile(rf"{_AMOUNT} free"))
 _ALLOCATED: Final = (
     re.compile(rf"{_AMOUNT} is allocated by PyTorch"),

@@ -50,11 +50,11 @@ from memopt_cli.text.units import format_apart
 _MAX_COMPILED: Final = 6
 """Maximum number of plans that are compiled."""
 _MAX_LEVEL: Final = 2
-"""Highest level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
+"""Maximum level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
 _MARGIN_DIVISOR: Final = 50
 """If segments did not fit, the next target is lowered by the excess and the budget divided by this."""
 _MAX_SHOWN: Final = 4
-"""Number of plans of the eager frontier, the original included, whose segments ``--frontier`` compiles."""
+"""Maximum number of plans of the eager frontier, the original included, whose segments ``--frontier`` compiles."""
 _MEMORY_BUDGETS: Final = (0.5, 0.2, 0.8)
 """Values of PyTorch's ``activation_memory_budget`` to try: the first, then the tighter second or the looser third."""
 _RIVAL_RATIO: Final = 1.1
@@ -66,7 +66,7 @@ _TURNS = 3
 _TIE_RATIO: Final = 1.02
 """Peaks within this factor of the lowest count as equally low, so that the fastest step is chosen."""
 _MAX_GROWTH: Final = 4.0
-"""Upper limit on the growth of the next predicted extra time, as a factor, for segments that take hardly any time."""
+"""Maximum growth of the next predicted extra time, as a factor, for segments that take hardly any time."""
 _FAILED_VERIFICATION: Final = "verification failed"
 """Beginning of the reason for dropping a plan that fails verification."""
 

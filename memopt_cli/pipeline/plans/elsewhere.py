@@ -14,7 +14,7 @@ from memopt_cli.measure.jobs import ORIGINAL, TraceJob
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.plans.budget_errors import nothing_fits, require_fast
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.goal import budget_bytes
+from memopt_cli.pipeline.plans.goal import budget_in_bytes
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.plans.worth import judge_prediction
 from memopt_cli.pipeline.prediction import predict_one_rank
@@ -65,7 +65,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
         traced, original_count = search.traced, search.original_dry_run
         rows.append(search.original)
         if request.goal.budget is not None:
-            findings.budget_bytes = budget_bytes(request.goal.budget, original_count.allocated_peak_bytes)
+            findings.budget_bytes = budget_in_bytes(request.goal.budget, original_count.allocated_peak_bytes)
         if options.level:
             prepared.progress.stage(f"searching for {device_in_words}", search.probes.time_left())
             rows.append(_search_plan(request, search))

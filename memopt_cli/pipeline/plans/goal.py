@@ -43,7 +43,7 @@ _OOM_DIVISOR = 4
 
 The error does not contain the amount of memory that was missing."""
 FRONTIER_SLOWDOWN = 10.0
-"""Highest slowdown of a plan on the frontier without ``--max-slowdown``.
+"""Maximum slowdown of a plan on the frontier without ``--max-slowdown``.
 
 Nobody trains with a slower one, and measuring it would take ten times as long as well."""
 _MAX_IN_BACKWARD = 8
@@ -315,7 +315,7 @@ def _first_unrun(
     return None
 
 
-def budget_bytes(budget: Budget, original_bytes: int) -> int:
+def budget_in_bytes(budget: Budget, original_bytes: int) -> int:
     """Return ``budget`` in bytes; a share counts from the original's allocated peak, ``original_bytes``."""
     if budget.nbytes is not None:
         return budget.nbytes

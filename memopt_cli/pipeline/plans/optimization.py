@@ -20,7 +20,7 @@ from memopt_cli.pipeline.plans.compiled import Compiled, FastestCompiled, Smalle
 from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.frontier import check_pick, without_beaten
-from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes
+from memopt_cli.pipeline.plans.goal import GoalSearch, budget_in_bytes
 from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD_NOTE, InBackwardPlans
 from memopt_cli.pipeline.plans.offload_place import offload_folder_notes, with_place
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
@@ -327,7 +327,7 @@ class _PlanSearch:
         if goal.budget is not None:
             original_outcome = search.original.outcome
             original_peak = original_outcome if isinstance(original_outcome, Measurement) else search.original_dry_run
-            self.findings.budget_bytes = budget_bytes(goal.budget, original_peak.allocated_peak_bytes)
+            self.findings.budget_bytes = budget_in_bytes(goal.budget, original_peak.allocated_peak_bytes)
             rows.append(self._find_within_or_own(goal_search, self.findings.budget_bytes))
         if has_frontier:
             self.findings.frontier, beaten_sentence = without_beaten(

@@ -12,7 +12,7 @@ from memopt_cli.report.profiling import below, nearest
 from memopt_cli.text.units import format_bytes
 
 _MIN_SHARE = 0.0005
-"""Parts of the treemap below this share of the whole are drawn as one."""
+"""Minimum share of the whole for a part of the treemap to be drawn by itself; smaller ones are drawn as one."""
 _BULK = 0.9
 """A child above this share of its module stands for the module, so that colours are given to the child's parts."""
 

@@ -15,7 +15,7 @@ CHOICE_RATIO = 4
 _PATIENCE = 2
 """Maximum number of runs in a row that train no faster than one with fewer copies."""
 _MIN_RATIO = 1.25
-"""The largest number of copies that fits is run as well if it is at least this many times the last one."""
+"""Minimum ratio to the last number of copies at which the largest number that fits is run as well."""
 
 
 @dataclass(slots=True, kw_only=True)

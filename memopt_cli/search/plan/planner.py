@@ -48,9 +48,9 @@ _FURTHER_BUDGETS = (0.33, 0.67)
 """Budgets at which plans are looked for as well if tensors may be sent: such plans may fit once tensors are sent.  They
 are shares of the way from the user's budget up to the original's peak."""
 _MIN_GAIN = 0.03
-"""A longer search is proposed if the peak might be lower by more than this share."""
+"""Minimum share by which the peak might become lower for a longer search to be proposed."""
 _MIN_CONTRAST = 0.01
-"""A neighbour is mentioned if it is faster by at least this share."""
+"""Minimum share by which a neighbour must be faster to be mentioned."""
 
 
 class Planner:

@@ -29,7 +29,7 @@ from memopt_cli.search.plan.sending import (
 )
 
 MIN_PACKED_BYTES = 4096
-"""A tensor with fewer bytes is not packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
+"""Minimum bytes of a tensor that is packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
 _NORM_BACKWARD = "aten::native_batch_norm_backward"
 
 
