@@ -437,7 +437,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
         yield f"estimated for {there}, not measured{how}"
     record = summary.verification
     if record is not None and not record.passed and summary.decisive is None:  # else the headline contains it
-        yield verification(record)
+        yield verification_line(record)
     if record is not None and summary.is_applied:
         yield from inexact(record)
         yield from _of_one_size(summary)
@@ -538,7 +538,7 @@ def _of_the_ranges(summary: MemOptSummary) -> Iterator[str]:
     yield f"the table of levels is for {dim}={summary.ranges[-1].up_to}; the table of ranges lists every range's plan"
     for row in summary.ranges[:-1]:
         if row.verification is not None:
-            yield f"up to {dim}={row.up_to} {verification(row.verification)}"
+            yield f"up to {dim}={row.up_to} {verification_line(row.verification)}"
 
 
 def _neighbours(summary: MemOptSummary) -> Iterator[str]:
