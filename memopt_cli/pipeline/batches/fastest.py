@@ -393,5 +393,6 @@ def _usable_share(model: PeakModel, within_bytes: int) -> float:
 
 def _priced_ratio(trials: Trials, pricing: Pricing) -> float:
     """Return the ratio of the measured peak to the priced one, at the original's largest batch."""
-    largest = max(trials.runs_under(ORIGINAL), key=lambda run: run.batch, default=None)
+    runs = (run for plan, run in trials.successful_runs() if plan == ORIGINAL)
+    largest = max(runs, key=lambda run: run.batch, default=None)
     return 1.0 if largest is None else largest.allocated_peak_bytes / pricing.peak_bytes(ORIGINAL, largest.batch)

@@ -169,7 +169,9 @@ class _BatchSearch:
         if len(sizes) == 1 and not lengths and self.request.runs:
             self._seek_faster(cases)
         main = self._main_case(cases)
-        accumulation = self._accumulate(main)
+        accumulation = self._accumulation(main)
+        if accumulation is not None and main.search.runs.fitting:
+            self.search.run_more(main, lambda search: search.also_run([accumulation.batch]))
         strategies = self._compare(lengths, main, session) if lengths else ()
         return self._answer(cases, main, accumulation, strategies)
 
@@ -294,13 +296,6 @@ class _BatchSearch:
             self.search.run_more(
                 case, functools.partial(BatchSearch.find_faster, batches=faster, max_runs=-(-runs // cases_left))
             )
-
-    def _accumulate(self, main: Case) -> Accumulation | None:
-        """Return the passes that make a step of the optimizer, and run their batch if other batches were run."""
-        accumulation = self._accumulation(main)
-        if accumulation is not None and main.search.runs.fitting:
-            self.search.run_more(main, lambda search: search.also_run([accumulation.batch]))
-        return accumulation
 
     def _accumulation(self, main: Case) -> Accumulation | None:
         """Return the number of passes in a step of the optimizer; ``None`` for one pass and no global batch."""

@@ -243,8 +243,9 @@ class Planner:
         for priced in [priced for priced in self.dry_runs.up_to(level) if not priced.plan.sends]:
             space = self._spaces.space_for(priced.plan)
             error_bytes = priced.peak_bytes - space.proposals.predict_peak(priced.plan)
-            for variant in sending_variants(priced.plan, self._place):
-                plan = self._fit_in_room(variant, space)
+            for plan in sending_variants(priced.plan, self._place):
+                while plan.sends and space.proposals.predict(plan).elsewhere_bytes > self._room_bytes:
+                    *_, plan = fewer_sent(plan)  # the last ones stay on the device
                 peak_bytes = space.proposals.predict_peak(plan) + error_bytes
                 slowdown = space.proposals.slowdown(plan)
                 if plan.sends and slowdown <= max_slowdown:
@@ -259,12 +260,6 @@ class Planner:
             runs += 1
             counted = self.dry_runs.count(plan, space.proposals)
             bias = counted.peak_bytes / peak_bytes if counted else bias
-
-    def _fit_in_room(self, plan: Plan, space: SearchSpace) -> Plan:
-        """Return ``plan`` with as many tensors sent as the place has room for; the last ones stay on the device."""
-        while plan.sends and space.proposals.predict(plan).elsewhere_bytes > self._room_bytes:
-            *_, plan = fewer_sent(plan)
-        return plan
 
     def _relax_fastest(self, level: int, budget_bytes: int) -> None:
         """Dry-run the fastest plan without the parts that the cost model finds superfluous, as long as that helps.
