@@ -135,7 +135,7 @@ class Size(Amount):
         """Return the bytes that ``value`` is, or spells."""
         try:
             amount = Amount.check(self, value)
-        except ValueError:  # which would offer shares, too
+        except ValueError:  # its message would also offer shares
             amount = 0.0
         if isinstance(amount, float):
             raise ValueError("a size that something fits into: 64GiB or 512MB")

@@ -128,7 +128,7 @@ def recommend_prepared(
         max_runs=limits.probes - RUNS * bool(lengths),
         replicas=request.replicas.sizes() if request.replicas is not None else (),
     )
-    job = _BatchSearch(request=request, prepared=prepared, longest=longest, search=search)
+    job = _Recommender(request=request, prepared=prepared, longest=longest, search=search)
     try:
         with contextlib.ExitStack() as folders, Sessions(prepared, prepared.dry_data, notes) as session:
             search.prepared = prepared.with_compiler_cache(folders)
@@ -144,7 +144,7 @@ def recommend_prepared(
 
 
 @dataclass(slots=True, kw_only=True)
-class _BatchSearch:
+class _Recommender:
     request: BatchRequest
     prepared: Prepared
     longest: dict[str, int]

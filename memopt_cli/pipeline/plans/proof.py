@@ -136,7 +136,7 @@ class Prover:
             return row_to_apply(rows, rows[index])
         rows[index] = self.measurements.confirm(rows[index], max_slowdown)
         original = self.measurements.measure(ORIGINAL)
-        rows[0] = replace(rows[0], outcome=original)  # which may have been timed again
+        rows[0] = replace(rows[0], outcome=original)  # the original may have been timed again
         dropped = judge_measurement(rows[index], original, max_slowdown)
         if dropped is not None:
             self.findings.drop(dropped)

@@ -67,7 +67,7 @@ class Segments:
     def __init__(self, allowed: Allowed) -> None:
         self._allowed = allowed
 
-    def kept_choices(self, block: Block, context: Context) -> list[frozenset[int]]:
+    def sets_to_keep(self, block: Block, context: Context) -> list[frozenset[int]]:
         """List the sets of costly calls whose outputs a segment on ``block`` may keep.
 
         An inner segment keeps none: the outer segment would recompute the calls all the same.
