@@ -55,7 +55,7 @@ def describe_verdict(verdict: Verdict) -> str:
     return f"{change}, within the limit {verdict.limit.text}"
 
 
-def grown(comparison: Comparison) -> Iterator[Comparison]:
+def grown_parts(comparison: Comparison) -> Iterator[Comparison]:
     """Yield the parts of ``comparison`` for shorter inputs that exceed a limit; each gets a section."""
     return (part for part in comparison.shorter if part.exceeded)
 

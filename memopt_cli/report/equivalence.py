@@ -55,7 +55,7 @@ def _describe_gap(gap: TensorGap) -> str:
     return f"{gap.name} differs" + (f" by {gap.apart:.2g}" if math.isfinite(gap.apart) else "")
 
 
-def where(equivalence: Equivalence) -> Iterator[str]:
+def location_lines(equivalence: Equivalence) -> Iterator[str]:
     """Yield the first difference in ``equivalence``, its module and the likely cause, if there is one."""
     if not equivalence.passed:
         yield _first_difference(equivalence)
@@ -102,7 +102,7 @@ def differences(equivalence: Equivalence, kind: str) -> list[str]:
     gaps = _gaps(equivalence, kind)
     lines = [_describe_gap(gap) for gap in gaps[:_SHOWN]]
     more = [f"and {len(gaps) - _SHOWN} more"] if len(gaps) > _SHOWN else []
-    _, *cause = where(equivalence)
+    _, *cause = location_lines(equivalence)
     return [*lines, *more, *(cause if gaps and gaps[0] is equivalence.gaps[0] else [])]
 
 

@@ -36,7 +36,7 @@ class GithubReport:
         if isinstance(answer, Comparison):
             self._write_comparison(answer, stream)
         else:
-            lines = [equivalence.headline(answer), *equivalence.where(answer)]
+            lines = [equivalence.headline(answer), *equivalence.location_lines(answer)]
             kind = "notice" if answer.passed else "error"
             guard(stream).command(
                 _annotation(kind, f"memopt: {answer.candidate}", lines, self._place(answer.candidate))

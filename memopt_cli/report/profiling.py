@@ -58,7 +58,7 @@ def headline(profile: StepProfile) -> Iterator[str]:
         peak = format_bytes(profile.compiled.allocated_peak_bytes)
         step = format_seconds(profile.compiled.step_s)
         yield f"compiled by {profile.compiled.backend}: allocated peak {peak}, step {step}"
-    yield f"the peak is reached {_when(profile)}"
+    yield f"the peak is reached {_peak_instant_in_words(profile)}"
 
 
 def describe_estimate(estimate: DeviceEstimate) -> str:
@@ -68,7 +68,7 @@ def describe_estimate(estimate: DeviceEstimate) -> str:
     return f"estimated for {estimate.device}: {allocated}, {step}; {room_in_words(estimate)}"
 
 
-def _when(profile: StepProfile) -> str:
+def _peak_instant_in_words(profile: StepProfile) -> str:
     if profile.peak.op < 0:
         return "before the step begins"
     where = f" of {_module_name(profile, profile.peak.module)}" if profile.peak.module else ""

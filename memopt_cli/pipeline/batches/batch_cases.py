@@ -184,9 +184,9 @@ class CaseSearch:
         if refusal := case.search.refusal():
             raise one_batch_error(case.search.batch, refusal, case.text)
         if case.search.model.predict is None:
-            self.notes.append(self._runs_alone(case))
+            self.notes.append(self._no_dry_runs_note(case))
 
-    def _runs_alone(self, case: Case) -> str:
+    def _no_dry_runs_note(self, case: Case) -> str:
         """Return a sentence on why ``case`` has no dry runs."""
         reason, because = "Dry runs do not know compiled steps", ""
         if case.plan.compile is None:

@@ -180,7 +180,7 @@ class _PlanSearch:
                 if search.traced.has_dry_runs:
                     self._begin_advice(rows, sessions)
         except KeyboardInterrupt:  # leaving the sessions has ended their subprocess
-            if search is None or self._is_the_end:
+            if search is None or self._ends_command:
                 raise
             rows = [search.original, *self._rows_so_far(search)]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # it may have been timed again in turns
@@ -197,14 +197,14 @@ class _PlanSearch:
             return self.prover.prove(self.applied)
         except KeyboardInterrupt:
             has_searched = self.request.shown is None and any(not row.plan.is_empty for row in self.findings.rows)
-            if not has_searched or self.prover.has_failed or self._is_the_end:
+            if not has_searched or self.prover.has_failed or self._ends_command:
                 raise
             self.prepared.progress.interrupted("Interrupted: the plan that was found is verified. Ctrl-C again: stop.")
             self.findings.interrupted = True
             return self.prover.prove(self.applied)
 
     @property
-    def _is_the_end(self) -> bool:
+    def _ends_command(self) -> bool:
         """Whether Ctrl-C or another signal ends the command now: a second one, or the first if it may not interrupt."""
         return self.findings.interrupted or not self.request.interruptible
 
@@ -242,7 +242,7 @@ class _PlanSearch:
         except UsageError:  # the advice says so
             return
         except KeyboardInterrupt:
-            if self._is_the_end:
+            if self._ends_command:
                 raise
             prepared.progress.interrupted(NO_BATCH)
             self.findings.interrupted = True
