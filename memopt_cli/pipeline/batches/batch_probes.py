@@ -159,7 +159,7 @@ class BatchProbes:
         if batch in self.inferred:
             return self.inferred[batch]
         if batch not in self.dry_runs:
-            interpolated = self._extrapolate(batch) if self._is_long(batch) else interpolate(self.dry_runs, batch)
+            interpolated = self._extrapolate(batch) if self._is_too_long(batch) else interpolate(self.dry_runs, batch)
             if interpolated is not None:
                 return self.inferred.setdefault(batch, interpolated)
             self.count(batch)
@@ -199,7 +199,7 @@ class BatchProbes:
         (small_batch, operators_at_small), *_, (large_batch, operators_at_large) = sorted(self.operators.items())
         return (operators_at_large - operators_at_small) / (large_batch - small_batch)
 
-    def _is_long(self, batch: int) -> bool:
+    def _is_too_long(self, batch: int) -> bool:
         if self.operators_per_sample <= 0:
             return False
         largest = max(self.operators)

@@ -167,7 +167,7 @@ class _Recommender:
         cases = [Case(planned=index > 0, plan=p, dims=dims) for index, p in enumerate(plans) for dims in sizes]
         self.search.find_batches(cases, session)
         if len(sizes) == 1 and not lengths and self.request.runs:
-            self._seek_faster(cases)
+            self._run_smaller_batches(cases)
         main = self._main_case(cases)
         accumulation = self._accumulation(main)
         if accumulation is not None and main.search.runs.fitting:
@@ -283,7 +283,7 @@ class _Recommender:
         assert isinstance(run, BatchProbe), "the recommended batch was run"
         return run.samples_per_s
 
-    def _seek_faster(self, cases: Sequence[Case]) -> None:
+    def _run_smaller_batches(self, cases: Sequence[Case]) -> None:
         """Run smaller batches of the cases that may be recommended, since a smaller batch may train faster."""
         is_max = self.request.aim == "max"
         candidates = [self._main_case(cases)] if is_max else [case for case in cases if case.search.runs.fitting]

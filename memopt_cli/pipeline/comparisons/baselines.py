@@ -154,7 +154,7 @@ def _module_changes(
 ) -> tuple[ModuleChange, ...]:
     """Return the modules that hold more or less, largest growth first."""
     old_paths = {new: old for old, new in moves.items()}
-    old, new = ({m.path: m for m in _apart_from_step(modules)} for modules in (before, after))
+    old, new = ({m.path: m for m in _with_step_as_module(modules)} for modules in (before, after))
     changes = []
     for path in dict.fromkeys((*new, *(moves.get(path, path) for path in old))):
         module_before, module_after = old.get(old_paths.get(path, path)), new.get(path)
@@ -173,7 +173,7 @@ def _module_changes(
     return tuple(sorted(changes, key=lambda change: change.before_bytes - change.after_bytes))
 
 
-def _apart_from_step(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
+def _with_step_as_module(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
     """Yield ``modules``, and as one more module the step's tensors that the root holds."""
     for module in modules:
         step_bytes = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _STEP_KINDS}

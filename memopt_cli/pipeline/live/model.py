@@ -104,7 +104,7 @@ def prepared_one_of_several(
         else:
             save_inputs(inputs, input_file)
             spec = InputSpec(data_file=str(input_file), source="dummy_input")
-        unread, code_paths = _hand_over(build(), model_file)
+        unread, code_paths = _save_for_subprocess(build(), model_file)
         obstacle = next(filter(None, (obstacle, unread, *(function.obstacle for function in functions))), "")
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=code_paths))
         subject = Subject(source=source, spec=spec, settings=settings)
@@ -284,7 +284,7 @@ def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) 
     return Step(model=model_copy, args=args, kwargs=kwargs, settings=settings)
 
 
-def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
+def _save_for_subprocess(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
     """Save the model; return why a subprocess cannot load it, and the script that defines its classes.
 
     A subprocess can load it if it can import every name that the file refers to.

@@ -67,7 +67,7 @@ class Climb:
                 break
         else:
             rows = self._with_originals(rows)
-        plausible_rows = [row if row.outcome is not None else self._with_believable_plan(row) for row in rows[1:]]
+        plausible_rows = [row if row.outcome is not None else self._with_plausible_plan(row) for row in rows[1:]]
         if not self.measure_all:
             return plausible_rows
         return [row if row.outcome is not None else self.measure_row(row) for row in plausible_rows]
@@ -101,7 +101,7 @@ class Climb:
                 rows[i] = replace(repeated, dry_runs=rows[i].dry_runs, search_s=rows[i].search_s)
         return rows[highest]
 
-    def _with_believable_plan(self, row: LevelRow) -> LevelRow:
+    def _with_plausible_plan(self, row: LevelRow) -> LevelRow:
         """Return the unmeasured ``row``, or one with a faster plan where measurements suggest that its own is too slow.
 
         Where the highest level keeps the original, so do the levels below it.
@@ -147,7 +147,7 @@ class Climb:
         options = self.search.options
         plan_below = ORIGINAL
         for level in range(1, options.level + 1):
-            self._search_begins(f"level {level} of {options.level}: searching")
+            self._show_search_stage(f"level {level} of {options.level}: searching")
             started = time.monotonic()
             dry_runs_before = len(planner.dry_runs)
             search = planner.best if level == options.level else planner.least
@@ -163,7 +163,7 @@ class Climb:
             plan_below = row.plan
             yield row
 
-    def _search_begins(self, stage: str) -> None:
+    def _show_search_stage(self, stage: str) -> None:
         """Show the stage ``stage``, unless the time of the search is over and it will answer immediately."""
         time_left = self.search.probes.time_left()
         if time_left is None or time_left.seconds > 0:
@@ -213,7 +213,7 @@ class Climb:
         for share in (*_NEXT_SHARES, None):
             row, dropped = self._with_measurement(row)
             if dropped is None and too_slow is not None:  # look again: other plans may have had the original timed anew
-                row, dropped = self._with_measurement(self._between(row, too_slow))
+                row, dropped = self._with_measurement(self._row_between(row, too_slow))
             if dropped is None or not isinstance(dropped.why, TooSlow):
                 return row
             if share is None:
@@ -233,7 +233,7 @@ class Climb:
         self._max_predicted_slowdown = 1.0
         return self._with_original(row)
 
-    def _between(self, fast: LevelRow, slow: LevelRow) -> LevelRow:
+    def _row_between(self, fast: LevelRow, slow: LevelRow) -> LevelRow:
         """Return ``fast``, or a row between it and the row ``slow`` that is fast enough too and peaks clearly lower.
 
         The step from ``slow`` to ``fast`` was a large one.  Measurements of both say how far back to go.
@@ -270,7 +270,7 @@ class Climb:
         started = time.monotonic()
         dry_runs_before = len(planner.dry_runs)
         self.search.probes.prolong()
-        self._search_begins(f"level {row.level}: searching for a faster plan")
+        self._show_search_stage(f"level {row.level}: searching for a faster plan")
         priced = planner.best(row.level, max_slowdown)
         dry_runs = row.dry_runs + len(planner.dry_runs) - dry_runs_before
         found = self.search.row(row.level, priced, dry_runs, started)

@@ -228,10 +228,10 @@ class CompiledSearch(ABC):
         plan = next(source, None)
         if plan is None or plan.compile is None or any(row.plan == plan for row in self._rows):
             return
-        if plan.compile.activation_memory_budget is None or not any(map(self._shows_no_use, self._rows)):
+        if plan.compile.activation_memory_budget is None or not any(map(self._proves_budgets_useless, self._rows)):
             yield plan
 
-    def _shows_no_use(self, row: CompiledRow) -> bool:
+    def _proves_budgets_useless(self, row: CompiledRow) -> bool:
         """Return whether ``row`` shows that budgets are useless: with one, the results change or the peak does not.
 
         With dropout, recomputing under a budget may change the results.
