@@ -84,7 +84,9 @@ class LengthBucketSampler(LengthSampler):
     ) -> None:
         super().__init__(lengths, seed=seed, shuffle=shuffle, rank=rank, ranks=ranks)
         if batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
+            raise UsageError(
+                f"batch_size is {batch_size}; it must be at least 1", hint="Give the number of sequences in a batch."
+            )
         self._size = batch_size
 
     def _cut(self, indices: list[int]) -> list[list[int]]:
