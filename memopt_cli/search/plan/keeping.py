@@ -29,7 +29,7 @@ class CostlyCall:
     module: str
     """Path of the innermost module that made the call."""
     nbytes: int
-    """Bytes of its outputs; 0 if the step writes them in place later, so they cannot be kept."""
+    """Bytes of the call's outputs; 0 if the step writes them in place later, so they cannot be kept."""
     seconds: float
 
 

@@ -50,7 +50,7 @@ class SentTensor:
 
     parcel: SentParcel
     stored: int
-    """Instant at which its copy begins."""
+    """Instant at which the tensor's copy begins."""
     nbytes: int
 
 
