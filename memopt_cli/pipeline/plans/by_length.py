@@ -407,8 +407,9 @@ class _ByLength:
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
             return None
         if not _is_verified(findings):
-            difference = findings.verification.difference if findings.verification else "it is not verified"
-            self.notes.append(f"No range ends at {self.varied.symbol}={length}: its plan failed ({difference}).")
+            failed = findings.verification
+            fault = f"failed verification ({failed.difference})" if failed else "is not verified"
+            self.notes.append(f"No range ends at {self.varied.symbol}={length}: its plan {fault}.")
             return None
         return _range_of(length, findings)
 
