@@ -59,7 +59,7 @@ _READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.lo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A model whose step can be run here and in profiling subprocesses, which load it as its subject describes it."""
+    """A model whose step can be run here, and in profiling subprocesses that load it by its :attr:`subject`."""
 
     subject: Subject
     facts: ModelFacts

@@ -155,7 +155,7 @@ def _tests(device: str) -> Iterator[tuple[_Case, _Test]]:
     yield from ((case, _phases) for case in _WITH_OPTIMIZER)
     yield replace(_ATTENTION, name="a step, twice"), _test_repetition
     yield replace(_ATTENTION, name="a recommended batch"), _test_recommend_batch
-    yield _Case(name="a step that does not fit", model="TooLarge", inputs="Bx64", dims={"B": 8}), _why_too_large
+    yield _Case(name="a step that does not fit", model="TooLarge", inputs="Bx64", dims={"B": 8}), _too_large
 
 
 _Test = Callable[[_Case, str], Iterator[SelftestRow]]
@@ -271,7 +271,7 @@ def _test_recommend_batch(case: _Case, device: str) -> Iterator[SelftestRow]:
     )
 
 
-def _why_too_large(case: _Case, device: str) -> Iterator[SelftestRow]:
+def _too_large(case: _Case, device: str) -> Iterator[SelftestRow]:
     outcome = _measure(_prepare(case, device))
     seen = "a measurement" if isinstance(outcome, Measurement) else describe(outcome)
     yield case.row("running out of memory is an answer", seen, holds=isinstance(outcome, OutOfMemory))
