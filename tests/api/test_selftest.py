@@ -227,9 +227,9 @@ def test_each_row_of_a_phase_can_fail(
         (promises._test_recommend_batch, [measured(65)], False),
         (promises._test_recommend_batch, [measured(1)], False),
         (promises._test_recommend_batch, [NO_MEMORY], False),
-        (promises._why_too_large, [NO_MEMORY], True),
-        (promises._why_too_large, [measured(7)], False),
-        (promises._why_too_large, [Crashed(reason="killed", output_tail="")], False),
+        (promises._too_large, [NO_MEMORY], True),
+        (promises._too_large, [measured(7)], False),
+        (promises._too_large, [Crashed(reason="killed", output_tail="")], False),
     ],
 )
 def test_each_row_of_a_step_can_fail(
@@ -254,7 +254,7 @@ def test_what_nobody_foresaw_is_a_row_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_of_what_runs_out_of_memory_the_inputs_fit() -> None:
-    case = next(case for case, test in promises._tests("cpu") if test is promises._why_too_large)
+    case = next(case for case, test in promises._tests("cpu") if test is promises._too_large)
     assert prod(case.dims.values()) < 100
 
 

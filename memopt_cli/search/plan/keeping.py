@@ -27,7 +27,7 @@ class CostlyCall:
     """Index in the step."""
     name: str
     module: str
-    """Path of the innermost module that made the call."""
+    """Path of the innermost module in which the call runs."""
     nbytes: int
     """Bytes of the call's outputs; 0 if the step writes them in place later, so they cannot be kept."""
     seconds: float
