@@ -320,7 +320,7 @@ def test_own_checkpoints_that_take_less_but_exceed_the_limit_stand_below_the_hea
     for own, limit, budget in ((295.0, 1.4, None), (149.3, 2.0, None), (149.3, None, None), (149.3, 1.4, 9)):
         summary.own_checkpoints, summary.options = measured(own, 2.11), {"max_slowdown": limit}
         summary.budget_bytes = budget
-        assert "own checkpoints take less" not in shown(TextReport(), result(summary))
+        assert "own checkpoints need less memory" not in shown(TextReport(), result(summary))
 
 
 def test_levels_that_give_one_plan_share_a_row(summary: MemOptSummary) -> None:

@@ -58,7 +58,7 @@ def test_the_models_own_checkpoints_are_better(peak: int, step_s: float, budget:
     assert judge_own_checkpoints(a_row(0, measured(1000, 1.0)), measured(1000), measured(peak, step_s), budget) is None
     if dropped is not None:
         assert (dropped.in_words, decisive([dropped])) == ("1000 B of 2.0 KiB", dropped)
-        assert dropped.why.because.startswith(f"the model's own checkpoints take {peak} B: ")
+        assert dropped.why.because.startswith(f"the model's own checkpoints need {peak} B and ")
         assert from_data(Dropped, to_data(dropped)) == dropped
 
 
