@@ -55,9 +55,9 @@ def build(location: str) -> nn.Module:
     """Return the model that the callable at ``location`` builds, or the models of its step as one.
 
     ``location`` is ``package.module:callable`` or ``file.py:function``.  PyTorch's generator is seeded before the call,
-    so the parameters are equal every time.  Raises :class:`UsageError` if there is no such callable, and
-    :class:`FileFormatError` if the import or the call fails, or if the result is neither an ``nn.Module`` nor a
-    :class:`~memopt_cli.training.user_step.Step`.
+    so the parameters are equal every time.  Raises :class:`UsageError` if the import fails, if there is no such
+    callable, or if its result is neither an ``nn.Module`` nor a :class:`~memopt_cli.training.user_step.Step`, and
+    :class:`FileFormatError` if the call fails.
     """
     if is_function(location):
         make_importable(Path(location.rpartition(":")[0]).resolve().parent)
@@ -75,7 +75,7 @@ def _import_module(location: str) -> Callable[[], Any]:
             factory: Any = importlib.import_module(module)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         reason, hint = import_failure(err)
-        raise FileFormatError(f"{location}: importing {module} failed: {reason}", hint=hint) from err
+        raise UsageError(f"{location}: importing {module} failed: {reason}", hint=hint) from err
     own, file = file_in(Path.cwd(), module), getattr(factory, "__file__", None)
     if own is not None and (file is None or not _is_meant(Path(file).resolve(), own.resolve())):
         raise UsageError(
@@ -99,10 +99,10 @@ def _is_meant(file: Path, own: Path) -> bool:
 
 
 def make_step(factory: Callable[[], Any], location: str) -> Step:
-    """Return the step that ``factory`` makes.  Raises :class:`FileFormatError` as :func:`build` does."""
+    """Return the step that ``factory`` makes.  Raises the errors of :func:`build`."""
     built = _call_factory(factory, location)
     if not isinstance(built, Step):
-        raise FileFormatError(f"{location}() returned {type_in_words(built)}, not a memopt_cli.Step")
+        raise UsageError(f"{location}() returned {type_in_words(built)}, not a memopt_cli.Step")
     return built
 
 
@@ -122,9 +122,7 @@ def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step
             hint = "The function reads values of tensors, which have none with `--fake`: leave it out, or read none."
         raise FileFormatError(f"{location}() failed: {first_line(err)}{raised_at(err)}", hint=hint) from err
     if not isinstance(product, nn.Module | Step):
-        raise FileFormatError(
-            f"{location}() returned {type_in_words(product)}, neither an nn.Module nor a memopt_cli.Step"
-        )
+        raise UsageError(f"{location}() returned {type_in_words(product)}, neither an nn.Module nor a memopt_cli.Step")
     return product
 
 
@@ -133,8 +131,8 @@ def fill(model: nn.Module, file: ModelFile, location: str = "") -> tuple[str, ..
 
     The state dict may be an entry of a checkpoint, and its names may have the prefixes of wrappers (``module.``).  A
     saved module serves as its state dict: its tensors are made, and its class is not imported.
-    Raises :class:`FileFormatError` if no state dict fits, or the names under several prefixes do; the error names the
-    other classes in that file.
+    Raises :class:`FileFormatError` if no state dict fits, with the other classes in the file of ``location``, and
+    :class:`UsageError` if the names under several prefixes do, or if the key names no entry.
     """
     notes: list[str] = []
     with unseen():  # even if the model is built without data, the tensors of the file are read with theirs
@@ -147,7 +145,7 @@ def fill(model: nn.Module, file: ModelFile, location: str = "") -> tuple[str, ..
     if len(prefixes) > 1:
         shown = prefixes[:_SHOWN]
         flags = [f"`{quoted_flag('--key', '.'.join((*where, prefix.rstrip('.'))))}`" for prefix in shown]
-        raise FileFormatError(
+        raise UsageError(
             f"{file.path} has weights for {type(model).__name__} under {' and under '.join(map(repr, shown))}",
             hint=f"Choose one: {' or '.join(flags)}.",
         )
@@ -172,7 +170,7 @@ def _safetensors_in(file: ModelFile) -> tuple[tuple[str, ...], Mapping[str, Tens
         return (), weights
     if not (chosen := _under(f"{file.key}.", weights)):
         hint = f"Its tensors are {format_some(list(weights), _SHOWN)}."
-        raise FileFormatError(f"{file.path} has no tensors under {file.key!r}", hint=hint)
+        raise UsageError(f"{file.path} has no tensors under {file.key!r}", hint=hint)
     return (file.key,), chosen
 
 

@@ -123,7 +123,7 @@ def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Deni
     no_trust = Vouched(Trust(), UserCode(()))
     try:
         root = module_in(pickled.pickle.root, file.key, file.path).root
-    except FileFormatError:
+    except (FileFormatError, UsageError):
         root = pickled.pickle.root
     _refuse_many(file, pickled.scan.wanted)
     known, unclaimed = assign_kinds(uses_in(root), kinds_of(storages_of(pickled), no_trust))

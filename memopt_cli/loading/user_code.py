@@ -125,8 +125,8 @@ class UserCode:
     def find(self, wanted: Global) -> Any:
         """Import the module of ``wanted``, and return its class or function of that name.
 
-        Raises :class:`FileFormatError` if the import fails, or if the module does not define the name: a name that it
-        only imports, such as ``os.system``, is not the user's own code.
+        Raises :class:`UsageError` if the import fails, and :class:`ClassNotFoundError` if the module does not define
+        the name: a name that it only imports, such as ``os.system``, is not the user's own code.
         """
         modules = [self._import(wanted.module)] if wanted.module != "__main__" else self.run_scripts()
         self.require_single(wanted)
@@ -198,9 +198,9 @@ class UserCode:
                 module = importlib.import_module(name)
         except (Exception, SystemExit) as err:  # the user's module may raise anything
             reason, hint = import_failure(err)
-            raise FileFormatError(f"importing {path} failed: {reason}", hint=hint) from err
+            raise UsageError(f"importing {path} failed: {reason}", hint=hint) from err
         if path is None or _file(module) != path:
-            raise FileFormatError(
+            raise UsageError(
                 f"the module {name} of the code path is shadowed by {getattr(module, '__file__', 'a built-in module')}",
                 hint="Rename the file.",
             )

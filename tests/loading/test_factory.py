@@ -269,14 +269,14 @@ def test_of_several_prefixes_one_is_named(folder: Path, ending: str) -> None:
     torch.save({"state_dict": around.state_dict()}, "weights.ckpt")
     save_file(around.state_dict(), "weights.safetensors")
     source = ModelSource(location="user_factory:make", weights=f"weights.{ending}")
-    with pytest.raises(FileFormatError, match=r"has weights for Linear under '(net|ema.module).' and under") as error:
+    with pytest.raises(UsageError, match=r"has weights for Linear under '(net|ema.module).' and under") as error:
         load_model(source)
     keys = sorted(re.findall(r"`--key (\S+)`", error.value.hint))  # the order is the file's
     assert [key.removeprefix("state_dict.") for key in keys] == ["ema.module", "net"]
     for key, chosen in zip(keys, [average, net], strict=True):
         assert torch.equal(load_model(replace(source, key=key)).module.state_dict()["weight"], chosen.weight)
     for wrong_key in ("state_dict.ne", "ema.mod"):
-        with pytest.raises(FileFormatError, match=f"has no .* '{wrong_key}'"):
+        with pytest.raises(UsageError, match=f"has no .* '{wrong_key}'"):
             load_model(replace(source, key=wrong_key))
 
 
@@ -288,7 +288,7 @@ def test_of_several_state_dicts_one_is_named(folder: Path) -> None:
     assert "'state_dict', 'ema.shadow'" in load_model(source).notes[0]
     named = load_model(replace(source, key="ema.shadow"))
     assert torch.equal(named.module.state_dict()["weight"], second["weight"])
-    with pytest.raises(FileFormatError, match="no entry 'emma'") as error:
+    with pytest.raises(UsageError, match="no entry 'emma'") as error:
         load_model(replace(source, key="emma"))
     assert "'state_dict', 'ema', 'other'" in error.value.hint
 
@@ -383,7 +383,7 @@ def test_the_key_of_an_optimizer_names_the_entry_that_holds_the_weights(
     source = ModelSource(location="last.pt", key="optimizer")
     if as_weights:
         source = ModelSource(location="user_factory:make", weights="last.pt", key="optimizer")
-    with pytest.raises(FileFormatError, match=f"of last.pt .* the model's weights are in '{weights}'") as error:
+    with pytest.raises(UsageError, match=f"of last.pt .* the model's weights are in '{weights}'") as error:
         load_model(source)
     assert error.value.hint == f"Give `--key {weights}`, or leave `--key` out."
 
@@ -419,10 +419,10 @@ def test_weights_that_are_no_state_dict(folder: Path) -> None:
     [
         ("user_factory:number", UsageError, "nothing callable named number", "Name a class or a function"),
         ("user_factory:missing", UsageError, "nothing callable named missing", "Name a class or a function"),
-        ("user_factory:wrong", FileFormatError, "returned an int", ""),
+        ("user_factory:wrong", UsageError, "returned an int", ""),
         ("user_factory:failing", FileFormatError, r"user_factory:failing\(\) failed: .*no luck", "without arguments"),
         ("user_factory:huge", FileFormatError, r"user_factory:huge\(\) failed: ", "memopt profile --fake"),
-        ("no_such_module:make", FileFormatError, "no_such_module", "--code-path"),
+        ("no_such_module:make", UsageError, "no_such_module", "--code-path"),
     ],
 )
 def test_factories_that_cannot_be_used(location: str, error: type[MemoptError], message: str, hint: str) -> None:
