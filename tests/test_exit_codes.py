@@ -143,10 +143,9 @@ def folder(memopt: Memopt, in_process: None, monkeypatch: pytest.MonkeyPatch) ->
     torch.save({"model": model, "epoch": 3}, "checkpoint.pt")
     for name, file in (("lost", "lost.pt"), ("broken", "own.pt")):
         with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, name, ModuleType(name))
-            net = type("Net", (nn.Linear,), {"__module__": name})
-            setattr(sys.modules[name], "Net", net)
-            torch.save(net(3, 4), file)
+            patch.setitem(sys.modules, name, module := ModuleType(name))
+            module.__dict__["Net"] = type("Net", (nn.Linear,), {"__module__": name})
+            torch.save(module.Net(3, 4), file)
 
 
 @pytest.mark.usefixtures("folder")
