@@ -88,7 +88,7 @@ def a_profile() -> StepProfile:
             TimeUse(name="forward", seconds=0.25),
             TimeUse(name="backward", seconds=0.5),
             *(TimeUse(name="recomputation", segment=f"body.{i}", seconds=0.01 * i) for i in range(10)),
-            TimeUse(name="beside operators", seconds=0.3),
+            TimeUse(name="outside operators", seconds=0.3),
         ),
         notes=("Something to know.",),
         trace=StepTrace(modules=(), tensor_peak_bytes=80 * MIB, resident_bytes=10 * MIB, batch=4, ops=ops),

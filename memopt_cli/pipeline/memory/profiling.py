@@ -235,7 +235,7 @@ def _time_uses(trace: StepTrace, measurement: Measurement | OutOfMemory | None) 
             seconds[op.phase, None] += op.seconds
     total = sum(seconds.values())
     if total and isinstance(measurement, Measurement) and measurement.step_s > total:
-        seconds["beside operators", None] = measurement.step_s - total
+        seconds["outside operators", None] = measurement.step_s - total
     for (name, segment), seconds_spent in seconds.items() if total else ():
         yield TimeUse(name=name, segment=segment, seconds=seconds_spent)
 

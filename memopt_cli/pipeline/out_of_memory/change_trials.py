@@ -290,7 +290,7 @@ class ChangeTrials:
             recommendation=replace(recommendation, step=replace(recommendation.step, device=self._device)),
             predicted_bytes=None,
             peak_bytes=run.allocated_peak_bytes,
-            seconds=steps * run.step_s / settings.micro_batches,  # the times beside it are of one pass
+            seconds=steps * run.step_s / settings.micro_batches,  # of one pass, as all other times in the table
         )
 
     def _try_autocast(self) -> Iterator[Suggestion]:

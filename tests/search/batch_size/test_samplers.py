@@ -152,7 +152,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(BatchShapeError, match="lengths is empty"):
         LengthBucketSampler([], 4)
     for oversize in ("alone", "error"):
-        with pytest.raises(BatchShapeError, match="max_tokens is 0; it must be at least 1$"):
+        with pytest.raises(BatchShapeError, match=r"max_tokens is 0; it must be at least 1$"):
             TokenBudgetSampler([1], 0, oversize=oversize)
     with pytest.raises(UsageError, match="batch_size is 0"):
         LengthBucketSampler([1], 0)
