@@ -238,7 +238,11 @@ def type_in_words(given: object) -> str:
     """Return the name of the type of ``given`` with its article: ``an int``, ``a Net``; ``nothing`` for ``None``."""
     if given is None:
         return "nothing"
-    name = type(given).__name__
+    return with_article(type(given).__name__)
+
+
+def with_article(name: str) -> str:
+    """Return ``name``, of a type, with its indefinite article."""
     return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
 
 

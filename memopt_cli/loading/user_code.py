@@ -46,7 +46,7 @@ def import_failure(error: BaseException) -> tuple[str, str]:
             return reason, instead
         return reason, f"{add_folder(missing)} If it is a package, install it."
     if isinstance(error, ImportError | SyntaxError):
-        return reason, "Plain Python fails there, too: correct that line."
+        return reason, "The same error appears in plain Python: correct that line."
     return reason, IMPORTED_HINT
 
 
@@ -202,7 +202,7 @@ class UserCode:
         if path is None or _file(module) != path:
             raise UsageError(
                 f"the module {name} of the code path is shadowed by {getattr(module, '__file__', 'a built-in module')}",
-                hint="Rename the file.",
+                hint=f"Rename your {name}.py: Python imports the other module of that name.",
             )
         return module
 

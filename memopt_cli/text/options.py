@@ -183,7 +183,7 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "recommend_batch.fake": Option(
         "Estimate on tensors without data, and run nothing, as --ranks does.", STEP, common=True
     ),
-    "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND", risk="data"),
+    "compile": Option("Also measure the step compiled: inductor, aot_eager, …", STEP, "BACKEND", risk="data"),
     "recommend_batch.compile": Option(
         "Find the largest batch that fits when the model is compiled: inductor, aot_eager, …",
         STEP,

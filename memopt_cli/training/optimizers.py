@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memopt_cli.errors import UsageError, first_line
+from memopt_cli.errors import UsageError, first_line, type_in_words
 from memopt_cli.text.optimizer_text import CLOSURE_REASON, NamedOptimizer, OptimizerChoice
 
 OptimizerMaker = Callable[[nn.Module], Optimizer | None]
@@ -75,10 +75,13 @@ def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         raise UsageError(
             f"`--optimizer`: {name} failed: {first_line(err)}",
-            hint="It is called with the model as its only argument.",
+            hint="It is called with the model as its only argument; plain Python raises the same error.",
         ) from err
     if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"`--optimizer`: {name} returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        raise UsageError(
+            f"`--optimizer`: {name} returned {type_in_words(optimizer)}, not a torch.optim.Optimizer",
+            hint="Let it return the optimizer that it makes, without a scheduler or a list around it.",
+        )
     if wants_closure(optimizer):
         raise UsageError(
             f"`--optimizer`: {closure_refusal(optimizer)}", hint="Choose an optimizer that steps without a closure."
@@ -87,7 +90,10 @@ def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0
         if any(id(parameter) not in parameter_ids for parameter in group["params"]):
-            raise UsageError(f"`--optimizer`: {name} updates tensors that are not parameters of its model")
+            raise UsageError(
+                f"`--optimizer`: {name} updates tensors that are not parameters of its model",
+                hint="Let it take the parameters of its argument, as in lambda model: AdamW(model.parameters()).",
+            )
     return optimizer
 
 

@@ -46,6 +46,9 @@ def failing():
 def huge():
     return nn.Linear(2**45, 3)
 
+def with_size(size):
+    return nn.Linear(size, 3)
+
 number = 3
 """
 
@@ -137,8 +140,8 @@ def test_what_a_script_that_is_stopped_saves_at_its_exit_is_not_written(folder: 
 @pytest.mark.parametrize(
     ("line", "reason", "hint"),
     [
-        ("def oops(:", "SyntaxError: invalid syntax", "Plain Python fails there, too: correct that line."),
-        ("from math import tau_", "ImportError", "Plain Python fails there, too: correct that line."),
+        ("def oops(:", "SyntaxError: invalid syntax", "The same error appears in plain Python: correct that line."),
+        ("from math import tau_", "ImportError", "The same error appears in plain Python: correct that line."),
         ("import user_missing", "ModuleNotFoundError", "Add the folder that has user_missing"),
         ("import user_kws.old", "ModuleNotFoundError", "user_kws has no module old; it has deep, layers."),
         ("import user_kws.deep.old", "ModuleNotFoundError", "user_kws.deep has no module old."),
@@ -352,7 +355,7 @@ def test_a_model_with_its_code_is_given_as_the_model(folder: Path, kind: str) ->
         torch.export.save(torch.export.export(nn.Linear(2, 3), (torch.ones(1, 2),)), "whole.pt")
     with pytest.raises(FileFormatError, match=f"{kind}: a model with its code") as error:
         load_model(ModelSource(location="user_factory:make", weights="whole.pt"))
-    assert "memopt profile whole.pt -i" in error.value.hint
+    assert error.value.hint == "Give whole.pt as the model, without `--weights`."
 
 
 @pytest.mark.parametrize("as_weights", [False, True])
@@ -419,8 +422,14 @@ def test_weights_that_are_no_state_dict(folder: Path) -> None:
     [
         ("user_factory:number", UsageError, "nothing callable named number", "Name a class or a function"),
         ("user_factory:missing", UsageError, "nothing callable named missing", "Name a class or a function"),
-        ("user_factory:wrong", UsageError, "returned an int", ""),
-        ("user_factory:failing", FileFormatError, r"user_factory:failing\(\) failed: .*no luck", "without arguments"),
+        ("user_factory:wrong", UsageError, "returned an int", "Let it return the model"),
+        (
+            "user_factory:failing",
+            FileFormatError,
+            r"user_factory:failing\(\) failed: .*no luck",
+            "plain Python calls it",
+        ),
+        ("user_factory:with_size", FileFormatError, r"failed: TypeError", "without arguments"),
         ("user_factory:huge", FileFormatError, r"user_factory:huge\(\) failed: ", "memopt profile --fake"),
         ("no_such_module:make", UsageError, "no_such_module", "--code-path"),
     ],

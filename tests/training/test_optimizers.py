@@ -102,7 +102,7 @@ def ends(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: None, "returned NoneType, not a torch.optim.Optimizer"),
+        (lambda model: None, "returned nothing, not a torch.optim.Optimizer"),
         (lambda: None, "failed: TypeError"),
         (lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters()), "not parameters of its model"),
         (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memopt_cli.errors import FileFormatError, UsageError
+from memopt_cli.errors import FileFormatError, UsageError, with_article
 from memopt_cli.loading.interface import no_model
 from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.kinds.interface import plain_entries
@@ -223,9 +223,9 @@ def _without_model(root: Any, whole: Any, path: str, code_paths: Sequence[str]) 
     refuse_other(root, whole, path)
     if names := [where[-1] for where, _ in found_in(root, lambda value: tensor_of(value) is not None)]:
         return no_model(path, names, code_paths)
-    kind = str(root.name) if isinstance(root, Built) else type(root).__name__
+    kind = str(root.name).removeprefix("builtins.") if isinstance(root, Built) else type(root).__name__.lower()
     return FileFormatError(
-        f"{path} holds a {kind.removeprefix('builtins.').lower()}, not a model",
+        f"{path} holds {with_article(kind)}, not a model",
         hint="Save one with torch.save(model, path).",
     )
 
