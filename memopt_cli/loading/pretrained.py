@@ -472,7 +472,5 @@ def _library(name: str, folder: Path) -> Any:
         is_missing = isinstance(err, ModuleNotFoundError) and err.name == name
         raise FileFormatError(
             f"{folder} needs {name}, which cannot be imported: {first_line(err)}",
-            hint=f"Install it: pip install {name}"
-            if is_missing
-            else f"Plain Python raises the same error: import {name}",
+            hint=f"Install it: pip install {name}" if is_missing else f"`import {name}` raises it in Python as well.",
         ) from err
