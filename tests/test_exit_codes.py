@@ -77,11 +77,11 @@ CASES: dict[str, dict[str, tuple[str | Callable[..., None], ...]]] = {
         "a plan that does not fit": ("profile good.pt -i 8x3 --plan plan.yaml",),
         "a step that fails": ("profile good.pt -i 8x5",),
         "a time limit": (timed_out,),
-        "the file is not safe to load": ("inspect hostile.pt",),
+        "the file is not safe to load": ("profile hostile.pt -i 8x3",),
         "the baseline is missing": ("check good.pt",),
         "it is not comparable": (f"{RECORDED}check net.py:small --precision bf16",),
-        "nothing fits the budget": ("recommend-batch good.pt -i 8x3 --memory 1KiB",),
-        "for `memopt explain`, the limit": ("explain good.pt -i 8x3 --memory 1KiB",),
+        "nothing fits the budget": ("recommend-batch good.pt -i 8x3 --memory 64B",),
+        "for `memopt explain`, the limit": ("explain good.pt -i 8x3 --memory 64B",),
         "interrupted": (interrupted,),
         "broken pipe (SIGPIPE): the reader of the output, such as `head`, has closed it": (unread,),
     },
@@ -102,7 +102,7 @@ CASES: dict[str, dict[str, tuple[str | Callable[..., None], ...]]] = {
             "baseline good.pt -i 8x3 --loss net.py:loss -q && check good.pt",
         ),
         "the baseline is missing": ("check good.pt",),
-        "it is of another model": (f"{RECORDED}check good.pt",),
+        "it is of another model": (f"{RECORDED}check net.py:layer",),
         "it was recorded on another kind of device, with other kernel libraries, inputs, precision, optimizer, loss or "
         "seed: record it where it is checked": (f"{RECORDED}check net.py:small --precision bf16",),
     },
@@ -115,6 +115,7 @@ from torch import nn
 def small(): return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
 def large(): return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 4))
 def other(): return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+def layer(): return nn.Linear(64, 4)
 def narrow(): return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
 def wrong(): return 3
 def failing(): raise ValueError("no luck")

@@ -233,7 +233,7 @@ def test_limits_bound_the_search(memory: Any, metered: Callable[..., nn.Module])
     assert "or lower min_batch_size, or raise target_memory_usage." in raised.value.hint
     memory.per_sample = 2000
     with pytest.raises(MemoryBudgetError, match=r"batch 1 does not fit in 1000 B") as raised:
-        AdaptiveBatchSizer(target_memory_usage=1.0, memory=memory).get_optimal_batch_size(metered(), (2, 4))
+        AdaptiveBatchSizer(target_memory_usage=1.0, memory=memory).get_optimal_batch_size(metered().eval(), (2, 4))
     assert raised.value.hint == "Make the step smaller with memopt optimize."
 
 
