@@ -89,7 +89,7 @@ def test_a_script_that_trains_where_it_is_imported_is_stopped_before_it_saves(fo
     (folder / "user_training.py").write_text(_TRAINS)
     (folder / "user_build.py").write_text("def make():\n    from user_training import make\n    return make()")
     sys.modules.pop("user_training", None)
-    with pytest.raises(MemoptError, match=r"imported trains a model; .* first step \(.*user_training.py, line 22\)"):
+    with pytest.raises(MemoptError, match=r"imported trains a model; .* first step \(.*user_training.py, line 25\)"):
         load_model(ModelSource(location=location, weights="w.pth"))
     assert Path("w.pth").read_bytes() == before
     with pytest.raises(MemoptError, match="imported trains a model"):
