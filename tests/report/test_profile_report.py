@@ -170,7 +170,7 @@ def test_the_time_of_a_step_and_the_segments_that_take_most_of_it() -> None:
     assert lines[at + 3].split() == ["recomputation", "450.0", "ms", "30", "%"]
     assert lines[at + 4].split() == ["of", "body.9", "90.0", "ms", "6", "%"]
     assert lines[at + 12].split() == ["2", "more", "10.0", "ms", "1", "%"]
-    assert lines[at + 13].split() == ["beside", "operators", "300.0", "ms", "20", "%"]
+    assert lines[at + 13].split() == ["outside", "operators", "300.0", "ms", "20", "%"]
     assert not any(line.startswith("time of the step") for line in shown(replace(a_profile(), times=())))
 
 
