@@ -3,7 +3,7 @@
 ::
 
     MemoptError                     exit code 3, the base
-    ├── UsageError                  2  a flag, spec or path that cannot be used as given
+    ├── UsageError                  2  a flag, spec or path that cannot be used, or code that cannot be imported
     │   ├── OptionError             2  a level, profile or limit out of its range (a ValueError, too)
     │   ├── OutputExistsError       2  a file that would be replaced
     │   └── BatchShapeError         2  a tensor shape that cannot be used as given (a ValueError, too)
@@ -62,7 +62,7 @@ class MemoptError(Exception):
 
 
 class UsageError(MemoptError):
-    """A flag, input spec, configuration key or path that cannot be used as given."""
+    """A flag, input spec, configuration key or path that cannot be used as given, or code that cannot be imported."""
 
     exit_code = 2
 
@@ -238,7 +238,11 @@ def type_in_words(given: object) -> str:
     """Return the name of the type of ``given`` with its article: ``an int``, ``a Net``; ``nothing`` for ``None``."""
     if given is None:
         return "nothing"
-    name = type(given).__name__
+    return with_article(type(given).__name__)
+
+
+def with_article(name: str) -> str:
+    """Return ``name``, of a type, with its indefinite article."""
     return f"{'an' if name[:1] in 'AEIOaeio' else 'a'} {name}"
 
 

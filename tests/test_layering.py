@@ -152,6 +152,16 @@ def test_every_import_points_downwards() -> None:
     assert wrong_imports(REPOSITORY) == []
 
 
+def test_the_diagram_for_contributors_shows_every_room_on_its_floor() -> None:
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    diagram = page[page.index("\ncli →") : page.index("\n```\n\nImports point")]
+    shown = [{*floor.strip().split(", ")} for floor in reversed(diagram.split("→"))]
+    rooms = (
+        [room for room in floor if (REPOSITORY / PACKAGE / room).is_dir() or room == "ranks"] for floor in FLOORS[""]
+    )
+    assert shown == [{*floor} for floor in rooms if floor]
+
+
 def test_no_tensor_becomes_an_array() -> None:
     """NumPy comes with neither PyTorch nor memopt, and the tests have it."""
     calls = [

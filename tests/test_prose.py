@@ -1,12 +1,16 @@
 """Docstrings can be read alone: none begins in the middle of a sentence, and those of functions with a verb.
 
+Docstrings, messages and comments avoid turns of phrase that make one read twice.
+
 Ruff's D401 sees a verb that is not imperative ("Returns"), but no noun or conjunction in its place.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +30,8 @@ HABITS = re.compile(
     r"|\b(inside|for\sthe\stime\sof)\sthe\sblock\b|\bbeside\b|\binside\sthe\scontext\b|\bfewest\snumber)"
 )
 """Turns of phrase that make one read twice, among them errors without the reason why they are raised."""
+IN_MESSAGES = re.compile(r"(?is).*(\bbeside\b|,\stoo\b|\bmay\sbe\sdamaged\b)")
+"""Turns that a message avoids: two of them read twice, and a hint that says no more than what may be wrong."""
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -34,6 +40,22 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, text
+
+
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each other string of several words, and of each such part of an f-string."""
+    stands_alone = {*docstrings(source)}
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Constant(value=str(text)) if " " in text and (node.lineno, text) not in stands_alone:
+                yield node.lineno, text
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each comment."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
 
 
 def functions(source: str) -> Iterator[tuple[int, str]]:
@@ -45,11 +67,18 @@ def functions(source: str) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize(
     ("texts", "refused"),
-    [(docstrings, OPENERS), (functions, NO_VERBS), (docstrings, HABITS)],
-    ids=["openers", "verbs", "habits"],
+    [
+        (docstrings, OPENERS),
+        (functions, NO_VERBS),
+        (docstrings, HABITS),
+        (messages, HABITS),
+        (messages, IN_MESSAGES),
+        (comments, HABITS),
+    ],
+    ids=["openers", "verbs", "habits", "habits in messages", "messages", "comments"],
 )
 @pytest.mark.parametrize("folder", sorted({path.parent for path in PACKAGE.rglob("*.py")}), ids=lambda path: path.name)
-def test_docstrings_can_be_read_alone(
+def test_what_is_written_reads_at_once(
     folder: Path, texts: Callable[[str], Iterator[tuple[int, str]]], refused: re.Pattern[str]
 ) -> None:
     found = [
@@ -74,6 +103,8 @@ def test_an_opener_is_found() -> None:
     assert HABITS.match("Base of a view.  ``None`` for a copy.")
     assert HABITS.match("Run it.  Raises what it raises.")
     assert HABITS.match("Keep the mode inside the block.")
+    assert [text for _, text in messages('raise E(f"Beside {x}, it")') if IN_MESSAGES.match(text)] == ["Beside "]
+    assert [line for line, text in comments("x = 1\n# beside y\n") if HABITS.match(text)] == [2]
     assert not HABITS.match("Base of a view; ``None`` for a copy.")
     assert not HABITS.match("Read it.  Raises :class:`ValueError` if it is damaged.")
 

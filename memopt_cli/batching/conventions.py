@@ -141,7 +141,7 @@ def _takes_state(layer: nn.Module) -> bool:
 def _canonical_sizes(x: Tensor) -> tuple[int, int, int, int]:
     if x.dim() != 4:
         raise BatchShapeError(
-            f"a tensor of shape {tuple(x.shape)} is not (batch, time, seq, dim)", hint="Add the missing dimensions."
+            f"a tensor of shape {tuple(x.shape)} is not (batch, time, seq, dim)", hint="Give these four dimensions."
         )
     batch, time, seq, dim = x.shape
     return batch, time, seq, dim

@@ -105,7 +105,8 @@ class DatasetRun:
         if self.sizer.report_out_of_memory() == old_batch:
             raise MemoryBudgetError(
                 f"out of memory at {rows} samples, and the batch size cannot go below {old_batch}",
-                hint="Lower min_batch_size, or use a device with more memory.",
+                hint="Use a device with more memory, or smaller samples"
+                f"{', or lower min_batch_size' if old_batch > 1 else ''}.",
             )
 
     def _record(self, rows: int, elapsed_s: float) -> None:

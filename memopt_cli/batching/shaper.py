@@ -110,7 +110,8 @@ class MemoryAwareShaper:
                 f"a copy of a tensor of shape {tuple(tensor.shape)} takes {format_bytes(extra_bytes)}; with "
                 f"{format_bytes(used_bytes)} in use, that passes {self._config.memory_threshold:.0%} of "
                 f"{format_bytes(capacity_bytes)}",
-                hint="Use a smaller batch, free tensors, or raise memory_threshold.",
+                hint="Use a smaller batch, or free tensors"
+                f"{', or raise memory_threshold' if self._config.memory_threshold < 1 else ''}.",
             )
 
 

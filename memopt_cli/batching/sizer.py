@@ -138,7 +138,9 @@ class AdaptiveBatchSizer:
             raise MemoryBudgetError(
                 f"a step at batch {self._config.min_batch_size} does not fit in {format_bytes(budget_bytes)} "
                 f"({self._target_share:.0%} of {format_bytes(self._memory.capacity_bytes())})",
-                hint="Lower min_batch_size, raise the target, or make the step smaller with memopt optimize.",
+                hint="Make the step smaller with memopt optimize"
+                f"{', or lower min_batch_size' if low > 1 else ''}"
+                f"{', or raise target_memory_usage' if self._target_share < 1 else ''}.",
             )
         self.start_from(largest)
         return largest

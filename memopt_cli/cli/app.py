@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib
 import os
 import shlex
 import sys
@@ -55,6 +56,8 @@ class ClosedOutputError(OutputError):
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the system errors for a full disk, an exhausted quota and a file of the largest size."""
+_IMPORTLIB: Final = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+"""Files of Python's own frames in the traceback of a failed import."""
 _MAX_MESSAGE_LENGTH: Final = 20_000
 """Maximum number of characters of a message that are printed: it may quote a whole file."""
 
@@ -198,14 +201,23 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
                 hint="Free space on that disk, or redirect the output to another one.",
             )
         case ModuleNotFoundError(name=str(name)):
-            hint = f"Run pip install {name.partition('.')[0]}, or install the package that provides it."
-            return MemoptError(f"cannot import {name}: it is not installed", hint=hint)
+            return UsageError(
+                f"{_place_of_import(err)} imports {name}, which is not installed",
+                hint="If you trust that code, install what it needs; a package may have another name than its modules.",
+            )
         case _:
             text = " ".join(str(err).split())
             return MemoptError(
                 f"unexpected {type(err).__name__}{': ' if text else ''}{text}",
                 hint="Run it again with -v to see where.",
             )
+
+
+def _place_of_import(err: ModuleNotFoundError) -> str:
+    """Return the file and line of the import that raised ``err``; importlib's own lines come after it."""
+    lines = traceback.extract_tb(err.__traceback__)
+    place = next(line for line in reversed(lines) if line.filename not in _IMPORTLIB)
+    return f"{place.filename}, line {place.lineno},"
 
 
 def _suggest_retry(failure: MemoptError, given: Sequence[str]) -> str:

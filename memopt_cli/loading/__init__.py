@@ -158,11 +158,15 @@ def read_file(path: str, key: str | None = None, max_bytes: int | None = None) -
     try:
         return ModelFile(path=path, data=read_bytes(path, max_bytes), key=key)
     except IsADirectoryError as err:
-        hint = "memopt profile and memopt optimize take folders of save_pretrained." if is_pretrained(path) else ""
+        hint = (
+            "memopt profile and memopt optimize take folders of save_pretrained."
+            if is_pretrained(path)
+            else "Name a file in it."
+        )
         raise UsageError(f"{path} is a folder, not a model file", hint=hint) from err
     except FileNotFoundError:
         hint = "For a model built by code write package.module:callable." if ":" in path else "Check the path."
         raise UsageError(f"{path} does not exist", hint=hint) from None
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) else err
-        raise UsageError(f"{path} cannot be read: {reason}") from err
+        raise UsageError(f"{path} cannot be read: {reason}", hint="Check the path, and the rights to it.") from err

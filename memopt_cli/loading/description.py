@@ -15,7 +15,7 @@ from memopt_cli.loading import format_of
 from memopt_cli.loading.archive import Archive
 from memopt_cli.loading.contents import FileContents, contents_of, count_items
 from memopt_cli.loading.exported_contents import read_exported
-from memopt_cli.loading.interface import ModelFile
+from memopt_cli.loading.interface import DOWNLOAD_AGAIN_HINT, ModelFile
 from memopt_cli.loading.module_pickle import refusals_by_name
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.described import check_tensors
@@ -61,7 +61,7 @@ def describe(file: ModelFile) -> Inspection:
         contents = findings.contents
         kinds = [(tensor.kind, count_items(tensor), tensor.size_bytes) for tensor, _ in contents.distinct()]
     except (ValueError, RecursionError) as err:
-        raise FileFormatError(f"{file.path} cannot be read: {err}", hint="It may be damaged or truncated.") from err
+        raise FileFormatError(f"{file.path} cannot be read: {err}", hint=DOWNLOAD_AGAIN_HINT) from err
     counted = ("parameter",) if contents.modules else ("parameter", "tensor")
     return Inspection(
         path=file.path,

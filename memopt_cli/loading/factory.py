@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import itertools
 import sys
 import sysconfig
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import FileFormatError, MemoptError, UsageError, first_line, type_in_words
 from memopt_cli.loading.contents import state_dict_of
 from memopt_cli.loading.exported import Exported
-from memopt_cli.loading.interface import Format, ModelFile
+from memopt_cli.loading.interface import DOWNLOAD_AGAIN_HINT, Format, ModelFile
 from memopt_cli.loading.module_pickle import build_data, refuse_attacks
 from memopt_cli.loading.pickles.entries import (
     list_paths,
@@ -55,9 +56,9 @@ def build(location: str) -> nn.Module:
     """Return the model that the callable at ``location`` builds, or the models of its step as one.
 
     ``location`` is ``package.module:callable`` or ``file.py:function``.  PyTorch's generator is seeded before the call,
-    so the parameters are equal every time.  Raises :class:`UsageError` if there is no such callable, and
-    :class:`FileFormatError` if the import or the call fails, or if the result is neither an ``nn.Module`` nor a
-    :class:`~memopt_cli.training.user_step.Step`.
+    so the parameters are equal every time.  Raises :class:`UsageError` if the import fails, if there is no such
+    callable, or if its result is neither an ``nn.Module`` nor a :class:`~memopt_cli.training.user_step.Step`, and
+    :class:`FileFormatError` if the call fails.
     """
     if is_function(location):
         make_importable(Path(location.rpartition(":")[0]).resolve().parent)
@@ -75,7 +76,7 @@ def _import_module(location: str) -> Callable[[], Any]:
             factory: Any = importlib.import_module(module)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         reason, hint = import_failure(err)
-        raise FileFormatError(f"{location}: importing {module} failed: {reason}", hint=hint) from err
+        raise UsageError(f"{location}: importing {module} failed: {reason}", hint=hint) from err
     own, file = file_in(Path.cwd(), module), getattr(factory, "__file__", None)
     if own is not None and (file is None or not _is_meant(Path(file).resolve(), own.resolve())):
         raise UsageError(
@@ -99,10 +100,13 @@ def _is_meant(file: Path, own: Path) -> bool:
 
 
 def make_step(factory: Callable[[], Any], location: str) -> Step:
-    """Return the step that ``factory`` makes.  Raises :class:`FileFormatError` as :func:`build` does."""
+    """Return the step that ``factory`` makes.  Raises the errors of :func:`build`."""
     built = _call_factory(factory, location)
     if not isinstance(built, Step):
-        raise FileFormatError(f"{location}() returned {type_in_words(built)}, not a memopt_cli.Step")
+        raise UsageError(
+            f"{location}() returned {type_in_words(built)}, not a memopt_cli.Step as in its first call",
+            hint="Let it return the same kind of object in every call: each profiling subprocess calls it.",
+        )
     return built
 
 
@@ -115,17 +119,31 @@ def _call_factory(factory: Callable[[], Any], location: str) -> nn.Module | Step
     except MemoptError:
         raise
     except (Exception, SystemExit) as err:
-        hint = "It is called without arguments; if it needs some, name a function that passes them."
-        if is_out_of_memory(err):
+        hint = "The same error appears when plain Python calls it: correct that line."
+        if _needs_arguments(factory):
+            hint = "It is called without arguments: name a function that passes those that it needs."
+        elif is_out_of_memory(err):
             hint = "It does not fit here; `memopt profile --fake` may not need that memory."
         elif isinstance(err, UNKNOWN_WITHOUT_DATA):
             hint = "The function reads values of tensors, which have none with `--fake`: leave it out, or read none."
         raise FileFormatError(f"{location}() failed: {first_line(err)}{raised_at(err)}", hint=hint) from err
     if not isinstance(product, nn.Module | Step):
-        raise FileFormatError(
-            f"{location}() returned {type_in_words(product)}, neither an nn.Module nor a memopt_cli.Step"
+        raise UsageError(
+            f"{location}() returned {type_in_words(product)}, neither an nn.Module nor a memopt_cli.Step",
+            hint="Let it return the model, or name another function.",
         )
     return product
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    """Return whether ``function`` cannot be called without arguments, according to its signature."""
+    try:
+        inspect.signature(function).bind()
+    except ValueError:  # a class or function of an extension may have no signature
+        return False
+    except TypeError:
+        return True
+    return False
 
 
 def fill(model: nn.Module, file: ModelFile, location: str = "") -> tuple[str, ...]:
@@ -133,8 +151,8 @@ def fill(model: nn.Module, file: ModelFile, location: str = "") -> tuple[str, ..
 
     The state dict may be an entry of a checkpoint, and its names may have the prefixes of wrappers (``module.``).  A
     saved module serves as its state dict: its tensors are made, and its class is not imported.
-    Raises :class:`FileFormatError` if no state dict fits, or the names under several prefixes do; the error names the
-    other classes in that file.
+    Raises :class:`FileFormatError` if no state dict fits, with the other classes in the file of ``location``, and
+    :class:`UsageError` if the names under several prefixes do, or if the key names no entry.
     """
     notes: list[str] = []
     with unseen():  # even if the model is built without data, the tensors of the file are read with theirs
@@ -147,7 +165,7 @@ def fill(model: nn.Module, file: ModelFile, location: str = "") -> tuple[str, ..
     if len(prefixes) > 1:
         shown = prefixes[:_SHOWN]
         flags = [f"`{quoted_flag('--key', '.'.join((*where, prefix.rstrip('.'))))}`" for prefix in shown]
-        raise FileFormatError(
+        raise UsageError(
             f"{file.path} has weights for {type(model).__name__} under {' and under '.join(map(repr, shown))}",
             hint=f"Choose one: {' or '.join(flags)}.",
         )
@@ -172,7 +190,7 @@ def _safetensors_in(file: ModelFile) -> tuple[tuple[str, ...], Mapping[str, Tens
         return (), weights
     if not (chosen := _under(f"{file.key}.", weights)):
         hint = f"Its tensors are {format_some(list(weights), _SHOWN)}."
-        raise FileFormatError(f"{file.path} has no tensors under {file.key!r}", hint=hint)
+        raise UsageError(f"{file.path} has no tensors under {file.key!r}", hint=hint)
     return (file.key,), chosen
 
 
@@ -184,7 +202,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> tuple
     if (kind := next((name for name, format_ in _WITH_CODE.items() if format_.recognizes(file)), None)) is not None:
         raise FileFormatError(
             f"{file.path} is {kind}: a model with its code, not weights alone",
-            hint=f"Use it as the model: `memopt profile {quoted_path(file.path)} -i …`",
+            hint=f"Give {quoted_path(file.path)} as the model, without `--weights`.",
         )
     pickled = read_pickled(file)
     refuse_attacks(file, pickled.scan, UserCode(()))
@@ -196,7 +214,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> tuple
         of_modules = {where: state_dict_of(module) for where, module in modules_in(root).items()}
         state_dicts |= {where: tensors for where, tensors in of_modules.items() if tensors}
     except ValueError as err:
-        raise FileFormatError(f"{file.path} cannot be read: {err}", hint="It may be damaged.") from err
+        raise FileFormatError(f"{file.path} cannot be read: {err}", hint=DOWNLOAD_AGAIN_HINT) from err
     own = model.state_dict()
     fitting = [where for where, tensors in state_dicts.items() if _common_prefixes(own, tensors)]
     fitting = [where for where in fitting if len(state_dicts[where]) == len(own)] or fitting

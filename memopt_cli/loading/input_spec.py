@@ -41,8 +41,9 @@ from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.records import GUESS, PADDED, InputSpec, ModelSource, TensorSpec, refuse_unknown
 from memopt_cli.runtime.private_torch import unset_fake_temporarily
-from memopt_cli.text.documents import printable, quoted_flag, quoted_path, read_bytes, read_yaml
+from memopt_cli.text.documents import printable, quoted_flag, read_bytes, read_yaml
 from memopt_cli.text.units import format_some
+from memopt_cli.training.module_calls import raised_at
 from memopt_cli.training.step import dtype_in
 from memopt_cli.training.user_step import StepModels
 
@@ -85,7 +86,7 @@ def find_spec(
         if described is None:
             raise UsageError(
                 f"memopt knows nothing about the inputs of {source.location}",
-                hint=f"Describe them: `memopt optimize {quoted_path(source.location)} -i 8x128` for one tensor.",
+                hint="Describe them with an `-i` for each argument of forward, such as `-i 8x128` for one tensor.",
             )
         spec = described
         if given is not None:
@@ -393,7 +394,10 @@ def _run_script(script: str, dims: Mapping[str, int], seed: int) -> Any:
         try:
             return call()
         except Exception as err:  # the user's code may raise anything
-            raise UsageError(f"`{quoted_flag('--input-script', script)}` failed: {first_line(err)}") from err
+            raise UsageError(
+                f"`{quoted_flag('--input-script', script)}` failed: {first_line(err)}{raised_at(err)}",
+                hint="It is called with the sizes of `--dim` alone; plain Python raises the same error.",
+            ) from err
 
 
 def _script_call(script: str, dims: Mapping[str, int]) -> Callable[[], Any]:

@@ -61,7 +61,7 @@ _MAX_FLAGS_LENGTH: Final = 4000
 """Maximum number of characters of flags in a hint; in place of a longer hint, loading unchecked is advised."""
 _SAVE_AGAIN: Final = "Save one with torch.save(model, path)."
 _BY_HAND: Final = "The file is damaged, or made by hand."
-_DAMAGED_HINT: Final = "Save the model again with torch.save(model, path); `--trust-pickle` reads it unchecked."
+_DAMAGED_HINT: Final = f"Save the model again with torch.save(model, path). {TRUST_PICKLE_HINT}"
 
 
 class ModulePickle:
@@ -123,7 +123,7 @@ def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Deni
     no_trust = Vouched(Trust(), UserCode(()))
     try:
         root = module_in(pickled.pickle.root, file.key, file.path).root
-    except FileFormatError:
+    except (FileFormatError, UsageError):
         root = pickled.pickle.root
     _refuse_many(file, pickled.scan.wanted)
     known, unclaimed = assign_kinds(uses_in(root), kinds_of(storages_of(pickled), no_trust))

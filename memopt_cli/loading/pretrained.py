@@ -469,7 +469,7 @@ def _library(name: str, folder: Path) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as err:  # importing runs the package's code, which may raise anything
-        raise FileFormatError(
-            f"{folder} needs {name}, which cannot be imported: {first_line(err)}",
-            hint=f"Install it: pip install {name}",
-        ) from err
+        hint = f"In plain Python, import {name} raises the same error."
+        if isinstance(err, ModuleNotFoundError) and err.name == name:
+            hint = f"Install it: pip install {name}"
+        raise FileFormatError(f"{folder} needs {name}, which cannot be imported: {first_line(err)}", hint=hint) from err

@@ -46,7 +46,7 @@ def import_failure(error: BaseException) -> tuple[str, str]:
             return reason, instead
         return reason, f"{add_folder(missing)} If it is a package, install it."
     if isinstance(error, ImportError | SyntaxError):
-        return reason, "Plain Python fails there, too: correct that line."
+        return reason, "The same error appears in plain Python: correct that line."
     return reason, IMPORTED_HINT
 
 
@@ -125,8 +125,8 @@ class UserCode:
     def find(self, wanted: Global) -> Any:
         """Import the module of ``wanted``, and return its class or function of that name.
 
-        Raises :class:`FileFormatError` if the import fails, or if the module does not define the name: a name that it
-        only imports, such as ``os.system``, is not the user's own code.
+        Raises :class:`UsageError` if the import fails, and :class:`ClassNotFoundError` if the module does not define
+        the name: a name that it only imports, such as ``os.system``, is not the user's own code.
         """
         modules = [self._import(wanted.module)] if wanted.module != "__main__" else self.run_scripts()
         self.require_single(wanted)
@@ -198,11 +198,11 @@ class UserCode:
                 module = importlib.import_module(name)
         except (Exception, SystemExit) as err:  # the user's module may raise anything
             reason, hint = import_failure(err)
-            raise FileFormatError(f"importing {path} failed: {reason}", hint=hint) from err
+            raise UsageError(f"importing {path} failed: {reason}", hint=hint) from err
         if path is None or _file(module) != path:
-            raise FileFormatError(
+            raise UsageError(
                 f"the module {name} of the code path is shadowed by {getattr(module, '__file__', 'a built-in module')}",
-                hint="Rename the file.",
+                hint=f"Rename your {name}.py: Python imports the other module of that name.",
             )
         return module
 

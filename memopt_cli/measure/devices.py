@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from memopt_cli.errors import OptionError, UsageError
+from memopt_cli.text.units import format_count
 
 _DRIVER: Final = "libcuda.so.1"
 """The library of NVIDIA's driver, which PyTorch opens as well."""
@@ -30,11 +31,13 @@ def resolve_device(text: str) -> str:
 
     if text == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
-    index = int(text.partition(":")[2] or 0)
-    if index >= torch.cuda.device_count():
+    index, count = int(text.partition(":")[2] or 0), torch.cuda.device_count()
+    if index >= count:
         raise UsageError(
-            f"there is no device {text}: PyTorch sees {torch.cuda.device_count()} CUDA devices",
-            hint="Use the CPU, or check the driver and the PyTorch build.",
+            f"there is no device {text}: PyTorch sees {format_count(count, 'CUDA device')}",
+            hint=f"Name one from cuda:0 to cuda:{count - 1}."
+            if count
+            else "Use the CPU, or check the driver and the PyTorch build.",
         )
     return f"cuda:{index}"
 

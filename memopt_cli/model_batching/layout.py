@@ -134,7 +134,7 @@ def inner_batch_size(tensor: Tensor, batch: int) -> int:
 def check_models(batch: object) -> None:
     """Raise :class:`UsageError` unless ``batch`` is a number of models."""
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise UsageError(f"batch={shorten(batch)}: there must be at least one model", hint="Give a whole number.")
+        raise UsageError(f"batch={shorten(batch)} is not a number of models", hint="Give a whole number, at least 1.")
 
 
 def check_order(order: str) -> None:

@@ -147,7 +147,8 @@ def load_stacked(tree: nn.Module, states: StateDict | Sequence[StateDict], model
     if not 0 < len(states) <= models or (len(states) < models and not pad):
         raise UsageError(
             f"{len(states)} state dictionaries for {models} models",
-            hint="Give one for all models, one for each, or fewer with batch_strict=False (the others become zero).",
+            hint="Give one for all models, or one for each"
+            f"{'' if pad else '; or fewer with batch_strict=False, and the other models become zero'}.",
         )
     for index, state in enumerate(states):
         if state.keys() != states[0].keys():

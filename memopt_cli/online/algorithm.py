@@ -269,7 +269,7 @@ def parse_decay_or_rank(decay_or_rank: float | int) -> tuple[float, int]:
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:
         return decay_or_rank, round(2 / (1 - decay_or_rank) - 1)
     raise UsageError(
-        f"invalid decay_or_rank {decay_or_rank!r}", hint="Give a decay between 0 and 1, or a rank of 1 or more."
+        f"invalid decay_or_rank {decay_or_rank!r}", hint="Give a decay above 0.0 and below 1.0, or a rank: 1, 2 …"
     )
 
 

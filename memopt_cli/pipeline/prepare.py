@@ -344,7 +344,10 @@ def model_writer(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[
         with Session(Subject(source=source), timeout_s) as session:
             comparison = session.ask(CompareJob(path=os.path.abspath(file.name)))
         if require_answer(comparison, "no model is written: ").size_bytes != saved.size_bytes:
-            raise UnsafeFileError("no model is written: its file changed while memopt looked at it")
+            raise UnsafeFileError(
+                "no model is written: its file changed while memopt looked at it",
+                hint="Run it again where no other program writes to the folder of the output.",
+            )
 
     return save
 

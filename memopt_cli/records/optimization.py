@@ -122,7 +122,10 @@ class OptimizeRequest(StepRequest):
 
     def _check_compiled(self) -> None:
         if not self.runs:
-            raise OptionError("compiled steps are measured, but this one is not run", hint="Leave out `--compile`.")
+            raise OptionError(
+                f"`--compile` measures compiled steps, but {'`--for`' if self.card else '`--ranks`'} runs none here",
+                hint="Leave out `--compile`.",
+            )
         if self.dim_range is not None:
             raise OptionError(
                 f"a range of {self.dim_range.symbol} is compiled again at every size", hint="Give `--dim` one size."

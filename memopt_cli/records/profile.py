@@ -48,7 +48,10 @@ class ProfileRequest(StepRequest):
     def __post_init__(self) -> None:
         """Raise :class:`OptionError` for a compiled step that is not run."""
         if self.backend is not None and not self.runs:
-            raise OptionError("a compiled step is measured, but this one is not run", hint="Leave out `--compile`.")
+            flag = "`--for`" if self.card else "`--ranks`" if self.layout else "`--fake`"
+            raise OptionError(
+                f"`--compile` measures the step, but {flag} runs none here", hint="Leave out `--compile`."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

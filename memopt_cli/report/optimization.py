@@ -461,6 +461,8 @@ def details(summary: MemOptSummary) -> Iterator[str]:
     shown_elsewhere = summary.decisive, _smaller_too_slow(summary)
     yield from (dropped.sentence for dropped in summary.dropped if all(dropped is not each for each in shown_elsewhere))
     yield from summary.details
+    if summary.advice:
+        yield from _batch_details(summary.advice)
 
 
 def outlook(result: OptimizeResult) -> Iterator[str]:
@@ -669,22 +671,29 @@ def _precision(verification: Verification) -> str:
 
 
 def _batch(advice: BatchAdvice | BatchEstimate) -> str:
-    bare = ", without an optimizer's state (`--optimizer adamw` counts it)" if advice.without_optimizer else ""
+    bare = ", without an optimizer's state" if advice.without_optimizer else ""
     if isinstance(advice, BatchEstimate):
         peak = format_bytes(advice.predicted_peak_bytes)
         room = format_bytes(advice.budget_bytes) + bare
         if not advice.is_limited_by_memory:
-            fits = f"about {advice.batch} is predicted to fit into {room}, but {advice.because}"
-            return f"batch: as given; {fits}; `--recommend-batch` finds the largest by runs"
+            return f"batch: about {advice.batch} predicted to fit into {room}; `--recommend-batch` finds one by runs"
         if advice.is_measured:
-            larger = "dry runs predict that no larger one does"
-            return f"batch: {advice.batch} is the largest that fits (measured), {peak} of {room}; {larger}"
+            return f"batch: {advice.batch} fits (measured), {peak} of {room}; no larger one is predicted to"
         return f"batch: up to about {advice.batch} predicted to fit, {peak} of {room}; `--recommend-batch` runs it"
     budget = f"{format_bytes(advice.budget_bytes)} of the {format_bytes(advice.device_bytes)} here"
-    text = f"batch: {advice.recommended_batch} was run and fits {budget}{bare}; limited by {advice.limited_by}"
-    if advice.estimated_batch == advice.recommended_batch:
-        return text
-    return f"{text}; extrapolated from {len(advice.probes)} runs, about {advice.estimated_batch} would fit"
+    return f"batch: {advice.recommended_batch} was run and fits {budget}{bare}; limited by {advice.limited_by}"
+
+
+def _batch_details(advice: BatchAdvice | BatchEstimate) -> Iterator[str]:
+    """Yield why the batch of ``advice`` is not recommended, or how many would fit, and what its memory leaves out."""
+    if isinstance(advice, BatchEstimate):
+        if not advice.is_limited_by_memory:
+            room = format_bytes(advice.budget_bytes)
+            yield f"a batch of about {advice.batch} is predicted to fit into {room}, but {advice.because}"
+    elif advice.estimated_batch != advice.recommended_batch:
+        yield f"extrapolated from {len(advice.probes)} runs, a batch of about {advice.estimated_batch} would fit"
+    if advice.without_optimizer:
+        yield "the batch leaves no memory for an optimizer's state, which `--optimizer adamw` counts"
 
 
 def _as_ratio(slowdown: float, plan: Plan) -> str:

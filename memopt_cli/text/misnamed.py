@@ -145,12 +145,12 @@ def _shell_words(text: str) -> list[str]:
 def other_class_hint(location: str, names: Collection[str]) -> str:
     """Return a sentence that lists the other classes in the file of ``location``, ``net.py:Loss``, whose tensors are
     not ``names``; empty if there are none."""
-    path, _, name = location.rpartition(":")
+    path = location.rpartition(":")[0]
     others = [builder for builder in _module_classes(path) if builder != location]
     if fitting := [builder for builder in others if _assigns_attributes(builder, names)]:
         return _did_you_mean(quoted_path(fitting[-1]))
     listed = format_some([builder.rpartition(":")[2] for builder in others], _SHOWN)
-    return f"Beside {name}, {path} has {listed}." if others else ""
+    return f"{path} also defines {listed}." if others else ""
 
 
 def _with_weights(builder: str, weights: str) -> str:

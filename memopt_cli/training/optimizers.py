@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memopt_cli.errors import StepError, first_line
+from memopt_cli.errors import UsageError, first_line, type_in_words
 from memopt_cli.text.optimizer_text import CLOSURE_REASON, NamedOptimizer, OptimizerChoice
 
 OptimizerMaker = Callable[[nn.Module], Optimizer | None]
@@ -40,7 +40,7 @@ def optimizer_maker(choice: OptimizerChoice, function: Callable[..., Any] | None
 def _make_named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
     make = getattr(torch.optim, choice.class_name, None)
     if make is None:
-        raise StepError(
+        raise UsageError(
             f"PyTorch {torch.__version__} has no optimizer {choice.class_name}", hint="Name another `--optimizer`."
         )
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -48,7 +48,7 @@ def _make_named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
     try:
         return make(parameters, **options)  # type: ignore[no-any-return]
     except ValueError as err:
-        raise StepError(
+        raise UsageError(
             f"{choice.class_name} refuses the model's parameters: {first_line(err)}",
             hint="Name another `--optimizer`, or a function of your own that passes it the parameters that it takes.",
         ) from err
@@ -67,27 +67,33 @@ def _implementation(choice: NamedOptimizer, make: Any, parameters: list[nn.Param
 def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
     """Return the optimizer that the user's ``function`` makes, with a learning rate of 0.
 
-    Raises :class:`StepError` if the function fails or its optimizer cannot be used.
+    Raises :class:`UsageError` if the function fails or its optimizer cannot be used.
     """
     name = getattr(function, "__name__", repr(function))
     try:
         optimizer = function(model)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
-        raise StepError(
+        raise UsageError(
             f"`--optimizer`: {name} failed: {first_line(err)}",
-            hint="It is called with the model as its only argument.",
+            hint="It is called with the model as its only argument; plain Python raises the same error.",
         ) from err
     if not isinstance(optimizer, Optimizer):
-        raise StepError(f"`--optimizer`: {name} returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        raise UsageError(
+            f"`--optimizer`: {name} returned {type_in_words(optimizer)}, not a torch.optim.Optimizer",
+            hint="Let it return the optimizer that it makes, without a scheduler or a list around it.",
+        )
     if wants_closure(optimizer):
-        raise StepError(
+        raise UsageError(
             f"`--optimizer`: {closure_refusal(optimizer)}", hint="Choose an optimizer that steps without a closure."
         )
     parameter_ids = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group.get("lr"), torch.Tensor) else 0.0
         if any(id(parameter) not in parameter_ids for parameter in group["params"]):
-            raise StepError(f"`--optimizer`: {name} updates tensors that are not parameters of its model")
+            raise UsageError(
+                f"`--optimizer`: {name} updates tensors that are not parameters of its model",
+                hint="Let it take the parameters of its argument, as in lambda model: AdamW(model.parameters()).",
+            )
     return optimizer
 
 

@@ -130,7 +130,10 @@ class Step:
         except Exception as err:  # the user's optimizer may raise anything
             if is_out_of_memory(err):
                 raise
-            raise StepError(f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}") from err
+            raise StepError(
+                f"{type(self.optimizer).__name__} cannot take a step: {first_line(err)}",
+                hint="Its step() raises the same error in plain Python: train this model with another optimizer.",
+            ) from err
 
     def take(self, on_phase: Callable[[Phase], object] = ignore) -> None:
         """Take the whole step, adding to existing gradients.

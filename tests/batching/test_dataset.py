@@ -75,8 +75,13 @@ def test_out_of_memory_halves_the_batch(memory: Any, metered: Callable[..., nn.M
 
 def test_a_sample_that_does_not_fit_is_an_error(memory: Any, metered: Callable[..., nn.Module]) -> None:
     memory.fails_above = 3
-    with pytest.raises(MemoryBudgetError, match="out of memory at 4 samples, and the batch size cannot go below 4"):
+    with pytest.raises(MemoryBudgetError, match="at 4 samples, and the batch size cannot go below 4") as raised:
         manager_of(metered(), memory, min_batch_size=4).process_large_dataset(numbered(32))
+    assert "lower min_batch_size" in raised.value.hint
+    memory.fails_above = 0
+    with pytest.raises(MemoryBudgetError, match="cannot go below 1") as raised:
+        manager_of(metered(), memory).process_large_dataset(numbered(32))
+    assert raised.value.hint == "Use a device with more memory, or smaller samples."
 
 
 def test_the_adaptive_strategy_follows_the_target(memory: Any, metered: Callable[..., nn.Module]) -> None:

@@ -28,11 +28,16 @@ def test_a_copy_must_fit(memory: Any) -> None:
     shaper = MemoryAwareShaper(memory=memory)
     assert torch.equal(shaper.reshape_with_memory_check(x, (24,)), x.reshape(24))
     memory.base = 805
-    with pytest.raises(MemoryBudgetError, match=r"takes 96 B; with 805 B in use, that passes 90% of 1000 B"):
+    with pytest.raises(MemoryBudgetError, match=r"takes 96 B; with 805 B in use, that passes 90% of 1000 B") as raised:
         shaper.reshape_with_memory_check(x, (24,))
+    assert raised.value.hint == "Use a smaller batch, or free tensors, or raise memory_threshold."
     assert MemoryAwareShaper(0.95, memory=memory).reshape_with_memory_check(x, (24,)).shape == (24,)
     configured = MemoryAwareShaper(config=MemoryAwareShaping(memory_threshold=0.95), memory=memory)
     assert configured.reshape_with_memory_check(x, (24,)).shape == (24,)
+    memory.base = 905
+    with pytest.raises(MemoryBudgetError, match="passes 100% of 1000 B") as raised:
+        MemoryAwareShaper(1.0, memory=memory).reshape_with_memory_check(x, (24,))
+    assert raised.value.hint == "Use a smaller batch, or free tensors."
     with pytest.raises(UsageError, match="memory_threshold"):
         MemoryAwareShaper(1.5)
 

@@ -228,8 +228,13 @@ def test_limits_bound_the_search(memory: Any, metered: Callable[..., nn.Module])
     assert AdaptiveBatchSizer(config=config, memory=memory).get_optimal_batch_size(metered(), (2, 4)) == 100
     assert min(memory.seen) >= 80
     memory.per_sample = 100
-    with pytest.raises(MemoryBudgetError, match=r"batch 80 does not fit in 800 B \(80% of 1000 B\)"):
+    with pytest.raises(MemoryBudgetError, match=r"batch 80 does not fit in 800 B \(80% of 1000 B\)") as raised:
         AdaptiveBatchSizer(config=config, memory=memory).get_optimal_batch_size(metered(), (2, 4))
+    assert "or lower min_batch_size, or raise target_memory_usage." in raised.value.hint
+    memory.per_sample = 2000
+    with pytest.raises(MemoryBudgetError, match=r"batch 1 does not fit in 1000 B") as raised:
+        AdaptiveBatchSizer(target_memory_usage=1.0, memory=memory).get_optimal_batch_size(metered().eval(), (2, 4))
+    assert raised.value.hint == "Make the step smaller with memopt optimize."
 
 
 def test_trials_leave_the_model_as_it_was(memory: Any, metered: Callable[..., nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -30,12 +31,6 @@ def raising(err: BaseException) -> Any:
         (UnsafeFileError("no"), 4, "error: no\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (ValueError("a\nb"), 3, "error: unexpected ValueError: a b\nhint: Run it again with -v to see where.\n"),
-        (
-            ModuleNotFoundError("No module named 'x.y'", name="x.y"),
-            3,
-            "error: cannot import x.y: it is not installed\n"
-            "hint: Run pip install x, or install the package that provides it.\n",
-        ),
         (SystemExit(0), 3, "error: unexpected SystemExit: 0\nhint: Run it again with -v to see where.\n"),
         (BrokenPipeError(32, "Broken pipe"), 141, ""),
     ],
@@ -48,6 +43,21 @@ def test_failure_is_a_message_and_a_code(
     out, diagnostics = capfd.readouterr()
     assert diagnostics == message
     assert out == ""
+
+
+@pytest.mark.parametrize("code", ["import requets.api", "import importlib\nimportlib.import_module('requets.api')"])
+def test_a_missing_module_is_named_with_the_line_that_imports_it(
+    code: str, pipeline: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No command installs it: the name may come from a file that hopes for that."""
+    Path("train.py").write_text(code)
+    pipeline.act = lambda progress: runpy.run_path("train.py")
+    assert main(["optimize", "model.pt", "-q"]) == 2
+    diagnostics = capfd.readouterr().err
+    line = len(code.splitlines())
+    assert diagnostics.startswith(f"error: train.py, line {line}, imports requets, which is not installed\n")
+    assert "If you trust that code, install what it needs" in diagnostics
+    assert "pip" not in diagnostics
 
 
 @pytest.mark.slow

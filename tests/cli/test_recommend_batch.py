@@ -490,7 +490,7 @@ def test_a_search_for_people(memopt: Callable[..., Any], net: str) -> None:
     [
         (["-i", "8x63", "--search"], 3, "rejected its input"),
         (["--input-data", "x.pt", "--search"], 2, "cannot be resized"),
-        (["-i", "8x64", "--search", "--target", "Nothing"], 3, "Nothing"),
+        (["-i", "8x64", "--search", "--target", "Nothing"], 2, "Nothing"),
         (["-i", "8x64", "--search", "-o", "no/such/folder.yaml"], 3, "there is no folder"),
         (["-i", "8x63"], 3, "rejected its input"),
         (["-i", "Bx64", "--dim", "B=2:4"], 2, "B cannot have a range"),

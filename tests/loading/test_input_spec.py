@@ -207,7 +207,7 @@ def test_a_layer_with_other_settings_tells_nothing(layer: nn.Module, settings: d
 def test_no_guess_shows_the_line_to_type() -> None:
     with pytest.raises(UsageError) as error:
         find_spec(ModelSource(location="model.pt"), nn.ReLU(), None)
-    assert "memopt optimize model.pt -i 8x128" in error.value.hint
+    assert "such as `-i 8x128`" in error.value.hint
 
 
 def test_a_symbol_without_a_size_names_the_flag() -> None:

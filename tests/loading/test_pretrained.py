@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -74,7 +75,7 @@ def test_inspect_describes_the_weights_of_a_folder(
 ) -> None:
     done = memopt("inspect", str(folder))
     assert done.out.startswith(f"{folder / 'model.safetensors'}: safetensors, ")
-    assert f"The weights of {folder}; its settings are beside it." in done.out
+    assert f"The weights of {folder}; its settings are in the same folder." in done.out
     assert str(adapter / "adapter_model.safetensors") in memopt("inspect", str(adapter)).out
     gpt2().save_pretrained(tmp_path / "shards", max_shard_size="2KB")
     done = memopt("inspect", str(tmp_path / "shards"))
@@ -151,6 +152,26 @@ def test_a_library_that_misses_another_is_not_told_to_save_again(folder: Path, m
     with pytest.raises(FileFormatError, match="timm") as caught:
         load_model(ModelSource(location=str(folder)))
     assert caught.value.hint == "Install the library that it needs."
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (ModuleNotFoundError("No module named 'transformers'", name="transformers"), "Install it: pip install"),
+        (ModuleNotFoundError("No module named 'regex'", name="regex"), "In plain Python, import transformers raises"),
+        (OSError("libcudart.so: cannot open"), "In plain Python, import transformers raises"),
+    ],
+)
+def test_a_library_that_cannot_be_imported(
+    folder: Path, error: Exception, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(pretrained, "importlib", SimpleNamespace(import_module=fail))
+    with pytest.raises(FileFormatError, match="needs transformers, which cannot be imported") as caught:
+        load_model(ModelSource(location=str(folder)))
+    assert caught.value.hint.startswith(hint)
 
 
 def test_a_library_that_reads_a_pickle_meanwhile_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,5 +58,6 @@ def test_a_pytorch_that_is_there_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert resolve_device("cuda") == "cuda:0"
-    with pytest.raises(UsageError, match="no device cuda:1: PyTorch sees 1"):
-        resolve_device("cuda:1")
+    with pytest.raises(UsageError, match="no device cuda:2: PyTorch sees 1 CUDA device\n") as refused:
+        resolve_device("cuda:2")
+    assert refused.value.hint == "Name one from cuda:0 to cuda:0."

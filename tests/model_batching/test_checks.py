@@ -137,8 +137,8 @@ def test_a_module_of_ones_own_may_use_them(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda: merge_batch(X, "bg"), "unknown data order 'bg'"),
         (lambda: split_batch(X.flatten(0, 1), 5), "does not hold 5 models"),
         (lambda: inner_batch_size(X.flatten(0, 1), 5), "does not hold 5 models"),
-        (lambda: inner_batch_size(X.flatten(0, 1), 0), "batch=0: there must be"),
-        (lambda: BatchModule(net(), 2.5), "batch=2.5: there must be"),  # type: ignore[arg-type]
+        (lambda: inner_batch_size(X.flatten(0, 1), 0), "batch=0 is not a number of models"),
+        (lambda: BatchModule(net(), 2.5), "batch=2.5 is not a number of models"),  # type: ignore[arg-type]
         (lambda: BatchModule(net().forward, 2), "model is a method"),  # type: ignore[arg-type]
         (lambda: BatchModule(net(), 2, route="fast"), "unknown route 'fast'"),  # type: ignore[arg-type]
         (lambda: split_batch(X.flatten(0, 1), 3, "gb"), "unknown data order 'gb'"),

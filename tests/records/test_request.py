@@ -76,7 +76,7 @@ def optimizing(**asked: Any) -> OptimizeRequest:
         ({"backend": "inductor", "search": searching(level=0)}, "level 0 does not search"),
         ({"backend": "inductor", "confirm_batch": True}, "without a compiler"),
         ({"backend": "inductor", "goal": BUDGET, "dim_range": RANGE}, "compiled again at every size"),
-        ({"backend": "inductor", "card": CARD}, "compiled steps are measured, but this one is not run"),
+        ({"backend": "inductor", "card": CARD}, "`--compile` measures compiled steps, but `--for` runs none here"),
     ],
 )
 def test_what_an_optimization_cannot_be_asked(asked: dict[str, Any], refusal: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.errors import PlanError
+from memopt_cli.errors import UsageError
 from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepSettings
 from memopt_cli.runtime import BitSpikeCompressor, SegmentConfig, install_segment, refusal
 from memopt_cli.runtime.compressor import OwnCompressor, declared_compressor
@@ -92,7 +92,7 @@ def test_a_compressor_that_nobody_knows_refuses_the_segment(said: Any) -> None:
     assert "BitSpikeCompressor" in refusal(block)
     with pytest.raises(ValueError, match="its x_compressor is"):
         install_segment(block, SegmentConfig())
-    with pytest.raises(PlanError, match=r"matches '0', which cannot be a segment: its x_compressor is"):
+    with pytest.raises(UsageError, match=r"matches '0', which cannot be a segment: its x_compressor is"):
         match_targets(record(step_of(nn.Sequential(block)), 8, contents=True).modules, ["Block"])
 
 

@@ -111,7 +111,7 @@ def test_the_class_with_the_attributes_of_the_weights_builds_the_model(prefix: s
     names = [f"{prefix}{name}" for name in NAMES]
     assert builder_in(build_hint("sd.pt", [str(source)], names), "sd.pt") == f"{source}:Net"
     assert other_class_hint(f"{source}:Loss", names) == f"Did you mean {source}:Net?"
-    assert other_class_hint(f"{source}:Net", ["layer.weight"]) == f"Beside Net, {source} has BaseModule, Loss, Other."
+    assert other_class_hint(f"{source}:Net", ["layer.weight"]) == f"{source} also defines BaseModule, Loss, Other."
 
 
 def test_a_script_is_asked_for_its_model_and_not_for_its_loss(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt_cli.errors import StepError
+from memopt_cli.errors import StepError, UsageError
 from memopt_cli.records import StepSettings
 from memopt_cli.text.optimizer_text import NoOptimizer, parse_optimizer
 from memopt_cli.trace import FakeStep, count
@@ -81,7 +81,7 @@ WITH_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this Py
 
 @WITH_MUON
 def test_one_that_refuses_the_parameters_is_named() -> None:
-    with pytest.raises(StepError, match="Muon refuses the model's parameters"):
+    with pytest.raises(UsageError, match="Muon refuses the model's parameters"):
         optimizer_maker(parse_optimizer("muon"))(nn.Linear(3, 2))
 
 
@@ -102,7 +102,7 @@ def ends(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: None, "returned NoneType, not a torch.optim.Optimizer"),
+        (lambda model: None, "returned nothing, not a torch.optim.Optimizer"),
         (lambda: None, "failed: TypeError"),
         (lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters()), "not parameters of its model"),
         (
@@ -122,7 +122,7 @@ def ends(model: nn.Module) -> Any:
     ],
 )
 def test_one_that_cannot_be_had_is_named(make: Any, message: str) -> None:
-    with pytest.raises(StepError) as error:
+    with pytest.raises(UsageError) as error:
         own(make)(nn.Linear(3, 2))
     assert message in error.value.message
 

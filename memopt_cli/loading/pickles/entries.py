@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from memopt_cli.errors import FileFormatError
+from memopt_cli.errors import FileFormatError, UsageError, with_article
 from memopt_cli.loading.interface import no_model
 from memopt_cli.loading.pickles.described import tensor_of
 from memopt_cli.loading.pickles.kinds.interface import plain_entries
@@ -62,8 +62,9 @@ def module_in(root: Any, key: str | None, path: str, code_paths: Sequence[str] =
     """Find the stand-in of the model in ``root``.
 
     ``key`` is the model's entry, as keys joined by dots; ``None`` finds the only model in the file's containers.
-    Raises :class:`FileFormatError` if there is no such model.  Its message has ``path``, the content of the file, and
-    functions in the files ``code_paths`` that build the model.
+    Raises :class:`UsageError` if the key names no entry, or if there are several models and no key; and
+    :class:`FileFormatError` if there is no model, with ``path``, the content of the file, and functions in the files
+    ``code_paths`` that build the model.
     """
     whole, where = root, tuple[str, ...]()
     if key is not None:
@@ -84,10 +85,10 @@ def module_in(root: Any, key: str | None, path: str, code_paths: Sequence[str] =
     return FoundModule(root=root, notes=place_notes("The model is", where, whole), wrappers=wrappers)
 
 
-def several_models(models: dict[Path, Any], path: str) -> FileFormatError:
+def several_models(models: dict[Path, Any], path: str) -> UsageError:
     """Return the error for a file that holds more than one model."""
     first = ".".join(next(iter(models)))
-    return FileFormatError(
+    return UsageError(
         f"{path} holds {len(models)} models: {list_paths(models)}", hint=f"Name one: `{quoted_flag('--key', first)}`."
     )
 
@@ -97,7 +98,7 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
 
     The prefix, such as ``net.``, is of names of a state dict: the end of ``key`` where that is no entry; else empty.
     ``entries`` lists the entries of a container by key or number; by default of a stand-in for one.
-    Raises :class:`FileFormatError` if there is no such entry.
+    Raises :class:`UsageError` if there is no such entry.
     """
     value, rest, entries_in = root, key, entries or container_entries
     where: list[str] = []
@@ -110,7 +111,7 @@ def place_of(root: Any, key: str, path: str, *, entries: Entries | None = None) 
             return tuple(where), value, f"{rest}."
         if name is None:
             names = list_paths([(name,) for name in entries_here]) or "none"
-            raise FileFormatError(f"{path} has no entry {key!r}", hint=f"Entries there: {names}.")
+            raise UsageError(f"{path} has no entry {key!r}", hint=f"Entries there: {names}.")
         value, rest = entries_here[name], rest[len(name) + 1 :]
         where.append(name)
     return tuple(where), value, ""
@@ -146,6 +147,7 @@ def modules_in(root: Any) -> dict[Path, Any]:
 def refuse_other(root: Any, whole: Any, path: str) -> None:
     """Raise :class:`FileFormatError` if ``root``, an entry of ``whole``, is one tensor or the state of an optimizer.
 
+    It is a :class:`UsageError` if another entry has the weights of the optimizer's model.
     ``whole``: everything in the file, which is ``root`` itself if no entry was named.
     """
     if (tensor := tensor_of(root)) is not None:
@@ -156,7 +158,7 @@ def refuse_other(root: Any, whole: Any, path: str) -> None:
     if _is_optimizer_state(root):
         if paths := {**state_dicts_in(whole), **modules_in(whole)}:
             first = quoted_flag("--key", ".".join(next(iter(paths))))
-            raise FileFormatError(
+            raise UsageError(
                 f"this entry of {path} holds the state of an optimizer: the model's weights are in {list_paths(paths)}",
                 hint=f"Give `{first}`, or leave `--key` out.",
             )
@@ -221,9 +223,9 @@ def _without_model(root: Any, whole: Any, path: str, code_paths: Sequence[str]) 
     refuse_other(root, whole, path)
     if names := [where[-1] for where, _ in found_in(root, lambda value: tensor_of(value) is not None)]:
         return no_model(path, names, code_paths)
-    kind = str(root.name) if isinstance(root, Built) else type(root).__name__
+    kind = str(root.name).removeprefix("builtins.") if isinstance(root, Built) else type(root).__name__.lower()
     return FileFormatError(
-        f"{path} holds a {kind.removeprefix('builtins.').lower()}, not a model",
+        f"{path} holds {with_article(kind)}, not a model",
         hint="Save one with torch.save(model, path).",
     )
 

@@ -19,6 +19,7 @@ from memopt_cli.records import Plan, Verification
 from memopt_cli.runtime.cuts import Cut, recorded_cuts
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.unsafe import forget_unsafe
+from memopt_cli.text.units import format_count
 from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.step import Step
 from memopt_cli.verification.further_steps import first_samples
@@ -40,7 +41,10 @@ def find_smallest_sizes(bench: Bench, job: SizesJob) -> Sizes:
             warnings.simplefilter("ignore")  # small sizes warn that there are fewer chunks than the plan has
             step.run_to_loss()
         if len(cuts) < chunked:
-            raise StepError(f"of {chunked} segments that are to run in chunks, {len(cuts)} did")
+            raise StepError(
+                f"the plan runs {format_count(chunked, 'segment')} in chunks, and a step ran {len(cuts)} so",
+                hint="A module may not run in chunks at these sizes: give larger inputs, or a lower `--level`.",
+            )
         return cuts
 
     # Inputs without the symbol ``B`` have their dimension 0 taken for the batch; it may be time, which is unlike it.

@@ -38,7 +38,7 @@ def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
     elif place != "device" and not request.runs:
         raise UsageError(
             f"`--offload {place}` needs a step that runs here: how fast tensors go elsewhere is measured",
-            hint="Remove `--offload` with `--for` and `--ranks`.",
+            hint="Leave `--offload` out where `--for` or `--ranks` is given.",
         )
     elif place == "host" and device == "cpu":
         note = (

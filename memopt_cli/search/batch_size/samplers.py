@@ -29,9 +29,12 @@ class LengthSampler(Sampler[list[int]]):
     ) -> None:
         if not 0 <= rank < ranks:
             raise UsageError(f"rank {rank} of {ranks} does not exist", hint="Ranks count from 0.")
-        if not lengths or min(lengths) < 1:
+        if not lengths:
+            raise BatchShapeError("lengths is empty", hint="Give the number of steps of each sequence.")
+        if (shortest := min(lengths)) < 1:
             raise BatchShapeError(
-                "there must be at least one sequence, and each needs at least one step", hint="Drop empty ones."
+                f"sequence {lengths.index(shortest)} has {shortest} steps; it must have at least 1",
+                hint="Leave empty sequences out of the data set.",
             )
         self._lengths = list(lengths)
         self._seed, self._shuffle = seed, shuffle
@@ -132,7 +135,9 @@ class TokenBudgetSampler(LengthSampler):
         super().__init__(lengths, seed=seed, shuffle=shuffle, rank=rank, ranks=ranks)
         if oversize not in ("alone", "error"):
             raise UsageError(f"oversize is '{oversize}'; it must be 'alone' or 'error'")
-        if max_tokens < 1 or (oversize == "error" and max(lengths) > max_tokens):
+        if max_tokens < 1:
+            raise BatchShapeError(f"max_tokens is {max_tokens}; it must be at least 1")
+        if oversize == "error" and max(lengths) > max_tokens:
             raise BatchShapeError(
                 f"a sequence of {max(lengths)} steps does not fit into {max_tokens} tokens",
                 hint="Raise max_tokens, cut the sequence, or let it stand alone: oversize='alone'.",

@@ -26,7 +26,7 @@ def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace
     """Return the permissions of ``level`` under ``options`` and ``limits``.
 
     If the user named modules, level 1 may put segments only on these modules, and higher levels also on their parts.
-    Raises :class:`PlanError` for a target without a match among the modules that can be segments.
+    Raises :class:`UsageError` for a target without a match among the modules that can be segments.
     """
     named = find_named_modules(modules, options)
     named_paths = None if named is None else {module.path for module in named}

@@ -74,7 +74,7 @@ class OperatorBytes:
             storage = self._trace.storages[index]
             end = self._end_of_forward(storage.born)
             freed = end if storage.freed is None else min(storage.freed, end)
-            # Backward uses it, unpacked, in the operator right before it dies.  0 if backward never uses it.
+            # Backward, if it uses the storage at all, does so unpacked, in the operator right before it dies.
             use_end = storage.died if storage.died is not None and storage.died > end else 0
             for start, stop in ((storage.born, freed), (use_end - 1, use_end)):
                 if storage.compressor != "null" and stop > start >= 0:

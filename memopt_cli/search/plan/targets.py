@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from memopt_cli.errors import PlanError
+from memopt_cli.errors import UsageError
 from memopt_cli.records import Dropped, ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
 from memopt_cli.search.plan.policy import Selection, describe_choice
 from memopt_cli.text.paths import is_within, quote_module
@@ -111,7 +111,7 @@ def find_outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:
 def match_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> list[ModuleTrace]:
     """Return the outermost modules whose class name or path matches one of ``targets``.
 
-    Raises :class:`PlanError` for a target without a match among the modules that can be segments.
+    Raises :class:`UsageError` for a target without a match among the modules that can be segments.
     """
     targeted: list[ModuleTrace] = []
     for target in targets:
@@ -119,7 +119,7 @@ def match_targets(modules: Sequence[ModuleTrace], targets: Iterable[str]) -> lis
         usable = [m for m in matches if not m.refusal]
         if not usable:
             message = _no_match(modules, target, matches)
-            raise PlanError(message, hint="Name a class or a path glob: `--target Bottleneck`.")
+            raise UsageError(message, hint="Name a class or a path glob: `--target Bottleneck`.")
         targeted += [m for m in usable if m not in targeted]
     return find_outermost(targeted)
 

@@ -189,7 +189,7 @@ def test_under_a_plan(model_file: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("request_", "message"),
-    [({"backend": "nope"}, "no backend 'nope'"), ({"backend": "eager", "fake": True}, "a compiled step is measured")],
+    [({"backend": "nope"}, "no backend 'nope'"), ({"backend": "eager", "fake": True}, "`--fake` runs none here")],
 )
 def test_a_step_that_is_not_compiled(model_file: str, request_: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):

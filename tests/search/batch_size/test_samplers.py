@@ -147,10 +147,13 @@ def test_a_batch_is_as_full_as_it_can_be(lengths: list[int], budget: int) -> Non
 def test_mistakes_are_named() -> None:
     with pytest.raises(UsageError, match="rank 2 of 2"):
         TokenBudgetSampler([1], 4, rank=2, ranks=2)
-    with pytest.raises(BatchShapeError, match="at least one step"):
+    with pytest.raises(BatchShapeError, match="sequence 1 has 0 steps"):
         LengthBucketSampler([1, 0], 4)
-    with pytest.raises(BatchShapeError, match="at least one step"):
+    with pytest.raises(BatchShapeError, match="lengths is empty"):
         LengthBucketSampler([], 4)
+    for oversize in ("alone", "error"):
+        with pytest.raises(BatchShapeError, match=r"max_tokens is 0; it must be at least 1$"):
+            TokenBudgetSampler([1], 0, oversize=oversize)
     with pytest.raises(UsageError, match="batch_size is 0"):
         LengthBucketSampler([1], 0)
     with pytest.raises(UsageError, match="oversize is 'drop'"):

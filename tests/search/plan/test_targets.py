@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memopt_cli.errors import PlanError
+from memopt_cli.errors import UsageError
 from memopt_cli.records import ModuleTrace, SearchOptions, SegmentPlan
 from memopt_cli.search.plan.levels import allowed_at
 from memopt_cli.search.plan.schedules import SegmentLimits
@@ -79,7 +79,7 @@ def test_targets_asked_for(targets: tuple[str, ...], expected: list[str]) -> Non
 )
 @pytest.mark.parametrize("level", [1, 4])
 def test_targets_that_match_nothing(level: int, target: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with pytest.raises(UsageError, match=message):
         allowed_at(level, SearchOptions(targets=("a", target)), BLOCKS, SegmentLimits())
 
 
