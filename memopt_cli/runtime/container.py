@@ -274,7 +274,7 @@ def _make_segment_class(original: type[nn.Module], mixin: type[Installed]) -> ty
 
     body = {
         "__module__": original.__module__,
-        "__qualname__": f"{original.__qualname__}[{mixin.__name__}]",
+        "__qualname__": original.__qualname__,  # libraries look classes up by their text, as Transformers does
         "__doc__": original.__doc__,
         "__new__": construct,
         "__reduce_ex__": reduce,
