@@ -286,8 +286,8 @@ def _add_runs(model: nn.Module, path: str) -> list[Run]:
         return add_runs(model, path)
     except AttributeError as error:
         hint = "A plan fits the model it was made for; make a new one with memopt optimize."
-        names = dict(model.named_modules())
-        first, _, rest = path.partition(".")
+        names = [name for name, _ in model.named_modules() if name]
+        parts = path.partition("-")[0].split(".")  # the first of a run's
         is_step = isinstance(model, StepModels)
         if (inner := next((name for name in names if f"{name}.{path}" in names), None)) is not None:
             before = (
@@ -295,10 +295,16 @@ def _add_runs(model: nn.Module, path: str) -> list[Run]:
             )
             hint = f"{inner} has it: apply the plan {before}."
         prefixes = [f"{name}." for name, _ in model.named_children()] if is_step else [""]
-        module = rest.partition("-")[0]  # the first of a run's
-        if module and first.isidentifier() and any(prefix + module in names for prefix in prefixes):
-            call = f'memopt_cli.apply_plan({{"{first}": model}}, plan)'
-            hint = f"In a plan of a step, paths begin with the name of a model. If '{first}' is this one: {call}."
+        starts = (n for n in range(1, len(parts)) if any(p + ".".join(parts[n:]) in names for p in prefixes))
+        outer = ".".join(parts[: next(starts, 0)])
+        if outer.isidentifier():
+            call = f'memopt_cli.apply_plan({{"{outer}": model}}, plan)'
+            hint = f"In a plan of a step, paths begin with the name of a model. If '{outer}' is this one: {call}."
+        elif outer and not is_step:
+            hint = (
+                f"Without '{outer}.', the model has it. If the plan was made for a model that wraps this one, such as "
+                "a PeftModel, apply it to that model; otherwise make a new one with memopt optimize."
+            )
         owner = "the step" if is_step else type(model).__name__
         raise PlanError(f"the plan names module '{path}', which {owner} does not have", hint=hint) from error
     except ValueError as reason:
