@@ -145,7 +145,7 @@ BEFORE_A_STEP = [
     ("profile good.pt --ranks 2 --parallel train.ipynb:f", 2, ["--parallel", "nbconvert", "name train.py:f"]),
     ("optimize train.ipynb", 2, ["nbconvert", "name train.py:FUNCTION"]),
     ("optimize train.ipynb:make", 2, ["nbconvert", "name train.py:make"]),
-    ("optimize nowhere:build", 3, ["importing nowhere failed", "--code-path"]),
+    ("optimize nowhere:build", 2, ["importing nowhere failed", "--code-path"]),
     ("optimize faulty:build", 2, ["faulty", "build"]),
     ("optimize faulty:Fine --weights good.pt", 3, ["good.pt"]),
     ("optimize faulty:Fine --weights missing.pt", 2, ["--weights", "there is no file 'missing.pt'"]),

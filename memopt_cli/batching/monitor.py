@@ -55,7 +55,7 @@ class PerformanceAnalysis(TypedDict):
     performance_trend: Trend
     """Trend of the throughput: the median of the window's newer half against the median of its older half."""
     loss_trend: Trend
-    """Trend of the loss, by the same medians.  ``improving``: the loss falls."""
+    """Trend of the loss, from the same medians.  ``improving``: the loss falls."""
     alerts: list[str]
     """Thresholds that were exceeded, with the values."""
 

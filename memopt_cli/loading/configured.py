@@ -27,7 +27,7 @@ _LENGTHS: Final = (
 )
 """Names under which configurations hold the maximum length of a sequence."""
 _SAMPLES: Final = 16_000
-"""Samples of sound in a guessed input: one second at 16 kHz, the rate of the models of transformers."""
+"""Number of samples of sound in a guessed input: one second at 16 kHz, the rate of the models of transformers."""
 _WORDS: Final = 32
 """Length of the text spoken in that second, in tokens; longer text would have no alignment with the sound."""
 

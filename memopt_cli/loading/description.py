@@ -39,7 +39,7 @@ _QUOTED = re.compile(r'"([^"]*)"')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The findings in a file, by the reader of its format."""
+    """The findings of the reader of one format in a file."""
 
     format: str
     contents: FileContents

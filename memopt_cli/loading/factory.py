@@ -46,7 +46,7 @@ from memopt_cli.training.user_step import Step, StepModels
 T = TypeVar("T")
 
 _SHOWN = 3
-"""Names of weights that an error lists, of each kind."""
+"""Maximum number of weights that an error lists by name, for each kind of mismatch."""
 _WITH_CODE: Final[Mapping[str, Format]] = {"TorchScript": TorchScript(), "a program of torch.export": Exported()}
 """A kind of file that holds a model with its code -> its format."""
 
@@ -55,8 +55,8 @@ def build(location: str) -> nn.Module:
     """Return the model that the callable at ``location`` builds, or the models of its step as one.
 
     ``location`` is ``package.module:callable`` or ``file.py:function``.  PyTorch's generator is seeded before the call,
-    so the parameters are equal every time.  Raises :class:`UsageError` if there is no such callable, and
-    :class:`FileFormatError` if the import or the call fails, or if the result is neither an ``nn.Module`` nor a
+    so the parameters are equal every time.  Raises :class:`UsageError` if the import fails or there is no such
+    callable, and :class:`FileFormatError` if the call fails, or if the result is neither an ``nn.Module`` nor a
     :class:`~memopt_cli.training.user_step.Step`.
     """
     if is_function(location):
@@ -75,7 +75,7 @@ def _import_module(location: str) -> Callable[[], Any]:
             factory: Any = importlib.import_module(module)
     except (Exception, SystemExit) as err:  # the user's code may raise anything
         reason, hint = import_failure(err)
-        raise FileFormatError(f"{location}: importing {module} failed: {reason}", hint=hint) from err
+        raise UsageError(f"{location}: importing {module} failed: {reason}", hint=hint) from err
     own, file = file_in(Path.cwd(), module), getattr(factory, "__file__", None)
     if own is not None and (file is None or not _is_meant(Path(file).resolve(), own.resolve())):
         raise UsageError(

@@ -42,7 +42,7 @@ from memopt_cli.loading.trust import (
     together,
     unknown,
 )
-from memopt_cli.loading.user_code import ClassNotFoundError, UserCode, add_folder, modules_beside
+from memopt_cli.loading.user_code import ClassNotFoundError, UserCode, add_folder, missing_module_hint
 from memopt_cli.loading.watch import watch_code
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.program import BadProgramError
@@ -52,7 +52,7 @@ from memopt_cli.text.misnamed import moved_hint
 from memopt_cli.text.units import format_some
 
 _SHOWN: Final = 5
-"""Refused names that a message lists; the flags in its hint allow all of them."""
+"""Maximum number of refused names that a message lists; its hint has the flags for all refused names."""
 _MAX_NAMES: Final = 2000
 """Maximum number of names that a file uses."""
 _MAX_IMPORTS: Final = 100
@@ -147,7 +147,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     code.run_scripts()
     try:
         loaded = _load_with_pickle(file, code, trust)
-    except UsageError:  # from :meth:`UserCode.require_single`; its message is for the user already
+    except UsageError:  # from :class:`UserCode`; its message is for the user already
         raise
     except Exception as err:  # a damaged file can make the unpickler raise anything
         is_class_missing = "on <module" in str(err)  # "Can't get attribute 'Net' on <module '__main__' …>"
@@ -160,7 +160,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         if isinstance(err, ModuleNotFoundError):
             missing_package = str(err.name).partition(".")[0]
             hint_text = moved_hint(file.path, trust.code_paths)
-            instead = modules_beside(str(err.name))
+            instead = missing_module_hint(str(err.name))
             hint = f"{instead or add_folder(missing_package)} {hint_text}"
         if "process group" in str(err):
             hint = "It belongs to its process: save model.module with torch.save, or leave `--trust-pickle` out."
@@ -330,7 +330,7 @@ def _refuse_denied(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Mi
             raise ClassNotFoundError(
                 f"{file.path} needs {name}, which cannot be imported: {verdict.reason}"
                 + (f", and `{named}` has no module {name.module}" if named else ""),
-                hint=modules_beside(name.module)
+                hint=missing_module_hint(name.module)
                 if named
                 else how_to_install(Global(verdict.lacks, "") if verdict.lacks else name),
             )

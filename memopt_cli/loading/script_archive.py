@@ -25,7 +25,7 @@ _DEEPEST: Final = 400
 _MAX_ITEMS: Final = 4_000_000
 """Maximum number of values in one object, each counted as often as it is reached: PyTorch makes as many objects."""
 _MIN_CODE = 1 << 18
-"""Bytes of source code that any archive may hold."""
+"""Bytes of source code that an archive may hold however small it is."""
 _EXPANSION = 8
 """Further bytes of code for each byte of the archive: compression saves as much."""
 _MAX_CODE = 4 << 20

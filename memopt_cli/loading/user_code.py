@@ -42,11 +42,11 @@ def import_failure(error: BaseException) -> tuple[str, str]:
     reason = first_line(error) + raised_at(error)
     if isinstance(error, ModuleNotFoundError):
         missing = str(error.name).partition(".")[0]
-        if instead := modules_beside(str(error.name)):
+        if instead := missing_module_hint(str(error.name)):
             return reason, instead
         return reason, f"{add_folder(missing)} If it is a package, install it."
     if isinstance(error, ImportError | SyntaxError):
-        return reason, "Plain Python fails there, too: correct that line."
+        return reason, "Plain Python also fails there: correct that line."
     return reason, IMPORTED_HINT
 
 
@@ -57,8 +57,8 @@ def add_folder(missing: str) -> str:
     return f"Add the folder that has {missing}: `--code-path {folder}`."
 
 
-def modules_beside(module: str) -> str:
-    """Return a sentence with the modules of the package that lacks ``module``; empty if there is no such package.
+def missing_module_hint(module: str) -> str:
+    """Return a sentence with the modules that a package has in place of ``module``; empty if no package lacks it.
 
     Nothing is imported.
     """
@@ -125,8 +125,8 @@ class UserCode:
     def find(self, wanted: Global) -> Any:
         """Import the module of ``wanted``, and return its class or function of that name.
 
-        Raises :class:`FileFormatError` if the import fails, or if the module does not define the name: a name that it
-        only imports, such as ``os.system``, is not the user's own code.
+        Raises :class:`UsageError` if the import fails, and :class:`ClassNotFoundError` if the module does not define
+        the name: a name that it only imports, such as ``os.system``, is not the user's own code.
         """
         modules = [self._import(wanted.module)] if wanted.module != "__main__" else self.run_scripts()
         self.require_single(wanted)
@@ -198,7 +198,7 @@ class UserCode:
                 module = importlib.import_module(name)
         except (Exception, SystemExit) as err:  # the user's module may raise anything
             reason, hint = import_failure(err)
-            raise FileFormatError(f"importing {path} failed: {reason}", hint=hint) from err
+            raise UsageError(f"importing {path} failed: {reason}", hint=hint) from err
         if path is None or _file(module) != path:
             raise FileFormatError(
                 f"the module {name} of the code path is shadowed by {getattr(module, '__file__', 'a built-in module')}",

@@ -48,7 +48,7 @@ ORIGINAL = Plan()
 """The empty plan, which stands for the model as the user wrote it."""
 
 PER_TENSOR: Final = 512 << 20
-"""Bytes of memory for an answer about each tensor or module of a model, which may have some 100,000 of them."""
+""":attr:`Job.max_bytes` of answers with an entry for each tensor or module, of which a model may have some 100,000."""
 
 _NO_INPUTS, _DEFAULTS = InputSpec(source="not known yet"), StepSettings()
 
@@ -97,7 +97,7 @@ class Job(Generic[Answer]):
     answered_by: ClassVar[str]
     """``module:function``, the function that the subprocess calls with the :class:`Subject` and the job."""
     max_bytes: ClassVar[int] = 16 << 20
-    """Largest memory in bytes that reading the answer may take: its sender is not trusted."""
+    """Maximum memory in bytes that reading the answer may take: its sender is not trusted."""
 
 
 class StepJob(Job[Answer]):
@@ -163,7 +163,7 @@ class ConditionsJob(Job[Conditions]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribeJob(Job[ModelFacts]):
-    """Describes the model as far as a command needs, without running a step.
+    """Collects the facts of a model that a command needs, without running a step.
 
     The answer is a failure if the model's step cannot be recorded, or the plan or the replicas do not suit it.
     """
@@ -256,7 +256,7 @@ class Traced:
     dry_run_bytes: int | None
     """The tensor peak of the step on fake tensors; ``None`` if the model does not run on fake tensors."""
     note: str = ""
-    """The reason why the model does not run on fake tensors; empty if it does."""
+    """The reason why the model does not run on fake tensors."""
     unknown: tuple[str, ...] = ()
     """Sentences on facts of the step that are not known, and why."""
     checkpoints: tuple[str, ...] = ()
@@ -362,7 +362,7 @@ class RoundedJob(StepJob[Fingerprint]):
 
 
 NEAR_SHARE = 0.05
-"""A slowdown is near the limit if it differs from it by at most this share: it may be on the other side."""
+"""Maximum relative distance from the limit at which a measured slowdown may in truth be on the other side of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from memopt_cli.training.step import Step, synchronize
 _MAX_ROUNDS = 30
 """Maximum number of timed steps of each route."""
 _MAX_TIMING_S = 1.0
-"""Seconds for timing after the first steps; if one step of each route would take longer, samples are fewer."""
+"""Maximum seconds of timing after the first steps; if one step of each route would take longer, samples are fewer."""
 _MAX_TIMING_SHARE = 0.25
 """Timing on few samples, after the first steps, takes at most this share of a step on all samples."""
 _MAX_LAG_FACTOR = 1.5

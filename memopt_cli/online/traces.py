@@ -190,7 +190,7 @@ class _RunningStep:
     y: Tensor = field(default_factory=lambda: torch.empty(0))
     """Output of the weight; through it gradients reach the tensors that ``z`` was computed from."""
     channels: dict[object, GradientChannel] = field(default_factory=dict)
-    """Channels of this step, by the state or the use whose gradient they sum."""
+    """State, or use of the weight -> the channel that sums its gradients in this step."""
 
 
 class Trace(nn.Module):
@@ -248,7 +248,7 @@ class Trace(nn.Module):
         raise NotImplementedError
 
     def advance(self, rows: Mapping[PastState, Row]) -> None:
-        """Advance the trace by one step, by the total ``rows`` of the new states; without a row, nothing changes."""
+        """Advance the trace by one step, given the total ``rows`` of the new states; without a row, nothing changes."""
         self.begin(self.live.values | self._advanced({h: row for h, row in rows.items() if h in self.shapes}))
 
     def _advanced(self, rows: Mapping[PastState, Row]) -> dict[str, Tensor]:

@@ -133,7 +133,7 @@ class _Norm:
 
 
 def statistics_refusal(module: nn.Module, chunks: int) -> str:
-    """Return why ``module`` cannot run in chunks with the statistics of all chunks; empty if it can."""
+    """Return why ``module`` cannot run in chunks with the statistics of all chunks."""
     if chunks < 2:
         return "batch statistics are gathered over chunks, and it runs in one"
     for name, inner in module.named_modules():
@@ -364,7 +364,7 @@ class _Output:
     version: int
     """The output's version when the operator returned it."""
     requires_grad: bool
-    """Whether it needed a gradient then."""
+    """Whether the output needed a gradient then."""
 
     def is_input(self, input: Tensor, link: Tensor) -> bool:
         """Return whether this output is a norm's ``input``, unwritten, and needs a gradient only if ``link`` does."""

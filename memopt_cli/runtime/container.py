@@ -55,7 +55,7 @@ _MADE = "_memopt_made"
 
 
 class PackingContainer(Installed):
-    """Mixin of a module that recomputes nothing; tensors saved inside it are packed, or sent to a place."""
+    """Mixin of a module that recomputes nothing; the tensors saved in its forward are packed, or sent to a place."""
 
 
 class GCContainer(Installed):
@@ -142,7 +142,7 @@ def check_installed(module: nn.Module) -> None:
 
 
 def _first_reason(reason_of: Callable[[SegmentConfig], str], config: Settings) -> str:
-    """Return the first reason that ``reason_of`` gives for ``config``, or for one of its ranges; empty if none."""
+    """Return the first reason that ``reason_of`` gives against ``config``, or against one of its ranges."""
     configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
     return next(filter(None, map(reason_of, filter(None, configs))), "")
 

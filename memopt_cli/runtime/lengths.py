@@ -103,7 +103,7 @@ def current_length() -> float:
 
 
 class at_length:
-    """Context manager; inside it, the current input has this ``length``."""
+    """Context manager that gives the current input this ``length``."""
 
     __slots__ = ("_length", "_outer")
 
@@ -183,7 +183,7 @@ def _find_argument(
 
 
 def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
-    """Return why ``root`` cannot read the length of its input for the modules in it; empty if it can."""
+    """Return why ``root`` cannot read the length of its input for the modules in it."""
     if ranges.length is None:
         return ""
     for argument in ranges.length.axes:

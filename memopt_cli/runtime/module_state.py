@@ -116,7 +116,7 @@ class ScriptSlots(MutableMapping[str, Any]):
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
         self._program = program_of(module)
-        # In a script that was loaded, buffers are among the attributes, too; a dictionary has each name once.
+        # In a script that was loaded, buffers are also among the attributes; a dictionary has each name once.
         buffers = (name for name, _ in buffers_of(module).items())
         self._names = dict.fromkeys((*attributes_of_script(module), *buffers))
 
@@ -312,7 +312,7 @@ def _hold_value(value: Any) -> Any:
 
 def restored(value: Any, replaced: Mapping[int, Any]) -> Any:
     """Return ``value`` with held containers and generators restored, and the values of ``replaced`` by ``id``."""
-    if type(value) is Tensor or type(value) in ATOMS:  # the usual case, first for speed
+    if type(value) is Tensor or type(value) in ATOMS:
         return replaced.get(id(value), value)
     if isinstance(value, _Container):
         return value.restore(replaced)

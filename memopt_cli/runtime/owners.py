@@ -179,7 +179,7 @@ class Table(Owner):
 
 
 class Items(Owner):
-    """The items of a list, a queue or a set, by their index."""
+    """The items of a list, a queue or a set, under their indices."""
 
     __slots__ = ("_items",)
 

@@ -583,7 +583,7 @@ def _first_frame_outside(frame: FrameType | None, names: frozenset[str]) -> Fram
 
 
 class without_script_optimizations:  # used like a function, so in lower case
-    """Context manager; TorchScript runs unoptimized inside it, as in ``torch.jit.optimized_execution(False)``."""
+    """Context manager in which TorchScript runs unoptimized, as in ``torch.jit.optimized_execution(False)``."""
 
     __slots__ = ("_optimizes",)
 
@@ -999,7 +999,7 @@ def put_cuda_generator(device: torch.device, position: Tensor) -> None:
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Take the step defined by the class of ``optimizer``, without the hooks that PyTorch calls around it."""
+    """Take the step defined by the class of ``optimizer``, without the hooks that PyTorch calls before and after."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 

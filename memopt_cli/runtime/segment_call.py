@@ -87,7 +87,7 @@ def call_checkpointed(
     run_first = functools.partial(_run_unoptimized, forward, args, kwargs)
     if outer is not None and outer.is_recomputation:
         return _within_recomputation(module, run_first, arguments.tensors, outer, learned)
-    start = StartingState(module, arguments.tensors, arguments.others, learned, watches=learned.runs.is_due())
+    start = StartingState(module, arguments.tensors, arguments.others, learned, watches=learned.schedule.begin_run())
     kept = KeptOutputs(keep, inputs.parcel) if keep else NothingKept()
     repeat = functools.partial(_repeat_forward, forward, arguments.skeleton)
     run = SegmentRun(module, learned, start, repeat, kept)
@@ -266,7 +266,7 @@ def _call_replayed(
 
 def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:
     """Return whether backward will ask for anything that ``module`` saves when it is given ``tensors``."""
-    if any(t.requires_grad for t in tensors):  # the usual case first: iterating over a module's parameters is slow
+    if any(t.requires_grad for t in tensors):
         return True
     return getattr(module, "may_use_parameters_of_others", False) or any(p.requires_grad for p in module.parameters())
 

@@ -114,7 +114,7 @@ class _Form:
     dtype: torch.dtype
     device: torch.device
     is_differentiable: bool
-    """Whether it needs a gradient."""
+    """Whether the tensor needs a gradient."""
 
     def times(self, count: int, axis: int) -> Tensor:
         """Return an empty tensor like the tensors of ``count`` chunks, concatenated along ``axis``."""
@@ -131,7 +131,7 @@ class _Form:
 def in_memory(tensor: Tensor) -> list[int]:
     """Return the dimensions of ``tensor`` in their order in memory, the outermost first.
 
-    A dimension of size 1 (a chunk of one sample) has its place by its stride, too.
+    A dimension of size 1 (a chunk of one sample) also has the place that its stride gives it.
     """
     return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], tensor.shape[d] == 1, d))
 

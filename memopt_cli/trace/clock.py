@@ -34,7 +34,7 @@ _PACKED_ELEMENTS = 2**19
 _PACKINGS = 16
 """Number of timed packings; the first ones are slow."""
 _CACHES_BYTES = 2**26
-"""Bytes written before each timed packing, more than caches hold: a tensor in the caches is packed in half the time."""
+"""Number of bytes written before each timed packing, to clear the caches: a cached tensor packs in half the time."""
 _SENT_BYTES = 2**24
 """Size of the tensor whose copies to a place and back are timed."""
 _MIN_COPYING_S = 0.2
@@ -248,7 +248,7 @@ def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepT
 
 
 def _forward_seconds(ops: Sequence[OpTrace]) -> dict[str, float]:
-    """Return path of a module -> the seconds of its forward, modules below it included."""
+    """Return the seconds of each module's forward, modules below it included, by module path."""
     seconds: dict[str, float] = defaultdict(float)
     for op in ops:
         if op.phase == "forward":

@@ -60,7 +60,7 @@ class ModuleNotes:
                 name = (
                     requested if packed_bytes < nbytes else "null"
                 )  # a compressor that saves nothing would only take time
-                self.compressor_misfit = self.compressor_misfit or _misfit(requested, module, inputs)
+                self.compressor_misfit = self.compressor_misfit or _why_inexact(requested, module, inputs)
         self.input_bytes += nbytes
         self.packed_bytes += packed_bytes
         self.compressor = name if self.compressor in (None, name) else "null"
@@ -131,12 +131,12 @@ def compressor_paths(model: nn.Module) -> tuple[str, ...]:
     return tuple(path for path, module in named_parts(model) if requested_compressor(module) not in (None, "null"))
 
 
-def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
-    """Return a complaint if the user's own compressor fails to restore ``tensors``; empty if it does not."""
+def _why_inexact(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
+    """Return why the user's own compressor fails to restore ``tensors``."""
     if name != OWN_COMPRESSOR:
         return ""
     with outside_of_step():
-        return next(filter(None, map(_own_compressor(module).misfit, tensors)), "")
+        return next(filter(None, map(_own_compressor(module).why_inexact, tensors)), "")
 
 
 def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:

@@ -114,7 +114,7 @@ class _Records:
         self._log = log
 
     def saved_bytes(self) -> dict[str, int]:
-        """Return module -> bytes made in it, or below it, that were alive at the end of the model's forward."""
+        """Return the bytes made in or below each module that were alive at the end of the model's forward, by path."""
         total: dict[str, int] = defaultdict(int)
         for s in self._log.storages.made:
             if s.kind == "activations" and (end := self._log.forward_end(s)) and not _is_dead(s, end):

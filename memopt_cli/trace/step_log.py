@@ -46,7 +46,7 @@ class CalledModule:
 
     path: str
     caller: int
-    """Index of the call around it; -1 if there is none."""
+    """Index of the enclosing call; -1 if there is none."""
     start: int
     """First operator of its forward."""
     inputs: tuple[int, ...]

@@ -144,7 +144,7 @@ def _segment_configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentCon
 
 
 def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]:
-    """Return module -> its configurations by length, for a plan with ranges; the root is always among them."""
+    """Return each module's configurations by length, for a plan with ranges; the root is always among the modules."""
     assert plan.by is not None, "called only for plans with ranges"
     if any(isinstance(settings_of(module), ConfigsByLength) for _, module in named_parts(model)):
         raise PlanError("a part of the model has a plan by length already", hint=_REMOVE_FIRST)

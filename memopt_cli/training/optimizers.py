@@ -97,7 +97,7 @@ def closure_refusal(optimizer: Optimizer) -> str:
 
 
 def wants_closure(optimizer: Optimizer) -> bool:
-    """Return whether the step of ``optimizer`` needs a closure, by its signature."""
+    """Return whether the signature of the step of ``optimizer`` requires a closure, or it is LBFGS."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     is_required = closure is not None and closure.default is inspect.Parameter.empty
     return isinstance(optimizer, torch.optim.LBFGS) or is_required

@@ -46,7 +46,7 @@ class EffectDifference:
     name: str
     """Name of the tensor; empty if all tensors are bit-identical."""
     relative: float
-    """Largest absolute difference, divided by the largest magnitude in the reference tensor; infinity if the shapes
+    """Maximum absolute difference, divided by the largest magnitude in the reference tensor; infinity if the shapes
     differ.  For a gradient far smaller than the others, :data:`_ROUNDING_SCALE` gives the divisor.  It does so for the
     running statistics of a norm as well: a mean is measured by the deviation, and a variance by the mean."""
     compared: int
@@ -119,7 +119,7 @@ class UpdateGradients:
 
 
 def gradients_by_parameter(effects: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return name of a parameter -> its last gradient among the ``effects`` of a step."""
+    """Return the last gradient of each parameter among the ``effects`` of a step, by parameter name."""
     gradients = ((name.partition(AT_UPDATE)[0], t) for name, t in effects.items() if name.startswith("gradient of "))
     return {name.removeprefix("gradient of "): tensor for name, tensor in gradients}
 

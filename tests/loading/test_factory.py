@@ -422,7 +422,7 @@ def test_weights_that_are_no_state_dict(folder: Path) -> None:
         ("user_factory:wrong", FileFormatError, "returned an int", ""),
         ("user_factory:failing", FileFormatError, r"user_factory:failing\(\) failed: .*no luck", "without arguments"),
         ("user_factory:huge", FileFormatError, r"user_factory:huge\(\) failed: ", "memopt profile --fake"),
-        ("no_such_module:make", FileFormatError, "no_such_module", "--code-path"),
+        ("no_such_module:make", UsageError, "no_such_module", "--code-path"),
     ],
 )
 def test_factories_that_cannot_be_used(location: str, error: type[MemoptError], message: str, hint: str) -> None:

@@ -42,19 +42,19 @@ _EXPANSION = 64
 """Maximum bytes of a tensor for each byte of its storage.  A tensor from ``expand`` is larger than its storage:
 ``torch.ones(1).expand(10**12)`` has 4 bytes in the file, a copy of it 4 TB."""
 _ALLOWANCE = 64 << 20
-"""Bytes that any tensor may have in addition."""
+"""Bytes that a tensor may have in addition to :data:`_EXPANSION` times its storage."""
 STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 NESTED: Final = Global("torch.storage", "_load_from_bytes")
 """The function that makes a storage inside a plain pickle, from the bytes of a legacy file."""
 _HEAD = 1024
-"""Bytes for the pickles of such a file, which come before the storage: about 300 are usual."""
+"""Bytes that the pickles before the storage may take in the bytes of a legacy file; about 300 are usual."""
 _MAX_WRAPPERS = 8
 """Maximum number of calls around the call that makes a tensor, for example for a parameter and a subclass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledStorage:
-    """A storage next to the pickle, or inside it."""
+    """A storage, whose bytes are next to the pickle or a part of it."""
 
     key: str
     """Name of the record that holds the storage's bytes; of a storage inside the pickle, a text of its own."""

@@ -36,7 +36,7 @@ class Global:
 COMPUTED: Final = Global("?", "?")
 """A stand-in for a name or a callable that the pickle computes."""
 PERSISTENT: Final = Global("?", "persistent")
-"""A stand-in for the function that finds an object outside of the pickle, by its identity."""
+"""A stand-in for the function that finds an object outside of the pickle by its persistent ID."""
 GETATTR: Final = Global("builtins", "getattr")
 DICT: Final = Global("builtins", "dict")
 DICTS: Final = (DICT, Global("collections", "OrderedDict"))

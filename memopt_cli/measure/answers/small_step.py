@@ -12,7 +12,7 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step, is_out_of_memory
 
 SMALL_BATCH = 3
-"""Samples of the small step: the smallest batch that two chunks divide unevenly, into 2 and 1."""
+"""Number of samples of the small step: the smallest batch that two chunks divide unevenly, into 2 and 1."""
 
 
 @dataclass(frozen=True, slots=True)

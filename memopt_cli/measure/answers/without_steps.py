@@ -90,7 +90,8 @@ def inspect(subject: Subject, job: InspectJob) -> Inspection:
             hint=f"Name one of them: `memopt inspect {quoted_path(str(folder / first))}`.",
         )
     inspection = description.describe(read_file(str(folder / first)))
-    return replace(inspection, notes=(*inspection.notes, f"The weights of {job.path}; its settings are beside it."))
+    note = f"Only the weights in {job.path} are listed, not its settings."
+    return replace(inspection, notes=(*inspection.notes, note))
 
 
 def snapshot(subject: Subject, job: SnapshotJob) -> SnapshotFacts:

@@ -1,4 +1,4 @@
-"""The operators of lifted programs: PyTorch's that only compute, and Python's own for numbers and containers.
+"""The operators that lifted programs may use: PyTorch operators that only compute, and Python expressions.
 
 TorchScript's operators on numbers, strings, lists and dicts mean what Python's mean, so they become Python
 expressions; an operator on tensors is called as it is (``torch.ops``), with the kernel that the original called.
@@ -38,11 +38,11 @@ class Expression:
     template: str
     """The expression, with ``{0}``, ``{1}`` … in the places of the operands, and ``{...}`` for a list of all."""
     pure: bool = False
-    """Whether its result depends on nothing that can change; it may then be computed later, where it is used."""
+    """Whether the result depends on nothing that can change, so that it may be computed later, where it is used."""
     reads: bool = False
-    """Whether it reads a list, dict or tensor; it must not move past a statement, which might change that."""
+    """Whether the operator reads a list, dict or tensor; it must not move past a statement, which might change that."""
     alias: bool = False
-    """Whether it is a statement that changes its first operand, which is also its result."""
+    """Whether the operator is a statement that changes its first operand, which is also its result."""
 
     def operands(self) -> int:
         """Return the number of operands that the operator needs."""
@@ -227,7 +227,7 @@ EXPRESSIONS: Final[Mapping[str, Expression]] = _table()
 
 @functools.cache
 def find_operator(key: str) -> OpOverload | None:
-    """Return the operator on tensors named ``key`` (``aten::add.Tensor``), or ``None`` if no such one is allowed."""
+    """Return the operator on tensors named ``key`` (``aten::add.Tensor``); ``None`` if none is known and allowed."""
     name, _, overload = key.partition(".")
     namespace, _, operator = name.partition("::")
     if not is_allowed(name):
@@ -308,7 +308,7 @@ _KEYS_OF_DICTS: Final = (bool, int, float, complex, str, Tensor)
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """Return the parameter or buffer ``name``, not an identifier: a ``ParameterList`` has such names."""
+    """Return the parameter or buffer ``name``, which is no identifier, such as ``0`` in a ``ParameterList``."""
     table = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
     tensor: Tensor | None = table[name]
     return tensor

@@ -277,7 +277,7 @@ class _Checker:
         self._defined: set[int] = set()
         self._visible: dict[int, None] = {}
         self._kinds: list[str] = []
-        """The kinds of the nodes whose blocks are being checked, the outermost first."""
+        """Kinds of the nodes whose blocks are being checked, the outermost first."""
 
     def check(self, name: str, parameters: Any, hints: Any, block: Any) -> None:
         _require(_is_tuple(hints, kind=tuple), f"{name} has malformed hints")

@@ -58,7 +58,7 @@ class Place(ABC):
 
     @abstractmethod
     def refusal(self, device: torch.device) -> str:
-        """Return why tensors on ``device`` cannot be sent; empty if they can."""
+        """Return why tensors on ``device`` cannot be sent."""
 
     @abstractmethod
     def room_bytes(self) -> int:

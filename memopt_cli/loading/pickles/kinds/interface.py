@@ -105,7 +105,7 @@ class ObjectKind(Protocol):
     """A kind of object that a file may hold."""
 
     def claims(self, use: Use) -> bool:
-        """Return whether ``use`` is of this kind, by its name alone, without importing anything."""
+        """Return whether ``use`` is of this kind; only its name decides, and nothing is imported."""
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for ``use``, or the reason to refuse it; this may import the name."""
@@ -137,7 +137,7 @@ def by_name(use: Use, target: Any) -> Trust | None:
 
 
 def is_inside(module: str, package: str) -> bool:
-    """Return whether ``module`` is ``package``, or inside it."""
+    """Return whether ``module`` is ``package`` or one of its modules."""
     return module == package or module.startswith(package + ".")
 
 

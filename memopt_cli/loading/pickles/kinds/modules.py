@@ -88,7 +88,7 @@ _PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
 _COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
 """Methods that run when an object is copied or saved, with content from the file."""
 _PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
-"""Modules in whose classes these methods only copy attributes."""
+"""Modules in whose classes the :data:`_COPYING` methods only copy attributes."""
 _TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 """Base classes of optimizers and schedulers, which some models keep as attributes."""
 _KERNELS: Final = ("_use_kernels", "kernel_config")
@@ -128,7 +128,7 @@ _HOOKS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """The kind of objects and classes of known libraries."""
+    """Objects and classes of known libraries."""
 
     libraries: tuple[str, ...]
 
@@ -233,7 +233,7 @@ def _make_without_init(cls: type) -> Callable[..., Any]:
 
 
 def fill(target: Any, state: Any) -> None:
-    """Give ``target`` its state, by the ``__setstate__`` of its class if it has one."""
+    """Give ``target`` its state; the ``__setstate__`` of its class does so if there is one."""
     takes = getattr(type(target), "__setstate__", None)
     set_attributes(target, state) if takes is None else takes(target, state)
 

@@ -1,4 +1,4 @@
-"""The kind of objects that the user vouched for by a flag: a package, a single name, or code of their own."""
+"""Objects that the user vouched for by a flag: of a package, of a single name, or of code of their own."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _defined_here(wanted: Global) -> bool:
 
 
 def scripts_with(wanted: Collection[Global]) -> dict[Global, Path]:
-    """Return name -> script or notebook of this folder to suggest, for each of ``wanted``, names of ``__main__``.
+    """Return the script or notebook of this folder to suggest for each of ``wanted``, names of ``__main__``.
 
     One script saved the file, so a source that defines all of them is preferred.  If several fit, or a name is in
     none, :data:`UNKNOWN_SCRIPT` stands for all: a source of only some names would not load the file.
@@ -184,7 +184,7 @@ def _possible_names(path: Path, mtime_ns: int, size: int) -> frozenset[bytes]:
 
 @functools.lru_cache(maxsize=2 * _MAX_SCRIPTS)
 def _definitions(path: Path, mtime_ns: int, size: int) -> dict[str, Definition]:
-    """Return name -> kind of the definitions in the source at ``path``; time and size are the cache's key."""
+    """Return the kind of each definition in the source at ``path``, by name; time and size are the cache's key."""
     source = path.read_bytes()
     cells = _cells(source) if path.suffix == ".ipynb" else [source]
     return {name: kind for cell in cells for name, kind in _defined_in(cell)}
