@@ -49,7 +49,7 @@ class _Found:
     notes: tuple[str, ...] = ()
 
 
-def describe(file: ModelFile) -> Inspection:
+def describe_file(file: ModelFile) -> Inspection:
     """Describe the contents of ``file``.
 
     Raises :class:`FileFormatError` if it is damaged or of no known format, :class:`UnsafeFileError` for an archive

@@ -117,7 +117,7 @@ def read_snapshot(path: str) -> SnapshotFacts:
     """
     data, opcodes = _plain_value(read_file(path, max_bytes=_MAX_BYTES).data, path)
     try:
-        return _Reading(opcodes).facts(data)
+        return _SnapshotReader(opcodes).facts(data)
     except (TypeError, ValueError, KeyError, AttributeError) as err:
         raise FileFormatError(f"{path} is not a snapshot of torch.cuda.memory", hint=_SNAPSHOT_HINT) from err
 
@@ -135,8 +135,8 @@ def _plain_value(data: bytes, path: str) -> tuple[Any, int]:
 
 
 @dataclass(slots=True)
-class _Reading:
-    """The reading of one snapshot, with a bound on its work: a hostile one may refer to its parts again and again."""
+class _SnapshotReader:
+    """Reader of one snapshot, with a bound on its work: a hostile one may refer to its parts again and again."""
 
     left: int
     """Number of parts that may still be visited: in a real snapshot, each has its own opcode."""

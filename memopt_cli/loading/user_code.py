@@ -122,7 +122,7 @@ class UserCode:
         folders = (path.parent for path in self._scripts)
         return next((os.path.relpath(folder) for folder in folders if file_in(folder, module) is not None), "")
 
-    def find(self, wanted: Global) -> Any:
+    def find_definition(self, wanted: Global) -> Any:
         """Import the module of ``wanted``, and return its class or function of that name.
 
         Raises :class:`UsageError` if the import fails, and :class:`ClassNotFoundError` if the module does not define

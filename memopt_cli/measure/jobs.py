@@ -3,8 +3,8 @@
 To add a job, write its class here and its function in ``measure/answers/``.  The class names both the type of the
 answer and the function::
 
-    class CountJob(SizedJob[Counted]):                                    # answered by a ``Counted``, or a failure
-        answered_by = "memopt_cli.measure.answers.dry_runs:count"        # called in the subprocess, with the job
+    class CountJob(SizedJob[Counted]):                                       # answered by a ``Counted``, or a failure
+        answered_by = "memopt_cli.measure.answers.dry_runs:count_step"      # called in the subprocess, with the job
 
 The worker has no list of jobs: it imports the function that the job names.
 """
@@ -168,7 +168,7 @@ class DescribeJob(Job[ModelFacts]):
     The answer is a failure if the model's step cannot be recorded, or the plan or the replicas do not suit it.
     """
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:describe"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:describe_model"
     max_bytes: ClassVar[int] = PER_TENSOR
     inputs: bool = True
     """Whether to find the inputs of the model's step."""
@@ -200,14 +200,14 @@ class SnapshotJob(Job[SnapshotFacts]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SaveAnswer:
     """The size of a model file that was sent completely."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveJob(Job[Saved]):
+class SaveJob(Job[SaveAnswer]):
     """Sends the model as a file, with ``plan`` installed.
 
     The file comes in pieces before the answer.  This job names no function: the worker itself sends the pieces.
@@ -217,14 +217,14 @@ class SaveJob(Job[Saved]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
+class CompareAnswer:
     """The size of a saved file that can do no more than its original."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareJob(Job[Accepted]):
+class CompareJob(Job[CompareAnswer]):
     """Checks that the saved file at ``path`` can do no more than its original.
 
     A subprocess that has run a stranger's model wrote the file.  Another subprocess, which runs nothing of either file,
@@ -247,7 +247,7 @@ class FileChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
+class TraceAnswer:
     """A recorded step, and how it was recorded."""
 
     trace: StepTrace
@@ -269,7 +269,7 @@ class Traced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceJob(StepJob[Traced]):
+class TraceJob(StepJob[TraceAnswer]):
     """Records a step of the model."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:trace_step"
@@ -292,7 +292,7 @@ class RecordJob(StepJob[StepTrace]):
 class CountJob(SizedJob[Counted]):
     """Counts the tensor peak of a step under a plan."""
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:count"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:count_step"
     plan: Plan
     fake: bool
     """Whether to take a dry run, on fake tensors."""
@@ -322,7 +322,7 @@ class ChunkingJob(StepJob[ChunkRule | Refused]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasureAnswer:
     """A measurement, and the results of its steps."""
 
     measurement: Measurement
@@ -335,7 +335,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureJob(StepJob[Measured]):
+class MeasureJob(StepJob[MeasureAnswer]):
     """Times steps under a plan, and measures its tensor peak and its allocated peak.
 
     The tensors of compiled code are seen by the allocator alone, so a plan that compiles the model has one peak.
@@ -366,7 +366,7 @@ NEAR_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedInTurns:
+class TimeInTurnsAnswer:
     """Wall times in seconds of steps of the original and under plans, taken in turns in one process."""
 
     original_times_s: tuple[float, ...]
@@ -377,7 +377,7 @@ class TimedInTurns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeInTurnsJob(StepJob[TimedInTurns]):
+class TimeInTurnsJob(StepJob[TimeInTurnsAnswer]):
     """Times the original and plans in turns, so that other work of the machine slows all of them equally."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:time_in_turns"

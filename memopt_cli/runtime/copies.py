@@ -155,7 +155,7 @@ def _matching_view(shared: Tensor, like: Tensor, start: int) -> Tensor:
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """Return the number of in-place writes to ``tensor``; 0 for ``None``, and for inference tensors, which count none."""
+    """Return the number of in-place writes to ``tensor``; 0 for ``None`` and inference tensors, which count none."""
     if tensor is None:
         return 0
     try:

@@ -182,7 +182,7 @@ def _find_argument(
     return kwargs.get(name) if name is not None else None
 
 
-def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
+def length_refusal(root: nn.Module, ranges: ConfigsByLength) -> str:
     """Return why ``root`` cannot read the length of its input for the modules in it."""
     if ranges.length is None:
         return ""

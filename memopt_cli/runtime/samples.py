@@ -50,7 +50,7 @@ class WatchSchedule:
         self._was_compared = False
 
     def begin_run(self) -> bool:
-        """Count a run, and return whether to watch it: all until one is compared, then the 16th, the 256th and so on."""
+        """Count a run, and return whether to watch it: all until one is compared, then the 16th, 256th and so on."""
         self._runs += 1
         if self._runs < self._next:
             return not self._was_compared and not _is_off

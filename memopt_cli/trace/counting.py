@@ -24,7 +24,7 @@ AllocatedPeak = Callable[[Iterable[Life]], int]
 """Returns the maximum bytes that an allocator takes for storages with the given lives, in the order of birth."""
 
 
-def count(
+def count_step(
     step: Step,
     workspaces: Workspaces | None = None,
     compressors: Compressors | None = None,

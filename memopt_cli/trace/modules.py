@@ -113,7 +113,7 @@ def taking_notes(
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
         if log.phase == "forward":
-            storages = ((tensor, log.find(tensor)) for tensor in find_matrices(module))
+            storages = ((tensor, log.find_storage(tensor)) for tensor in find_matrices(module))
             state = [tensor for tensor, storage in storages if storage is not None and storage.kind == "activations"]
             notes[path].leave([log.count_tensor(t) for t in tensors_of(output)], held_bytes(state))
 

@@ -553,6 +553,6 @@ def test_a_model_of_a_file_without_a_name_of_its_own_is_not_saved(held: str, fol
 def test_a_file_with_a_dash_in_its_name_is_found_by_its_folder(folder: Path) -> None:
     (folder / "my-net.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
     try:
-        assert UserCode((str(folder),)).find(Global("my-net", "Net")).__module__ == "my-net"
+        assert UserCode((str(folder),)).find_definition(Global("my-net", "Net")).__module__ == "my-net"
     finally:
         sys.modules.pop("my-net", None)

@@ -106,7 +106,7 @@ _HOOK_METHODS: Final = {"torch.nn": ("_infer_parameters", "_lazy_load_hook"), "t
 
 
 def _check_attribute(node: Built, graph: Graph) -> str:
-    """Return the reason why ``node``, a call of ``getattr``, must not be made; an empty string if it may."""
+    """Return the reason why ``node``, a call of ``getattr``, must not be made."""
     match node.argument_items():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
             is_permitted = is_allowed(f"aten::{name}")

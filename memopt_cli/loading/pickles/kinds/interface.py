@@ -98,7 +98,7 @@ class Recipe:
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
-    """Function that returns why a file must not hold an object of these parts, or "" if it may; ``None`` allows all."""
+    """Function that returns why a file must not hold an object of these parts; ``None`` allows all."""
 
 
 class ObjectKind(Protocol):
@@ -203,7 +203,7 @@ def set_attributes(target: Any, state: Any) -> None:
 
 
 def shadowing(cls: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Return the reason why an object of ``cls`` must not have the attributes ``entries``; an empty string if it may.
+    """Return the reason why an object of ``cls`` must not have the attributes ``entries``.
 
     An attribute hides the method of its name, so a callable would run in the method's place.
     """

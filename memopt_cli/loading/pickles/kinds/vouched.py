@@ -79,7 +79,7 @@ class Vouched:
         own = self.code.defines(use.name.module) and not is_here
         if use.name.module == "__main__" and not own and not is_here:
             return needs_script(use.name, scripts_with([use.name])[use.name])
-        target = self.code.find(use.name) if own else resolve(use.name)
+        target = self.code.find_definition(use.name) if own else resolve(use.name)
         if isinstance(target, Denied | Missing):
             return target
         named = str(use.name) in self.trust.globals
