@@ -124,7 +124,9 @@ def bound_memory(nbytes: int) -> Iterator[None]:
 
     timing = signal.signal(signal.SIGPROF, interrupt)
     try:
-        limits = [_data_bytes() + _BUILD_BYTES + _BYTES_PER_WEIGHT_BYTE * nbytes, *memory]
+        # The bytes that Linux counts against ``RLIMIT_DATA`` of this process.
+        data_bytes = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10
+        limits = [data_bytes + _BUILD_BYTES + _BYTES_PER_WEIGHT_BYTE * nbytes, *memory]
         lowest = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
         resource.setrlimit(resource.RLIMIT_DATA, (lowest, memory[1]))
         signal.setitimer(signal.ITIMER_PROF, seconds, 1)
@@ -137,8 +139,3 @@ def bound_memory(nbytes: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, timing)
         resource.setrlimit(resource.RLIMIT_DATA, memory)
-
-
-def _data_bytes() -> int:
-    """Return the bytes that Linux counts against ``RLIMIT_DATA`` of this process."""
-    return int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10

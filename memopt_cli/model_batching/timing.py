@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -96,7 +95,10 @@ def _median_seconds(
 def _timer(name: RouteName, inputs: TrialInputs) -> Timer:
     """Return a function that takes one forward and backward by the route ``name`` on a copy of ``inputs``."""
     settings = settings_for(inputs.args, inputs.kwargs)
-    args, kwargs = map_leaves(_detached_leaf, (inputs.args, inputs.kwargs))
+    args, kwargs = map_leaves(
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf,
+        (inputs.args, inputs.kwargs),
+    )
     model = RouteModel(name, copy.deepcopy(inputs.tree), inputs.models)
     step = Step(model=model, args=args, kwargs=kwargs, settings=settings, loss=make_loss)
 
@@ -109,7 +111,3 @@ def _timer(name: RouteName, inputs: TrialInputs) -> Timer:
         return time.perf_counter() - start
 
     return run
-
-
-def _detached_leaf(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

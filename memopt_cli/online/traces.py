@@ -122,7 +122,12 @@ class _TiedTensors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        _refuse_second_derivative()
+        if torch.is_grad_enabled():
+            raise MemoptError(
+                "eligibility traces give first derivatives only, and a second derivative of an online step was "
+                "requested",
+                hint="Leave create_graph=True out, or differentiate the model without the algorithm.",
+            )
         if ctx.gate.closed:
             return (None,) * len(ctx.needs_input_grad)
         sums: dict[GradientChannel | int, Tensor] = {
@@ -138,14 +143,6 @@ class _TiedTensors(torch.autograd.Function):
         for channel in ctx.channels:
             onward += channel.to_targets(sums[channel]) if channel in sums else (None,) * len(channel.targets)
         return None, None, None, *onward
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise MemoptError(
-            "eligibility traces give first derivatives only, and a second derivative of an online step was requested",
-            hint="Leave create_graph=True out, or differentiate the model without the algorithm.",
-        )
 
 
 @dataclass(slots=True)

@@ -300,16 +300,14 @@ class _FirstChunk:
             reason = difference(self._module, changed, starting, self._run_whole, self._run_halves)
         if not reason and tries_rows and chunk_rows.begin_forward(self._module):
             reason = chunk_rows.why_rows_mix(
-                self._short_pieces(starting), self._full_pieces(starting), is_compared=self._is_compared()
+                self._short_pieces(starting),
+                self._full_pieces(starting),
+                is_compared=config_of(self._module).compared == self._described(),
             )
         if reason:
             raise _NotInChunksError(
                 reason, functools.partial(self._start.restore, self._state_tensors, self._others), is_certain=True
             )
-
-    def _is_compared(self) -> bool:
-        """Return whether ``optimize`` has compared these chunks of an input of this shape with the whole."""
-        return config_of(self._module).compared == self._described()
 
     def _described(self) -> str:
         """Describe the chunks and the shape of the input, as a plan's ``compared`` does."""

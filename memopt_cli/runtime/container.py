@@ -221,11 +221,6 @@ def _is_of_segment(cls: type, name: str) -> bool:
     return _MADE not in vars(cls) or name in vars(cls) or (name.startswith("__") and name.endswith("__"))
 
 
-def _metaclass(original: type[nn.Module]) -> type[_SegmentClass]:
-    kind = type(original)
-    return _SegmentClass if kind is type else type(f"{kind.__name__}OfSegment", (_SegmentClass, kind), {})
-
-
 def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
     """Return the class of segments on modules of class ``original``; make it the first time.
 
@@ -275,7 +270,9 @@ def _make_segment_class(original: type[nn.Module], mixin: type[Installed]) -> ty
         "_original": original,
         "forward": forward,
     }
-    kind: Any = _metaclass(original)(original.__name__, (mixin, original), body)
+    meta = type(original)
+    own_meta = _SegmentClass if meta is type else type(f"{meta.__name__}OfSegment", (_SegmentClass, meta), {})
+    kind: Any = own_meta(original.__name__, (mixin, original), body)
     setattr(kind, _MADE, True)
     return kind  # type: ignore[no-any-return]
 

@@ -231,14 +231,10 @@ def numbers_by_attribute(module: nn.Module) -> dict[str, list[Any]]:
 
 def generators_by_name(module: nn.Module) -> dict[str, Any]:
     """Return the random generators of PyTorch, NumPy and Python that ``module`` keeps for itself, by path and name."""
-    leaves = (leaf for name, value in _named_attributes(module) for leaf in _named_leaves(name, value))
-    return {name: leaf for name, leaf in leaves if isinstance(leaf, _generator_classes())}
-
-
-def _generator_classes() -> tuple[type, ...]:
     numpy_random = sys.modules.get("numpy.random")
-    others = () if numpy_random is None else (numpy_random.Generator, numpy_random.RandomState)
-    return (torch.Generator, random.Random, *others)
+    of_numpy = () if numpy_random is None else (numpy_random.Generator, numpy_random.RandomState)
+    leaves = (leaf for name, value in _named_attributes(module) for leaf in _named_leaves(name, value))
+    return {name: leaf for name, leaf in leaves if isinstance(leaf, (torch.Generator, random.Random, *of_numpy))}
 
 
 def _named_attributes(module: nn.Module, without: Container[nn.Module] = ()) -> Iterator[tuple[str, Any]]:

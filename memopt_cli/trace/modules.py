@@ -57,9 +57,8 @@ class ModuleNotes:
             requested = requested_compressor(module)
             if requested is not None:
                 packed_bytes = _bytes_in(requested, module, inputs)
-                name = (
-                    requested if packed_bytes < nbytes else "null"
-                )  # a compressor that saves nothing would only take time
+                # A compressor that saves nothing would only take time.
+                name = requested if packed_bytes < nbytes else "null"
                 self.compressor_misfit = self.compressor_misfit or _why_inexact(requested, module, inputs)
         self.input_bytes += nbytes
         self.packed_bytes += packed_bytes

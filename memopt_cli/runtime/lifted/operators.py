@@ -57,10 +57,6 @@ class Expression:
 # is its first operand, which it changes.
 
 
-def _overloads(name: str, overloads: str) -> list[str]:
-    return [f"{name}.{overload}" if overload != "-" else name for overload in overloads.split()]
-
-
 _NUMBERS: Final = "int float int_float float_int -"
 _EQUALS: Final = f"{_NUMBERS} str bool device int_list float_list bool_list str_list"
 _LISTS: Final = "t int_list float_list bool_list Tensor_list"
@@ -209,17 +205,15 @@ _ALIASING: Final = {
 }
 
 
-def _table() -> dict[str, Expression]:
-    return {
-        key: Expression(template, pure=group is _PURE, reads=group is _READING, alias=group is _ALIASING)
-        for group in (_PURE, _READING, _CHANGING, _ALIASING)
-        for (names, overloads), template in group.items()
-        for name in names.split()
-        for key in _overloads(name, overloads)
-    }
-
-
-EXPRESSIONS: Final[Mapping[str, Expression]] = _table()
+EXPRESSIONS: Final[Mapping[str, Expression]] = {
+    name if overload == "-" else f"{name}.{overload}": Expression(
+        template, pure=group is _PURE, reads=group is _READING, alias=group is _ALIASING
+    )
+    for group in (_PURE, _READING, _CHANGING, _ALIASING)
+    for (names, overloads), template in group.items()
+    for name in names.split()
+    for overload in overloads.split()
+}
 """Operator with its overload (``aten::add.int``) -> the Python expression that computes it."""
 
 # ---------------------------------------------------------------------------------------------- PyTorch's

@@ -217,14 +217,6 @@ def _is_data_path(path: Any) -> bool:
     return _is_path(path) and len(path) > 0 and path[-1] != "forward"
 
 
-def _is_settable(path: Any) -> bool:
-    return _is_data_path(path) and is_name(path[-1]) and path[-1] != "training"
-
-
-def _is_operator(key: Any) -> bool:
-    return type(key) is str and (key in EXPRESSIONS or find_operator(key) is not None)
-
-
 def _is_named(detail: Any) -> bool:
     if not _is_tuple(detail, 2) or not _is_tuple(detail[1], kind=str):
         return False
@@ -243,12 +235,12 @@ class _Kind:
 
 
 _KINDS: Final = {
-    "operator": _Kind(None, None, 0, _is_operator),
+    "operator": _Kind(None, None, 0, lambda d: type(d) is str and (d in EXPRESSIONS or find_operator(d) is not None)),
     "call": _Kind(None, None, 0, lambda d: _is_tuple(d, 2) and _is_path(d[0]) and is_method(d[1])),
     "function": _Kind(None, None, 0, is_method),
     "get": _Kind(0, 1, 0, _is_data_path),
     "parameter": _Kind(0, 1, 0, _is_data_path),
-    "set": _Kind(1, 0, 0, _is_settable),
+    "set": _Kind(1, 0, 0, lambda d: _is_data_path(d) and is_name(d[-1]) and d[-1] != "training"),
     "tensor": _Kind(0, 1, 0, lambda d: type(d) is int and d >= 0),
     "home": _Kind(0, 1, 0, lambda d: type(d) is str),
     "device": _Kind(0, 1, 0, lambda d: type(d) is str),
