@@ -16,7 +16,7 @@ from memopt_cli.records import PerformanceMonitoring
 Trend = Literal["improving", "stable", "degrading", "insufficient_data"]
 
 _MIN_TREND_RECORDS = 4
-"""Smallest number of records for a trend: two for each half."""
+"""Minimum number of records for a trend: two for each half."""
 _STABLE_CHANGE = 0.05
 """The trend is stable while the median changes by at most this share."""
 _HEADROOM_SHARE = 0.7

@@ -35,12 +35,12 @@ from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read
 from memopt_cli.loading.pickles.scan import suspend_collection
 from memopt_cli.loading.trust import (
     UnvouchedError,
-    attack,
+    attack_refusal,
     how_to_install,
     is_attack,
+    merge_trusts,
     stores_code,
-    together,
-    unknown,
+    unknown_refusal,
 )
 from memopt_cli.loading.user_code import ClassNotFoundError, UserCode, add_folder, missing_module_hint
 from memopt_cli.loading.watch import watch_code
@@ -130,7 +130,7 @@ def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Deni
     _refuse_libraries(file, known)
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
     refused: dict[Global, Denied | Missing] = dict(_unknown(unclaimed, no_trust.code))
-    refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
+    refused |= {name: attack_refusal(name) for name in pickled.scan.wanted if is_attack(name)}
     # After a refusal, loading would import nothing.
     if not any(isinstance(verdict, Denied) for verdict in refused.values()):
         audit = Audit(root, known, no_trust.vouches)
@@ -257,14 +257,14 @@ def _unknown(unclaimed: Iterable[Use], code: UserCode) -> list[tuple[Global, Den
             name,
             Missing(f"No module named {name.module!r}")
             if code.defines(name.package)
-            else unknown(use, scripts, code.script_folder_with(name.module)),
+            else unknown_refusal(use, scripts, code.script_folder_with(name.module)),
         )
         for (name, _), use in uses.items()
     ]
 
 
 def _refuse_exhausting(file: ModelFile, audit: Audit) -> None:
-    if reason := audit.exhausting():
+    if reason := audit.why_exhausting():
         raise FileFormatError(f"{file.path} cannot be read: {reason}", hint=_BY_HAND)
 
 
@@ -299,11 +299,11 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
             f"{file.path} was not loaded: it was saved with {saver}, which stores functions as code",
             hint="Save the model with torch.save(model, path) alone, or its weights. " + TRUST_PICKLE_HINT,
             remedy=Trust(),
-            denied={name: attack(name) for name in attacks},
+            denied={name: attack_refusal(name) for name in attacks},
         )
     if attacks:
         names = ", ".join(map(str, attacks[:_SHOWN]))
-        reasons = {name: attack(name) for name in attacks}
+        reasons = {name: attack_refusal(name) for name in attacks}
         is_run = any(name in scan.called for name in attacks)
         raise UnvouchedError(
             f"{file.path} was not loaded: {list_names(reasons)}",
@@ -339,14 +339,14 @@ def _refuse_denied(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Mi
 def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> UnvouchedError:
     remedies = [verdict.remedy for verdict in denied.values()]
     has_remedy = None not in remedies  # flags for only some of the names would not load the file
-    all_remedies = together(remedy for remedy in remedies if remedy is not None)
+    all_remedies = merge_trusts(remedy for remedy in remedies if remedy is not None)
     remedy = all_remedies if has_remedy else Trust()
     if len(remedy.flags) > _MAX_FLAGS_LENGTH:
         has_remedy, remedy = False, Trust()
     hint = (
         f"If you trust where it came from, add: {remedy.flags}"
         if has_remedy
-        else suggest_unchecked(together((trust, all_remedies)))
+        else suggest_unchecked(merge_trusts((trust, all_remedies)))
     )
     beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
     message = f"{file.path} was not loaded: {list_names(beyond_help or denied)}"

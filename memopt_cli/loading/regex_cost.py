@@ -28,7 +28,7 @@ _SUFFIX_STEPS: Final = 10
 _COMPILE_STEPS = 10_000
 """Number of steps that compiling an expression counts for however short it is."""
 _COMPILE_STEPS_PER_CHARACTER = 250
-"""Number of further steps for each of its characters."""
+"""Number of further steps that compiling counts for, for each character of the expression."""
 _CACHED_EXPRESSIONS: Final = 400
 """Number of expressions that Python's cache is sure to hold: the whole process shares its 512 places."""
 _SINGLE_CHARACTER: Final = ("LITERAL", "NOT_LITERAL", "ANY", "IN")

@@ -27,7 +27,7 @@ _MAX_ITEMS: Final = 4_000_000
 _MIN_CODE = 1 << 18
 """Bytes of source code that an archive may hold however small it is."""
 _EXPANSION = 8
-"""Further bytes of code for each byte of the archive: compression saves as much."""
+"""Bytes of source code that an archive may hold in addition, for each of its own: compression saves as much."""
 _MAX_CODE = 4 << 20
 """Maximum bytes of code: each takes 300 bytes of memory."""
 _READ: Final = 4

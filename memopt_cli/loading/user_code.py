@@ -118,7 +118,7 @@ class UserCode:
         return bool(self._scripts) if module == "__main__" else self._file_of(module) is not None
 
     def script_folder_with(self, module: str) -> str:
-        """Return the folder of a script among the paths, seen from here, if it has a ``module`` too; else empty."""
+        """Return the relative path of a folder that has both a script among the paths and ``module``; empty if none."""
         folders = (path.parent for path in self._scripts)
         return next((os.path.relpath(folder) for folder in folders if file_in(folder, module) is not None), "")
 

@@ -26,7 +26,7 @@ _EXIT_TIMEOUT_S = 5.0
 """Maximum seconds that a subprocess gets to end by itself before it is killed."""
 _ALIVE_CHECK_S = 1.0
 """Seconds between checks whether a silent subprocess is alive."""
-_READ_BYTES = 1 << 20  # largest size of one read
+_READ_BYTES = 1 << 20  # maximum size of one read
 _MIN_BYTES_PER_S = 1 << 20
 """Mean rate at which a file must come in once the time limit is over."""
 

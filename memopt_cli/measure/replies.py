@@ -92,7 +92,7 @@ def _check_amounts(value: Any, name: str = "") -> None:
 
 
 _MAX_BY_UNIT: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9, "waited": 1}
-"""Unit at the end of a field's name, longer ones first -> the largest value."""
+"""Unit at the end of a field's name, longer ones first -> the maximum value."""
 
 
 def _check_trace(trace: StepTrace) -> None:

@@ -110,7 +110,7 @@ def caches_in(folder: str) -> dict[str, str]:
 
 
 def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) -> str:
-    """Restrict access to files by Landlock; return the reason if that fails, else ""."""
+    """Restrict access to files by Landlock; return the reason if that fails."""
     if version < 1:
         return "this kernel has no Landlock, or it is switched off"
     rights = (1 << _RIGHTS.get(version, max(_RIGHTS.values()))) - 1

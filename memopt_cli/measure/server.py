@@ -43,7 +43,7 @@ from memopt_cli.measure.processes import IMPORT_FOR_STEPS, IMPORT_LIBRARIES, enc
 _SWEEPS = 100
 """Maximum number of searches for orphans: a process that is not confined can keep starting others."""
 _SWEEP_S = 0.01
-"""Seconds between two searches."""
+"""Seconds between two searches for orphans."""
 
 
 class _Server:

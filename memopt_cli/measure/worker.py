@@ -43,7 +43,7 @@ from memopt_cli.training.wrappers import suspend_compilation, unwrap
 Answer = TypeVar("Answer")
 
 _PIECE_BYTES = 1 << 20
-"""Smallest piece in bytes in which a saved model is sent, except the last."""
+"""Minimum size in bytes of the pieces in which a saved model is sent, except the last."""
 
 
 class Worker:

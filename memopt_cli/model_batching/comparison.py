@@ -160,7 +160,7 @@ class Reference:
         return RouteTrial(name=name, refused=refused, difference=relative)
 
     def _compare(self, name: RouteName) -> tuple[str, float]:
-        """Return why the route ``name`` cannot be used (empty if it can), and its largest relative difference."""
+        """Return why the route ``name`` cannot be used, and its largest relative difference."""
         if self._effects is None:
             return f"it cannot be compared with the loop, since a step of the loop fails: {self._failure}", 0.0
         worst = difference(self._effects, self._compute_effects(name))

@@ -270,7 +270,7 @@ class _Norms(TorchFunctionMode):
         self._last: _Output | None = None
         """The output of the last costly operator; ``None`` if the next pass must run that operator itself."""
         self.broken_off = ""
-        """Reason why this run must be discarded (empty if it is valid); set even if forward caught the exception."""
+        """Reason why this run must be discarded; set even if forward caught the exception."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))

@@ -50,7 +50,7 @@ def rows_untried() -> AbstractContextManager[None]:
 
 
 Starting = Callable[[], AbstractContextManager[object]]
-"""A function that returns a context manager, inside which a module is in its starting state."""
+"""A function that returns a context manager that keeps a module in its starting state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Piece:
     length: int
     """The length of the piece along :attr:`axis`."""
     axis: int
-    """The axis along which its tensors are cut."""
+    """The axis along which the piece's tensors are cut."""
     outputs: int
     """Number of the module's outputs that are joined over the chunks; later outputs are states for the next chunk."""
     resumes: bool

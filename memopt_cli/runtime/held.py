@@ -96,7 +96,7 @@ class HeldSlots:
         self.originals: dict[int, Tensor] = {}
         """``id`` of a tensor -> the tensor itself, until forward has ended."""
         self.irreversible: Complaint = ""
-        """Why forward cannot be undone."""
+        """Reason why forward cannot be undone."""
         self.has_new_changes = False
         """Whether forward wrote to a tensor that was not copied, since no earlier call had written to it."""
         self._hold_slots(reading.changing)

@@ -76,7 +76,7 @@ class ConfigsByLength:
     """
 
     up_to: tuple[int, ...]
-    """The largest length of each range; the last range also has all longer ones."""
+    """The maximum length in each range; the last range also has all longer ones."""
     configs: tuple[SegmentConfig | None, ...]
     """The settings in each range; ``None`` if the module runs plainly."""
     length: LengthOf | None = None

@@ -876,7 +876,7 @@ MAKES_REDUCER: Final = "_ddp_init_helper"
 SETS_HOOKS: Final = ("register_comm_hook", "_register_builtin_comm_hook", "_register_buffer_comm_hook")
 """Methods that have ``DistributedDataParallel`` exchange gradients or buffers differently."""
 FIRST_BUCKET_BYTES: Final[int] = getattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 20)
-"""Maximum bytes of its first bucket, which is small so that something is reduced early."""
+"""Maximum bytes of the first bucket of ``DistributedDataParallel``, small so that something is reduced early."""
 
 
 def assign_buckets(tensors: Sequence[Tensor], limits_bytes: list[int]) -> list[list[int]]:

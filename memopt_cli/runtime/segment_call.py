@@ -97,7 +97,7 @@ def call_checkpointed(
         with internal_tensors():
             tensors = _clone_inputs(tensors)
     leaves = functools.partial(
-        _make_leaves, needs_gradient=[t.requires_grad for t in arguments.tensors], learned=learned
+        _make_leaves, gradient_flags=[t.requires_grad for t in arguments.tensors], learned=learned
     )
     state_tensors: Sequence[Tensor] = ()
     if outer is not None:
@@ -181,24 +181,24 @@ def _within_recomputation(
         return first()
 
 
-def _make_leaves(tensors: Sequence[Tensor], needs_gradient: Sequence[bool], learned: Learned) -> list[Tensor]:
+def _make_leaves(tensors: Sequence[Tensor], gradient_flags: Sequence[bool], learned: Learned) -> list[Tensor]:
     """Return ``tensors`` detached, or copies if forward writes over them: autograd forbids in-place writes to leaves.
 
-    ``needs_gradient``: whether each tensor needs a gradient.
+    ``gradient_flags``: whether each tensor needs a gradient.
     """
     if learned.overwrites_input:
-        return _clone_inputs(tensors, needs_gradient)
+        return _clone_inputs(tensors, gradient_flags)
     leaves = [tensor.detach() for tensor in tensors]
-    for leaf, is_needed in zip(leaves, needs_gradient, strict=True):
+    for leaf, is_needed in zip(leaves, gradient_flags, strict=True):
         if is_needed:
             leaf.requires_grad_()
     return leaves
 
 
-def _clone_inputs(tensors: Sequence[Tensor], needs_gradient: Sequence[bool] = ()) -> list[Tensor]:
+def _clone_inputs(tensors: Sequence[Tensor], gradient_flags: Sequence[bool] = ()) -> list[Tensor]:
     """Return copies that share memory where ``tensors`` do: a write of forward to one copy shows in the others."""
     copies = copy_values(tensors)
-    for tensor, is_needed in zip(tensors, needs_gradient, strict=False):
+    for tensor, is_needed in zip(tensors, gradient_flags, strict=False):
         copies[id(tensor)].needs_gradient = is_needed
     clones = restored_tensors(copies)
     return [clones[id(tensor)] for tensor in tensors]

@@ -93,7 +93,7 @@ class _Saved:
     version: int
     """The tensor's version when it was saved."""
     packed: Any = None
-    """The unpacking hook around the segment, and the packed form, if its call cannot be recomputed."""
+    """The unpacking hook that encloses the segment, and the packed form, if its call cannot be recomputed."""
     is_input = False
     """Whether the tensor is an input of a segment inside this one."""
     broken = ""
@@ -142,11 +142,11 @@ class SegmentRun:
         self._refs: list[ref[_Saved]] = []
         """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
         self._shapes: list[torch.Size | None] = []
-        """The shapes of these tensors, once they are dropped; ``None`` if autograd had freed the node before."""
+        """The shapes of the saved tensors, once they are dropped; ``None`` if autograd had freed the node before."""
         self._compared_index: int | None = None
         """Index of the saved tensor that is compared in every call; ``None`` if no tensor is compared."""
         self._compared_bytes = b""
-        """Some bytes of that tensor."""
+        """Some bytes of the tensor that is compared in every call."""
         self._samples: dict[int, list[Any]] = {}
         """Index of a saved tensor -> a few of its elements; empty unless the call is watched."""
         self._first_node = next_node()
@@ -161,7 +161,7 @@ class SegmentRun:
         self.gathers = False
         """Whether the call is one chunk of several that share batch statistics."""
         self.saved_inputs: list[_Saved] = []
-        """The tensors among the arguments that a segment around saves."""
+        """The tensors among the arguments that an enclosing segment saves."""
         self.inputs: Callable[[], list[Tensor]] = list
         """A function that returns the tensors among the arguments."""
         self.state_tensors: Callable[[], Sequence[Tensor]] = tuple
@@ -172,7 +172,7 @@ class SegmentRun:
     def run_first(self, forward: functools.partial[Any], inputs: Sequence[Tensor], hooks: Hooks | None) -> Any:
         """Run ``forward`` for the first time.
 
-        ``inputs``: the tensors among its arguments; ``hooks``: the hooks on saving around the segment.  Raises
+        ``inputs``: the tensors among its arguments; ``hooks``: the enclosing hooks on saving.  Raises
         :class:`UnrepeatableError` if ``forward`` must run without the segment's hooks.
         """
         versions = [version_of(t) for t in inputs]
@@ -294,7 +294,7 @@ class SegmentRun:
                 self._compared_index, self._compared_bytes = index, seen
 
     def _keep_saved(self, hooks: Hooks | None) -> None:
-        """Keep the saved tensors for backward, packed by ``hooks`` around the segment: forward cannot be recomputed.
+        """Keep the saved tensors for backward, packed by the enclosing ``hooks``: forward cannot be recomputed.
 
         Inputs of segments inside are not packed: hooks may return them with other strides, and these segments would
         then run on strides that differ from forward's.

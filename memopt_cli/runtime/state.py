@@ -106,7 +106,7 @@ class StartingState:
         self._received: dict[int, Copy] | None = None
         """``id`` of a tensor -> its values before a later call wrote to it; ``None`` if no call did."""
         self._irreversible: Complaint = ""
-        """Why forward cannot be undone."""
+        """Reason why forward cannot be undone."""
         self.has_new_changes = False
         """Whether forward changed what no earlier call had changed, so that nothing was held to put it back."""
 
@@ -368,7 +368,7 @@ def _hand_over(tensor: Tensor, written: HeldTensor) -> None:
 
 
 def _tensor_for(tensors: dict[int, Tensor], state_tensors: Sequence[Tensor], held: Any) -> Any:
-    """Return the tensor to put in place of ``held``, from ``made`` or added to it; ``held`` if it holds no tensor."""
+    """Return the tensor for ``held``, which is in ``tensors`` or added to it; ``held`` itself if it holds no tensor."""
     if not isinstance(held, HeldTensor):
         return held
     if held.number not in tensors:

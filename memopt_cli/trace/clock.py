@@ -25,12 +25,12 @@ from memopt_cli.trace.operators import is_bookkeeping, operator_name
 from memopt_cli.training.step import Step, begin, synchronize
 
 _MAX_TIMED_S = 1.0
-"""No further step is taken once the timed steps took this long."""
+"""Seconds of timed steps after which no further step is taken."""
 _MAX_STEPS = 5
 """Maximum number of timed steps.  On a busy machine, a third of the operators varied by 10 % from step to step; the
 shortest time in four steps varied by 4 %."""
 _PACKED_ELEMENTS = 2**19
-"""Elements of the tensor whose packing is timed: 2 MiB, a common size of dropout masks."""
+"""Number of elements of the tensor whose packing is timed: 2 MiB, a common size of dropout masks."""
 _PACKINGS = 16
 """Number of timed packings; the first ones are slow."""
 _CACHES_BYTES = 2**26

@@ -21,7 +21,7 @@ Life = tuple[int, int, int | None]
 """Bytes of a storage, the operator that made it (-1 if it existed before the step), and the first operator that ran
 without it (``None`` if it outlives the step)."""
 AllocatedPeak = Callable[[Iterable[Life]], int]
-"""Returns the maximum bytes that an allocator takes for storages with the given lives, in the order of birth."""
+"""Function that returns the maximum bytes that an allocator takes for storages with lives in the order of birth."""
 
 
 def count_step(

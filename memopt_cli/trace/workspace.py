@@ -16,7 +16,7 @@ from operator import ne
 ASIDE_LABEL = "memopt: set aside"
 """Label in a profile for code outside of the step: its operators and memory do not count."""
 MIN_BYTES = 1 << 16
-"""A smaller workspace of an operator is not counted."""
+"""Minimum bytes of a workspace that is counted."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of an operator's arguments in order, as :func:`argument_shapes` makes them; ``()`` for other arguments."""

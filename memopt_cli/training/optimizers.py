@@ -18,7 +18,7 @@ from memopt_cli.errors import StepError, first_line
 from memopt_cli.text.optimizer_text import CLOSURE_REASON, NamedOptimizer, OptimizerChoice
 
 OptimizerMaker = Callable[[nn.Module], Optimizer | None]
-"""Makes the optimizer of a model, or of a copy of it without data; returns ``None`` for a step without optimizer."""
+"""Function that makes the optimizer of a model, or of a copy without data; ``None`` for a step without optimizer."""
 
 _DEFAULTS = {"SGD": {"momentum": 0.9}}
 """Class -> arguments that differ from PyTorch's defaults: without momentum, SGD has no state."""

@@ -14,7 +14,7 @@ from memopt_cli.runtime.cuts import Cut
 Sizes = Mapping[str, int]
 """Name of a dimension that can be resized -> its size."""
 Observe = Callable[[Sizes], Mapping[int, Cut]]
-"""Runs a forward at some sizes, and returns how the input of each segment was cut.  The model may raise any error."""
+"""Function that runs a forward at some sizes, and returns how each segment was cut; the model may raise any error."""
 
 _MIN_SIZE = 3
 """Minimum size that is tried: 3 is the first that can be cut unevenly."""

@@ -131,7 +131,7 @@ class Audit:
                     yield use.name, reason
         yield from self._misplaced_classes()
 
-    def exhausting(self) -> str:
+    def why_exhausting(self) -> str:
         """Return the reason why a walk of the objects would never end or go too deep."""
         if depth_of(self._root) > _DEEPEST:
             return f"its objects are nested deeper than {_DEEPEST}"

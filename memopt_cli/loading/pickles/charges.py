@@ -28,7 +28,7 @@ _MAX_WORK = 8_000_000
 _DENSE = 8 << 20
 """Size in bytes of the part of a file that may be all opcodes; the rest of a large file is mostly weights."""
 _BYTES_PER_WORK = 8
-"""Number of bytes of that first part of the file that allow one further unit of work."""
+"""Number of bytes that allow one further unit of work, as long as they are among the first :data:`_DENSE` of a file."""
 _BYTES_PER_MORE = 64
 """Number of bytes of the whole file that allow one further unit of work, in addition."""
 _COPIES = 4

@@ -99,9 +99,7 @@ def items_in(sizes: Iterable[int]) -> int:
     return count
 
 
-def check_within(
-    sizes: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, storage_bytes: int
-) -> None:
+def check_within(sizes: Sequence[int], strides: Sequence[int], offset: int, item_size: int, storage_bytes: int) -> None:
     """Raise :class:`ValueError` unless a tensor lies within its storage."""
     if len(sizes) != len(strides):
         raise ValueError(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
@@ -109,14 +107,14 @@ def check_within(
     if min((*strides, offset)) < 0:
         raise ValueError("a tensor has a stride or offset below 0")
     end = offset + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True)) + 1
-    if items and end * item_bytes > storage_bytes:
+    if items and end * item_size > storage_bytes:
         raise ValueError(f"a tensor of the shape {sizes} reaches beyond its storage")
 
 
-def check_view(sizes: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, storage_bytes: int) -> None:
+def check_view(sizes: Sequence[int], strides: Sequence[int], offset: int, item_size: int, storage_bytes: int) -> None:
     """Raise :class:`ValueError` unless a tensor lies within its storage, and is not far larger than that."""
-    check_within(sizes, strides, offset, item_bytes, storage_bytes)
-    if items_in(sizes) * item_bytes > _EXPANSION * storage_bytes + _ALLOWANCE:
+    check_within(sizes, strides, offset, item_size, storage_bytes)
+    if items_in(sizes) * item_size > _EXPANSION * storage_bytes + _ALLOWANCE:
         raise ValueError(f"a tensor of the shape {sizes} is far larger than its {storage_bytes} bytes")
 
 

@@ -66,14 +66,14 @@ _MIN_TIMED_S = 0.3
 _MAX_STEPS = 20
 """Number of steps after which timing of short steps stops."""
 _HOPELESS_FACTOR = 3
-"""Factor: a plan that exceeds the allowed slowdown so many times in the first turn is not timed again."""
+"""Multiple of the allowed slowdown beyond which a plan is timed in the first turn only."""
 _NEAR_TURNS = 5
 """Minimum number of turns of a plan near the limit.  With a limit of 1.33 on a busy machine, three turns measured 1.35,
 and repetitions 1.14 and 1.13."""
 _MAX_TURNS = 8
 """Maximum number of turns of short steps, while the error leaves open whether a plan keeps the limit."""
 _MAX_LONG_TURNS = 3
-"""Maximum number of turns of long steps in that case."""
+"""Maximum number of turns of long steps, while the error leaves that open."""
 _LONG_STEP_S = 1.0
 """Minimum seconds of a long step, which is timed once, after a warm-up.  A measurement ignores the time of the step in
 which memory is recorded, since recording slows plans down by 20 to 45 %; a probe takes it for a long step."""

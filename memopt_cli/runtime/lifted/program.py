@@ -318,9 +318,9 @@ class _Checker:
         _require(kind != "dict" or len(operands) % 2 == 0, "a dict is malformed")
         _require(not looping or len(operands) == len(outputs) + 2, "a loop is malformed")
         self._kinds.append(kind)
-        loops = len(self._kinds) - self._kinds.count("if")
+        loop_depth = len(self._kinds) - self._kinds.count("if")
         _require(
-            not blocks or (len(self._kinds) <= _MAX_BLOCK_DEPTH and loops <= _MAX_LOOP_DEPTH),
+            not blocks or (len(self._kinds) <= _MAX_BLOCK_DEPTH and loop_depth <= _MAX_LOOP_DEPTH),
             "blocks are nested too deeply",
         )
         for block in blocks:

@@ -39,7 +39,7 @@ UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
 _MAX_SCRIPTS = 100
 """Maximum number of files of the current folder that are searched for a class."""
 _MAX_SCRIPT_BYTES = 1 << 20
-"""Maximum number of bytes in each of these files."""
+"""Maximum size in bytes of a file that is searched for a class."""
 _DEFINITION: Final = re.compile(rb"\b(?:class|def)[ \t]+(\w+)")
 """A definition, or text that looks like one.  A source without a match of the wanted name is not parsed: parsing takes
 up to seconds, and 300 bytes of memory for each byte of the source."""
