@@ -55,8 +55,8 @@ def build(location: str) -> nn.Module:
     """Return the model that the callable at ``location`` builds, or the models of its step as one.
 
     ``location`` is ``package.module:callable`` or ``file.py:function``.  PyTorch's generator is seeded before the call,
-    so the parameters are equal every time.  Raises :class:`UsageError` if the import fails or there is no such
-    callable, and :class:`FileFormatError` if the call fails, or if the result is neither an ``nn.Module`` nor a
+    so the parameters are equal every time.  Raises :class:`UsageError` if the import fails, or if there is no such
+    callable, and :class:`FileFormatError` if the call fails, or if its result is neither an ``nn.Module`` nor a
     :class:`~memopt_cli.training.user_step.Step`.
     """
     if is_function(location):

@@ -16,19 +16,19 @@ from re import _parser as sre_parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
 MAX_NAME_LENGTH: Final = 80
-"""Maximum number of characters of a module's name that a message quotes; estimates assume names of this length."""
+"""Number of characters of a module's name, in estimates and in messages."""
 _MAX_PATTERN_LENGTH: Final = 4000
 """Maximum number of characters of an expression that is analysed; a longer one counts as endless."""
 _PARSE_STEPS: Final = 50
-"""Number of steps that parsing an expression here counts for."""
+"""Steps to parse an expression here."""
 _COMPARE_STEPS: Final = 10
-"""Number of steps that comparing two names counts for."""
+"""Steps to compare two names."""
 _SUFFIX_STEPS: Final = 10
-"""Number of steps that each character of a kept suffix counts for: PEFT keeps all suffixes of a name after a dot."""
+"""Steps to keep a character of a suffix: PEFT keeps all suffixes of a name that begin after a dot."""
 _COMPILE_STEPS = 10_000
-"""Number of steps that compiling an expression counts for however short it is."""
+"""Steps to compile any expression."""
 _COMPILE_STEPS_PER_CHARACTER = 250
-"""Number of further steps that compiling counts for, for each character of the expression."""
+"""Further steps for each of its characters."""
 _CACHED_EXPRESSIONS: Final = 400
 """Number of expressions that Python's cache is sure to hold: the whole process shares its 512 places."""
 _SINGLE_CHARACTER: Final = ("LITERAL", "NOT_LITERAL", "ANY", "IN")

@@ -46,7 +46,7 @@ def import_failure(error: BaseException) -> tuple[str, str]:
             return reason, instead
         return reason, f"{add_folder(missing)} If it is a package, install it."
     if isinstance(error, ImportError | SyntaxError):
-        return reason, "Plain Python also fails there: correct that line."
+        return reason, "The same error appears in plain Python: correct that line."
     return reason, IMPORTED_HINT
 
 

@@ -137,8 +137,8 @@ def test_what_a_script_that_is_stopped_saves_at_its_exit_is_not_written(folder: 
 @pytest.mark.parametrize(
     ("line", "reason", "hint"),
     [
-        ("def oops(:", "SyntaxError: invalid syntax", "Plain Python fails there, too: correct that line."),
-        ("from math import tau_", "ImportError", "Plain Python fails there, too: correct that line."),
+        ("def oops(:", "SyntaxError: invalid syntax", "The same error appears in plain Python: correct that line."),
+        ("from math import tau_", "ImportError", "The same error appears in plain Python: correct that line."),
         ("import user_missing", "ModuleNotFoundError", "Add the folder that has user_missing"),
         ("import user_kws.old", "ModuleNotFoundError", "user_kws has no module old; it has deep, layers."),
         ("import user_kws.deep.old", "ModuleNotFoundError", "user_kws.deep has no module old."),

@@ -74,7 +74,7 @@ def test_inspect_describes_the_weights_of_a_folder(
 ) -> None:
     done = memopt("inspect", str(folder))
     assert done.out.startswith(f"{folder / 'model.safetensors'}: safetensors, ")
-    assert f"Only the weights in {folder} are listed, not its settings." in done.out
+    assert f"The weights of {folder}; its settings are in the same folder." in done.out
     assert str(adapter / "adapter_model.safetensors") in memopt("inspect", str(adapter)).out
     gpt2().save_pretrained(tmp_path / "shards", max_shard_size="2KB")
     done = memopt("inspect", str(tmp_path / "shards"))

@@ -90,7 +90,7 @@ def inspect(subject: Subject, job: InspectJob) -> Inspection:
             hint=f"Name one of them: `memopt inspect {quoted_path(str(folder / first))}`.",
         )
     inspection = description.describe_file(read_file(str(folder / first)))
-    note = f"Only the weights in {job.path} are listed, not its settings."
+    note = f"The weights of {job.path}; its settings are in the same folder."
     return replace(inspection, notes=(*inspection.notes, note))
 
 
