@@ -105,7 +105,7 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
     walk = Walk(held_in, _DEEPEST, _MAX_ITEMS if record in _NEEDED else 2**63)
     for node in nodes:
         _check_known(node)
-        if reason := walk.endless(node):
+        if reason := walk.why_endless(node):
             raise ValueError(f"its objects {reason}")
         objects.check(node)
         if objects.is_packed(node):

@@ -158,7 +158,7 @@ class BatchStatistics:
     def __init__(self, module: nn.Module, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
         """Prepare passes of the ``forward`` of ``module``; ``inputs`` are the tensors among its arguments.
 
-        Raises :class:`ValueError` if a norm lies in a segment inside it.
+        Raises :class:`ValueError` if a norm lies in an inner segment.
         """
         _check_inner_segments(module)
         self._module = module

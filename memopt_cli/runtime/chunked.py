@@ -136,7 +136,7 @@ def _run_chunks(
     try:
         output = _run_one_chunk(module, forward, args, kwargs, parcel)
     except Exception:
-        # The whole fails as well, so chunks are not at fault.  If a segment around this one catches the error and goes
+        # The whole fails as well, so chunks are not at fault.  If an enclosing segment catches the error and goes
         # on, its recomputation could not repeat both attempts.
         cannot_repeat()
         raise

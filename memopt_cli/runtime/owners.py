@@ -39,7 +39,7 @@ class Owner:
     __slots__ = ()
 
     def read(self) -> Slots:
-        """Return the current values by their names."""
+        """Return the current values by name."""
         raise NotImplementedError
 
     def write(self, slots: Slots) -> None:

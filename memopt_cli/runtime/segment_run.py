@@ -190,7 +190,7 @@ class SegmentRun:
         # again, and this one overwrites them again.
         for saved in self.saved_inputs:
             saved.version = version_of(saved.tensor)
-        if unrepeatable_runs() != before:  # this run cannot be repeated, or one inside it
+        if unrepeatable_runs() != before:  # this run, or one of an inner segment, cannot be repeated
             self._keep_saved(hooks)
         elif overwrites and not (self.saved_inputs or self._has_copies):  # the inputs are lost for a recomputation
             self._keep_saved(None)

@@ -116,7 +116,7 @@ class _Form:
     is_differentiable: bool
     """Whether the tensor needs a gradient."""
 
-    def times(self, count: int, axis: int) -> Tensor:
+    def repeated(self, count: int, axis: int) -> Tensor:
         """Return an empty tensor like the tensors of ``count`` chunks, concatenated along ``axis``."""
         shape = [*self.shape]
         shape[axis] *= count
@@ -205,12 +205,12 @@ class AbridgedCall:
 
     def new_outputs(self, index: int) -> list[Tensor]:
         """Return new outputs of the stand-in at ``index``."""
-        return [form.times(self.counts[index], self.axis) for form in self._outputs]
+        return [form.repeated(self.counts[index], self.axis) for form in self._outputs]
 
     def new_gradients(self, index: int) -> list[Tensor | None]:
         """Return new gradients of the inputs of the stand-in at ``index``."""
         count, forms = self.counts[index], self._gradients[index]
-        return [None if form is None else form.times(count, self.axis) for form in forms]
+        return [None if form is None else form.repeated(count, self.axis) for form in forms]
 
     def check_backward(self, index: int) -> None:
         """Check, when backward comes to a stand-in, that the chunk after it left its inputs' gradients and no more."""

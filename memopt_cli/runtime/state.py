@@ -50,7 +50,7 @@ from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.settings import Settings
 
 # Complaints about a forward that cannot be recomputed.
-_HOOKS: Final = "adds or removes hooks of modules within it"
+_HOOKS: Final = "adds or removes hooks of its modules"
 _DROPOUT: Final = "has a recurrent layer with dropout, for which cuDNN has its own random generator"
 _SCRIPTED_RECURRENT: Final = frozenset({"RNN", "LSTM", "GRU"})
 """Original class names of the TorchScript modules that are made of recurrent layers."""

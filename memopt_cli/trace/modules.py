@@ -56,7 +56,9 @@ class ModuleNotes:
             packed_bytes = nbytes if name == "null" else smallest_bytes
             requested = requested_compressor(module)
             if requested is not None:
-                packed_bytes = _bytes_in(requested, module, inputs)
+                compressor = COMPRESSORS.get(requested) or _own_compressor(module)
+                with outside_of_step():
+                    packed_bytes = sum(map(compressor.packed_bytes, inputs))
                 # A compressor that saves nothing would only take time.
                 name = requested if packed_bytes < nbytes else "null"
                 self.compressor_misfit = self.compressor_misfit or _why_inexact(requested, module, inputs)
@@ -136,12 +138,6 @@ def _why_inexact(name: CompressorName, module: nn.Module, tensors: list[Tensor])
         return ""
     with outside_of_step():
         return next(filter(None, map(_own_compressor(module).why_inexact, tensors)), "")
-
-
-def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:
-    compressor = COMPRESSORS.get(name) or _own_compressor(module)
-    with outside_of_step():
-        return sum(map(compressor.packed_bytes, tensors))
 
 
 def _own_compressor(module: nn.Module) -> OwnCompressor:

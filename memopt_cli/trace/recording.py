@@ -182,7 +182,7 @@ class _Records:
         """Return a record of every call of a module in forward, with the range of its backward."""
         for index, op in enumerate(self._log.ops):
             number = -1 if op.call is None else op.call
-            while number >= 0:  # the operator is part of the backward of this call, and of those around it
+            while number >= 0:  # the operator is part of the backward of this call, and of the enclosing ones
                 call = self._log.calls[number]
                 call.backward = range(call.backward.start if call.backward else index, index + 1)
                 number = call.caller

@@ -97,7 +97,11 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
     """Put all of ``plan`` on ``model``; if a part fails, undo the earlier parts, the latest first."""
     with contextlib.ExitStack() as undo:
         if not plan.of_model.eager.is_empty:
-            _refuse_script(model)
+            if isinstance(model, torch.jit.ScriptModule):
+                raise PlanError(
+                    "the model is TorchScript, as torch.jit.load returns it, and its modules cannot be changed",
+                    hint="Load its file by memopt_cli.load('script.pt') instead, and apply the plan to that model.",
+                )
             suspend(model)
         undo.callback(resume, model)
         runs: list[Run] = []
@@ -117,14 +121,6 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
             stop_compiling(model)  # removes settings of an earlier plan, which torch.load or a copy took over
         warn_if_on(model)
         undo.pop_all()  # nothing failed: keep all parts
-
-
-def _refuse_script(model: nn.Module) -> None:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise PlanError(
-            "the model is TorchScript, as torch.jit.load returns it, and its modules cannot be changed",
-            hint="Load its file by memopt_cli.load('script.pt') instead, and apply the plan to that model.",
-        )
 
 
 def _segment_configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:

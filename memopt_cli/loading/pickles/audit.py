@@ -138,9 +138,9 @@ class Audit:
         modules = Walk(self._children_of_module, _MAX_MODULES, _MAX_ITEMS)
         containers = Walk(self._items, _MAX_CONTAINERS, _MAX_ITEMS)
         for value in self._nodes:
-            if reason := modules.endless(value):
+            if reason := modules.why_endless(value):
                 return f"its modules {reason}"
-            if reason := containers.endless(value):
+            if reason := containers.why_endless(value):
                 return f"its containers {reason}"
         return ""
 

@@ -186,7 +186,7 @@ class Walk:
         self._sizes: dict[int, int] = {}
         self._depths: dict[int, int] = {}
 
-    def endless(self, root: Any) -> str:
+    def why_endless(self, root: Any) -> str:
         """Return the reason why a recursion from ``root`` would not end, go too deep or visit too much.
 
         An empty string: it would do none of these.

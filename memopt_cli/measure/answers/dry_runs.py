@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from memopt_cli import trace
 from memopt_cli.measure.answers.bench import Bench
-from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
+from memopt_cli.measure.answers.small_step import SMALL_BATCH, record_contents, small_step
 from memopt_cli.measure.answers.steps import allocated_by
 from memopt_cli.measure.answers.without_data import (
     NeedsDataError,
@@ -151,7 +151,7 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> TraceAnswer:
     if small is None:
         return traced
     with bench.with_plan(plan):
-        seen = small.recorded if plan == ORIGINAL else look_into(bench, small.step)
+        seen = small.recorded if plan == ORIGINAL else record_contents(bench, small.step)
     recorded, no_contents = trace.with_contents(recorded, seen)
     return replace(traced, trace=recorded, unknown=(no_contents,) if no_contents else ())
 
