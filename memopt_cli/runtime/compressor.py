@@ -78,7 +78,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the tensors that are held."""
         return sum(t.numel() * t.element_size() for t in self.data)  # sparse tensors have no ``nbytes``
 
 

@@ -142,8 +142,8 @@ def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, 
 def enclosing_segment_run() -> Any:
     """Return the :class:`SegmentRun` whose hooks get the tensors that autograd saves now.
 
-    Return ``None`` if no segment encloses this call, or if the innermost one contains other saved-tensor hooks that do,
-    such as those of the user's own checkpoint.
+    Return ``None`` if no segment encloses this call, or if saved-tensor hooks of something else, such as the user's own
+    checkpoint, are set within that segment.
     """
     hooks = hooks_on_saving()
     run = None if hooks is None else getattr(hooks[0], "__self__", None)

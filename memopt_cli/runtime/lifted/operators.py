@@ -351,4 +351,4 @@ FUNCTIONS: Final[Mapping[str, Any]] = {
     "is_grad_enabled": torch.is_grad_enabled,
     "set_grad_enabled": torch.set_grad_enabled,
 }
-"""Names that generated code may use, besides its own variables and operators -> their objects."""
+"""Name that generated code may use besides its own variables and operators -> the object that it stands for."""
