@@ -295,7 +295,7 @@ class PackedInputs:
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Store ``tensors``; parameters, which exist anyway, are only referred to."""
         for tensor in tensors:
-            # The usual class first, for speed: ``nn.Parameter`` has an ``isinstance`` of its own, written in Python.
+            # ``nn.Parameter`` has an ``isinstance`` of its own, written in Python, so most tensors must not get there.
             if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
                 self._stored.append(tensor)
                 continue

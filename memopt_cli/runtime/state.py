@@ -100,7 +100,7 @@ class StartingState:
         self._parameters = Parameters(known.parameters, learned.parameters, is_watched=self.is_watched)
         learned.parameters = None if self.is_watched else self._parameters
         tensors = (*inputs, *self._parameters.tensors, *(() if self._held is None else self._held.originals.values()))
-        # The usual case first, for speed: a set of devices takes several times as long.
+        # A set of devices takes several times as long.
         devices = () if all(map(_is_on_cpu, tensors)) else {t.device for t in tensors}
         self._generators = Generators(devices, outside=self.is_watched or learned.uses_random_outside)
         self._received: dict[int, Copy] | None = None
