@@ -33,7 +33,7 @@ _BUILD_BYTES = 2 << 30
 _BUILD_S = 30
 """Seconds that building a model may take however small its weights are."""
 _WEIGHT_BYTES_PER_S = 50_000_000
-"""Number of bytes of weights for which building a model may take one further second."""
+"""Number of bytes of weights that allow one further second."""
 
 limits_process = False
 """Whether this process exists only to load and run a model, so that limits may be set for the whole process."""

@@ -28,7 +28,7 @@ _MIN_VALUES = 2_000_000
 _MAX_VALUES = 16_000_000
 """Maximum number of separators in the JSON of a program, enough for some 200,000 operators."""
 _BYTES_PER_VALUE = 8
-"""Number of bytes for which a file may have one further separator; PyTorch, which does not compress it, writes 12."""
+"""Number of bytes that allow one further separator; PyTorch, which does not compress the JSON, writes some 12 each."""
 PROGRAM: Final = "models/model.json"
 PROGRAMS: Final = (PROGRAM, "serialized_exported_program.json")
 """Records that hold the program: since PyTorch 2.8, and before."""

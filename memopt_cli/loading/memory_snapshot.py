@@ -43,7 +43,7 @@ Each opcode takes some 70 bytes of memory and some microseconds."""
 _MIN_OPCODES = 100_000
 """Number of opcodes that a pickle may have however small it is."""
 _BYTES_PER_OPCODE = 2
-"""Number of bytes for which a pickle may have one further opcode; ``pickle`` writes 3 to 5 for each."""
+"""Number of bytes of a pickle that allow one further opcode; ``pickle`` writes 3 to 5 for each."""
 _MAX_STACK: Final = 100_000
 """Maximum number of values on the unpickler's stack: ``pickle`` moves 1,000 values at a time into containers."""
 _MAX_NAME_LENGTH: Final = 4096  # of a source file

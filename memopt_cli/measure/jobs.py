@@ -3,8 +3,8 @@
 To add a job, write its class here and its function in ``measure/answers/``.  The class names both the type of the
 answer and the function::
 
-    class CountJob(SizedJob[Counted]):                                       # answered by a ``Counted``, or a failure
-        answered_by = "memopt_cli.measure.answers.dry_runs:count_step"      # called in the subprocess, with the job
+    class CountJob(SizedJob[Counted]):                                  # answered by a ``Counted``, or a failure
+        answered_by = "memopt_cli.measure.answers.dry_runs:count_step"  # called in the subprocess, with the job
 
 The worker has no list of jobs: it imports the function that the job names.
 """

@@ -47,7 +47,7 @@ STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 NESTED: Final = Global("torch.storage", "_load_from_bytes")
 """The function that makes a storage inside a plain pickle, from the bytes of a legacy file."""
 _HEAD = 1024
-"""Bytes that the pickles before the storage may take in the bytes of a legacy file; about 300 are usual."""
+"""Maximum bytes of the pickles that precede the storage in a legacy file; about 300 are usual."""
 _MAX_WRAPPERS = 8
 """Maximum number of calls around the call that makes a tensor, for example for a parameter and a subclass."""
 

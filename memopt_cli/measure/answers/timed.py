@@ -73,7 +73,7 @@ and repetitions 1.14 and 1.13."""
 _MAX_TURNS = 8
 """Maximum number of turns of short steps, while the error leaves open whether a plan keeps the limit."""
 _MAX_LONG_TURNS = 3
-"""Maximum number of turns of long steps, while the error leaves that open."""
+"""Maximum number of turns of long steps, while the error leaves open whether a plan keeps the limit."""
 _LONG_STEP_S = 1.0
 """Minimum seconds of a long step, which is timed once, after a warm-up.  A measurement ignores the time of the step in
 which memory is recorded, since recording slows plans down by 20 to 45 %; a probe takes it for a long step."""
