@@ -160,7 +160,7 @@ class StepLog(StorageLog):
         def leave(path: str, module: nn.Module, output: Any) -> None:
             if self.phase == "forward":
                 call = self.calls[self._innermost]
-                storages = filter(None, map(self.find, tensors_of(output)))
+                storages = filter(None, map(self.find_storage, tensors_of(output)))
                 call.end, call.outputs = len(self.ops), tuple(storage.index for storage in storages)
                 self._begin_call(call.caller)
 
