@@ -183,13 +183,15 @@ def test_one_refusal_names_all_flags_that_an_unchecked_file_needs(of_own_code: P
     assert "`--code-path code --code-path beside --trust-pickle` loads it without" in error.value.hint
 
 
-@pytest.mark.parametrize("trust", [{"code_paths": ("code",)}, {"pickle": True}])
+@pytest.mark.parametrize(
+    ("trust", "kind", "missing"),
+    [({"code_paths": ("code",)}, UsageError, "beside"), ({"pickle": True}, FileFormatError, "own_net")],
+)
 def test_a_module_that_is_missing_is_named_with_the_flag(
-    trust: dict[str, Any], of_own_code: Path, monkeypatch: pytest.MonkeyPatch
+    trust: dict[str, Any], kind: type[MemoptError], missing: str, of_own_code: Path
 ) -> None:
-    with pytest.raises(FileFormatError, match="ModuleNotFoundError") as error:
+    with pytest.raises(kind, match="ModuleNotFoundError") as error:
         load_model(source(of_own_code, **trust))
-    missing = "own_net" if "pickle" in trust else "beside"
     assert error.value.hint.startswith(f"Add the folder that has {missing}: `--code-path FOLDER`")
 
 
