@@ -187,7 +187,6 @@ def _describe_exported(file: ModelFile) -> _Found:
 
 
 def _versions(archive: Archive) -> dict[str, str]:
-    """Return the versions that ``archive`` carries, by kind."""
     records = {"archive": "version", "format": ".format_version", "pt2 archive": "archive_version"}
     versions = {what: archive.text(record) for what, record in records.items()}
     return {what: text for what, text in versions.items() if text}

@@ -210,7 +210,6 @@ def storages_of(pickled: PickledFile) -> Stored:
 def _audit_and_make(
     file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched
 ) -> Any:
-    """Audit everything that ``root`` reaches, then make it."""
     with suspend_collection():
         audit = audit_objects(file, pickled, root, kinds, vouched)
     try:

@@ -362,7 +362,6 @@ def _takes_shape(compressor: Compressor) -> bool:
 
 
 def _signature_refusal(compressor: Compressor) -> str:
-    """Return why the methods of ``compressor`` cannot be called."""
     for function, calls in ((compressor.compress, ("x",)), (compressor.decompress, ("packed", "packed, shape"))):
         try:
             signature = inspect.signature(function)
