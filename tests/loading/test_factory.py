@@ -433,7 +433,7 @@ def test_factories_that_cannot_be_used(location: str, error: type[MemoptError], 
 
 @pytest.mark.parametrize("name", ["run.pyc", "run.so", "run", "run.PY"])
 def test_only_python_files_are_run(name: str, folder: Path) -> None:
-    """Python would run compiled code, too, and libraries of machine code."""
+    """Python would also run compiled code, and libraries of machine code."""
     (folder / "run.py").write_text("raise SystemExit('it ran')")
     py_compile.compile("run.py", cfile=str(folder / name))
     with pytest.raises(UsageError, match="is not a Python file"):

@@ -357,7 +357,7 @@ def test_a_library_in_the_current_folder(entry: str, is_module: bool, tmp_path: 
 
 
 def wait_for(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true in a minute."""
+    """Whether the condition comes true in a minute."""
     for _ in range(6000):
         if condition():
             return True

@@ -629,7 +629,7 @@ def test_a_script_that_writes_as_it_is_imported_is_told_where_that_belongs(monke
 
 
 def test_an_answer_too_long_to_be_read_is_a_failure_that_says_so() -> None:
-    """What is read only as far as its kind may be long would look made up."""
+    """An answer that is cut at the maximum length of its kind would look made up."""
     reply = {"kind": "answer", "answer": ["x" * 50]}
     line = _reply_line(reply, 10_000)
     assert json.loads(line) == reply

@@ -210,7 +210,7 @@ class Functional(nn.Module):
 
 
 class Joined(nn.Module):
-    """A module in which the input of its norms is used elsewhere, too."""
+    """A module in which the input of its norms is also used elsewhere."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers and loops that once went wrong in a segment, in steps after the first too: each beside the plain model."""
+"""Layers and loops that once went wrong in a segment, some after the first step; each is compared with the plain one."""
 
 from __future__ import annotations
 

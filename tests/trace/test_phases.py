@@ -1,4 +1,4 @@
-"""The phases of a step: which there are, and what each needs, predicted beside measured."""
+"""The phases of a step: which there are, and what each needs, predicted and measured."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Steep(Loss):
 
 
 class Steepest(Steep):
-    """At a scale of 1, too."""
+    """Steep even at a scale of 1."""
 
     factor = 1e7
 

@@ -64,7 +64,7 @@ SMALL = {
 
 @pytest.mark.parametrize("optimizer", ["none", "sgd", "adamw"])
 def test_a_step_that_accumulates_is_one_after_another(optimizer: str) -> None:
-    """Beside one that finds the gradients which a step has really left."""
+    """It is compared with a step that finds the gradients that an earlier step has left."""
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.Sigmoid())
     plain = step_of(net, torch.randn(4, 32), optimizer=optimizer)
     count_step(plain)  # makes the optimizer's state
