@@ -1,4 +1,4 @@
-"""Layers and loops that once went wrong in a segment, some after the first step; each is compared with the plain one."""
+"""Layers and loops that once went wrong in a segment, some after the first step; each next to the plain model."""
 
 from __future__ import annotations
 
