@@ -35,15 +35,15 @@ _PLAIN: Final = frozenset(
 _MAX_HOLDERS: Final = 200
 """Maximum number of source lines that are reported."""
 _MAX_BYTES: Final = 1 << 30
-"""Largest size in bytes of a snapshot."""
+"""Maximum size in bytes of a snapshot."""
 _MAX_OPCODES = 20_000_000
 """Maximum number of opcodes of the largest pickle; a history of 100,000 events has some 3 million.
 
 Each opcode takes some 70 bytes of memory and some microseconds."""
 _MIN_OPCODES = 100_000
-"""Number of opcodes that any pickle may have."""
+"""Number of opcodes that a pickle may have however small it is."""
 _BYTES_PER_OPCODE = 2
-"""Bytes of a pickle that allow one more opcode; ``pickle`` writes 3 to 5."""
+"""Number of bytes of a pickle that allow one further opcode; ``pickle`` writes 3 to 5 for each."""
 _MAX_STACK: Final = 100_000
 """Maximum number of values on the unpickler's stack: ``pickle`` moves 1,000 values at a time into containers."""
 _MAX_NAME_LENGTH: Final = 4096  # of a source file
@@ -107,7 +107,7 @@ class _PlainUnpickler(_Unpickler):
 
 
 def read_snapshot(path: str) -> SnapshotFacts:
-    """Return the bytes that each source line held when memory last ran out, by the snapshot at ``path``.
+    """Read from the snapshot at ``path`` how many bytes each source line held when memory last ran out.
 
     A block counts for the innermost line of its stack that is the user's own.  If memory never ran out, the blocks at
     the end of the snapshot count, on all devices.
@@ -117,7 +117,7 @@ def read_snapshot(path: str) -> SnapshotFacts:
     """
     data, opcodes = _plain_value(read_file(path, max_bytes=_MAX_BYTES).data, path)
     try:
-        return _Reading(opcodes).facts(data)
+        return _SnapshotReader(opcodes).facts(data)
     except (TypeError, ValueError, KeyError, AttributeError) as err:
         raise FileFormatError(f"{path} is not a snapshot of torch.cuda.memory", hint=_SNAPSHOT_HINT) from err
 
@@ -135,8 +135,8 @@ def _plain_value(data: bytes, path: str) -> tuple[Any, int]:
 
 
 @dataclass(slots=True)
-class _Reading:
-    """The reading of one snapshot, with a bound on its work: a hostile one may refer to its parts again and again."""
+class _SnapshotReader:
+    """Reader of one snapshot, with a bound on its work: a hostile one may refer to its parts again and again."""
 
     left: int
     """Number of parts that may still be visited: in a real snapshot, each has its own opcode."""
@@ -253,7 +253,7 @@ class _Failure:
 def _text(value: Any) -> str:
     """Return the text ``value``; a container is refused, since turning it into text could take forever."""
     if not isinstance(value, str):
-        raise TypeError("a value that must be text is not text")
+        raise TypeError(f"{type(value).__name__} where text is expected")
     return value
 
 

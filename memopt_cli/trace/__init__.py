@@ -11,7 +11,7 @@ from memopt_cli.trace.clock import (
     with_seconds,
 )
 from memopt_cli.trace.contents import with_contents
-from memopt_cli.trace.counting import AllocatedPeak, Life, count, match_compressors
+from memopt_cli.trace.counting import AllocatedPeak, Life, count_step, match_compressors
 from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode, place_fake
 from memopt_cli.trace.inputs import compressors_failing_on_zeros, record_inputs
 from memopt_cli.trace.log import Compressors, StorageLog, resident_bytes
@@ -31,7 +31,7 @@ __all__ = [
     "built_without_data",
     "compressor_paths",
     "compressors_failing_on_zeros",
-    "count",
+    "count_step",
     "fake_mode",
     "list_modules",
     "match_compressors",

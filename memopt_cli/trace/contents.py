@@ -59,7 +59,7 @@ class ContentsReader:
         return cast(CompressorName, compressor.name), packed.nbytes
 
     def _packed_bytes(self, tensor: Tensor) -> dict[CompressorName, int]:
-        storage = self._log.find(tensor)
+        storage = self._log.find_storage(tensor)
         if storage is None:
             return _packed_bytes(tensor)
         key = storage.index, version_counter(tensor), int(tensor.storage_offset()), tensor.numel()

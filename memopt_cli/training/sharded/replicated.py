@@ -87,8 +87,8 @@ def without_reducer() -> Iterator[list[Tensor]]:
 
 def _not_predicted(what: str) -> StepError:
     return StepError(
-        f"DistributedDataParallel with {what} cannot be predicted: its effect on gradients is not counted",
-        hint="Leave it out to predict the step.",
+        f"DistributedDataParallel with {what} cannot be predicted: memopt does not know what memory that takes",
+        hint=f"Predict without {what}, or run memopt measure on a real group.",
     )
 
 
