@@ -306,25 +306,14 @@ def _needed_arguments(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
     return [arg.arg for arg in needed]
 
 
-def refuse_misspelt(path: str, name: str) -> None:
-    """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and does not contain
-    ``name``.
-
-    The file is not run: so this error comes before one about outputs that exist.
-    """
-    nearest = _nearest_definition(path, name)
-    if nearest and not re.search(rf"\b{name}\b".encode(), read_bytes(path, _MAX_SOURCE_BYTES)):
-        raise UsageError(f"{path} has no function {name}", hint=_did_you_mean(nearest))
-
-
 def definitions(path: str, name: str = "") -> str:
     """Return a sentence on the functions and classes of the Python file at ``path``; empty if it has none.
 
     If ``name`` may be a misspelling of one of them, the sentence asks for it.
     """
-    if nearest := _nearest_definition(path, name):
-        return _did_you_mean(nearest)
     names = [node.name for node in _public_definitions_in(path)]
+    if nearest_names := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
+        return _did_you_mean(nearest_names[0])
     return f"It defines {format_some(names, _SHOWN)}." if names else ""
 
 
@@ -333,12 +322,6 @@ def class_file(location: str) -> str:
     path, _, name = location.rpartition(":")
     nodes = definitions_in(path) if is_function(location) else []
     return path if any(isinstance(node, ast.ClassDef) and node.name == name for node in nodes) else ""
-
-
-def _nearest_definition(path: str, name: str) -> str:
-    """Return the definition in the Python file at ``path`` that ``name`` may misspell; empty if none."""
-    names = [node.name for node in _public_definitions_in(path)]
-    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.7)), "")
 
 
 def _did_you_mean(name: str) -> str:
