@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,6 @@ from memopt_cli.batching.sizer import AdaptiveBatchSizer
 from memopt_cli.batching.trial import catch_out_of_memory
 from memopt_cli.errors import BatchShapeError, MemoryBudgetError, UsageError
 from memopt_cli.records import OutOfMemory
-from memopt_cli.runtime.module_state import evaluation_mode
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.step import synchronize
 
@@ -172,3 +172,15 @@ def _samples(dataset: Any) -> Iterator[Any]:
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return (dataset[i] for i in range(len(dataset)))
     return iter(dataset)
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` into evaluation mode in the ``with`` block, and every module back into its own mode after it."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
 from memopt_cli.model_batching.module import BatchModule
-from memopt_cli.runtime.module_state import evaluation_mode
 from memopt_cli.runtime.tree import tensors_of
 
 Shape = Sequence[int]
@@ -77,16 +76,19 @@ def test_batched_model(
             hint="Give a list of shapes, one for each argument.",
         )
     states = batched_model.state_dicts()
+    modes = [(m, m.training) for m in batched_model.modules()]
     if randomize:
         batched_model.load_state_dicts([_randomize(state) for state in states])
     device = next(iter(tensors_of(list(model.state_dict().values()))), torch.empty(0)).device
     inputs = [torch.randn(batched_model.batch, *shape, device=device) for shape in input_shapes]
     try:
-        with evaluation_mode(batched_model), torch.no_grad():
-            batched = tensors_of(batched_model(*inputs))
+        with torch.no_grad():
+            batched = tensors_of(batched_model.eval()(*inputs))
             cases = zip(batched_model.state_dicts(), *inputs, strict=True)
             separate = [_separate_outputs(model, state, model_inputs) for state, *model_inputs in cases]
     finally:
+        for module, mode in modes:
+            module.training = mode
         if restore_state:
             batched_model.load_state_dicts(states)
     _check_close(batched, [torch.stack(outputs) for outputs in zip(*separate, strict=True)], rtol, atol)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 import sys
@@ -336,15 +335,3 @@ def leaves_in(values: Iterable[Any]) -> Iterator[Any]:
             yield from leaves_in(value)
         elif type(value) not in ATOMS:
             yield value
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation mode in the ``with`` block, and every module back into its own mode after it."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

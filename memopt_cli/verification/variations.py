@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from memopt_cli.errors import StepError, first_line
-from memopt_cli.runtime.module_state import evaluation_mode
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import Step
@@ -110,8 +109,13 @@ def _flip_half(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def _eval(step: Step) -> Iterator[Step]:
-    with evaluation_mode(step.model):
+    modes = [(module, module.training) for module in step.model.modules()]
+    step.model.eval()
+    try:
         yield step
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextlib.contextmanager
