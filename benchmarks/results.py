@@ -7,6 +7,7 @@ import platform
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,20 +15,31 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-_HEAD = "# Results\n\nEvery section is written by the command that stands in it.\n"
+_HEAD = """# Results
+
+Each section is written by the command that stands in it.  *Peers* compares memopt with other ways to save memory.
+
+"""
 _SECTION = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)
 
 
 def write_section(title: str, command: str, markdown: str, path: Path = RESULTS) -> None:
     """Replace the section ``## title`` by ``markdown`` with the command, the versions and the machine.
 
-    Its headings begin at ``###``.  A new section comes last.
+    Its headings begin at ``###``.  Sections are in alphabetical order, after a list of their titles.
     """
     sections = _sections(path.read_text(encoding="utf-8")) if path.exists() else {}
     sections[title] = f"\n`{command}`\n\n{machine()}\n\n{markdown.strip()}\n"
-    text = "".join(f"\n## {name}\n{body}" for name, body in sections.items())
+    _write_all(sections, path)
+
+
+def _write_all(sections: Mapping[str, str], path: Path) -> None:
+    """Write ``sections``, title -> text, after a list of links to them."""
+    titles = sorted(sections, key=str.lower)
+    contents = "".join(f"- [{name}](#{_anchor(name)})\n" for name in titles)
+    text = "".join(f"\n## {name}\n{sections[name]}" for name in titles)
     partial = path.with_suffix(".partial")
-    partial.write_text(_HEAD + text, encoding="utf-8")
+    partial.write_text(_HEAD + contents + text, encoding="utf-8")
     partial.replace(path)
 
 
@@ -53,6 +65,11 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _anchor(title: str) -> str:
+    """Return the name under which GitHub and other renderers link a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def _version(package: str) -> str:

@@ -13,6 +13,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
 
 from memopt_cli.errors import FileError, MemoptError, UsageError, WriteError, error_chain
@@ -38,8 +39,8 @@ def with_python_spelling(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function`` so that errors that it raises name arguments in place of flags.
 
     The errors that caused them are reworded as well, since a traceback shows these, too.  They and Ctrl-C are raised
-    from here, as the frames below are memopt's own; only the cause of a step that fails may have frames of the user's
-    code.
+    from here, as the frames below are memopt's own.  The cause of a step that fails keeps the frames from the user's
+    code on.
     """
 
     @functools.wraps(function)
@@ -53,9 +54,20 @@ def with_python_spelling(function: Callable[P, R]) -> Callable[P, R]:
             if not isinstance(err, MemoptError | KeyboardInterrupt):
                 raise
             cause = None if isinstance(err, UsageError | FileError | WriteError) else err.__cause__
+            if cause is not None:
+                cause = cause.with_traceback(_from_user_code(cause.__traceback__))
             raise err.with_traceback(None) from cause
 
     return spelled
+
+
+def _from_user_code(traceback: TracebackType | None) -> TracebackType | None:
+    """Return ``traceback`` from its first frame on that is neither memopt's nor PyTorch's; ``None`` without one."""
+    while traceback is not None:
+        if str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0] not in ("memopt_cli", "torch"):
+            break
+        traceback = traceback.tb_next
+    return traceback
 
 
 def warn_if_unchanged(reason: str) -> None:

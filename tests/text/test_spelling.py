@@ -166,6 +166,30 @@ def test_an_error_of_a_path_or_plan_has_a_short_traceback(tmp_path: Path) -> Non
         assert error.__cause__ is None
 
 
+class Halved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("model", "functions"), [(nn.Sequential(nn.Linear(2, 2)), []), (nn.Sequential(Halved()), ["forward"])]
+)
+def test_the_cause_of_a_failed_step_shows_the_frames_from_the_users_code_on(
+    model: nn.Module, functions: list[str]
+) -> None:
+    plan = memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),))
+    with pytest.raises(MemoptError) as caught:
+        memopt_cli.apply_plan(model, plan, verify=torch.randn(2, 4 if functions else 3))
+    assert caught.value.__cause__ is not None
+    frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
+    assert [frame.name for frame in frames[:1]] == functions
+    assert len(traceback.extract_tb(caught.value.__traceback__)) == 2
+
+
 def test_ctrl_c_has_a_short_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def press(*_: object) -> None:
         try:
