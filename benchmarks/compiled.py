@@ -33,7 +33,7 @@ from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import Measured, MeasureJob
 from memopt_cli.pipeline import optimize
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
-from memopt_cli.pipeline.verification import verify
+from memopt_cli.pipeline.verification import verify_plan
 from memopt_cli.records import (
     Budget,
     CompilePlan,
@@ -171,7 +171,7 @@ class Bench:
     def is_right(self, plan: Plan) -> bool:
         """Return whether the compiled model computes the same with ``plan`` as without; each plan is verified once."""
         if plan not in self.wrong:
-            told = verify(self.compiling(plan), plan)
+            told = verify_plan(self.compiling(plan), plan)
             passed = isinstance(told, Verification) and told.passed
             self.wrong[plan] = "" if passed else told.difference if isinstance(told, Verification) else str(told)
             if not passed:

@@ -32,7 +32,7 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes
 from memopt_cli.pipeline.batches.fastest import fastest_prepared
 from memopt_cli.pipeline.batches.trials import Pair, Trials
-from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
@@ -170,7 +170,7 @@ def plans_at(prepared: Prepared, request: BatchRequest, batch: int) -> list[Plan
         goal=SearchGoal(frontier=True),
         recommend_batch=False,
     )
-    found = find(frontier, prepared.at(batch))
+    found = find_plan(frontier, prepared.at(batch))
     return [point.plan for point in found.frontier if not point.plan.is_empty and not point.plan.in_backward]
 
 

@@ -43,7 +43,7 @@ from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.pipeline.plans.goal import GoalSearch
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
-from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.records import (
     Budget,
@@ -180,7 +180,7 @@ def optimized(name: str, level: int, goal: SearchGoal) -> list[LevelRow]:
         recommend_batch=False,
         measure_levels=True,
     )
-    return find(request, ready).rows
+    return find_plan(request, ready).rows
 
 
 def contests(names: Sequence[str], options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.input_spec import guessed_spec, make_inputs
 from memopt_cli.measure import processes
-from memopt_cli.measure.devices import process_device as resolve_device
+from memopt_cli.measure.devices import process_device
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.model_batching.module import refuse_batched
@@ -38,10 +38,10 @@ from memopt_cli.pipeline.live.model import (
 from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.named_segments import find_named_segments
-from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.plans.summary import summarize
 from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.pipeline.verification import verify
+from memopt_cli.pipeline.verification import verify_plan
 from memopt_cli.records import (
     Counted,
     MemOptSummary,
@@ -91,8 +91,10 @@ __all__ = [
     "resolve_device",
 ]
 
+resolve_device = process_device  # SpikingJelly's name
+
 _GUESS_LIMIT_S = 60.0
-"""Longest wait, in seconds, for a verification on guessed inputs: a few samples should take far less."""
+"""Time limit of a verification on guessed inputs: a few samples should take far less."""
 
 MEMOPT_PROFILES: tuple[str, ...] = get_args(Profile)
 """Values of ``profile``, from the least search to the most."""
@@ -216,7 +218,7 @@ def memory_optimization(
             offload="none",  # SpikingJelly's levels never send tensors to the host
         )
         resolved = resolve(overrides, has_inputs=inputs is not None)
-        settings = StepSettings(device=resolve_device())
+        settings = StepSettings(device=process_device())
         with log_progress(verbose) as progress:
             if inputs is None or resolved.options.level == 0:
                 findings = _apply_unmeasured(net, resolved, settings, progress)
@@ -263,7 +265,7 @@ def apply_gc(
         max_slowdown=math.inf,
     )
     resolved = resolve(overrides)
-    device = resolve_device() if device == "cuda" else device
+    device = process_device() if device == "cuda" else device
     with replacing_plan(net) as carried:
         if dummy_input is None:
             modules = _list_modules(net, resolved, StepSettings(device=device))
@@ -314,7 +316,7 @@ def _search_and_apply(
 
     Level 1 skips the search: its plan is the modules that the caller named.
     """
-    find_plan = find_named_segments if resolved.options.level == 1 else find
+    search = find_named_segments if resolved.options.level == 1 else find_plan
     refuse_batched(net)
     with processes.keep_server(), prepared_model(net, inputs, settings) as prepared:
         prepared = prepared.with_progress(progress, prepared.timeout_s)
@@ -322,7 +324,7 @@ def _search_and_apply(
             source=prepared.subject.source, spec=None, settings=settings, search=resolved, recommend_batch=False
         )
         with replacing_plan(net) as carried:
-            findings = find_and_verify(request, prepared, find_plan)
+            findings = find_and_verify(request, prepared, search)
             apply_plan(net, findings.plan)  # in the with block, so that the old plan goes back on if this fails
         findings.notes[:0] = carried_note(carried, findings.plan)
         if resolved.options.warmup_in_main_process:
@@ -350,7 +352,7 @@ def _verify_on_guess(
     """
     try:
         with processes.keep_server(), prepared_model(net, _suggested_inputs(net, settings), settings) as prepared:
-            outcome = verify(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
+            outcome = verify_plan(replace(prepared, timeout_s=_GUESS_LIMIT_S, progress=progress), findings.plan)
     except MemoptError as err:
         outcome = StepFailed(message=err.message)
     if not isinstance(outcome, Verification):

@@ -448,15 +448,13 @@ def test_where_level_1_wraps_nothing_each_class_says_why(inputs: tuple[Tensor, .
     absent, refused = said_of(net, (nn.Conv2d, nn.ReLU), *inputs)
     assert not segments(net)
     assert absent == "No segment of Conv2d: the model has none."
-    assert refused.startswith("No segment of ReLU: refused because its first layer ReLU(inplace=True) writes over")
+    assert refused.startswith("No segment of ReLU: none can be one, as its first layer ReLU(inplace=True) writes over")
 
 
 def test_a_class_that_is_never_called_or_not_allowed_says_so() -> None:
     net = nn.Sequential(Forgetful())
     net[0].called, net[0].bypassed = nn.Linear(8, 8), nn.Identity()
-    assert gc(net, Block, (torch.randn(4, 8),))["notes"][1:] == [
-        "No segment of Block: no inputs were recorded, as the step never calls it."
-    ]
+    assert gc(net, Block, (torch.randn(4, 8),))["notes"][1:] == ["No segment of Block: the step calls none of them."]
     assert said_of(blocks(), Block, max_gc_wrapped_modules=0) == [
         "No segment of Block: max_gc_wrapped_modules allows none."
     ]

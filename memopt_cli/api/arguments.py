@@ -230,7 +230,7 @@ def split_range(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | Non
 
 
 def check_lengths(given: Lengths | None) -> str | dict[int, int] | None:
-    """Return ``given`` as the path of a file, or as length -> number of its inputs.
+    """Return ``given`` as the path of a file, or as the number of inputs of each length.
 
     Raises :class:`OptionError` if it is neither a path nor whole numbers.
     """

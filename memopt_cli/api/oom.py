@@ -76,7 +76,8 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
     flags = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
     if _is_of_loading(error):
         return f"memopt explain {flags}"
-    models = _local_models(error)
+    # The frame of an ``__init__`` may hold a module that cannot list its parameters yet: ``nn.Module``'s has not run.
+    models = [v for v in _local_values(error) if isinstance(v, torch.nn.Module) and "_modules" in vars(v)]
     network = max(models, key=lambda module: sum(1 for _ in module.parameters()), default=None)
     model, inputs = (_builder(_kind_of(network)), _inputs_of(network)) if network else ("", "-i SHAPE")
     paths = _code_paths(models)
@@ -86,12 +87,15 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
     placeholders = "MODEL is a saved model, or net.py:build for a function that makes it"
     if model:
         placeholders = f"{model} is made without arguments: else name your function that makes it"
+    plan = ""
+    if any(isinstance(part, Installed) for model in models for part in model.modules()):
+        plan = "\nthe model carried a plan when memory ran out: the command looks for changes of the step without it"
     return (
         f"memopt explain {flags}\n"
         f"and to find what would fit: {command}\n"
         f"{placeholders}; SHAPE a batch's shape, 64x3x224x224 or 64x128@int64=0..32000; "
         f"add {_OWN_LOSS} if it has a loss of its own"
-        f"{_plan_line(models)}{_missing_guard_line(paths)}"
+        f"{plan}{_missing_guard_line(paths)}"
     )
 
 
@@ -127,7 +131,9 @@ def _builder(kind: type) -> str:
     """
     module = sys.modules.get(kind.__module__)
     path = getattr(module, "__file__", None)
-    if path is None or not _is_own(kind) or "." in kind.__module__ or _needs_arguments(kind):
+    if path is None or not _is_own(kind) or "." in kind.__module__:
+        return ""
+    if any(map(_is_needed, inspect.signature(kind).parameters.values())):
         return ""
     is_named = vars(module).get(kind.__name__) is kind
     return (
@@ -163,26 +169,6 @@ def _inputs_of(model: torch.nn.Module) -> str:
     return " ".join(f"-i {name}:SHAPE" for name in needed) if len(needed) > 1 else "-i SHAPE"
 
 
-def _local_models(error: Exception) -> list[torch.nn.Module]:
-    """Return the modules among the local variables of the frames of ``error``, without those still in ``__init__``.
-
-    An error in a module's ``__init__`` may precede that of ``nn.Module``, which makes what ``parameters()`` reads.
-    """
-    return [v for v in _local_values(error) if isinstance(v, torch.nn.Module) and "_modules" in vars(v)]
-
-
-def _plan_line(models: Sequence[torch.nn.Module]) -> str:
-    """Return a line on the plan that one of the ``models`` carries; empty if none does."""
-    if not any(isinstance(part, Installed) for model in models for part in model.modules()):
-        return ""
-    return "\nthe model carried a plan when memory ran out: the command looks for changes of the step without it"
-
-
-def _needs_arguments(kind: type) -> bool:
-    """Return whether the class ``kind`` has parameters without a default, other than ``*args`` and ``**kwargs``."""
-    return any(map(_is_needed, inspect.signature(kind).parameters.values()))
-
-
 def _is_needed(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind not in (
         parameter.VAR_POSITIONAL,
@@ -205,7 +191,7 @@ def _optimizer(error: Exception) -> str:
 
 
 def _files_by_path(error: Exception, base: Path, sizes_before: dict[str, int]) -> dict[Path, tuple[str, bytes]]:
-    """Return path -> the flag of ``memopt explain`` that reads the file, and its contents, for ``error``."""
+    """Return the files to write for ``error``, by path: the flag of ``memopt explain`` for each, and its contents."""
     log, snapshot = base.with_name(f"{base.name}.log"), base.with_name(f"{base.name}.snapshot.pickle")
     text = "".join(traceback.format_exception(error))
     if not isinstance(error, torch.OutOfMemoryError):  # the CPU's memory ran out
@@ -217,7 +203,7 @@ def _files_by_path(error: Exception, base: Path, sizes_before: dict[str, int]) -
 
 
 def _process_sizes() -> dict[str, int]:
-    """Return the sizes of this process in bytes, by the names that Linux gives them; empty on other systems."""
+    """Return the sizes of this process in bytes, as a dictionary by Linux's names; empty on other systems."""
     names = ("VmSize", "VmPeak", "VmRSS", "VmHWM") if sys.platform == "linux" else ()
     return {name: status_bytes(name) for name in names}
 

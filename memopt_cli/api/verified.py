@@ -24,7 +24,7 @@ from memopt_cli.api.shown import Shown
 from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.measure import processes
 from memopt_cli.pipeline.equivalence import compare_prepared
-from memopt_cli.pipeline.live.model import also_prepared_model, refuse_recursion
+from memopt_cli.pipeline.live.model import prepared_one_of_several, refuse_recursion
 from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Equivalence, InputSpec, Precision
@@ -109,7 +109,7 @@ def _prepare(name: str, trained: Trained, given: Given, step: StepArguments) -> 
         model = check_model(trained)
         _refuse_hooks_on_gradients(name, model)
         obstacle = "a file holds no compiled model" if any(map(is_compiled, model.modules())) else ""
-        with also_prepared_model(model, given, step.settings, step.functions, obstacle) as prepared:
+        with prepared_one_of_several(model, given, step.settings, step.functions, obstacle) as prepared:
             source = replace(prepared.subject.source, keeps_compiled=True)
             subject = replace(prepared.subject, source=source)
             yield replace(prepared, subject=subject)

@@ -129,7 +129,7 @@ def memopt(
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Less memory for training a saved PyTorch model: recompute, pack and chunk activations, proven exact."""
+    """Train a saved PyTorch model in less memory: recompute, pack and chunk activations; every plan is verified."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

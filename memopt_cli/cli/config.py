@@ -87,7 +87,6 @@ def _unsafe(file: Path, problem: str) -> UnsafeFileError:
 
 
 def _option(command: Any, parameter: Any) -> Option:
-    """Return the row of the table of options that describes ``parameter`` of ``command``."""
     return find_option(command.name.replace("-", "_"), parameter.name)
 
 
@@ -120,7 +119,7 @@ def _refuse_unknown(context: typer.Context, file: Path, data: dict[str, Any]) ->
 
 
 def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """Return parameter name -> string or strings for this command; keys of other commands are left out."""
+    """Return the values in ``data`` for this command, as a dictionary by parameter; keys of others are left out."""
     flags = _flags(context.command)
     return {
         flags[key].name: list(_flag_texts(file, key, value)) if flags[key].multiple else _flag_text(file, key, value)
@@ -130,7 +129,7 @@ def _defaults(context: typer.Context, file: Path, data: dict[str, Any]) -> dict[
 
 
 def _flags(command: Any) -> dict[str, Any]:
-    """Name of a flag without its dashes -> the parameter it sets."""
+    """Return the parameters of ``command`` that a file may set, by their flags without dashes."""
     named = {option[2:]: p for p in command.params for option in p.opts if option.startswith("--")}
     return {name: p for name, p in named.items() if name not in _COMMAND_LINE_ONLY}
 

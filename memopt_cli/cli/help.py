@@ -1,6 +1,6 @@
 """``--help`` in plain text of 80 columns: options in groups, descriptions as wide as half a line at least.
 
-The first screen has the options that people use; ``--help-all`` shows the rest, too.
+The first screen has the options that people use; ``--help-all`` also shows the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.text.options import ARGUMENTS, GROUPS, OTHERS, find_option
 
 _NAMES_WIDTH: Final = 26
-"""Characters; a longer name has its own line."""
+"""Width in characters of the column of names; a longer name has a line of its own."""
 _ONE_SCREEN: Final = 9
 """Maximum number of parameters of a command whose help shows all of them at once; its ``--help-all`` is the same."""
 _ALL: Final = "memopt.help_all"

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from memopt_cli.errors import MemoptError, RankLostError, Terminated, UsageError
 
 _BASE_WAIT_S = 3.0
-"""Seconds that ranks other than the first wait before printing.  ``torchrun`` stops them once the first has ended."""
+"""Wait in seconds of ranks other than the first before they print; ``torchrun`` stops them once the first has ended."""
 _WAIT_PER_RANK_S = 0.5
-"""Seconds of further waiting for each rank before this one, so that lower ranks print first."""
+"""Further wait in seconds for each rank before this one, so that lower ranks print first."""
 _MAX_WAIT_S = 12.0
-"""Longest wait in seconds; a rank that only lost another rank always waits as long."""
+"""Maximum wait in seconds; a rank that only lost another rank always waits as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,8 +65,8 @@ def recommend_batch(
 ) -> None:
     """Find the largest and the fastest batch that fit.
 
-    Each is proven by a run. With --search, the plan that trains fastest is found, too; with --ranks, how many ranks it
-    takes.
+    Each is proven by a run. With --search, memopt also finds the plan that trains fastest; with --ranks, it predicts
+    how many ranks are needed.
     """
     sizes, dim_range = split_dims(inputs.dims)
     request = BatchRequest(

@@ -25,7 +25,7 @@ from memopt_cli.text.values import ValueKind, Whole
 
 
 @contextlib.contextmanager
-def _told_by_typer() -> Iterator[None]:
+def _as_typer_error() -> Iterator[None]:
     """Turn a :class:`UsageError` in the ``with`` block into Typer's error, whose message names the option."""
     try:
         yield
@@ -35,7 +35,7 @@ def _told_by_typer() -> Iterator[None]:
 
 def card(text: str) -> DeviceProfile:
     """Return the device that ``text`` names: a card, or a YAML file that describes one."""
-    with _told_by_typer():
+    with _as_typer_error():
         return device_profile(text)
 
 
@@ -62,7 +62,7 @@ def check_model(location: str) -> str:
 
 def check_device(device: str) -> str:
     """Return ``device`` if it reads ``auto``, ``cpu`` or ``cuda:N``; whether the device exists is checked later."""
-    with _told_by_typer():
+    with _as_typer_error():
         return parse_device(device)
 
 
@@ -87,7 +87,7 @@ def check_parallel(text: str) -> str:
 
 def check_mesh(text: str) -> str:
     """Return ``text`` if it parses as the axes of a mesh, such as ``dp=4,tp=2``."""
-    with _told_by_typer():
+    with _as_typer_error():
         parse_mesh(text)
     return text
 
@@ -95,7 +95,7 @@ def check_mesh(text: str) -> str:
 def check_optimizer(text: str) -> str:
     """Return ``text`` if it names an optimizer of ``torch.optim``, or is ``file.py:function``."""
     _refuse_notebook(text)
-    with _told_by_typer():
+    with _as_typer_error():
         choice = parse_optimizer(text)
     return check_function(text) if isinstance(choice, MadeOptimizer) else text
 
@@ -155,7 +155,7 @@ def parsed_by(kind: ValueKind) -> Callable[[str], Any]:
 
     def parse(text: str) -> Any:
         try:
-            with _told_by_typer():
+            with _as_typer_error():
                 return kind.parse(text)
         except ValueError as refusal:
             raise typer.BadParameter(f"'{text}' is not {refusal}") from refusal

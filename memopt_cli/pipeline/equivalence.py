@@ -355,7 +355,7 @@ class _Judge:
         if not isinstance(runs, tuple) or not (runs[0].draws or runs[1].draws):
             return None
         if self._agree(runs, tolerance):
-            return Cause(text=DRAWS_IN_BACKWARD if self._errs_by_budget(job, gaps, tolerance) else DRAWS_COMPILED)
+            return Cause(text=DRAWS_IN_BACKWARD if self._has_wrong_gradients(job, gaps, tolerance) else DRAWS_COMPILED)
         difference = first_difference(*runs, self._allowed_difference(runs, tolerance))
         assert difference is not None, "runs that do not agree have a first difference"
         if not _is_backward_alone(difference.gaps):
@@ -364,7 +364,7 @@ class _Judge:
         is_drawn = isinstance(eval_runs, tuple) and self._agree(eval_runs, tolerance)
         return Cause(text=DRAWS_IN_BACKWARD) if is_drawn else None
 
-    def _errs_by_budget(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> bool:
+    def _has_wrong_gradients(self, job: FollowJob, gaps: Sequence[TensorGap], tolerance: float) -> bool:
         """Return whether a compiled candidate whose random numbers differ, hence ``gaps``, has wrong gradients too.
 
         Under a memory budget, PyTorch may recompute the operators that make a compiled model's random numbers.

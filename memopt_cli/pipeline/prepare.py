@@ -59,7 +59,7 @@ _READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.lo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A model whose step can be run: here and, by its subject, in profiling subprocesses."""
+    """A model whose step can be run here, and in profiling subprocesses that load it by its :attr:`subject`."""
 
     subject: Subject
     facts: ModelFacts
@@ -70,7 +70,7 @@ class Prepared:
     carried: Plan = ORIGINAL
     """Plan that the model carries.  The model runs without it here."""
     timeout_s: float = 600.0
-    """Longest wait for one answer of a session, in seconds."""
+    """Time limit in seconds of each answer of a session."""
     progress: Progress = field(default_factory=Progress)
     """Display of the stages that the model goes through."""
     own_checkpoints: Measurement | None = None

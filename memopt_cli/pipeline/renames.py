@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from memopt_cli.records import ModuleBytes, Rename
 from memopt_cli.text.paths import stems_of
 
-Paths = Mapping[str, str]
+Moves = Mapping[str, str]
 """Path of a module before -> its path now, for those that have another one."""
 
 
@@ -29,7 +29,7 @@ def find_renames(
     moves: dict[str, str] = {}
     targets: set[str] = set()
     renames = []
-    sides = _Paths(missing), _Paths(added)
+    sides = _SortedPaths(missing), _SortedPaths(added)
     for by_class in (False, True):
         unmatched = [module for path, module in missing.items() if path not in moves]
         free = [module for path, module in added.items() if path not in targets]
@@ -47,21 +47,21 @@ def find_renames(
     return tuple(renames), moves
 
 
-class _Paths:
+class _SortedPaths:
     """A sorted list of module paths, in which those below a module are found by bisection."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._sorted = sorted(paths)
 
     def below(self, stem: str) -> Sequence[str]:
-        """Return the path ``stem``, if it is in the list, and all paths of modules inside it."""
+        """Return the path ``stem``, if it is in the list, and the paths of all modules in that module."""
         if not stem:
             return self._sorted
         own_index, start, end = (bisect.bisect_left(self._sorted, text) for text in (stem, f"{stem}.", f"{stem}/"))
         return [*(path for path in self._sorted[own_index : own_index + 1] if path == stem), *self._sorted[start:end]]
 
 
-def _renamed_paths(missing: _Paths, added: _Paths, before: str, after: str) -> Iterator[tuple[str, str]]:
+def _renamed_paths(missing: _SortedPaths, added: _SortedPaths, before: str, after: str) -> Iterator[tuple[str, str]]:
     """Yield the paths that a rename would change, each with its new path; iterate over the shorter side, for speed."""
     sources, targets = missing.below(before), added.below(after)
     if len(sources) <= len(targets):

@@ -18,7 +18,7 @@ from memopt_cli.text.units import format_bytes, format_count
 Answer = TypeVar("Answer")
 
 _MIN_SHARE_LEFT = 0.2
-"""After a plan turns out too slow, a search has at least this share of its time limit left."""
+"""Minimum share of its time limit that a search has left after a plan turns out too slow."""
 
 _LONGER_S = 60
 """Unit in seconds of the time limit that a note suggests: a multiple of it, and at least twice the default limit."""
@@ -36,7 +36,7 @@ class SearchProbes:
         self._is_default_limit = is_default_limit
         self._ends = time.monotonic() + (math.inf if limit_s is None else limit_s)
         self.over = ""
-        """Reason why some jobs were not tried; empty if all were."""
+        """Reason why some jobs were not tried."""
         self._ended = False
         self._answers: dict[Job[object], object] = {}
 
@@ -52,7 +52,7 @@ class SearchProbes:
             self._ends = max(self._ends, time.monotonic() + _MIN_SHARE_LEFT * self._limit_s)
 
     def is_late(self) -> bool:
-        """Return whether the search is over, by its time limit or because it was ended."""
+        """Return whether the search is over, because its time limit has passed or it was ended."""
         is_late = time.monotonic() >= self._ends
         if is_late and not self.over:
             self.over = f"the search was ended after {self._limit_s:.3g} s {self._limit_in_words}"
@@ -120,19 +120,19 @@ def planner_probes(
     """
     reporter = _Reporter(progress, original.allocated_peak_bytes)
 
-    def count(plan: Plan) -> Counted | Failure | NotTried:
+    def count_step(plan: Plan) -> Counted | Failure | NotTried:
         answer = original if plan == ORIGINAL else probes.ask(CountJob(plan=plan, fake=fake))
         return reporter.counted(plan, answer)
 
-    def trace(plan: Plan) -> StepTrace | Failure | NotTried:
+    def trace_step(plan: Plan) -> StepTrace | Failure | NotTried:
         traced = probes.ask(TraceJob(plan=plan, fake=fake))
         return traced.trace if isinstance(traced, Traced) else traced
 
     return Probes(
-        count=count,
+        count=count_step,
         chunking=functools.partial(probes.chunking, allow_inexact=allow_inexact),
         report=reporter.report,
-        trace=trace,
+        trace=trace_step,
         is_late=probes.is_late,
     )
 

@@ -42,7 +42,7 @@ _FEW_SAMPLES = 2
 """Batch at which a plan is verified where the step does not run at full size, as with ``--for``."""
 
 
-def verify(prepared: Prepared, plan: Plan, *, fits: bool = True) -> Verification | Failure:
+def verify_plan(prepared: Prepared, plan: Plan, *, fits: bool = True) -> Verification | Failure:
     """Verify ``plan`` at full size if the original ``fits``, else at the largest half, quarter … of the batch."""
     size = prepared.batch if fits else max(1, prepared.batch // 2)
     while True:
@@ -104,7 +104,7 @@ def verify_on_few_samples(prepared: Prepared, plan: Plan) -> Verification | Fail
     sizes = _sizes_for(prepared, plan, min(_FEW_SAMPLES, prepared.batch))
     outcome = _verify_at(prepared, plan, sizes) if isinstance(sizes, Sizes) else None
     if outcome is None or isinstance(outcome, OutOfMemory) or _proves_nothing(outcome):
-        return verify(prepared, plan, fits=False)
+        return verify_plan(prepared, plan, fits=False)
     return outcome
 
 
@@ -123,11 +123,11 @@ def verify_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSte
 
     Chunks change the order of sums, so their fingerprints may differ as much as the original's do when its parameters
     are rounded.  If they differ by more, or the model cannot run with rounded parameters, the full comparison is made
-    at full size: see :func:`verify`.
+    at full size: see :func:`verify_plan`.
     """
     check, agrees = check_fingerprints(measured, plan, prepared)
     if not agrees and not plan.has_chunks:
-        return verify(prepared, plan)
+        return verify_plan(prepared, plan)
     rounding = 0.0 if agrees else check.worst_difference
     gradients = (tensor for tensor in measured.original.tensors if tensor.name.startswith("gradient"))
     in_bfloat16 = any(tensor.kind.startswith("torch.bfloat16 ") for tensor in gradients)
@@ -145,7 +145,7 @@ def verify_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSte
             outcome = _verify_at(prepared, plan, sizes, measured.original_s, session)
             if isinstance(outcome, Verification) and not _proves_nothing(outcome):
                 return replace(outcome, measured=check, rounding=rounding, in_bfloat16=in_bfloat16)
-    outcome = verify(prepared, plan)
+    outcome = verify_plan(prepared, plan)
     if not isinstance(outcome, Verification):
         return outcome
     return replace(outcome, rounding=rounding, in_bfloat16=in_bfloat16)

@@ -165,7 +165,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One limit, and whether the step stays within it."""
+    """One limit, and whether the step exceeds it."""
 
     limit: Limit
     change: Change

@@ -74,7 +74,7 @@ class BatchEstimate:
     is_limited_by_memory: bool = True
     """Whether memory limits the batch: ``False`` if even batches larger than anybody trains with would fit."""
     because: str = ""
-    """Reason why memory does not limit the batch; empty if it does."""
+    """Reason why memory does not limit the batch."""
     is_measured: bool = False
     """Whether a step at this batch was run, and fitted."""
     without_optimizer: bool = False

@@ -18,7 +18,7 @@ Rate = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 RATES: tuple[Rate, ...] = typing.get_args(Rate)
 
 _MAX = 2.0**60
-"""Largest size in bytes, and largest rate, that is accepted."""
+"""Maximum of a size in bytes, and of a rate."""
 MAX_NAME_LENGTH = 60
 """Maximum number of characters of a device's name, which must fit a line of a report."""
 

@@ -147,13 +147,13 @@ class OwnIsBetter:
 
     @property
     def because(self) -> str:
-        own_step = f"{format_bytes(self.own_bytes)}: a step of {format_seconds(self.own_s)}"
-        return f"the model's own checkpoints take {own_step}, and {format_seconds(self.step_s)} under the plan"
+        own = f"{format_bytes(self.own_bytes)} and {format_seconds(self.own_s)} per step"
+        return f"the model's own checkpoints need {own}, and the plan {format_seconds(self.step_s)}"
 
     @property
     def remedy(self) -> str:
         if self.budget_bytes is not None:
-            return "A lower `--budget` looks for a plan that takes less than they do."
+            return "Lower `--budget` to find a plan that needs less memory than the model's own checkpoints."
         budget = f"`--budget {format_bytes(self.own_bytes).replace(' ', '')}`"
         return f"A higher `--level` may find a smaller plan, and {budget} looks for the fastest one that takes no more."
 
@@ -197,7 +197,7 @@ class Dropped:
 def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
     """Return the plan in ``dropped`` that came nearest to being applied; ``None`` if there is none.
 
-    First comes the last plan that got as far as verification, or was beaten by the model's own checkpoints.  Then come
+    First comes the last plan that reached verification, or was beaten by the model's own checkpoints.  Then come
     the fastest plan of those too slow, the last plan that saved too little, and a plan that could not be run.  A failed
     optimizer in backward does not count as a plan.
     """

@@ -137,13 +137,13 @@ class TensorGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """The cause of a difference, as far as a second run of the step shows."""
+    """The likely cause of a difference, found in a second run of the step."""
 
     module: str = ""
     """Path of the first module that differs; empty if it is not known, or the model itself."""
     class_name: str = ""
     text: str
-    """Likely cause; empty if nothing is known."""
+    """Sentence on the cause; empty if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

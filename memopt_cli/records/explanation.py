@@ -60,7 +60,7 @@ class OutOfMemoryText:
     reserved_bytes: int = 0
     """Bytes held by PyTorch's allocator and by no tensor."""
     event: str = ""
-    """Sentence on what the log says besides: who was killed, or which other process holds the card; or empty."""
+    """Sentence on another fact in the log: which process was killed, or which one holds the GPU; or empty."""
     is_of_gpu: bool = False
     """Whether memory of a GPU ran out."""
     is_of_loading: bool = False
@@ -119,7 +119,7 @@ class Suggestion:
     seconds: float | None
     """Seconds for all samples of the step; ``None`` if the step was not run."""
     not_run: str = ""
-    """Words on why the step was not run here; empty if it was."""
+    """Reason why the step was not run here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +135,9 @@ class Explanation:
     needed_bytes: int
     """Predicted allocated peak of the unchanged step; without a model, the bytes held by the snapshot or the error."""
     asked_bytes: int = 0
-    """Bytes of the failed allocation, by the error; 0 if not known."""
+    """Bytes of the failed allocation, according to the error; 0 if not known."""
     event: str = ""
-    """Sentence on what the log says besides: who was killed, or which other process holds the card; or empty."""
+    """Sentence on another fact in the log: which process was killed, or which one holds the GPU; or empty."""
     instant: Instant | None = None
     """First instant at which the step needs more than the limit; ``None`` if it fits, or there is no model."""
     counted_as: str = ""

@@ -13,7 +13,7 @@ SCHEMA_VERSION = 3
 
 2: in JSON files plans have no ``level``; levels have ``repeats`` in place of ``note`` and ``dry_runs`` in place of
 ``candidates``.  3: segments and plans have ``place``, which earlier versions of memopt would ignore.  Versions 1 and 2
-are read, too.
+are also read.
 """
 
 

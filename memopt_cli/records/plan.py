@@ -291,7 +291,7 @@ class Plan(_ShortRepr):
         ``force``: replace a file that is there.  Raises ``UsageError`` for a file that may not be replaced, and for a
         plan too large to be read again, and ``WriteError`` for a folder or a disk that cannot be written to.
         """
-        from memopt_cli.records.plan_file import save_plan  # which imports this file
+        from memopt_cli.records.plan_file import save_plan  # it imports this file
 
         save_plan(self, Path(output), force=force)
 

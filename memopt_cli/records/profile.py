@@ -94,7 +94,7 @@ class ModuleUse:
 
 
 TimeUseName = Literal[
-    "forward", "backward", "clip", "update", "recomputation", "packing and copies", "beside operators"
+    "forward", "backward", "clip", "update", "recomputation", "packing and copies", "outside operators"
 ]
 
 

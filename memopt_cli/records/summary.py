@@ -16,7 +16,7 @@ from memopt_cli.records.verification import Verification
 from memopt_cli.text.units import format_bytes, format_count
 
 _FIXED_SHARE = 0.5
-"""Least fixed share of the peak (parameters, gradients, buffers, inputs) that a summary names as the reason for no
+"""Minimum fixed share of the peak (parameters, gradients, buffers, inputs) that a summary names as the reason for no
 plan."""
 
 LOWER_SHARE = 0.02
@@ -47,7 +47,7 @@ class LevelRow:
     repeats: int | None = None
     """Lower level whose plan this level repeats, since it found no better one; ``None`` if it has its own."""
     predicted_slowdown: float | None = None
-    """Step time divided by the original's, by the cost model; ``None`` if not predicted."""
+    """Step time divided by the original's, according to the cost model; ``None`` if not predicted."""
 
     def __repr__(self) -> str:
         return f"<LevelRow: level {self.level}, {_in_brief(self.plan, self.outcome)}>"
@@ -75,7 +75,7 @@ class ParetoPoint:
     """Peak of a dry run with the workspaces of kernels in the original; ``None`` for a plan that compiles the
     model."""
     predicted_slowdown: float | None = None
-    """Step time divided by the original's, by the cost model; ``None`` for a plan that compiles the model."""
+    """Step time divided by the original's, according to the cost model; ``None`` for a plan that compiles the model."""
     outcome: Measurement | Failure
     original_step_s: float | None = None
     """Step time of the original as timed in turns with this plan; ``None`` if it does not run."""
@@ -155,7 +155,7 @@ class RangeRow:
     predicted_allocated_peak_bytes: int | None = None
     """Predicted peak of the plan at the largest length on the other device; ``None`` if the plan was measured."""
     predicted_slowdown: float | None = None
-    """Step time divided by the original's, by the cost model; ``None`` if not predicted."""
+    """Step time divided by the original's, according to the cost model; ``None`` if not predicted."""
     verification: Verification | None = None
     """Verification of the plan; ``None`` if the range has the original."""
     inside: tuple[LengthRun, ...] = ()
@@ -185,7 +185,7 @@ class CompiledRow:
     plan: Plan
     outcome: Measurement | Failure
     dropped: str = ""
-    """Reason why the plan cannot be applied, such as a peak above the budget; empty if it can."""
+    """Reason why the plan cannot be applied, such as a peak above the budget."""
 
 
 @dataclass(slots=True)
@@ -294,9 +294,9 @@ class MemOptSummary:
 
     @property
     def unchanged(self) -> str:
-        """Reason why a search left the model as it is, and what to do; empty where a plan is applied.
+        """Reason why a search left the model as it is, and what to do.
 
-        The text is also empty for a goal that the original itself may reach, such as a budget.
+        The text is empty if a plan is applied, and for a goal that the original itself may reach, such as a budget.
         """
         original_may_do = self.budget_bytes is not None or bool(self.frontier)
         slower = f" {self.slower.sentence}" if self.slower is not None else ""

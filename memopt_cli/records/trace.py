@@ -47,7 +47,7 @@ class ModuleTrace:
     saved_bytes: int = 0
     """Bytes of storages that were made in this module or its children and live at the end of the model's forward."""
     refusal: str = ""
-    """Reason why the module cannot be a segment; empty if it can."""
+    """Reason why the module cannot be a segment."""
     spatial_split: bool = False
     """Whether the class defines ``__spatial_split__``."""
     state_bytes: int = 0
@@ -186,7 +186,7 @@ class StepTrace:
 
 
 def ancestry(path: str) -> Iterator[str]:
-    """Yield ``path`` and the paths around it, up to the root: ``a.b``, ``a`` and the empty path."""
+    """Yield ``path`` and the paths of its enclosing modules, up to the root: ``a.b``, ``a`` and the empty path."""
     yield path
     while path:
         path = path.rpartition(".")[0]

@@ -51,7 +51,7 @@ class FurtherCheck:
     compared: int = 0
     """Number of tensors compared."""
     not_tried: str = ""
-    """Reason why the check was left out, such as a failure of the original, or long steps; empty if it was tried."""
+    """Reason why the check was left out, such as a failure of the original, or long steps."""
     skipped: bool = False
     """Whether the check was left out to save time or memory, or because the model cannot be copied, and not because
     the original fails it."""

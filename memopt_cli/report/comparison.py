@@ -55,7 +55,7 @@ def describe_verdict(verdict: Verdict) -> str:
     return f"{change}, within the limit {verdict.limit.text}"
 
 
-def grown(comparison: Comparison) -> Iterator[Comparison]:
+def grown_parts(comparison: Comparison) -> Iterator[Comparison]:
     """Yield the parts of ``comparison`` for shorter inputs that exceed a limit; each gets a section."""
     return (part for part in comparison.shorter if part.exceeded)
 
@@ -135,11 +135,11 @@ def module_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 def _size_changes(comparison: Comparison) -> Iterator[str]:
     """Yield the modules whose parameters or buffers changed in size, largest changes first."""
     for kind in ("parameters", "buffers"):
-        grown = [(m, m.growth_bytes[kind]) for m in comparison.modules if kind in m.growth_bytes]
-        grown.sort(key=lambda pair: -abs(pair[1]))
-        if grown:
+        changed = [(m, m.growth_bytes[kind]) for m in comparison.modules if kind in m.growth_bytes]
+        changed.sort(key=lambda pair: -abs(pair[1]))
+        if changed:
             yield f"{kind} changed: " + _first_few(
-                [f"{module_name(m.path)} ({m.class_name}) {_signed_bytes(n)}" for m, n in grown]
+                [f"{module_name(m.path)} ({m.class_name}) {_signed_bytes(n)}" for m, n in changed]
             )
 
 

@@ -43,20 +43,19 @@ def headline(equivalence: Equivalence) -> str:
 
 
 def _first_difference(equivalence: Equivalence) -> str:
-    """Return the first difference in ``equivalence``, and the step in which it appears."""
-    where = f"in step {equivalence.differs_in_step} of {equivalence.steps}"
+    step = f"in step {equivalence.differs_in_step} of {equivalence.steps}"
     if equivalence.failed:
-        return f"{where} the candidate fails: {equivalence.failed}"
-    return f"{where} {_describe(equivalence.gaps[0])}" if equivalence.gaps else equivalence.hooks
+        return f"{step} the candidate fails: {equivalence.failed}"
+    return f"{step} {_describe_gap(equivalence.gaps[0])}" if equivalence.gaps else equivalence.hooks
 
 
-def _describe(gap: TensorGap) -> str:
+def _describe_gap(gap: TensorGap) -> str:
     if gap.missing:
         return f"{gap.name} is missing in the {gap.missing}"
     return f"{gap.name} differs" + (f" by {gap.apart:.2g}" if math.isfinite(gap.apart) else "")
 
 
-def where(equivalence: Equivalence) -> Iterator[str]:
+def location_lines(equivalence: Equivalence) -> Iterator[str]:
     """Yield the first difference in ``equivalence``, its module and the likely cause, if there is one."""
     if not equivalence.passed:
         yield _first_difference(equivalence)
@@ -88,7 +87,7 @@ def remarks(equivalence: Equivalence) -> tuple[str, ...]:
 
 
 def faults(equivalence: Equivalence) -> dict[str, str]:
-    """Return kind of effect -> a sentence on its differences in ``equivalence``; empty if there are none."""
+    """Describe the differences in ``equivalence``, by kind of effect; empty where there are none."""
     return {kind: _first_of(_gaps(equivalence, kind)) for kind in _KINDS} | {
         "hooks": equivalence.hooks,
         "the step": equivalence.failed,
@@ -101,9 +100,9 @@ def differences(equivalence: Equivalence, kind: str) -> list[str]:
     The kind that differs first has the likely cause as well.
     """
     gaps = _gaps(equivalence, kind)
-    lines = [_describe(gap) for gap in gaps[:_SHOWN]]
+    lines = [_describe_gap(gap) for gap in gaps[:_SHOWN]]
     more = [f"and {len(gaps) - _SHOWN} more"] if len(gaps) > _SHOWN else []
-    _, *cause = where(equivalence)
+    _, *cause = location_lines(equivalence)
     return [*lines, *more, *(cause if gaps and gaps[0] is equivalence.gaps[0] else [])]
 
 
@@ -113,4 +112,4 @@ def _gaps(equivalence: Equivalence, kind: str) -> list[TensorGap]:
 
 def _first_of(gaps: Sequence[TensorGap]) -> str:
     more = f", and {len(gaps) - 1} more" if len(gaps) > 1 else ""
-    return f"{_describe(gaps[0])}{more}" if gaps else ""
+    return f"{_describe_gap(gaps[0])}{more}" if gaps else ""

@@ -42,9 +42,9 @@ def headline(explanation: Explanation) -> Iterator[str]:
 
 
 def _outcome(explanation: Explanation) -> str:
-    """Return a sentence on whether the step of ``explanation`` fits, and explains the error if there is one."""
+    """Return a sentence on whether the step of ``explanation`` fits, and on whether that explains the error, if any."""
     limit, needed = format_apart(explanation.limit_bytes, explanation.needed_bytes)
-    there = f"{limit} ({explanation.limit})"
+    available = f"{limit} ({explanation.limit})"
     if explanation.header is None and explanation.event and not (explanation.asked_bytes and explanation.limit_bytes):
         return ""  # the event is the whole explanation, such as a process that was killed
     has_failed = explanation.asked_bytes or explanation.event
@@ -53,12 +53,12 @@ def _outcome(explanation: Explanation) -> str:
         how = "add `--memory 16GiB`, or give the `--log` that explain_oom wrote"
         return f"memory ran out, and the error does not say how much there was: {how}{step}"
     if explanation.header is None:
-        return f"{needed} were in use of {there}"
+        return f"in use: {needed} of {available}"
     if explanation.instant is not None:
-        return f"the step needs about {needed}; available: {there}"
+        return f"the step needs about {needed}; available: {available}"
     if has_failed:
-        return f"memory ran out, but this step alone does not fill it: it needs about {needed} of {there}"
-    return f"the step fits: it needs about {needed}; available: {there}"
+        return f"memory ran out, but this step alone fits: it needs about {needed} of {available}"
+    return f"the step fits: it needs about {needed}; available: {available}"
 
 
 def tables(explanation: Explanation) -> Iterator[Table]:
@@ -109,8 +109,8 @@ def _suggestions(explanation: Explanation) -> Table:
     return table
 
 
-def loops(explanation: Explanation) -> Iterator[str]:
-    """Yield the lines to paste for micro-batches of ``explanation``, as ``memopt recommend-batch`` prints them."""
+def micro_batch_code(explanation: Explanation) -> Iterator[str]:
+    """Yield the code to paste for micro-batches of ``explanation``, as ``memopt recommend-batch`` prints it."""
     for suggestion in explanation.suggestions:
         if suggestion.recommendation is not None:
             yield f"# {suggestion.text}"

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from memopt_cli.records import BatchProbe, Differs, FastestTraining, PairRun, describe
 from memopt_cli.report.lines import busy_notes, plain_table
-from memopt_cli.report.optimization import in_words, verification
+from memopt_cli.report.optimization import in_words, verification_line
 from memopt_cli.report.pasted import training_settings
 from memopt_cli.report.recommendation import rate
 from memopt_cli.text.units import format_bytes, format_count, format_seconds
@@ -104,7 +104,7 @@ def settings(training: FastestTraining) -> Iterator[str]:
 def remarks(training: FastestTraining) -> Iterator[str]:
     """Yield the number of runs that led to the answer of ``training``, their time, and notes."""
     if training.verification is not None:
-        yield verification(training.verification)
+        yield verification_line(training.verification)
     yield (
         f"{format_count(training.times_run, 'run')} of {format_count(len(training.runs), 'pair')}, "
         f"{format_count(training.dry_runs, 'dry run')}, {format_count(training.priced, 'plan')} predicted; "

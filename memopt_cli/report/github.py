@@ -36,7 +36,7 @@ class GithubReport:
         if isinstance(answer, Comparison):
             self._write_comparison(answer, stream)
         else:
-            lines = [equivalence.headline(answer), *equivalence.where(answer)]
+            lines = [equivalence.headline(answer), *equivalence.location_lines(answer)]
             kind = "notice" if answer.passed else "error"
             guard(stream).command(
                 _annotation(kind, f"memopt: {answer.candidate}", lines, self._place(answer.candidate))
@@ -71,7 +71,8 @@ class GithubReport:
         """
         module, _, name = model.rpartition(":")
         source = module if module.endswith(".py") else f"{module.replace('.', '/')}.py"
-        places = [(source, _line_of(name, source)), (self._baseline, "1")]
+        line_of_name = next((str(node.lineno) for node in definitions_in(source) if node.name == name), "1")
+        places = [(source, line_of_name), (self._baseline, "1")]
         if match := re.search(r"\(([^()]+\.py), line (\d+)\)", message):
             places.insert(0, (match[1], match[2]))
         repository = os.path.abspath(os.environ.get("GITHUB_WORKSPACE", ""))
@@ -100,11 +101,6 @@ def _annotation(kind: str, title: str, lines: list[str], place: tuple[str, str] 
     properties = {"title": title} | (dict(zip(("file", "line"), place, strict=True)) if place else {})
     spelled = ",".join(f"{name}={_escape(printable(value), ':,')}" for name, value in properties.items())
     return f"{kind} {spelled}::{_escape(message, '')}\n"
-
-
-def _line_of(name: str, source: str) -> str:
-    """Return the line of the class or function ``name`` in the file ``source``; 1 if it cannot be found."""
-    return next((str(node.lineno) for node in definitions_in(source) if node.name == name), "1")
 
 
 def _escape(text: str, also: str) -> str:

@@ -19,7 +19,7 @@ _SHOWN = 12
 _MAX_ROWS = 24
 """Maximum number of tensors of a file of weights alone that are listed one by one without ``-v``."""
 _MAX_LISTED = 5
-"""Tensors that are listed where all would be too many."""
+"""Number of tensors that are listed if there are more than :data:`_MAX_ROWS`."""
 
 
 @dataclass(slots=True, eq=False)

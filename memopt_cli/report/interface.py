@@ -60,4 +60,4 @@ class VerdictReport(Protocol):
         """Write ``answer`` to ``stream``."""
 
     def refused(self, error: MemoptError, model: str, stream: TextIO) -> None:
-        """Write the ``error`` that ended ``check`` or ``verify`` of ``model``; stderr shows it, too."""
+        """Write the ``error`` that ended ``check`` or ``verify`` of ``model``; stderr also shows it."""

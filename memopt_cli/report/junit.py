@@ -63,7 +63,7 @@ def _comparison(comparison: Comparison) -> tuple[list[ET.Element], str]:
 
 def _equivalence(found: Equivalence) -> tuple[list[ET.Element], str]:
     """Return a test case for each kind of effect that ``found`` compared, and the text of ``system-out``."""
-    why = "\n".join((equivalence.headline(found), *equivalence.where(found)))
+    why = "\n".join((equivalence.headline(found), *equivalence.location_lines(found)))
     cases = []
     for kind, fault in equivalence.faults(found).items():
         case = _test_case(found.candidate, kind)

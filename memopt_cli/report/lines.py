@@ -16,7 +16,7 @@ _KEPT = 4096
 """Maximum number of characters of an unfinished line that are examined again when more of it is written."""
 
 
-def not_typed(spec: InputSpec) -> str:
+def inputs_warning(spec: InputSpec) -> str:
     """Return the end of a headline: a warning of guessed or remembered inputs in ``spec``; empty for typed inputs."""
     if not spec.is_guess and not spec.is_remembered:
         return ""
@@ -27,13 +27,13 @@ def not_typed(spec: InputSpec) -> str:
     return f"; the inputs are a guess: {inputs} (`-i` gives yours)"
 
 
-def chosen(notes: Iterable[str]) -> Iterator[str]:
+def choice_notes(notes: Iterable[str]) -> Iterator[str]:
     """Yield those of ``notes`` that say what memopt chose itself, for the lines below the headline."""
     yield from (note for note in notes if FIRST_USED in note)
 
 
-def others(notes: Iterable[str]) -> Iterator[str]:
-    """Yield the ``notes`` that :func:`chosen` leaves out."""
+def other_notes(notes: Iterable[str]) -> Iterator[str]:
+    """Yield the ``notes`` that :func:`choice_notes` leaves out."""
     yield from (note for note in notes if FIRST_USED not in note)
 
 

@@ -12,7 +12,7 @@ from memopt_cli.report import equivalence
 from memopt_cli.report.comparison import (
     METRIC_HEADINGS,
     MODULE_HEADINGS,
-    grown,
+    grown_parts,
     headline,
     metric_rows,
     module_rows,
@@ -43,7 +43,7 @@ def _comparison(comparison: Comparison) -> Iterator[str]:
     yield f"### memopt: {_sentence(comparison.after.model)}"
     for line in headline(comparison):
         yield from ("", f"**{_sentence(line)}**")
-    for part in (comparison, *grown(comparison)):
+    for part in (comparison, *grown_parts(comparison)):
         if part.at:
             yield from ("", f"#### {_sentence(part.at)}")
         yield from _table_lines(METRIC_HEADINGS, metric_rows(part))
@@ -56,7 +56,7 @@ def _comparison(comparison: Comparison) -> Iterator[str]:
 def _equivalence(found: Equivalence) -> Iterator[str]:
     yield f"### memopt: {_sentence(found.candidate)}"
     yield from ("", f"**{_sentence(equivalence.headline(found))}**")
-    for line in equivalence.where(found):
+    for line in equivalence.location_lines(found):
         yield from ("", _sentence(line))
     if found.gaps:
         yield from _table_lines(equivalence.HEADINGS, equivalence.rows(found))

@@ -34,7 +34,7 @@ from memopt_cli.records import (
     Verification,
     describe,
 )
-from memopt_cli.report.lines import busy_notes, others, plain_table, room_in_words
+from memopt_cli.report.lines import busy_notes, other_notes, plain_table, room_in_words
 from memopt_cli.report.rank import planned_headline, planned_lines
 from memopt_cli.text.units import format_apart, format_bytes, format_count, format_seconds
 
@@ -43,7 +43,7 @@ _DETAILS = ("tensor\npeak", "activation\npeak", "step\ntime")
 _ROUGH = 0.15
 """A ratio of step times is called rough if their spread is more than this share of their median."""
 _IMAGE_DIMENSIONS = 4
-"""Fewest dimensions of a batch of images or volumes; those of texts are fewer."""
+"""Minimum number of dimensions of a batch of images or volumes; a batch of texts has fewer."""
 _OWN_CHECKPOINTS_LABEL = "the model's own checkpoints"
 _DRIFT_REASON = "two training runs drift apart; `--level 2` keeps the same bits"
 
@@ -52,14 +52,14 @@ def headline(summary: MemOptSummary) -> str:
     """Return the result in one line, such as ``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), …``."""
     if summary.unchanged:
         return summary.unchanged
-    peaks_text = _in_bytes(summary)
+    peaks_text = _peaks_in_words(summary)
     if summary.is_applied and summary.plan is not None and summary.plan.compile is not None:
         return f"{peaks_text}, trains as {summary.plan.compile.backend} compiles it without a plan"
-    return f"{peaks_text}, {_equal(summary.verification)}" if summary.is_applied else peaks_text
+    return f"{peaks_text}, {_equality_in_words(summary.verification)}" if summary.is_applied else peaks_text
 
 
-def own_is_smaller(summary: MemOptSummary) -> Iterator[str]:
-    """Yield that the model's own checkpoints take less than the applied plan of ``summary``, but exceed the limit."""
+def own_checkpoints_remark(summary: MemOptSummary) -> Iterator[str]:
+    """Yield a remark if the model's own checkpoints need less memory than the applied plan, but are too slow."""
     original, planned, own = _outcome(summary, 0), _outcome(summary, summary.applied_level), summary.own_checkpoints
     limit = summary.options.get("max_slowdown")
     if summary.budget_bytes is not None or summary.frontier or not summary.is_applied or limit is None or own is None:
@@ -69,13 +69,13 @@ def own_is_smaller(summary: MemOptSummary) -> Iterator[str]:
     slowdown = own.slowdown(original)
     if own.allocated_peak_bytes < planned.allocated_peak_bytes and slowdown > limit:
         yield (
-            f"the model's own checkpoints take less, {format_bytes(own.allocated_peak_bytes)}, but "
-            f"{slowdown:.2f} times as long, and {limit:g} is the limit; "
+            f"the model's own checkpoints need less memory, {format_bytes(own.allocated_peak_bytes)}, but their step "
+            f"takes {slowdown:.2f} times as long, and {limit:g} is the limit; "
             f"`--max-slowdown {math.ceil(10 * slowdown) / 10:g}` looks for a plan below them"
         )
 
 
-def _equal(verification: Verification | None) -> str:
+def _equality_in_words(verification: Verification | None) -> str:
     """Return ``same bits in 83 tensors`` or the like, with the sizes if they are not those asked for."""
     if verification is None:
         return "not verified"
@@ -95,7 +95,7 @@ def _equal(verification: Verification | None) -> str:
     return f"{equality} in {format_count(compared, 'tensor')}{at}"
 
 
-def _in_bytes(summary: MemOptSummary) -> str:
+def _peaks_in_words(summary: MemOptSummary) -> str:
     if summary.parallel is not None:
         return planned_headline(summary.parallel)
     if summary.estimates is not None:
@@ -108,27 +108,28 @@ def _in_bytes(summary: MemOptSummary) -> str:
     match before, after:
         case Measurement(), Measurement() if not summary.is_applied and summary.requested_level:
             unchanged = summary.own_checkpoints or before
-            budget, peak = _beside_budget(summary, unchanged)
+            budget, peak = _format_budget_and_peaks(summary, unchanged)
             if summary.own_checkpoints is not None:
                 peak += " with its own checkpoints"
             if summary.budget_bytes is not None and unchanged.allocated_peak_bytes <= summary.budget_bytes:
-                at = _at_skipping(summary)
+                at = _skipping_suffix(summary)
                 return f"the model stays as it is: its peak of {peak} is within the budget of {budget}{at}"
             return f"the model stays as it is, with a peak of {peak}"
         case Measurement(), Measurement():
-            peak = " → ".join(_beside_budget(summary, before, after)[1:])
+            peak = " → ".join(_format_budget_and_peaks(summary, before, after)[1:])
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
             smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
-            return f"{_longest(summary)}{peak} ({smaller}), {step} ({after.slowdown(before):.2f}×){_largest(summary)}"
+            text = f"{peak} ({smaller}), {step} ({after.slowdown(before):.2f}×)"
+            return f"{_length_prefix(summary)}{text}{_largest_suffix(summary)}"
         case _, Measurement():
-            peak = _beside_budget(summary, after)[1]
+            peak = _format_budget_and_peaks(summary, after)[1]
             runs = f"does not run → {peak}, step {format_seconds(after.step_s)}"
-            return f"{_longest(summary)}{runs}{_largest(summary)}"
+            return f"{_length_prefix(summary)}{runs}{_largest_suffix(summary)}"
         case _:
             return f"level {summary.applied_level} has no measurement"
 
 
-def _beside_budget(summary: MemOptSummary, *measured: object) -> tuple[str, ...]:
+def _format_budget_and_peaks(summary: MemOptSummary, *measured: object) -> tuple[str, ...]:
     """Return the budget of ``summary`` (empty without one) and the peaks in ``measured``, with decimals that differ."""
     peaks = [outcome.allocated_peak_bytes for outcome in measured if isinstance(outcome, Measurement)]
     if summary.budget_bytes is None:
@@ -136,13 +137,13 @@ def _beside_budget(summary: MemOptSummary, *measured: object) -> tuple[str, ...]
     return format_apart(summary.budget_bytes, *peaks)
 
 
-def _longest(summary: MemOptSummary) -> str:
+def _length_prefix(summary: MemOptSummary) -> str:
     """Return ``S=64: `` for a plan by length, whose headline is of the longest inputs; empty for others."""
     by = summary.plan.by if summary.plan is not None else None
     return "" if by is None else f"{by.dim}={summary.ranges[-1].up_to}: "
 
 
-def _largest(summary: MemOptSummary) -> str:
+def _largest_suffix(summary: MemOptSummary) -> str:
     """Return the largest peak of a plan by length, if shorter inputs take more than the longest; else empty."""
     runs = [run for row in summary.ranges for run in row.runs]
     largest = max(runs, key=lambda run: run.allocated_peak_bytes, default=None)
@@ -172,7 +173,7 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
 def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     """Return which runs were within ``budget_bytes``; for a plan by length, name the lengths that were run."""
     original, planned = _outcome(summary, 0), _outcome(summary, summary.applied_level)
-    budget = f"the budget of {_beside_budget(summary, original, planned)[0]}{_at_skipping(summary)}"
+    budget = f"the budget of {_format_budget_and_peaks(summary, original, planned)[0]}{_skipping_suffix(summary)}"
     plan = summary.plan or Plan()
     untried = (s for s in plan.everywhere if plan.ranges or not s.compared)
     if any(segment.chunks > 1 and not segment.inexact for segment in untried):
@@ -190,7 +191,7 @@ def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     return text
 
 
-def _at_skipping(summary: MemOptSummary) -> str:
+def _skipping_suffix(summary: MemOptSummary) -> str:
     """Return words for a measured step that skips layers, since others may exceed the budget; empty for others."""
     return " at a step that skips layers" if any(SKIPS_LAYERS in note for note in summary.notes) else ""
 
@@ -278,7 +279,7 @@ def _detail_cells(row: LevelRow) -> tuple[str, ...]:
 
 _PLOT = "step time →"
 _PLOT_WIDTH = 40
-"""Columns of the plot of step time next to the frontier."""
+"""Width in characters of the plot of step times."""
 
 
 def frontier(summary: MemOptSummary) -> Table:
@@ -437,7 +438,7 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
         yield f"estimated for {there}, not measured{how}"
     record = summary.verification
     if record is not None and not record.passed and summary.decisive is None:  # else the headline contains it
-        yield verification(record)
+        yield verification_line(record)
     if record is not None and summary.is_applied:
         yield from inexact(record)
         yield from _of_one_size(summary)
@@ -449,13 +450,13 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
     waited_shares = [measurement.waited for measurement in _measurements(summary)]
     waited_shares += [dropped.why.waited for dropped in summary.dropped if isinstance(dropped.why, TooSlow)]
     yield from busy_notes(waited_shares)
-    yield from others(summary.notes)
+    yield from other_notes(summary.notes)
 
 
 def details(summary: MemOptSummary) -> Iterator[str]:
     """Yield the lines that ``-v`` adds to :func:`remarks`: the plan's verification, and other findings."""
     if summary.verification is not None or not summary.frontier:
-        yield from _of_the_applied_plan(summary)
+        yield from _applied_plan_lines(summary)
     yield from _rough_times(summary)
     shown_elsewhere = summary.decisive, _smaller_too_slow(summary)
     yield from (dropped.sentence for dropped in summary.dropped if all(dropped is not each for each in shown_elsewhere))
@@ -494,9 +495,9 @@ def _next_in_python(result: OptimizeResult) -> Iterator[str]:
 
 def in_short(files: Sequence[str]) -> str:
     """Return the paths of ``files``, shortening all but the first to their endings: ``a/m.pt, .summary.json``."""
-    first, *others = files
+    first, *further = files
     stem = os.path.commonprefix(files).rpartition(".")[0]  # noqa: RUF071 of names, not of folders
-    return ", ".join([first, *(other.removeprefix(stem) for other in others)])
+    return ", ".join([first, *(other.removeprefix(stem) for other in further)])
 
 
 def unapplied(summary: MemOptSummary) -> Iterator[str]:
@@ -511,11 +512,11 @@ def _parts_left_out(summary: MemOptSummary) -> Iterator[str]:
             yield from (part.sentence for part in dropped.why.left_out)
 
 
-def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
+def _applied_plan_lines(summary: MemOptSummary) -> Iterator[str]:
     applied = f"level {summary.applied_level}" if summary.is_applied else "no plan"
     asked = f"; {summary.requested_level} was asked for" if summary.applied_level != summary.requested_level else ""
     yield f"* {applied} is applied{asked}"
-    yield from _of_the_ranges(summary)
+    yield from _range_lines(summary)
     for row in summary.levels:
         if row.outcome is not None and not isinstance(row.outcome, Measurement):
             yield f"level {row.level}: {describe(row.outcome)}"
@@ -525,20 +526,20 @@ def _of_the_applied_plan(summary: MemOptSummary) -> Iterator[str]:
         yield "~ predicted by a dry run; `memopt optimize --measure-levels` measures every level"
     if summary.verification and summary.verification.measured:
         yield _measured_steps(summary.verification.measured)
-    yield verification(summary.verification) if summary.verification else "not verified"
+    yield verification_line(summary.verification) if summary.verification else "not verified"
     if summary.recommendation != summary.unchanged:  # else the headline is the recommendation
         yield summary.recommendation
     yield from _neighbours(summary)
 
 
-def _of_the_ranges(summary: MemOptSummary) -> Iterator[str]:
+def _range_lines(summary: MemOptSummary) -> Iterator[str]:
     if summary.plan is None or summary.plan.by is None:
         return
     dim = summary.plan.by.dim
     yield f"the table of levels is for {dim}={summary.ranges[-1].up_to}; the table of ranges lists every range's plan"
     for row in summary.ranges[:-1]:
         if row.verification is not None:
-            yield f"up to {dim}={row.up_to} {verification(row.verification)}"
+            yield f"up to {dim}={row.up_to} {verification_line(row.verification)}"
 
 
 def _neighbours(summary: MemOptSummary) -> Iterator[str]:
@@ -609,7 +610,7 @@ def _measurements(summary: MemOptSummary) -> Iterator[Measurement]:
     yield from (outcome for outcome in outcomes if isinstance(outcome, Measurement))
 
 
-def verification(verification: Verification) -> str:
+def verification_line(verification: Verification) -> str:
     """Return a sentence on ``verification``: whether it passed, at what tolerance and sizes, and what was left out."""
     where = verification.sizes
     if not verification.full_size and verification.measured is None:

@@ -41,8 +41,8 @@ def training_settings(
 
 
 def loop_of(call: ModelCall, steps: int, step: StepSettings, device: str) -> Iterator[str]:
-    """Yield a loop that trains the model by ``call``; nothing for the usual loop, see :func:`_is_plain`."""
-    if _is_plain(steps, step):
+    """Yield a loop that trains the model by ``call``; nothing for one pass in full precision without clipping."""
+    if steps == 1 and step.precision not in _AUTOCASTS and step.clip_norm is None:
         return
     if steps > 1 and call.may_ignore_labels:
         yield f"# 1/{steps} each: if your loss ignores labels (-100), weight each loss by its share of the others"
@@ -67,11 +67,6 @@ def samples_of(call: ModelCall) -> str:
     """Return the names of the values that the loader of a loop yields for ``call``: ``inputs, targets``."""
     names = {"inputs": call.positional > 0, "batch": call.keywords, "targets": call.loss == "of targets"}
     return ", ".join(name for name, is_used in names.items() if is_used)
-
-
-def _is_plain(steps: int, step: StepSettings) -> bool:
-    """Return whether the loop is the usual loop: one pass, in full precision, without clipping."""
-    return steps == 1 and step.precision not in _AUTOCASTS and step.clip_norm is None
 
 
 def _for_lightning(steps: int, step: StepSettings) -> Iterator[str]:

@@ -58,7 +58,7 @@ def headline(profile: StepProfile) -> Iterator[str]:
         peak = format_bytes(profile.compiled.allocated_peak_bytes)
         step = format_seconds(profile.compiled.step_s)
         yield f"compiled by {profile.compiled.backend}: allocated peak {peak}, step {step}"
-    yield f"the peak is reached {_when(profile)}"
+    yield f"the peak is reached {_peak_instant_in_words(profile)}"
 
 
 def describe_estimate(estimate: DeviceEstimate) -> str:
@@ -68,7 +68,7 @@ def describe_estimate(estimate: DeviceEstimate) -> str:
     return f"estimated for {estimate.device}: {allocated}, {step}; {room_in_words(estimate)}"
 
 
-def _when(profile: StepProfile) -> str:
+def _peak_instant_in_words(profile: StepProfile) -> str:
     if profile.peak.op < 0:
         return "before the step begins"
     where = f" of {_module_name(profile, profile.peak.module)}" if profile.peak.module else ""
@@ -146,9 +146,9 @@ def _phases(profile: StepProfile, widths: Sequence[float], columns: int) -> str:
 
 def _category_table(profile: StepProfile) -> Table:
     table = plain_table("at the peak", "", "", names=["at the peak"])
-    parts = {name.removesuffix("_bytes"): size for name, size in to_data(profile.breakdown).items()}
+    sizes = {name.removesuffix("_bytes"): size for name, size in to_data(profile.breakdown).items()}
     total = profile.peak.allocated_bytes
-    for name, size in {**parts, "kernel workspace": profile.workspace_bytes}.items():
+    for name, size in {**sizes, "kernel workspace": profile.workspace_bytes}.items():
         if size:
             table.add_row(name, format_bytes(size), _share(size, total))
     return table
@@ -177,10 +177,10 @@ def _time_table(profile: StepProfile) -> Table:
 
 def time_rows(times: Sequence[TimeUse], named: Callable[[str], str] = str) -> Iterator[tuple[str, float]]:
     """Yield the name and the seconds of each part in ``times``; of segments, the longest are ``named``, indented."""
-    parts: dict[str, list[TimeUse]] = {}
+    uses_by_name: dict[str, list[TimeUse]] = {}
     for part in times:
-        parts.setdefault(part.name, []).append(part)
-    for name, uses in parts.items():
+        uses_by_name.setdefault(part.name, []).append(part)
+    for name, uses in uses_by_name.items():
         yield name, sum(use.seconds for use in uses)
         segments = sorted((use for use in uses if use.segment is not None), key=lambda use: -use.seconds)
         for use in segments[:_SEGMENTS]:
@@ -227,7 +227,7 @@ def _modules_to_show(modules: tuple[ModuleUse, ...]) -> list[ModuleUse]:
         if len(shown) + len(inner) <= _MODULES:
             shown |= {use.path for use in inner}
             waiting += inner
-    order = {path: rank for rank, path in enumerate(_depth_first("", children))}
+    order = {path: position for position, path in enumerate(_depth_first("", children))}
     return sorted((use for use in modules if use.path in shown), key=lambda use: order[use.path])
 
 

@@ -183,7 +183,6 @@ def _run_table(recommendation: BatchRecommendation) -> Table:
 
 
 def _verdict(run: BatchProbe, advice: BatchAdvice) -> str:
-    """Return why ``run`` does not fit by ``advice``; empty if it does."""
     if run.allocated_peak_bytes > advice.budget_bytes:
         return "over the limit"
     return "the step takes too long" if run.batch > advice.recommended_batch else ""

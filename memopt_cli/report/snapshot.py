@@ -113,7 +113,7 @@ class _Recorder:
         }
 
     def _frames(self, instant: int) -> list[dict[str, Any]]:
-        """Return a stack trace for ``instant``: the operator, its module and those around it, then the phase."""
+        """Return a stack trace for ``instant``: the operator, its module and the enclosing ones, then the phase."""
         op = self._trace.ops[instant]
         own = _frame(op.module or "(model)", instant, op.name)
         return [own, *self._modules(op.module), _frame("step", instant, op.phase)]

@@ -44,7 +44,7 @@ from memopt_cli.report import (
     strategies,
 )
 from memopt_cli.report.interface import Answer
-from memopt_cli.report.lines import chosen, guard, not_typed, others, plain_table
+from memopt_cli.report.lines import choice_notes, guard, inputs_warning, other_notes, plain_table
 from memopt_cli.text.documents import printable
 from memopt_cli.text.units import format_bytes, format_seconds
 
@@ -133,11 +133,12 @@ def _in_parts(
             blocks = strategies.verdicts(answer), strategies.remarks(answer)
             _print_all(console, strategies.headline(answer), strategies.tables(answer), *blocks)
         case Explanation():
-            sections = [section for section in ([*explanation.loops(answer)], explanation.remarks(answer)) if section]
+            code = [*explanation.micro_batch_code(answer)]
+            sections = [section for section in (code, explanation.remarks(answer)) if section]
             _print_all(console, explanation.headline(answer), explanation.tables(answer), *sections)
         case Equivalence():
             table = _table_of(equivalence.HEADINGS, equivalence.rows(answer))
-            first_lines = equivalence.headline(answer), *equivalence.where(answer)
+            first_lines = equivalence.headline(answer), *equivalence.location_lines(answer)
             _print_all(console, first_lines, [table], equivalence.remarks(answer))
 
 
@@ -166,7 +167,8 @@ def _print_baseline(console: Printer, result: BaselineResult) -> None:
 def _print_optimized(console: Printer, result: OptimizeResult, *, verbose: bool) -> None:
     summary = result.summary
     tables = optimization.tables(summary, verbose=verbose)
-    first = [optimization.headline(summary), *optimization.own_is_smaller(summary), *chosen(summary.notes)]
+    own_remark = optimization.own_checkpoints_remark(summary)
+    first = [optimization.headline(summary), *own_remark, *choice_notes(summary.notes)]
     _print_all(console, first, tables, spec=result.header.spec)
     if verbose or not summary.unchanged:
         _print(console)
@@ -179,7 +181,7 @@ def _print_applied(console: Printer, result: ApplyResult) -> None:
     for line in confirmation.lines(result.confirmation) if result.confirmation is not None else ():
         _print(console, line)
     for each in (*result.shorter, *([result.verification] if result.verification is not None else [])):
-        for line in (optimization.verification(each), *optimization.inexact(each)):
+        for line in (optimization.verification_line(each), *optimization.inexact(each)):
             _print(console, line)
     _print_files(console, result.files, none="nothing written")
 
@@ -199,7 +201,7 @@ def _print_selftest(console: Printer, selftest: SelftestReport) -> None:
 def _print_comparison(console: Printer, found: Comparison) -> None:
     for line in comparison.headline(found):
         _print(console, line, style="bold")
-    for part in (found, *comparison.grown(found)):
+    for part in (found, *comparison.grown_parts(found)):
         if part.at:
             _print(console)
             _print(console, part.at, style="bold")
@@ -241,16 +243,16 @@ def _print_all(
     """
     first, *more = headline
     remarks = [list(lines) for lines in blocks]
-    _print_headline(console, [first, *chosen(itertools.chain(*remarks)), *more], spec)
+    _print_headline(console, [first, *choice_notes(itertools.chain(*remarks)), *more], spec)
     _print_parts(console, parts)
     for lines in remarks:
-        _print_block(console, others(lines))
+        _print_block(console, other_notes(lines))
 
 
 def _print_headline(console: Printer, lines: Iterable[str], spec: InputSpec | None) -> None:
     """Print ``lines``, the first one in bold, with the inputs of ``spec`` if nobody typed them now."""
     first, *below = lines
-    more = "" if spec is None else not_typed(spec)
+    more = "" if spec is None else inputs_warning(spec)
     _print(console, f"{first.removesuffix('.')}{more}" if more else first, style="bold")
     for line in below:
         _print(console, line)

@@ -223,7 +223,7 @@ def _yaml_values(text: bytes) -> Any:
 
 
 def why_unreadable(text: bytes) -> str:
-    """Return why :func:`read_yaml` would refuse a file that holds ``text``; empty if it would not."""
+    """Return why :func:`read_yaml` would refuse a file that holds ``text``, if it would."""
     if len(text) > _MAX_YAML_BYTES:
         return f"it is larger than {format_bytes(_MAX_YAML_BYTES)}"
     try:

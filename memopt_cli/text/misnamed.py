@@ -22,7 +22,7 @@ from memopt_cli.text.documents import quoted_path, read_bytes
 from memopt_cli.text.optimizer_text import is_function, notebook_refusal
 from memopt_cli.text.units import format_some
 
-_OTHERS: Final = (
+_NO_MODELS: Final = (
     (
         rb"version https://git-lfs\.github\.com/spec/",
         "is a pointer of Git LFS, not the file itself",
@@ -34,15 +34,15 @@ _OTHERS: Final = (
         "Download the file itself; some pages want you to sign in first.",
     ),
 )
-"""The pattern of a file's first bytes, what the file is, and what to do."""
+"""Files that are no models: the pattern of the first bytes, what the file is, and the next step."""
 _OF_TORCH: Final = (".pt", ".pth", ".ckpt", ".bin", ".pt2", ".safetensors")
-"""Endings of files of PyTorch."""
+"""Extensions of model files."""
 _HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _MAX_SOURCE_BYTES: Final = 1 << 20
-"""Bytes of a Python file that is looked into."""
+"""Maximum size in bytes of a Python file that is parsed."""
 _SHOWN: Final = 8
-"""Names that a hint lists."""
+"""Maximum number of names that a hint lists."""
 _DEEPEST: Final = 2
 """Maximum depth of the folders in a code path that are looked into."""
 _MAX_SOURCES: Final = 200
@@ -175,7 +175,7 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
 
     Return ``None`` if it may be a model.
     """
-    for pattern, what, hint in _OTHERS:
+    for pattern, what, hint in _NO_MODELS:
         if re.match(pattern, data, re.DOTALL):
             return what, hint
     if path.lower().endswith(".onnx"):

@@ -34,7 +34,7 @@ ReportFormat = Literal[TableFormat, "junit", "github"]
 MAX_RANKS: Final = 2**20
 """Maximum number of ranks of a layout."""
 MAX_S: Final = 1e6
-"""Largest number of seconds that an option takes."""
+"""Maximum number of seconds that an option takes."""
 _SECONDS = Real(0, MAX_S, unit="seconds")
 _MODEL = (
     "A file of torch.save, torch.jit.save or torch.export.save, a save_pretrained folder, or package.module:callable "
@@ -55,7 +55,7 @@ class Option:
     takes: str | None = None
     """Name of the option's value in help; ``None`` for a switch."""
     kind: ValueKind | str | None = None
-    """Kind of value for both surfaces, or the name of a check of the command line only (:mod:`memopt_cli.cli.values`);
+    """Kind of value on the command line and in Python, or the name of a check in :mod:`memopt_cli.cli.values`;
     ``None`` if the type of the parameter is enough."""
     default: str = ""
     """Default as help describes it; empty to show the value itself."""
@@ -112,16 +112,17 @@ _BASE: Final[dict[str, Option]] = {
         common=True,
     ),
     "loss": Option(
-        "Call a function of the model's output for the loss. Without it, the loss is a scalar output, an entry "
-        "'loss' or the only scalar among the outputs, else every output gets a seeded random gradient.",
+        "A function that takes the model's output and returns the loss. By default the loss is a scalar output, an "
+        "entry 'loss' or the only scalar among the outputs; if there is none, every output gets a random gradient "
+        "from the seed.",
         STEP,
         "FILE.py:NAME",
         "function",
         common=True,
     ),
     "optimizer": Option(
-        "Count the memory of this optimizer: adamw, adamw:fused, sgd:foreach …, or FILE.py:NAME, your function that "
-        "takes the model and returns one.",
+        "Optimizer whose memory is counted: adamw, adamw:fused, sgd:foreach …, or FILE.py:NAME, a function that takes "
+        "the model and returns its optimizer.",
         STEP,
         "NAME",
         "optimizer",
@@ -161,7 +162,7 @@ _BASE: Final[dict[str, Option]] = {
     "recommend_batch.fake": Option(
         "Estimate on tensors without data, and run nothing, as --ranks does.", STEP, common=True
     ),
-    "compile": Option("Measure the step compiled, too: inductor, aot_eager, …", STEP, "BACKEND", risk="data"),
+    "compile": Option("Also measure the step compiled: inductor, aot_eager, …", STEP, "BACKEND", risk="data"),
     "steps": Option("Consecutive steps to compare.", STEP, "N", Whole(1, 1000), common=True),
     # -------------------------------------------------------------------------------------------- many ranks
     "ranks": Option(
@@ -536,7 +537,7 @@ _CHANGES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "explain.memory": {
         "help": "The memory available: 24GiB, or a share of the free memory of the device.",
-        "default": "by the error, else 90%",
+        "default": "what the error reports, else 90%",
     },
     "baseline.output": {"help": "Where to write it.", "default": ""},
     "measure.output": {"help": "Also write the report to a file, as JSON. Only the first rank writes.", "default": ""},

@@ -43,7 +43,7 @@ def gather_paths(bytes_by_path: Mapping[str, int]) -> dict[str, int]:
 
 
 def attributes_in_words(attributes: Sequence[str]) -> str:
-    """Return paths of ``attributes`` for people, by their names: ``gradient_checkpointing of 5 modules``."""
+    """Describe ``attributes``, given by their paths: ``gradient_checkpointing of 5 modules``."""
     counts = Counter(attribute.rpartition(".")[2] for attribute in attributes)
     return ", ".join(f"{name} of {format_count(count, 'module')}" for name, count in counts.items())
 

@@ -38,9 +38,8 @@ _OPTIONS: Final[Mapping[str, tuple[str, Option]]] = {
 def with_python_spelling(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function`` so that errors that it raises name arguments in place of flags.
 
-    The errors that caused them are reworded as well, since a traceback shows these, too.  They and Ctrl-C are raised
-    from here, as the frames below are memopt's own.  The cause of a step that fails keeps the frames from the user's
-    code on.
+    The errors behind them are reworded as well, since a traceback shows them.  The traceback begins here, as the frames
+    below are memopt's own; the cause is kept for a step that fails, and its traceback begins in the user's code.
     """
 
     @functools.wraps(function)
@@ -119,7 +118,7 @@ def in_python(text: str) -> str:
 def _parse_marked(marked: str) -> tuple[list[str], list[tuple[str, str]]] | None:
     """Split ``marked`` into the words before its first flag, and its flags with their values (empty for none).
 
-    Returns ``None`` for text that is not an option: a PyTorch error that memopt quotes may have backticks, too.
+    Returns ``None`` for text that is not an option: a PyTorch error that memopt quotes may also have backticks.
     """
     with contextlib.suppress(ValueError):  # a quotation that does not end
         command: list[str] = []

@@ -1,4 +1,4 @@
-"""The kinds of values that options take (numbers, amounts of memory, names), checked for both surfaces.
+"""Values that options take: numbers, amounts of memory, names.  The command line and Python check them alike.
 
 A kind parses the text of the command line, and checks the value of a Python argument.  It refuses a value with a
 :class:`ValueError` whose message is a noun phrase, "a whole number from 0 to 4"; the caller, who knows the option's
@@ -68,7 +68,7 @@ class Real(ValueKind):
     above: bool = False
     """Whether numbers must be above ``minimum``, and not only at least that."""
     unlimited: bool = False
-    """Whether infinity is taken, too; on the command line it is spelled ``none``."""
+    """Whether infinity is also taken; on the command line it is spelled ``none``."""
 
     def parse(self, text: str) -> float:
         """Return the number that ``text`` spells."""
@@ -135,7 +135,7 @@ class Size(Amount):
         """Return the bytes that ``value`` is, or spells."""
         try:
             amount = Amount.check(self, value)
-        except ValueError:  # which would offer shares, too
+        except ValueError:  # its message would also offer shares
             amount = 0.0
         if isinstance(amount, float):
             raise ValueError("a size that something fits into: 64GiB or 512MB")

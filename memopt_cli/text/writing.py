@@ -16,7 +16,8 @@ Fill = Callable[[BinaryIO], object]
 _MODE = 0o666
 """Permissions of a new file, before the process's umask."""
 _MAX_STEM_LENGTH = 60
-"""Characters of a file's name that its temporary name keeps: a name may have 255 bytes, and a character may take 4."""
+"""Maximum number of characters of a file's name that its temporary name keeps: a name may have 255 bytes, and a
+character may take 4."""
 
 
 def check_targets(paths: Iterable[Path], *, force: bool) -> None:

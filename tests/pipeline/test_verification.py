@@ -22,9 +22,9 @@ from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.verification import (
     MeasuredSteps,
     check_fingerprints,
-    verify,
     verify_by_fingerprints,
     verify_compiled,
+    verify_plan,
 )
 from memopt_cli.records import (
     Cause,
@@ -456,12 +456,12 @@ def test_other_precisions_have_a_tolerance_of_their_own(precision: str) -> None:
 @pytest.mark.exhaustive
 def test_a_compiled_plan_is_compared_with_the_compiled_step_without_it() -> None:
     one, how = prepared(), CompilePlan(backend="aot_eager_decomp_partition")
-    found = verify(one, replace(EXACT, compile=how))
+    found = verify_plan(one, replace(EXACT, compile=how))
     assert isinstance(found, Verification)
     assert found.passed
     assert found.further[-1].name == "compiled by aot_eager_decomp_partition"
     assert found.further[-1].compared > 0
-    budget = verify(one, Plan(compile=replace(how, activation_memory_budget=0.0)))
+    budget = verify_plan(one, Plan(compile=replace(how, activation_memory_budget=0.0)))
     assert isinstance(budget, Verification)
     if budget.passed:
         pytest.skip("this PyTorch computes right gradients with dropout under a memory budget")

@@ -88,7 +88,7 @@ def a_profile() -> StepProfile:
             TimeUse(name="forward", seconds=0.25),
             TimeUse(name="backward", seconds=0.5),
             *(TimeUse(name="recomputation", segment=f"body.{i}", seconds=0.01 * i) for i in range(10)),
-            TimeUse(name="beside operators", seconds=0.3),
+            TimeUse(name="outside operators", seconds=0.3),
         ),
         notes=("Something to know.",),
         trace=StepTrace(modules=(), tensor_peak_bytes=80 * MIB, resident_bytes=10 * MIB, batch=4, ops=ops),
@@ -170,7 +170,7 @@ def test_the_time_of_a_step_and_the_segments_that_take_most_of_it() -> None:
     assert lines[at + 3].split() == ["recomputation", "450.0", "ms", "30", "%"]
     assert lines[at + 4].split() == ["of", "body.9", "90.0", "ms", "6", "%"]
     assert lines[at + 12].split() == ["2", "more", "10.0", "ms", "1", "%"]
-    assert lines[at + 13].split() == ["beside", "operators", "300.0", "ms", "20", "%"]
+    assert lines[at + 13].split() == ["outside", "operators", "300.0", "ms", "20", "%"]
     assert not any(line.startswith("time of the step") for line in shown(replace(a_profile(), times=())))
 
 

@@ -110,7 +110,7 @@ def test_explain_names_no_objective_which_it_has_no_flag_for() -> None:
         seconds=None,
     )
     told = Explanation(header=None, limit_bytes=9, limit="here", needed_bytes=9, instant=None, suggestions=(said,))
-    lines = [*explanation.loops(told)]
+    lines = [*explanation.micro_batch_code(told)]
     assert lines[:2] == ["# 2 micro-batches of 20", "# Lightning"]
 
 

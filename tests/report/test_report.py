@@ -315,12 +315,12 @@ def test_a_plan_that_only_adds_work_is_not_said_to_be_much_faster(summary: MemOp
 def test_own_checkpoints_that_take_less_but_exceed_the_limit_stand_below_the_headline(summary: MemOptSummary) -> None:
     summary.own_checkpoints, summary.options = measured(149.3, 2.11), {"max_slowdown": 1.4}
     line = shown(TextReport(), result(summary)).splitlines()[1]
-    assert line.startswith("the model's own checkpoints take less, 149.3 MiB, but 1.94 times as long, and 1.4 is ")
+    assert line.startswith("the model's own checkpoints need less memory, 149.3 MiB, but their step takes 1.94 times ")
     assert line.endswith("; --max-slowdown 2 looks for a plan below them")
     for own, limit, budget in ((295.0, 1.4, None), (149.3, 2.0, None), (149.3, None, None), (149.3, 1.4, 9)):
         summary.own_checkpoints, summary.options = measured(own, 2.11), {"max_slowdown": limit}
         summary.budget_bytes = budget
-        assert "own checkpoints take less" not in shown(TextReport(), result(summary))
+        assert "own checkpoints need less memory" not in shown(TextReport(), result(summary))
 
 
 def test_levels_that_give_one_plan_share_a_row(summary: MemOptSummary) -> None:

@@ -300,7 +300,7 @@ class TestCommands:
     def test_a_plan_that_needs_more_is_not_applied(self, memopt: Any) -> None:
         done = memopt("optimize", "models.py:Asking", *self.OF_ONE, "--level", "1")
         assert done.code == 0, done.err
-        assert "but the model's own checkpoints take " in done.out
+        assert "but the model's own checkpoints need " in done.out
         assert "A higher --level may find a smaller plan, and --budget " in done.out
         assert [line for line in done.out.splitlines() if line.strip().startswith("–  ") and OWN in line]
         assert not list(Path().glob("models.Asking.memopt.p*"))

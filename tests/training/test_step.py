@@ -14,7 +14,7 @@ from memopt_cli.pipeline.batches.recommendation import recommend_prepared
 from memopt_cli.pipeline.comparisons.regression import record_prepared
 from memopt_cli.pipeline.equivalence import compare_prepared
 from memopt_cli.pipeline.memory.profiling import profile_prepared
-from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.records import (
     BaselineRequest,
     BatchRequest,
@@ -105,7 +105,7 @@ def notes_of(command: str, tmp_path: Any, build: Callable[[], nn.Module] = WithL
             return profile_prepared(ProfileRequest(**REQUEST), prepared, plan=prepared.carried).notes
         case "optimize":
             search = resolve(SearchOverrides(level=1))
-            return find(OptimizeRequest(**REQUEST, search=search), prepared).notes
+            return find_plan(OptimizeRequest(**REQUEST, search=search), prepared).notes
         case "recommend-batch":
             request = BatchRequest(**REQUEST, memory=8 << 20)
             return recommend_prepared(request, prepared, None, ()).notes

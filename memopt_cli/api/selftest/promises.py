@@ -48,15 +48,15 @@ _CLOSE = 0.02
 _WITHIN = f"within {_CLOSE:.0%} or {MIN_BYTES >> 10} KiB"
 _SEARCH_S = 15.0
 _MAX_SLOWDOWN = 50.0
-"""For plans that save much, of steps that take milliseconds: without a limit, verifying one of hundreds of chunks on a
-GPU took minutes."""
+"""Maximum slowdown of plans that save much, of steps that take milliseconds: without it, verifying one of hundreds of
+chunks on a GPU took minutes."""
 _TIMEOUT_S = 120.0
 _MEMORY = 64 * 2**20
-"""Bytes into which a recommended batch must fit on the CPU."""
+"""Memory limit in bytes of a recommended batch on the CPU."""
 _GPU_MEMORY = 8 * _MEMORY
-"""Bytes into which a recommended batch must fit on a GPU, where cuBLAS may keep 64 MiB."""
+"""Memory limit in bytes of a recommended batch on a GPU, where cuBLAS may keep 64 MiB."""
 _GPU_SAMPLES = 16
-"""So many times the batch of the CPU, for a plan to save more than a few per cent of what libraries keep."""
+"""Batch on a GPU, as a multiple of the CPU's, so that a plan saves more than a few per cent of what libraries keep."""
 
 _PLAIN = StepSettings(optimizer="none")
 

@@ -34,11 +34,11 @@ NO_BATCH = "Interrupted: no batch is recommended; the plan is verified. Ctrl-C a
 """Note for a search for the batch that Ctrl-C ended; the plan stays."""
 
 _MAX_BATCH_FACTOR = 1000
-"""The advice does not count memory as the limit beyond this many times the described batch.
+"""Maximum batch, as a multiple of the described one, for which the advice counts memory as the limit.
 
 Example: 360,000 sequences of a small recurrent network would fit, and 128 are trained."""
 _MIN_RUNS = 2
-"""Lowest number of batch sizes that are run for the advice, as far as they can be run."""
+"""Minimum number of batch sizes that are run for the advice, unless fewer can be run."""
 _AIMED_TIME_SHARE = 0.7
 """A run may be predicted to take at most this share of the longest step.
 
@@ -47,8 +47,8 @@ long in a ResNet and a spiking VGG.  A step that is too long costs another run.
 """
 _MIN_S, _MIN_GPU_S, _MAX_S = 1.0, 5.0, 10.0
 _MAX_STEP_RATIO = 2.5
-"""Without ``--longest-step``, the step of the answer takes at most this many described steps, within the bounds above:
-the advice should not cost more than the search.  On a GPU memory limits the batch: few steps take seconds there.
+"""Maximum time of the answer's step without ``--longest-step``, as a multiple of the described step's, within the
+bounds above: the advice should not cost more than the search.  On a GPU memory limits the batch, as steps are short.
 """
 
 
@@ -123,7 +123,7 @@ def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
     batch = search.model.largest_within(budget_bytes)
     if not batch:
         return f"not even a batch of {search.model.smallest_batch} fits in {search.runs.limits.text}"
-    because = _too_large(batch, first_run)
+    because = _why_too_large(batch, first_run)
     return BatchEstimate(
         batch=batch,
         predicted_peak_bytes=round(search.model.peak_bytes(batch)),
@@ -134,8 +134,7 @@ def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
     )
 
 
-def _too_large(batch: int, described: BatchProbe) -> str:
-    """Return why ``batch`` is larger than anybody trains with; empty if it is not."""
+def _why_too_large(batch: int, described: BatchProbe) -> str:
     if batch > _MAX_BATCH_FACTOR * described.batch:
         return f"it is more than {_MAX_BATCH_FACTOR} times the given batch"
     step_s = described.step_s * batch / described.batch

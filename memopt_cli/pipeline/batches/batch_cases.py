@@ -52,7 +52,7 @@ class Case:
         self.settled, self.probes.replicas = advice, advice.fastest
         self.search.runs[self.search.batch] = advice.best
 
-    def go_on_with_fewest(self) -> None:
+    def settle_on_fewest(self) -> None:
         """Fix the number of copies to the fewest, which do not fit at the described batch, to search a smaller one."""
         assert self.copies is not None
         ((self.probes.replicas, self.search.runs[self.search.batch]),) = self.copies.outcomes.items()
@@ -70,7 +70,7 @@ class Case:
         )
 
     def row(self) -> BatchRow:
-        """Return the row of the report: the batch that fits, by the runs so far."""
+        """Return the row of the report: the batch that fits, according to the runs so far."""
         return BatchRow(planned=self.planned, dims=self.dims, outcome=self.search.outcome(), replicas=self.replicas)
 
     @property
@@ -97,7 +97,7 @@ class CaseSearch:
     searched: list[Case] = field(default_factory=list)
     """Cases whose search has begun, the last first."""
 
-    def find(self, cases: Sequence[Case], session: Callable[[], Session]) -> None:
+    def find_batches(self, cases: Sequence[Case], session: Callable[[], Session]) -> None:
         """Search ``cases``, the last first; each passes the ratio of measured peaks to dry runs on to the next.
 
         The last cases are those with the plan and with long sequences, which need their runs most if runs are scarce.
@@ -123,7 +123,7 @@ class CaseSearch:
                 raise StepError(refusal, hint="Pass the tensor that it refers to as an input, one for each batch.")
             if self.replicas:
                 self._find_copies(case)
-            self._restrain_loop(case)
+            self._limit_loop(case)
             case.search.find()
             self._require_runs(case)
             if failure := case.probes.failure_in_words(case.search.model.limiting_dry_run()):
@@ -131,7 +131,7 @@ class CaseSearch:
             self.runs += len(case.search.runs)
             ratio = case.search.model.measured_ratio() if case.search.model.predict else 1.0
 
-    def _restrain_loop(self, case: Case) -> None:
+    def _limit_loop(self, case: Case) -> None:
         """Detect a step that loops over its batch; add a note, and limit its runs to short steps."""
         runs, model = case.search.runs, case.search.model
         if model.predict is not None:
@@ -163,7 +163,7 @@ class CaseSearch:
         if isinstance(answer, ReplicaAdvice):
             case.settle(answer)
         else:
-            case.go_on_with_fewest()
+            case.settle_on_fewest()
         self.prepared.progress.stage(f"finding the batch that fits{case.text}")
 
     def _require_runs(self, case: Case) -> None:
@@ -184,9 +184,9 @@ class CaseSearch:
         if refusal := case.search.refusal():
             raise one_batch_error(case.search.batch, refusal, case.text)
         if case.search.model.predict is None:
-            self.notes.append(self._runs_alone(case))
+            self.notes.append(self._no_dry_runs_note(case))
 
-    def _runs_alone(self, case: Case) -> str:
+    def _no_dry_runs_note(self, case: Case) -> str:
         """Return a sentence on why ``case`` has no dry runs."""
         reason, because = "Dry runs do not know compiled steps", ""
         if case.plan.compile is None:

@@ -33,7 +33,7 @@ def check_varied(prepared: Prepared) -> None:
 
 
 def fixed_batch_reason(search: BatchSearch, prepared: Prepared) -> str:
-    """Return why dimension 0 of the inputs seems not to be the batch; empty if the batch can be varied.
+    """Return why dimension 0 of the inputs seems not to be the batch, if the batch cannot be varied.
 
     Example: a model holds the edges of one graph as indices, and its inputs have one row for each node.  With more rows
     it runs, pointlessly; with fewer it fails, as edges point at missing rows.  So the model is tried on fewer rows.
@@ -159,7 +159,7 @@ class BatchProbes:
         if batch in self.inferred:
             return self.inferred[batch]
         if batch not in self.dry_runs:
-            interpolated = self._extrapolate(batch) if self._is_long(batch) else interpolate(self.dry_runs, batch)
+            interpolated = self._extrapolate(batch) if self._is_too_long(batch) else interpolate(self.dry_runs, batch)
             if interpolated is not None:
                 return self.inferred.setdefault(batch, interpolated)
             self.count(batch)
@@ -199,7 +199,7 @@ class BatchProbes:
         (small_batch, operators_at_small), *_, (large_batch, operators_at_large) = sorted(self.operators.items())
         return (operators_at_large - operators_at_small) / (large_batch - small_batch)
 
-    def _is_long(self, batch: int) -> bool:
+    def _is_too_long(self, batch: int) -> bool:
         if self.operators_per_sample <= 0:
             return False
         largest = max(self.operators)

@@ -35,7 +35,7 @@ from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.verification import fault_in, verify
+from memopt_cli.pipeline.verification import fault_in, verify_plan
 from memopt_cli.records import (
     BatchProbe,
     BatchRequest,
@@ -66,7 +66,7 @@ _MAX_RUNS = 8
 _MAX_ORIGINAL_RUNS = 4
 """Maximum number of runs of the original, unless its best batch needs one more."""
 _MIN_DRY_RUN_BATCH = 4
-"""Smallest batch for dry runs: smaller ones do not show along which axes modules can run in chunks."""
+"""Minimum batch of dry runs: smaller ones do not show along which axes modules can run in chunks."""
 
 
 _CHECKPOINTS_OFF_NOTE = (
@@ -121,7 +121,7 @@ class _FastestSearch:
     notes: list[str]
     interrupted: bool = False
     untried: str = ""
-    """Reason why no plan was tried; empty if one was."""
+    """Reason why no plan was tried."""
     call: ModelCall = ModelCall()
     probes: SearchProbes = field(init=False)
     trials: Trials = field(init=False)
@@ -222,7 +222,7 @@ class _FastestSearch:
             run=self._run_original,
         )
         try:
-            search.find([case], self.session)
+            search.find_batches([case], self.session)
         finally:
             self.dry_runs += [batch_search.probes for batch_search in search.searched]
         largest = case.search.runs.best
@@ -303,7 +303,7 @@ class _FastestSearch:
             plan, batch = pairs[index].plan, pairs[index].batch
             if plan == ORIGINAL:
                 return index, None
-            verification = verify(self.prepared.at(batch), plan, fits=False)
+            verification = verify_plan(self.prepared.at(batch), plan, fits=False)
             if isinstance(verification, Verification) and verification.passed:
                 return index, verification
             self._drop(pairs[index], verification)
@@ -393,5 +393,6 @@ def _usable_share(model: PeakModel, within_bytes: int) -> float:
 
 def _priced_ratio(trials: Trials, pricing: Pricing) -> float:
     """Return the ratio of the measured peak to the priced one, at the original's largest batch."""
-    largest = max(trials.runs_under(ORIGINAL), key=lambda run: run.batch, default=None)
+    runs = (run for plan, run in trials.successful_runs() if plan == ORIGINAL)
+    largest = max(runs, key=lambda run: run.batch, default=None)
     return 1.0 if largest is None else largest.allocated_peak_bytes / pricing.peak_bytes(ORIGINAL, largest.batch)

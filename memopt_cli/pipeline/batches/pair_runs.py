@@ -19,7 +19,7 @@ _MAX_FINALISTS = 3
 _NOISE_SHARE = 0.2
 """Variation of a rate from run to run, as a share, on a busy machine (benchmarks/fastest.py)."""
 _SHORT_STEP_S = 10.0
-"""Longest step, in seconds, that is run again: another run of a longer one would take minutes."""
+"""Maximum seconds of a step that is run again: another run of a longer one would take minutes."""
 
 
 @dataclass(slots=True, kw_only=True)

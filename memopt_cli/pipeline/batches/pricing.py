@@ -52,7 +52,7 @@ class Pricing:
         return self.original_s(batch) * self.models.slowdown(plan, batch)
 
     def original_s(self, batch: int) -> float:
-        """Return the seconds of the original's step at ``batch``, by its runs, or if it has none, by its record."""
+        """Return the seconds of the original's step at ``batch``, from its runs or else from its recorded steps."""
         runs = self._timed_runs()
         if not runs:
             return self.models.known(ORIGINAL, batch).step_s

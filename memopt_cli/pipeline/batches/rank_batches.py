@@ -68,7 +68,7 @@ def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Pl
     interrupted = False
     try:
         for layout in request.layouts:
-            job.rows += job.find(layout, plan)
+            job.rows += job.find_rows(layout, plan)
     except KeyboardInterrupt:  # leaving the session has ended its subprocess
         if not job.fitting:
             raise
@@ -103,7 +103,7 @@ class _RanksSearch:
         """Rows in which a batch fits."""
         return [row for row in self.rows if isinstance(row.outcome, RankBatch)]
 
-    def find(self, layout: RankLayout, plan: Plan | None) -> Iterator[RanksRow]:
+    def find_rows(self, layout: RankLayout, plan: Plan | None) -> Iterator[RanksRow]:
         """Yield a row for ``layout`` without a plan, and one under ``plan``, if there is one."""
         for candidate in [ORIGINAL] if plan is None else [ORIGINAL, plan]:
             suffix = " under the plan" if candidate is plan else ""

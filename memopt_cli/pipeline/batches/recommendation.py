@@ -128,7 +128,7 @@ def recommend_prepared(
         max_runs=limits.probes - RUNS * bool(lengths),
         replicas=request.replicas.sizes() if request.replicas is not None else (),
     )
-    job = _BatchSearch(request=request, prepared=prepared, longest=longest, search=search)
+    job = _Recommender(request=request, prepared=prepared, longest=longest, search=search)
     try:
         with contextlib.ExitStack() as folders, Sessions(prepared, prepared.dry_data, notes) as session:
             search.prepared = prepared.with_compiler_cache(folders)
@@ -144,7 +144,7 @@ def recommend_prepared(
 
 
 @dataclass(slots=True, kw_only=True)
-class _BatchSearch:
+class _Recommender:
     request: BatchRequest
     prepared: Prepared
     longest: dict[str, int]
@@ -165,11 +165,13 @@ class _BatchSearch:
         if self.request.backend is not None:
             plans = [replace(p, compile=CompilePlan(backend=self.request.backend)) for p in plans]
         cases = [Case(planned=index > 0, plan=p, dims=dims) for index, p in enumerate(plans) for dims in sizes]
-        self.search.find(cases, session)
+        self.search.find_batches(cases, session)
         if len(sizes) == 1 and not lengths and self.request.runs:
-            self._seek_faster(cases)
+            self._run_smaller_batches(cases)
         main = self._main_case(cases)
-        accumulation = self._accumulate(main)
+        accumulation = self._accumulation(main)
+        if accumulation is not None and main.search.runs.fitting:
+            self.search.run_more(main, lambda search: search.also_run([accumulation.batch]))
         strategies = self._compare(lengths, main, session) if lengths else ()
         return self._answer(cases, main, accumulation, strategies)
 
@@ -281,7 +283,7 @@ class _BatchSearch:
         assert isinstance(run, BatchProbe), "the recommended batch was run"
         return run.samples_per_s
 
-    def _seek_faster(self, cases: Sequence[Case]) -> None:
+    def _run_smaller_batches(self, cases: Sequence[Case]) -> None:
         """Run smaller batches of the cases that may be recommended, since a smaller batch may train faster."""
         is_max = self.request.aim == "max"
         candidates = [self._main_case(cases)] if is_max else [case for case in cases if case.search.runs.fitting]
@@ -294,13 +296,6 @@ class _BatchSearch:
             self.search.run_more(
                 case, functools.partial(BatchSearch.find_faster, batches=faster, max_runs=-(-runs // cases_left))
             )
-
-    def _accumulate(self, main: Case) -> Accumulation | None:
-        """Return the passes that make a step of the optimizer, and run their batch if other batches were run."""
-        accumulation = self._accumulation(main)
-        if accumulation is not None and main.search.runs.fitting:
-            self.search.run_more(main, lambda search: search.also_run([accumulation.batch]))
-        return accumulation
 
     def _accumulation(self, main: Case) -> Accumulation | None:
         """Return the number of passes in a step of the optimizer; ``None`` for one pass and no global batch."""

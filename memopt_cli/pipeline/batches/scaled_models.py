@@ -15,7 +15,7 @@ from memopt_cli.search.plan.scaled import ScaledStep, pair_records
 from memopt_cli.search.plan.search_spaces import find_heads
 
 _MAX_UPDATE_SHARE = 0.9
-"""Upper limit on the share of a step that its update takes: the times come from different runs and may conflict."""
+"""Maximum share of a step that its update takes: the times come from different runs and may conflict."""
 
 Heads = tuple[SegmentPlan, ...]
 """Segments of a plan that include the loss: they change the step's operators, so it is recorded again with them."""

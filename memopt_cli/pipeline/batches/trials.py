@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from memopt_cli.errors import MemoptError
@@ -51,10 +50,6 @@ class Trials:
         """Return the runs that did not fail, each with its plan."""
         return [(plan, run) for (plan, _), run in self.outcomes.items() if isinstance(run, BatchProbe)]
 
-    def runs_under(self, plan: Plan) -> Iterator[BatchProbe]:
-        """Return the runs under ``plan`` that did not fail."""
-        return (run for other_plan, run in self.successful_runs() if other_plan == plan)
-
     def _run(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         text = f"batch {batch}{'' if plan.is_empty else ' under a plan'}"
         self.prepared.progress.update(self.count, None, f"running {text}")
@@ -95,12 +90,6 @@ class Trials:
         except MemoptError as err:
             notes.append(f"{err.message[:1].upper()}{err.message[1:]}.")
 
-    def record_without_data(self, batch: int) -> None:
-        """Record the original's step at a ``batch`` that was not run, or cannot be."""
-        if batch not in self.records:
-            with self.prepared.at(batch).session("small batch") as session:
-                self.record(batch, session, None)
-
     def step(self, first_batch: int) -> ScaledStep | str:
         """Return the original's step, computable at any batch, or the reason why it cannot be computed.
 
@@ -117,8 +106,9 @@ class Trials:
         if len(batches) < 2:
             self.prepared.progress.stage("recording a step")
             first_batch = max(batches, default=first_batch)
-            for batch in (first_batch, 2 * first_batch):
-                self.record_without_data(batch)
+            for batch in [batch for batch in (first_batch, 2 * first_batch) if batch not in self.records]:
+                with self.prepared.at(batch).session("small batch") as session:
+                    self.record(batch, session, None)
             batches = [batch for batch in (first_batch, 2 * first_batch) if batch in self.records]
         if len(batches) < 2:
             return None

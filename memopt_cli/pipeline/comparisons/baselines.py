@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Final, Literal
 
 from memopt_cli.inputs.spec_text import format_layout
-from memopt_cli.pipeline.renames import Paths, find_renames
+from memopt_cli.pipeline.renames import Moves, find_renames
 from memopt_cli.pipeline.terms import differences, inputs_term, step_terms
 from memopt_cli.records import (
     METRICS,
@@ -30,7 +30,7 @@ from memopt_cli.records import (
 )
 
 MAX_SAVED_TENSORS = 20
-"""Number of saved tensors, the largest ones, that a baseline names."""
+"""Maximum number of saved tensors that a baseline names: the largest ones."""
 
 
 _STEP_PATH: Final = "(the step)"
@@ -150,11 +150,11 @@ def _values(memory: StepMemory) -> dict[Metric, float]:
 
 
 def _module_changes(
-    before: Sequence[ModuleBytes], after: Sequence[ModuleBytes], moves: Paths
+    before: Sequence[ModuleBytes], after: Sequence[ModuleBytes], moves: Moves
 ) -> tuple[ModuleChange, ...]:
     """Return the modules that hold more or less, largest growth first."""
     old_paths = {new: old for old, new in moves.items()}
-    old, new = ({m.path: m for m in _apart_from_step(modules)} for modules in (before, after))
+    old, new = ({m.path: m for m in _with_step_as_module(modules)} for modules in (before, after))
     changes = []
     for path in dict.fromkeys((*new, *(moves.get(path, path) for path in old))):
         module_before, module_after = old.get(old_paths.get(path, path)), new.get(path)
@@ -173,7 +173,7 @@ def _module_changes(
     return tuple(sorted(changes, key=lambda change: change.before_bytes - change.after_bytes))
 
 
-def _apart_from_step(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
+def _with_step_as_module(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
     """Yield ``modules``, and as one more module the step's tensors that the root holds."""
     for module in modules:
         step_bytes = {kind: size for kind, size in module.held_bytes.items() if not module.path and kind in _STEP_KINDS}
@@ -183,7 +183,7 @@ def _apart_from_step(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes]:
             yield ModuleBytes(path=_STEP_PATH, class_name=", ".join(step_bytes), output_bytes=0, held_bytes=step_bytes)
 
 
-def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Paths) -> tuple[SavedTensor, ...]:
+def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Moves) -> tuple[SavedTensor, ...]:
     """Return the saved tensors of ``after`` that have no counterpart in ``before``.
 
     A baseline names only its :data:`MAX_SAVED_TENSORS` largest, so smaller tensors do not count as new.
@@ -198,11 +198,11 @@ def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], move
     return tuple(new_tensors)
 
 
-def _saved_key(saved: SavedTensor, moves: Paths) -> tuple[object, ...]:
+def _saved_key(saved: SavedTensor, moves: Moves) -> tuple[object, ...]:
     return saved.nbytes, saved.made_by, saved.op, moves.get(saved.module, saved.module)
 
 
-def _plan_change(before: Plan, after: Plan, moves: Paths) -> PlanChange:
+def _plan_change(before: Plan, after: Plan, moves: Moves) -> PlanChange:
     old = {path: replace(s, path=path) for s in before.segments for path in [moves.get(s.path, s.path)]}
     new = {s.path: s for s in after.segments}
     return PlanChange(

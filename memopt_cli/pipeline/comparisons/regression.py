@@ -67,16 +67,16 @@ def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineRes
     code = code_in_words(request.source.location, prepared.facts.modules)
     step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
     with step.session() as (session, rank):
-        baseline = Baseline(
+        recorded = Baseline(
             header=replace(file_header(prepared), model=request.source.location),
             conditions=replace(require_answer(session.ask(ConditionsJob())), layout=request.layout),
             memory=step.memory(session, rank),
         )
     spec = prepared.subject.spec
-    baseline = replace(baseline, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
-    (file,) = write_all({Path(request.output): content(baseline_json(baseline))}, force=request.force)
+    recorded = replace(recorded, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
+    (file,) = write_all({Path(request.output): content(baseline_json(recorded))}, force=request.force)
     notes = (*([f"Code: {code}."] if code else []), *_left_out(step.plan, spec), *prepared.messages)
-    return BaselineResult(baseline=baseline, file=file, notes=notes)
+    return BaselineResult(baseline=recorded, file=file, notes=notes)
 
 
 def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comparison:
@@ -96,7 +96,7 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, Ste
 
     Raises :class:`BaselineError` if the file is not a baseline, and :class:`UnsafeFileError` if it names code.
     """
-    before = read_measured(request.baseline_path, _typed(request))
+    before = read_measured(request.baseline_path, _typed_step(request))
     if before.conditions is None:
         raise BaselineError(
             f"{request.baseline_path} is a summary of memopt optimize, not a baseline",
@@ -109,7 +109,7 @@ def step_of_baseline(request: CheckRequest) -> tuple[Baseline, CheckRequest, Ste
     return before, replace(request, layout=layout, spec=spec), settings
 
 
-def _typed(request: CheckRequest) -> str:
+def _typed_step(request: CheckRequest) -> str:
     """Return model and step of ``request`` as typed, with a placeholder for inputs; empty without a command line."""
     if request.flags is None:
         return ""
@@ -243,11 +243,11 @@ def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline
         raise BaselineError(
             f"{request.baseline_path} is not comparable: {differences_text}",
             hint="Check the step that was recorded, or record the step that you want to check.\n"
-            + _record_anew(request, after),
+            + _rerecord_hint(request, after),
         )
 
 
-def _record_anew(request: CheckRequest, after: Baseline) -> str:
+def _rerecord_hint(request: CheckRequest, after: Baseline) -> str:
     """Return the hint with the command that records the checked step, ``after``."""
     source = request.source
     plan = request.plan_path

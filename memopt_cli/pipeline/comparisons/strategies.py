@@ -15,7 +15,7 @@ from memopt_cli.errors import MemoptError, UsageError
 from memopt_cli.files.contents import read_plan
 from memopt_cli.measure.jobs import ORIGINAL, AgreementJob, OnlineJob, ProbeJob, VerifyJob
 from memopt_cli.pipeline.batches.recommendation import check_inputs
-from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
@@ -47,7 +47,7 @@ _SEARCHED_LEVEL = 3
 """Level of the search for a plan, where the user gives none."""
 
 _MIN_COMPARED = 8
-"""Lowest number of time steps at which gradients are compared, within the range.
+"""Minimum number of time steps at which gradients are compared, within the range.
 
 A single step carries no state over, so every rule would seem exact."""
 
@@ -56,7 +56,7 @@ Probe = Callable[[int], BatchProbe | Failure]
 
 
 def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | None) -> StrategyComparison:
-    """Measure each strategy at a few lengths of the range, as far as they fit, and estimate the others by a line.
+    """Measure each strategy at a few lengths of the range that fit, and estimate it at the others by a line.
 
     The curve of a strategy that cannot be run contains the reason.
     """
@@ -113,7 +113,7 @@ class _StrategySearch:
             recommend_batch=False,
         )
         try:
-            findings = find(request, self.prepared)
+            findings = find_plan(request, self.prepared)
         except MemoptError as error:
             return StepFailed(message=f"no plan was found: {error.message}", hint=error.hint)
         if findings.decisive is not None:
@@ -189,7 +189,7 @@ class _StrategySearch:
         return runs
 
     def _can_run(self, steps: int, measured_runs: dict[int, BatchProbe]) -> bool:
-        """Return whether a sequence of ``steps`` may be run, by the peaks and times ``measured_runs`` so far.
+        """Return whether a sequence of ``steps`` may be run, judged by the peaks and times of ``measured_runs``.
 
         After a single run, the peak is assumed to grow in proportion.  That exaggerates, and the second run is needed
         for a line, so it may exceed the user's limit, but not the memory of this machine.

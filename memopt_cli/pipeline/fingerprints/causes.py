@@ -160,7 +160,7 @@ def _by_other_calls(pair: Pair) -> Cause | None:
     paths_in_forward = {call.path for call in calls if not call.recomputed}
     pairs = list(_recomputations(calls))
     for repeated in (call for call in calls if call.recomputed and call.path not in paths_in_forward):
-        outer_call = next(reversed(_calls_around(repeated, [outer for _, outer in pairs])), None)
+        outer_call = next(reversed(_enclosing_calls(repeated, [outer for _, outer in pairs])), None)
         if outer_call is not None:
             draws_differ = any(outer is outer_call and forward.begun != outer.begun for forward, outer in pairs)
             return _cause_at(outer_call, REDRAWS if draws_differ else OTHER_CALLS.format(repeated.path))
@@ -234,7 +234,7 @@ def _by_missing_gradient_of_reentrant(pair: Pair) -> Cause | None:
 def _by_recomputation(pair: Pair) -> Cause | None:
     """Return the cause at the first call in a recomputation with a different input or output from forward's.
 
-    If the input differs, the fault lies in the innermost call around it that has the input of forward.  If there is no
+    If the input differs, the fault lies in the innermost enclosing call that has the input of forward.  If there is no
     such call, the fault lies outside of the checkpoint.
     """
     same_input_calls: list[CallPrint] = []
@@ -255,19 +255,16 @@ def _by_recomputation(pair: Pair) -> Cause | None:
             repeated,
             REDRAWS if draws_differ and (forward.draws or repeated.draws) else OTHER_OUTPUT,
         )
-    innermost = next(reversed(_calls_around(repeated, same_input_calls)), None)
+    innermost = next(reversed(_enclosing_calls(repeated, same_input_calls)), None)
     if draws_differ:
         return _cause_at(innermost or repeated, REDRAWS)
     if innermost is not None:
         return _cause_at(innermost, OTHER_OUTPUT)
-    return _cause_at(_calls_around(repeated, [*other_input_calls, repeated])[0], CHANGED_INPUT)
+    return _cause_at(_enclosing_calls(repeated, [*other_input_calls, repeated])[0], CHANGED_INPUT)
 
 
-def _calls_around(call: CallPrint, calls: Iterable[CallPrint]) -> list[CallPrint]:
-    """Return the calls among ``calls`` inside which ``call`` was made, by their paths, the outermost first.
-
-    ``call`` itself counts as one of them.
-    """
+def _enclosing_calls(call: CallPrint, calls: Iterable[CallPrint]) -> list[CallPrint]:
+    """Return ``call`` and, before it, those of ``calls`` whose modules contain its module, the outermost first."""
     outer_calls = (outer for outer in calls if outer is call or is_within(call.path, outer.path))
     return sorted(outer_calls, key=lambda outer: len(outer.path))
 

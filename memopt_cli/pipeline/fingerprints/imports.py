@@ -83,13 +83,12 @@ def import_notes(
             sides = f"the reference imports it from {from_here(folder)}, the candidate from {from_here(other)}"
             notes.append(f"{format_some(names, _SHOWN)}: {sides}.")
         elif {file.parent for file in files} != {folder} and not any(part in _INSTALLED for part in folder.parts):
-            notes.append(
-                f"{format_some(names, _SHOWN)}: both models import it from {from_here(folder)}{_side(folder, files)}."
-            )
+            both = f"both models import it from {from_here(folder)}{_checkout_hint(folder, files)}"
+            notes.append(f"{format_some(names, _SHOWN)}: {both}.")
     return tuple(notes)
 
 
-def _side(folder: Path, files: Sequence[Path]) -> str:
+def _checkout_hint(folder: Path, files: Sequence[Path]) -> str:
     """Return what to do if ``folder`` lies in the checkout of one of the two ``files`` alone; else an empty string."""
     common = Path(os.path.commonpath([file.parent for file in files]))
     checkouts = [common.joinpath(*file.parent.relative_to(common).parts[:1]) for file in files]

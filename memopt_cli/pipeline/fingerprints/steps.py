@@ -21,7 +21,7 @@ Rounding may flip a ReLU or a spike, which changes a gradient by more than its l
 times at most, and by 24 times in one sample.  A plan above the limit is compared fully at full size.
 """
 _MAX_ROUNDING_DISTANCE = 0.1
-"""Upper bound of that limit, as a relative change.
+"""Maximum of that limit, as a relative change.
 
 Rounding that changes a tensor by this much is not used at all: it has tipped a choice that the order of sums would not,
 as where a threshold or a length is a parameter.

@@ -29,7 +29,7 @@ from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.measure.reach import UserFunction, main_script, unreachable
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import (
     Differs,
@@ -73,7 +73,7 @@ def prepared_model(
     Raises :class:`OptionError` for inputs that are not tensors or plain containers, and :class:`StepError` for a model
     that cannot be copied, and within a profiling subprocess.
     """
-    with refuse_recursion(), also_prepared_model(unwrap(model), inputs, settings, functions) as prepared:
+    with refuse_recursion(), prepared_one_of_several(unwrap(model), inputs, settings, functions) as prepared:
         yield replace(prepared, notes=(*prepared.notes, *notes_on_wrapping(model)))
 
 
@@ -85,16 +85,16 @@ def notes_on_wrapping(model: nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def also_prepared_model(
+def prepared_one_of_several(
     model: nn.Module,
     inputs: Arguments | InputSpec,
     settings: StepSettings,
     functions: Sequence[UserFunction] = (),
     obstacle: str = "",
 ) -> Iterator[Prepared]:
-    """Prepare one of several models inside :func:`refuse_recursion`.
+    """Prepare one of several models, as :func:`prepared_model` does; call it inside :func:`refuse_recursion`.
 
-    ``obstacle``: why the model must be profiled in this process; empty to find out.
+    ``obstacle``: why the model must be profiled in this process.
     """
     build = functools.partial(detached_copy, model)
     with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
@@ -104,7 +104,7 @@ def also_prepared_model(
         else:
             save_inputs(inputs, input_file)
             spec = InputSpec(data_file=str(input_file), source="dummy_input")
-        unread, code_paths = _hand_over(build(), model_file)
+        unread, code_paths = _save_for_subprocess(build(), model_file)
         obstacle = next(filter(None, (obstacle, unread, *(function.obstacle for function in functions))), "")
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=code_paths))
         subject = Subject(source=source, spec=spec, settings=settings)
@@ -115,7 +115,7 @@ def also_prepared_model(
 
 
 def unimportable_functions(functions: Sequence[UserFunction]) -> dict[str, Callable[..., Any]]:
-    """Return reference -> function, for each of ``functions`` that cannot be found by its reference."""
+    """Return those of ``functions`` that cannot be imported by their references, as a dictionary by reference."""
     return {function.reference: function.function for function in functions if function.function is not None}
 
 
@@ -144,8 +144,8 @@ class _Called(Exception):
 def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) -> Arguments:
     """Return the arguments of the first call of the model in ``example_forward``, which runs on a copy up to there.
 
-    Raises :class:`OptionError` if it does not call the model, or if positional arguments have no names next to others
-    that are given by name.
+    Raises :class:`OptionError` if it does not call the model, or mixes arguments by name with more positional ones than
+    ``forward`` names.
     """
     model_copy = detached_copy(model)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -284,8 +284,8 @@ def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) 
     return Step(model=model_copy, args=args, kwargs=kwargs, settings=settings)
 
 
-def _hand_over(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
-    """Save the model; return why a subprocess cannot load it, empty if it can, and the script that defines its classes.
+def _save_for_subprocess(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
+    """Save the model; return why a subprocess cannot load it, and the script that defines its classes.
 
     A subprocess can load it if it can import every name that the file refers to.
     """
@@ -311,13 +311,13 @@ def carried_note(carried: Plan, found: Plan) -> list[str]:
 
 
 def find_and_verify(
-    request: OptimizeRequest, prepared: Prepared, find: Callable[[OptimizeRequest, Prepared], Findings] = find
+    request: OptimizeRequest, prepared: Prepared, search: Callable[[OptimizeRequest, Prepared], Findings] = find_plan
 ) -> Findings:
-    """Return the findings of ``find``, by default :func:`~memopt_cli.pipeline.plans.optimization.find`.
+    """Return the findings of ``search``, by default :func:`~memopt_cli.pipeline.plans.optimization.find_plan`.
 
     Raises :class:`VerificationError` for a plan whose results differ from the original's.
     """
-    findings = find(request, prepared)
+    findings = search(request, prepared)
     if findings.verification is not None and not findings.verification.passed:
         raise difference_error(findings.decisive or dropped_unmeasured(findings.plan, findings.verification))
     return findings

@@ -45,7 +45,6 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
 
 
 def _why_not_importable(make: Callable[[], Step], name: str) -> str:
-    """Return why a subprocess cannot import the function; empty if it can."""
     module = getattr(make, "__module__", "__main__")
     if not all(part.isidentifier() for part in name.split(".")):
         return f"{name} is defined within a function"

@@ -118,7 +118,7 @@ def _measure_compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> Compi
 
 
 def broken_notes(measured: Measured) -> tuple[str, ...]:
-    """Return a note on why the compiled model of a measurement is not one graph; empty if it is."""
+    """Return a note on why the compiled model of a measurement is not one graph, if it is not."""
     if not measured.graph_break:
         return ()
     return (f"PyTorch cannot compile the model as one graph; parts of it, or all, run as is: {measured.graph_break}.",)
@@ -235,7 +235,7 @@ def _time_uses(trace: StepTrace, measurement: Measurement | OutOfMemory | None) 
             seconds[op.phase, None] += op.seconds
     total = sum(seconds.values())
     if total and isinstance(measurement, Measurement) and measurement.step_s > total:
-        seconds["beside operators", None] = measurement.step_s - total
+        seconds["outside operators", None] = measurement.step_s - total
     for (name, segment), seconds_spent in seconds.items() if total else ():
         yield TimeUse(name=name, segment=segment, seconds=seconds_spent)
 

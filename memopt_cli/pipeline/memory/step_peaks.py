@@ -72,15 +72,11 @@ def saved_tensors(trace: StepTrace, plan: Plan) -> tuple[SavedTensor, ...]:
     Autograd reports the tensors that it saves.  Inputs of segments and packed tensors are held without autograd: they
     are the other tensors of forward that are alive until backward, except the model's outputs.
     """
-    saved = [_saved_by_autograd(trace, s) for s in trace.storages if s.saved_by]
+    saving_ops = ((s, trace.ops[s.saved_by[0]]) for s in trace.storages if s.saved_by)
+    saved = [_saved_tensor(trace, s, by=op.name, module=op.module, keepers=len(s.saved_by)) for s, op in saving_ops]
     if not plan.is_empty:
         saved += _saved_by_plan(plan, trace)
     return tuple(sorted(saved, key=lambda s: -s.nbytes))
-
-
-def _saved_by_autograd(trace: StepTrace, s: StorageTrace) -> SavedTensor:
-    saving_op = trace.ops[s.saved_by[0]]
-    return _saved_tensor(trace, s, by=saving_op.name, module=saving_op.module, keepers=len(s.saved_by))
 
 
 def _saved_tensor(trace: StepTrace, s: StorageTrace, *, by: str, module: str, keepers: int) -> SavedTensor:
@@ -133,7 +129,7 @@ def _saved_by_plan(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
 
 
 def _last_readers(trace: StepTrace) -> dict[int, int]:
-    """Return the index of a storage -> the index of the last operator of forward that reads it, packing's excluded."""
+    """Return the last operator of forward that reads each storage, by their indices; packing does not count."""
     return {
         index: position
         for position, op in enumerate(trace.ops)

@@ -14,7 +14,7 @@ from memopt_cli.pipeline.batches.recommendation import one_batch_notes, recommen
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.budget_errors import NotRunHereError
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.optimization import find
+from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.terms import command_line
 from memopt_cli.records import (
@@ -241,7 +241,7 @@ class ChangeTrials:
             recommend_batch=False,
             search_limit_s=_SEARCH_S,
         )
-        findings = find(request, prepared)
+        findings = find_plan(request, prepared)
         if findings.verification is not None and not findings.verification.passed:
             raise NothingFitsError(f"the best plan failed verification: {findings.verification.difference}")
         return findings
@@ -290,7 +290,7 @@ class ChangeTrials:
             recommendation=replace(recommendation, step=replace(recommendation.step, device=self._device)),
             predicted_bytes=None,
             peak_bytes=run.allocated_peak_bytes,
-            seconds=steps * run.step_s / settings.micro_batches,  # the times beside it are of one pass
+            seconds=steps * run.step_s / settings.micro_batches,  # of one pass, as all other times in the table
         )
 
     def _try_autocast(self) -> Iterator[Suggestion]:
@@ -370,7 +370,6 @@ class ChangeTrials:
 
     @property
     def _global_batch(self) -> int:
-        """Number of samples in all passes of the step."""
         return self._prepared.batch * self._prepared.subject.settings.micro_batches
 
     @property

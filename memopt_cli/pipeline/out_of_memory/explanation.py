@@ -69,7 +69,7 @@ _MAX_HOLDERS: Final = 200
 _RECORDING_SHARE: Final = 0.8
 """A step is run, to record it, if its predicted peak is below this share of this machine's memory."""
 _MAX_RECORDING_S: Final = 20.0
-"""Time limit, in seconds, of a step that is run for its kernel workspaces alone: they hardly change the answer."""
+"""Maximum seconds of a step that is run for its kernel workspaces alone: they hardly change the answer."""
 
 
 def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = None) -> Explanation:

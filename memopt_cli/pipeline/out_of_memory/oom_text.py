@@ -16,7 +16,7 @@ from memopt_cli.records import OutOfMemoryText
 from memopt_cli.text.units import format_bytes
 
 _APPLE_UNITS: Final = {"KB": 2**10, "MB": 2**20, "GB": 2**30}
-"""Units as the backend of Apple's GPUs writes them."""
+"""Bytes in each unit that the backend of Apple's GPUs writes."""
 _UNITS: Final = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, **_APPLE_UNITS}
 _AMOUNT = rf"([\d.]+) ?({'|'.join(_UNITS)})"
 _ASKED: Final = (
@@ -54,7 +54,7 @@ _TOTAL: Final = (re.compile(rf"total capaci?ty of {_AMOUNT}"), re.compile(rf"{_A
 _ALLOWED: Final = (re.compile(rf"{_AMOUNT} allowed"),)
 _PROCESS: Final = re.compile(rf"Process \d+ has {_AMOUNT} memory in use")
 _MIN_OTHERS_SHARE: Final = 0.1
-"""Other processes are named if together they hold at least this share of the card: a desktop holds less."""
+"""Minimum share of the card that other processes together must hold to be named: a desktop holds less."""
 _FREE: Final = (re.compile(rf"of which {_AMOUNT} is free"), re.compile(rf"{_AMOUNT} free"))
 _ALLOCATED: Final = (
     re.compile(rf"{_AMOUNT} is allocated by PyTorch"),

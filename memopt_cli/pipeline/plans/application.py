@@ -22,7 +22,7 @@ from memopt_cli.pipeline.prepare import (
     prepare,
     reader_notes,
 )
-from memopt_cli.pipeline.verification import verify
+from memopt_cli.pipeline.verification import verify_plan
 from memopt_cli.records import CHANGES_NOTHING, STEP, ApplyRequest, ApplyResult, FileHeader, Plan, Verification
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.text.writing import check_targets, write_all
@@ -92,7 +92,7 @@ def _verify_all(prepared: Prepared, plan: Plan) -> list[Verification]:
 
 
 def _require_verified(prepared: Prepared, plan: Plan) -> Verification:
-    verification = require_answer(verify(prepared, plan), "verification could not be run: ")
+    verification = require_answer(verify_plan(prepared, plan), "verification could not be run: ")
     if not verification.passed:
         raise VerificationError(
             f"with the plan {verification.difference}, at {verification.sizes}",

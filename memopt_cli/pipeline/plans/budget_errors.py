@@ -36,7 +36,7 @@ class NotRunHereError(NothingFitsError):
 
     @classmethod
     def of(cls, priced: PricedPlan, outcome: OutOfMemory) -> NotRunHereError:
-        """Return the error to raise for the ``priced`` plan, by the ``outcome`` of trying it."""
+        """Return the error to raise for the ``priced`` plan, which was tried with this ``outcome``."""
         outcome = replace(outcome, needed_bytes=max(priced.peak_bytes, outcome.needed_bytes))  # one with workspaces
         peak = format_bytes(priced.peak_bytes)
         return cls(f"a plan of {peak} is predicted to fit, but {describe(outcome)}", priced, outcome)

@@ -73,7 +73,7 @@ _RUNS_INSIDE = 4
 
 
 def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
-    """Return length -> how often it occurs; without ``--lengths``, evenly spaced lengths, each once.
+    """Return how often each length occurs, as a dictionary; without ``--lengths``, evenly spaced ones occur once each.
 
     Raises :class:`UsageError` for a file that holds none, and for a length outside of the range.
     """
@@ -223,7 +223,7 @@ class _Range:
 
 def _range_of(up_to: int, findings: Findings) -> _Range:
     applied_row = next(row for row in findings.rows[::-1] if row.level == findings.applied_level)
-    applied_row = replace(applied_row, plan=findings.plan)  # whose chunks are marked as compared
+    applied_row = replace(applied_row, plan=findings.plan)  # the same plan, with its compared chunks marked
     return _Range(up_to=up_to, original=findings.rows[0], applied=applied_row, verification=findings.verification)
 
 
@@ -274,7 +274,7 @@ class _ByLength:
                 if not isinstance(answer, Counted | OutOfMemory):
                     raise_failure(answer, f"the model does not run at {symbol}={length}: ")
 
-    def find(self, length: int, budget_bytes: int | None = None) -> Findings:
+    def find_at(self, length: int, budget_bytes: int | None = None) -> Findings:
         """Find the fastest plan within ``budget_bytes`` at ``length``, measured and verified.
 
         ``budget_bytes``: by default the budget of the request.
@@ -292,7 +292,7 @@ class _ByLength:
         """Find the plan of the longest inputs.  Raises :class:`NothingFitsError`, which names their length."""
         longest = f"{self.varied.symbol}={self.varied.high}"
         try:
-            return self.find(self.varied.high)
+            return self.find_at(self.varied.high)
         except NothingFitsError as err:
             hint = f"End the range at a different {self.varied.symbol}, usually a smaller one. {err.hint}"
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err
@@ -378,7 +378,7 @@ class _ByLength:
         peak_bytes = outcome.allocated_peak_bytes
         run = LengthRun(length=length, allocated_peak_bytes=peak_bytes)
         longer.inside.append(run)  # before the search: if that is interrupted, the run counts
-        shorter = self._range_up_to(length, present_bytes=peak_bytes) if peak_bytes > budget_bytes else None
+        shorter = self._range_up_to(length, bytes_to_beat=peak_bytes) if peak_bytes > budget_bytes else None
         if shorter is None or shorter.plan == longer.plan:
             return False
         longer.inside.remove(run)
@@ -389,25 +389,27 @@ class _ByLength:
         ranges.insert(index, shorter)
         return True
 
-    def _range_up_to(self, length: int, present_bytes: int = 0, budget_bytes: int | None = None) -> _Range | None:
+    def _range_up_to(self, length: int, bytes_to_beat: int = 0, budget_bytes: int | None = None) -> _Range | None:
         """Find a plan for the range that ends at ``length``, or return ``None`` and add a note with the reason.
 
-        ``present_bytes``: the peak there under the plan for longer inputs, where that exceeds the budget.  If no plan
-        fits, the smallest is taken, provided that it takes less.  ``budget_bytes``: see :meth:`find`.
+        ``bytes_to_beat``: the peak there under the plan for longer inputs, where that exceeds the budget.  If no plan
+        fits, the smallest is taken, provided that it takes less.  ``budget_bytes``: see :meth:`find_at`.
         """
         try:
-            findings = self.find(length, budget_bytes)
+            findings = self.find_at(length, budget_bytes)
         except MemoptError as err:
-            if isinstance(err, NothingFitsError) and 0 < err.least_bytes < present_bytes:
+            if isinstance(err, NothingFitsError) and 0 < err.least_bytes < bytes_to_beat:
                 smallest = self._range_up_to(length, budget_bytes=err.least_bytes)
                 if smallest is not None:
-                    self.notes.append(f"At {self.varied.symbol}={length}, {err.message}: that is taken there.")
+                    found = "the smallest plan found is used there"
+                    self.notes.append(f"At {self.varied.symbol}={length}, {err.message}; {found}.")
                 return smallest
             self.notes.append(f"No range ends at {self.varied.symbol}={length}: {err.message}.")
             return None
         if not _is_verified(findings):
-            difference = findings.verification.difference if findings.verification else "it is not verified"
-            self.notes.append(f"No range ends at {self.varied.symbol}={length}: with its plan {difference}.")
+            failed = findings.verification
+            fault = f"failed verification ({failed.difference})" if failed else "is not verified"
+            self.notes.append(f"No range ends at {self.varied.symbol}={length}: its plan {fault}.")
             return None
         return _range_of(length, findings)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.started_search import StartedSearch
-from memopt_cli.pipeline.plans.worth import drop_by_measurement, drop_by_prediction
+from memopt_cli.pipeline.plans.worth import judge_measurement, judge_prediction
 from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, TooSlow
 from memopt_cli.records.progress import Span
 from memopt_cli.records.summary import PREDICTED_SHARE
@@ -29,16 +29,16 @@ _DOUBTFUL_SHARE = 1.3
 
 Predictions err by up to a quarter either way, and only a measurement shows whether the plan keeps the limit."""
 _NEXT_SHARES = (0.8, 0.5, 0.5)
-"""Largest predicted extra time of the next plan, as a share of the last one's: one share per plan that is too slow.
+"""Maximum predicted extra time of the next plan, as a share of the last one's: one share per plan that is too slow.
 
 After a near miss the next plan is only a little faster, and may miss the limit as well, since measurements scatter.
 The later shares are so small that a model with a fast plan always gets a plan."""
 _BETWEEN_SHARE = 0.03
-"""Share of a measured peak that a plan between has to save: measuring one takes as long as the search."""
+"""Minimum share of a measured peak that a plan between has to save: measuring one takes as long as the search."""
 _MAX_BETWEEN = 3
 """Maximum number of plans tried between one that is too slow and one that is fast enough."""
 _MAX_BETWEEN_SHARE = 0.75
-"""Largest part of the way back to the plan that is too slow: next to it, a plan would miss the limit as well."""
+"""Maximum part of the way back to the plan that is too slow: next to it, a plan would miss the limit as well."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Climb:
                 break
         else:
             rows = self._with_originals(rows)
-        plausible_rows = [row if row.outcome is not None else self._with_believable_plan(row) for row in rows[1:]]
+        plausible_rows = [row if row.outcome is not None else self._with_plausible_plan(row) for row in rows[1:]]
         if not self.measure_all:
             return plausible_rows
         return [row if row.outcome is not None else self.measure_row(row) for row in plausible_rows]
@@ -101,7 +101,7 @@ class Climb:
                 rows[i] = replace(repeated, dry_runs=rows[i].dry_runs, search_s=rows[i].search_s)
         return rows[highest]
 
-    def _with_believable_plan(self, row: LevelRow) -> LevelRow:
+    def _with_plausible_plan(self, row: LevelRow) -> LevelRow:
         """Return the unmeasured ``row``, or one with a faster plan where measurements suggest that its own is too slow.
 
         Where the highest level keeps the original, so do the levels below it.
@@ -125,7 +125,7 @@ class Climb:
 
         Return it measured, with a faster plan where its own is too slow, or with the original where no plan is left.
         """
-        dropped = self._drop_by_prediction(row)
+        dropped = self._judge_prediction(row)
         if dropped is None:
             return self._find_fast_enough(row)
         self.search.findings.drop(dropped)
@@ -147,7 +147,7 @@ class Climb:
         options = self.search.options
         plan_below = ORIGINAL
         for level in range(1, options.level + 1):
-            self._search_begins(f"level {level} of {options.level}: searching")
+            self._show_search_stage(f"level {level} of {options.level}: searching")
             started = time.monotonic()
             dry_runs_before = len(planner.dry_runs)
             search = planner.best if level == options.level else planner.least
@@ -163,7 +163,7 @@ class Climb:
             plan_below = row.plan
             yield row
 
-    def _search_begins(self, stage: str) -> None:
+    def _show_search_stage(self, stage: str) -> None:
         """Show the stage ``stage``, unless the time of the search is over and it will answer immediately."""
         time_left = self.search.probes.time_left()
         if time_left is None or time_left.seconds > 0:
@@ -181,16 +181,16 @@ class Climb:
             return math.inf
         return self.search.options.max_slowdown or math.inf
 
-    def _drop_by_prediction(self, row: LevelRow) -> Dropped | None:
+    def _judge_prediction(self, row: LevelRow) -> Dropped | None:
         """Return why the plan of ``row`` is not worth measuring; ``None`` if it is, or if the original does not run."""
         priced = self.search.planner.dry_runs.get(row.plan)
         if priced is None or not isinstance(self._original, Measurement):
             return None
         original_bytes = self.search.original_dry_run.allocated_peak_bytes
-        return drop_by_prediction(row.plan, priced.peak_bytes, original_bytes, row.predicted_slowdown or 1.0)
+        return judge_prediction(row.plan, priced.peak_bytes, original_bytes, row.predicted_slowdown or 1.0)
 
     def _why_dropped(self, row: LevelRow) -> Dropped | None:
-        return drop_by_measurement(row, self._original, self._limit)
+        return judge_measurement(row, self._original, self._limit)
 
     def _with_measurement(self, row: LevelRow) -> tuple[LevelRow, Dropped | None]:
         """Return ``row`` with the confirmed measurement of its plan, and why the plan is dropped; ``None`` if not."""
@@ -213,7 +213,7 @@ class Climb:
         for share in (*_NEXT_SHARES, None):
             row, dropped = self._with_measurement(row)
             if dropped is None and too_slow is not None:  # look again: other plans may have had the original timed anew
-                row, dropped = self._with_measurement(self._between(row, too_slow))
+                row, dropped = self._with_measurement(self._row_between(row, too_slow))
             if dropped is None or not isinstance(dropped.why, TooSlow):
                 return row
             if share is None:
@@ -233,7 +233,7 @@ class Climb:
         self._max_predicted_slowdown = 1.0
         return self._with_original(row)
 
-    def _between(self, fast: LevelRow, slow: LevelRow) -> LevelRow:
+    def _row_between(self, fast: LevelRow, slow: LevelRow) -> LevelRow:
         """Return ``fast``, or a row between it and the row ``slow`` that is fast enough too and peaks clearly lower.
 
         The step from ``slow`` to ``fast`` was a large one.  Measurements of both say how far back to go.
@@ -270,7 +270,7 @@ class Climb:
         started = time.monotonic()
         dry_runs_before = len(planner.dry_runs)
         self.search.probes.prolong()
-        self._search_begins(f"level {row.level}: searching for a faster plan")
+        self._show_search_stage(f"level {row.level}: searching for a faster plan")
         priced = planner.best(row.level, max_slowdown)
         dry_runs = row.dry_runs + len(planner.dry_runs) - dry_runs_before
         found = self.search.row(row.level, priced, dry_runs, started)

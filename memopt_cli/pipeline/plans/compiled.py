@@ -50,11 +50,11 @@ from memopt_cli.text.units import format_apart
 _MAX_COMPILED: Final = 6
 """Maximum number of plans that are compiled."""
 _MAX_LEVEL: Final = 2
-"""Highest level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
+"""Maximum level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
 _MARGIN_DIVISOR: Final = 50
 """If segments did not fit, the next target is lowered by the excess and the budget divided by this."""
 _MAX_SHOWN: Final = 4
-"""Number of plans of the eager frontier, the original included, whose segments ``--frontier`` compiles."""
+"""Maximum number of plans of the eager frontier, the original included, whose segments ``--frontier`` compiles."""
 _MEMORY_BUDGETS: Final = (0.5, 0.2, 0.8)
 """Values of PyTorch's ``activation_memory_budget`` to try: the first, then the tighter second or the looser third."""
 _RIVAL_RATIO: Final = 1.1
@@ -66,7 +66,7 @@ _TURNS = 3
 _TIE_RATIO: Final = 1.02
 """Peaks within this factor of the lowest count as equally low, so that the fastest step is chosen."""
 _MAX_GROWTH: Final = 4.0
-"""Upper limit on the growth of the next predicted extra time, as a factor, for segments that take hardly any time."""
+"""Maximum growth of the next predicted extra time, as a factor, for segments that take hardly any time."""
 _FAILED_VERIFICATION: Final = "verification failed"
 """Beginning of the reason for dropping a plan that fails verification."""
 
@@ -228,10 +228,10 @@ class CompiledSearch(ABC):
         plan = next(source, None)
         if plan is None or plan.compile is None or any(row.plan == plan for row in self._rows):
             return
-        if plan.compile.activation_memory_budget is None or not any(map(self._shows_no_use, self._rows)):
+        if plan.compile.activation_memory_budget is None or not any(map(self._proves_budgets_useless, self._rows)):
             yield plan
 
-    def _shows_no_use(self, row: CompiledRow) -> bool:
+    def _proves_budgets_useless(self, row: CompiledRow) -> bool:
         """Return whether ``row`` shows that budgets are useless: with one, the results change or the peak does not.
 
         With dropout, recomputing under a budget may change the results.
@@ -302,7 +302,6 @@ class CompiledSearch(ABC):
             yield f"Compiled steps are measured with the model's own checkpointing off ({', '.join(off)})."
 
     def _excess_reason(self, outcome: Measurement | Failure) -> str:
-        """Return why ``outcome`` is beyond the limits on memory or time; empty if it is within them."""
         slowdown = self._slowdown(outcome)
         if slowdown <= self.max_slowdown:
             return ""

@@ -14,9 +14,9 @@ from memopt_cli.measure.jobs import ORIGINAL, TraceJob
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.plans.budget_errors import nothing_fits, require_fast
 from memopt_cli.pipeline.plans.findings import Findings
-from memopt_cli.pipeline.plans.goal import budget_bytes
+from memopt_cli.pipeline.plans.goal import budget_in_bytes
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
-from memopt_cli.pipeline.plans.worth import drop_by_prediction
+from memopt_cli.pipeline.plans.worth import judge_prediction
 from memopt_cli.pipeline.prediction import predict_one_rank
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.pipeline.sessions import Sessions
@@ -65,7 +65,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
         traced, original_count = search.traced, search.original_dry_run
         rows.append(search.original)
         if request.goal.budget is not None:
-            findings.budget_bytes = budget_bytes(request.goal.budget, original_count.allocated_peak_bytes)
+            findings.budget_bytes = budget_in_bytes(request.goal.budget, original_count.allocated_peak_bytes)
         if options.level:
             prepared.progress.stage(f"searching for {device_in_words}", search.probes.time_left())
             rows.append(_search_plan(request, search))
@@ -161,7 +161,7 @@ def _search_plan(request: OptimizeRequest, search: StartedSearch) -> LevelRow:
         require_fast(priced, request.search.asked_slowdown or math.inf, "is estimated to make")
     else:
         priced = planner.best(options.level, options.max_slowdown or math.inf)
-        dropped = drop_by_prediction(priced.plan, priced.peak_bytes, original.peak_bytes, priced.slowdown)
+        dropped = judge_prediction(priced.plan, priced.peak_bytes, original.peak_bytes, priced.slowdown)
         if dropped is not None:
             findings.drop(dropped)
             priced = original

@@ -30,7 +30,7 @@ from memopt_cli.search.plan.policy import Selection
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """The result of one optimization so far: each stage adds to it, and :mod:`summary` makes the summary of it."""
+    """The result of one optimization so far: each stage adds to it, and the report shows its summary."""
 
     resolved: ResolvedSearch
     asked_compressors: Sequence[str]
@@ -41,7 +41,7 @@ class Findings:
     """Plan that is applied; empty: the original stays."""
     applied_level: int = 0
     selection: Selection | None = None
-    """Modules that became segments, and the others; ``None`` at level 0."""
+    """The candidates for segments, and why other modules are none; ``None`` at level 0."""
     by_goal: bool = False
     """Whether the plan was found for a budget or picked from the frontier, not level by level."""
     rows: list[LevelRow] = field(default_factory=list)

@@ -43,7 +43,7 @@ _OOM_DIVISOR = 4
 
 The error does not contain the amount of memory that was missing."""
 FRONTIER_SLOWDOWN = 10.0
-"""Highest slowdown of a plan on the frontier without ``--max-slowdown``.
+"""Maximum slowdown of a plan on the frontier without ``--max-slowdown``.
 
 Nobody trains with a slower one, and measuring it would take ten times as long as well."""
 _MAX_IN_BACKWARD = 8
@@ -185,7 +185,8 @@ class GoalSearch:
         if (rival is not None and rival.plan.is_empty) or not max_saved_bytes:
             return None
         limit = min(self._max_slowdown, math.inf if rival is None else math.nextafter(rival.slowdown, 0))
-        larger = (p for p in self._explore(target_bytes + max_saved_bytes) if p.peak_bytes > target_bytes)
+        self._planner.within(self._level, target_bytes + max_saved_bytes)
+        larger = [p for p in self._planner.dry_runs.up_to(self._level) if p.peak_bytes > target_bytes]
         candidates = [p for p in larger if p.slowdown <= limit and self.in_backward.least_of(p) <= target_bytes]
         fastest = sorted(candidates, key=lambda p: (p.slowdown, p.peak_bytes))
         for priced in [*fastest[:_MAX_IN_BACKWARD], *[p for p in fastest[_MAX_IN_BACKWARD:] if p is smallest]]:
@@ -193,11 +194,6 @@ class GoalSearch:
             if lower_priced is not None and lower_priced.peak_bytes <= target_bytes:
                 return lower_priced
         return None
-
-    def _explore(self, target_bytes: int) -> list[PricedPlan]:
-        """Search for plans within ``target_bytes``; return all plans that have a dry run by then."""
-        self._planner.within(self._level, target_bytes)
-        return list(self._planner.dry_runs.up_to(self._level))
 
     def _fastest_measured(
         self, priced: PricedPlan, outcome: Measurement, budget_bytes: int
@@ -319,7 +315,7 @@ def _first_unrun(
     return None
 
 
-def budget_bytes(budget: Budget, original_bytes: int) -> int:
+def budget_in_bytes(budget: Budget, original_bytes: int) -> int:
     """Return ``budget`` in bytes; a share counts from the original's allocated peak, ``original_bytes``."""
     if budget.nbytes is not None:
         return budget.nbytes

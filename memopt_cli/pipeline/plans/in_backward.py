@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
-from memopt_cli.pipeline.plans.worth import drop_by_measurement
+from memopt_cli.pipeline.plans.worth import judge_measurement
 from memopt_cli.records import (
     LOWER_SHARE,
     Counted,
@@ -33,7 +33,7 @@ from memopt_cli.search.plan.levels import find_level
 from memopt_cli.text.units import format_bytes
 
 _MIN_OFFERED_SHARE = 0.05
-"""A note proposes it to users who have not asked for it if it saves this share of the peak."""
+"""Minimum share of the peak that an optimizer in backward must save for a note to propose it."""
 
 IN_BACKWARD_NOTE = (
     "The optimizer runs in backward if the training script passes it: "
@@ -53,7 +53,7 @@ class InBackwardPlans:
     """Function that verifies a plan, and returns why it fails or ``None``."""
     max_slowdown: float
     drop: Callable[[Dropped], object]
-    """Records a plan as not applied."""
+    """Function that records a plan as not applied."""
     is_allowed: bool
     """Whether `--optimizer-in-backward` is given, and no plan with it has failed so far."""
 
@@ -101,7 +101,7 @@ class InBackwardPlans:
         if not isinstance(outcome, Measurement):
             return NotRun(failure=outcome)
         measured_row = replace(row, plan=lower_priced.plan, outcome=outcome, dry_runs=row.dry_runs + 1, repeats=None)
-        dropped = drop_by_measurement(measured_row, outcome_before, math.inf)
+        dropped = judge_measurement(measured_row, outcome_before, math.inf)
         if dropped is not None:
             return dropped.why
         return self.prove(
@@ -113,7 +113,7 @@ class InBackwardPlans:
     def prove(self, row: LevelRow) -> LevelRow | Reason:
         """Time the measured ``row`` again if in doubt, and verify it; return the row, or why it is not applied."""
         timed = self.measurements.confirm(row, self.max_slowdown)
-        dropped = drop_by_measurement(timed, self.measurements.measure(ORIGINAL), self.max_slowdown)
+        dropped = judge_measurement(timed, self.measurements.measure(ORIGINAL), self.max_slowdown)
         if dropped is not None and isinstance(dropped.why, TooSlow):
             return dropped.why
         return self.fault(row.plan) or timed

@@ -20,7 +20,7 @@ from memopt_cli.text.units import format_bytes
 
 
 def find_named_segments(request: OptimizeRequest, prepared: Prepared) -> Findings:
-    """Make a segment of each module that ``request`` names, as far as its limits allow; measure and verify the plan.
+    """Make segments of the modules that ``request`` names, within its limits; measure and verify the plan.
 
     Segments whose results differ from the original's are left out and reported.
     """

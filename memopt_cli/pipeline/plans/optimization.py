@@ -20,7 +20,7 @@ from memopt_cli.pipeline.plans.compiled import Compiled, FastestCompiled, Smalle
 from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.frontier import check_pick, without_beaten
-from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes
+from memopt_cli.pipeline.plans.goal import GoalSearch, budget_in_bytes
 from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD_NOTE, InBackwardPlans
 from memopt_cli.pipeline.plans.offload_place import offload_folder_notes, with_place
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
@@ -28,7 +28,7 @@ from memopt_cli.pipeline.plans.proof import Prover, row_to_apply
 from memopt_cli.pipeline.plans.result_writer import ResultWriter
 from memopt_cli.pipeline.plans.shown import check_frontier_target, check_original, check_shown, with_shown_plans
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
-from memopt_cli.pipeline.plans.worth import drop_by_measurement
+from memopt_cli.pipeline.plans.worth import judge_measurement
 from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.terms import command_line
@@ -78,7 +78,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         opening = opening_of(request, request.settings, card=card, layout=layout, backend=backend)
         prepared = prepare(opening, progress=progress, ask=ask)
         check_shown(request, prepared)
-        findings = find(request, prepared)
+        findings = find_plan(request, prepared)
     except KeyboardInterrupt as err:
         reason = f": {err}" if str(err) else ""  # set where an interrupted search had found nothing that fits
         raise type(err)(f"interrupted before a plan was verified; nothing was written{reason}") from err
@@ -88,7 +88,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     return writer.result()
 
 
-def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
+def find_plan(request: OptimizeRequest, prepared: Prepared) -> Findings:
     """Find a plan for ``prepared``, by runs here or by estimates; for a range of a dimension, find a plan by length.
 
     If the model checkpoints by itself, its own checkpointing is turned off first, where possible.  The findings may
@@ -99,11 +99,11 @@ def find(request: OptimizeRequest, prepared: Prepared) -> Findings:
     options = request.search.options
     chooses = not options.targets and options.modules is None
     prepared = replace(prepared, subject=replace(prepared.subject, tries_rows=False, layer_runs=chooses))
-    find_plan = find_here if request.runs else find_elsewhere
+    find_at_sizes = find_here if request.runs else find_elsewhere
     if request.dim_range is None:
-        findings = find_plan(request, prepared)
+        findings = find_at_sizes(request, prepared)
     else:
-        findings = find_by_length(request, request.dim_range, prepared, find_plan=find_plan)
+        findings = find_by_length(request, request.dim_range, prepared, find_plan=find_at_sizes)
     findings.notes += [*heads_notes(findings.plan), *prepared.messages]
     return findings
 
@@ -180,7 +180,7 @@ class _PlanSearch:
                 if search.traced.has_dry_runs:
                     self._begin_advice(rows, sessions)
         except KeyboardInterrupt:  # leaving the sessions has ended their subprocess
-            if search is None or self._is_the_end:
+            if search is None or self._ends_command:
                 raise
             rows = [search.original, *self._rows_so_far(search)]
         rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # it may have been timed again in turns
@@ -197,14 +197,14 @@ class _PlanSearch:
             return self.prover.prove(self.applied)
         except KeyboardInterrupt:
             has_searched = self.request.shown is None and any(not row.plan.is_empty for row in self.findings.rows)
-            if not has_searched or self.prover.has_failed or self._is_the_end:
+            if not has_searched or self.prover.has_failed or self._ends_command:
                 raise
             self.prepared.progress.interrupted("Interrupted: the plan that was found is verified. Ctrl-C again: stop.")
             self.findings.interrupted = True
             return self.prover.prove(self.applied)
 
     @property
-    def _is_the_end(self) -> bool:
+    def _ends_command(self) -> bool:
         """Whether Ctrl-C or another signal ends the command now: a second one, or the first if it may not interrupt."""
         return self.findings.interrupted or not self.request.interruptible
 
@@ -242,7 +242,7 @@ class _PlanSearch:
         except UsageError:  # the advice says so
             return
         except KeyboardInterrupt:
-            if self._is_the_end:
+            if self._ends_command:
                 raise
             prepared.progress.interrupted(NO_BATCH)
             self.findings.interrupted = True
@@ -327,7 +327,7 @@ class _PlanSearch:
         if goal.budget is not None:
             original_outcome = search.original.outcome
             original_peak = original_outcome if isinstance(original_outcome, Measurement) else search.original_dry_run
-            self.findings.budget_bytes = budget_bytes(goal.budget, original_peak.allocated_peak_bytes)
+            self.findings.budget_bytes = budget_in_bytes(goal.budget, original_peak.allocated_peak_bytes)
             rows.append(self._find_within_or_own(goal_search, self.findings.budget_bytes))
         if has_frontier:
             self.findings.frontier, beaten_sentence = without_beaten(
@@ -398,7 +398,7 @@ class _PlanSearch:
             for row in self.findings.compiled
             if row.plan.compile is not None and not row.dropped
         ]
-        return sorted(points, key=_by_time)
+        return sorted(points, key=lambda p: (not p.plan.is_empty, p.slowdown or p.predicted_slowdown or math.inf))
 
     def _search_levels(self, search: StartedSearch) -> list[LevelRow]:
         """Search level by level, and return a row for every level from 1 on."""
@@ -434,7 +434,7 @@ class _PlanSearch:
             retimed = replace(applied, outcome=self.measurements.measure(applied.plan))
             timed_row = self.measurements.confirm(retimed, max_slowdown)
         rows[rows.index(applied)] = timed_row
-        dropped = drop_by_measurement(timed_row, self.measurements.measure(ORIGINAL), max_slowdown)
+        dropped = judge_measurement(timed_row, self.measurements.measure(ORIGINAL), max_slowdown)
         if dropped is None:
             return timed_row
         self.findings.drop(dropped)
@@ -498,7 +498,3 @@ class _PlanSearch:
             self.findings.dropped.insert(0, dropped)
         refused = [dropped.plan for dropped in self.findings.dropped]
         self.findings.faster, self.findings.smaller = search.planner.neighbours(plan, refused)
-
-
-def _by_time(point: ParetoPoint) -> tuple[bool, float]:
-    return not point.plan.is_empty, point.slowdown or point.predicted_slowdown or math.inf

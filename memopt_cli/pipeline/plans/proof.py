@@ -16,9 +16,9 @@ from memopt_cli.pipeline.failures import SMALLER_INPUTS_HINT, raise_failure, req
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.narrowing import agreeing_part
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
-from memopt_cli.pipeline.plans.worth import drop_by_measurement, drop_if_own_wins
+from memopt_cli.pipeline.plans.worth import judge_measurement, judge_own_checkpoints
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.pipeline.verification import fault_in, verify, verify_by_fingerprints
+from memopt_cli.pipeline.verification import fault_in, verify_by_fingerprints, verify_plan
 from memopt_cli.records import (
     Differs,
     Dropped,
@@ -136,8 +136,8 @@ class Prover:
             return row_to_apply(rows, rows[index])
         rows[index] = self.measurements.confirm(rows[index], max_slowdown)
         original = self.measurements.measure(ORIGINAL)
-        rows[0] = replace(rows[0], outcome=original)  # which may have been timed again
-        dropped = drop_by_measurement(rows[index], original, max_slowdown)
+        rows[0] = replace(rows[0], outcome=original)  # the original may have been timed again
+        dropped = judge_measurement(rows[index], original, max_slowdown)
         if dropped is not None:
             self.findings.drop(dropped)
         return self._unless_own_is_better(row_to_apply(rows, rows[index] if dropped is None else None))
@@ -147,16 +147,16 @@ class Prover:
         findings = self.findings
         if self.always_applies_chosen or (findings.by_goal and findings.budget_bytes is None):
             return row
-        findings.own_checkpoints = self._timed_beside(row, findings.own_checkpoints)
+        findings.own_checkpoints = self._timed_in_turns_with(row, findings.own_checkpoints)
         original = self.measurements.measure(ORIGINAL)
         max_slowdown = findings.resolved.options.max_slowdown or math.inf
-        dropped = drop_if_own_wins(row, original, findings.own_checkpoints, findings.budget_bytes, max_slowdown)
+        dropped = judge_own_checkpoints(row, original, findings.own_checkpoints, findings.budget_bytes, max_slowdown)
         if dropped is None:
             return row
         findings.drop(dropped)
         return findings.rows[0]
 
-    def _timed_beside(self, row: LevelRow, own: Measurement | None) -> Measurement | None:
+    def _timed_in_turns_with(self, row: LevelRow, own: Measurement | None) -> Measurement | None:
         """Return ``own``, the model's own checkpoints, timed in turns with the plan of ``row``, which suspends them.
 
         Its times are scaled to the step time of ``row``, so that they compare with the original's as well.
@@ -193,11 +193,11 @@ class Prover:
         """Split ``plan`` by :func:`agreeing_part`, at the sizes at which its verification ``failed``."""
         with Sessions(self.measurements.prepared, "full size", notes=[]) as session:
 
-            def verify(plan: Plan) -> Verification | None:
+            def verify_part(plan: Plan) -> Verification | None:
                 answer = session().ask(VerifyJob(plan=plan, batch=failed.batch, dims=failed.dims, further_steps=True))
                 return answer if isinstance(answer, Verification) else None
 
-            return agreeing_part(plan, verify)
+            return agreeing_part(plan, verify_part)
 
     def verify(self, plan: Plan) -> Verification | Failure:
         """Verify ``plan`` by the fingerprints of its measured steps, or by new runs if either step was not measured."""
@@ -207,4 +207,4 @@ class Prover:
         steps = self.measurements.steps_of(plan)
         if steps is not None:
             return verify_by_fingerprints(prepared, plan, steps)
-        return verify(prepared, plan, fits=isinstance(self.measurements.measure(ORIGINAL), Measurement))
+        return verify_plan(prepared, plan, fits=isinstance(self.measurements.measure(ORIGINAL), Measurement))

@@ -42,7 +42,7 @@ from memopt_cli.text.writing import check_targets, content, write_all
 
 _SHOW_AGAIN_HINT = "Run `--frontier` for this step, and pick one of its plans."
 _MAX_HASH_DIGITS = 12
-"""Number of digits of a hash that a message shows."""
+"""Maximum number of digits of a hash that a message shows."""
 
 
 def frontier_path(request: OptimizeRequest) -> Path:

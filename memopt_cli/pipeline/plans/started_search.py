@@ -21,7 +21,7 @@ from memopt_cli.text.paths import is_within, quote_module
 from memopt_cli.text.units import format_bytes
 
 _SEARCH_S = 10
-"""Seconds that a search by levels without ``--search-time`` may take, plus the time of :data:`_SEARCH_STEPS`."""
+"""Time limit in seconds of a search by levels without ``--search-time``, to which :data:`_SEARCH_STEPS` are added."""
 _SEARCH_STEPS = 10
 """Number of steps of the original whose time is added to :data:`_SEARCH_S`."""
 _ANY_SLOWDOWN_FACTOR = 3
@@ -68,7 +68,7 @@ class StartedSearch:
         return self.probes.ask_late(CountJob(plan=plan, fake=self.traced.has_dry_runs))
 
     def obstacles(self, sync_norms: Sequence[str]) -> Iterator[str]:
-        """Yield why modules around ``sync_norms``, norms that need all processes, do not run in chunks."""
+        """Yield why modules that contain ``sync_norms``, norms that need all processes, do not run in chunks."""
         for path, reason in self.probes.refusals.items():
             if any(is_within(norm, path) for norm in sync_norms):
                 yield f"{quote_module(path)} does not run in chunks: {reason}."

@@ -27,16 +27,16 @@ _EQUAL_SHARE = 0.01
 """The peaks of a plan and of the model's own checkpoints are equal if they differ by at most this share."""
 
 
-def drop_by_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> Dropped | None:
-    """Return why ``plan`` is not worth measuring, by its predicted peak and slowdown; ``None`` if it is."""
+def judge_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> Dropped | None:
+    """Judge by its predicted peak and slowdown whether ``plan`` is worth measuring; return ``None`` if it is."""
     if plan.is_empty:
         return None
     reason = _saves_too_little(peak_bytes, original_bytes, slowdown, is_predicted=True)
     return _make_dropped(plan, reason, peak_bytes, original_bytes)
 
 
-def drop_by_measurement(row: LevelRow, original: Measurement | Failure, max_slowdown: float) -> Dropped | None:
-    """Return why the measured ``row`` is not applied; ``None`` if its plan runs and is worth its time.
+def judge_measurement(row: LevelRow, original: Measurement | Failure, max_slowdown: float) -> Dropped | None:
+    """Judge by its measurement whether the plan of ``row`` is worth its time; return ``None`` if it is.
 
     If the original does not run, any plan that runs is worth its time.
     """
@@ -58,14 +58,14 @@ def drop_by_measurement(row: LevelRow, original: Measurement | Failure, max_slow
     return _make_dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)
 
 
-def drop_if_own_wins(
+def judge_own_checkpoints(
     row: LevelRow,
     original: Measurement | Failure,
     own: Measurement | None,
     budget_bytes: int | None,
     max_slowdown: float = math.inf,
 ) -> Dropped | None:
-    """Return ``row`` as dropped if the model's ``own`` checkpoints do better than its plan; ``None`` if they do not.
+    """Judge whether the model's ``own`` checkpoints do better than the plan of ``row``; return ``None`` if not.
 
     "Better" means, with a budget, a shorter step.  Without, it means a lower peak within ``max_slowdown`` times the
     original's step, or the same peak in less time.  If the original does not run, the plan stays.

@@ -12,7 +12,7 @@ from memopt_cli.report.profiling import below, nearest
 from memopt_cli.text.units import format_bytes
 
 _MIN_SHARE = 0.0005
-"""Parts of the treemap below this share of the whole are drawn as one."""
+"""Minimum share of the whole for a part of the treemap to be drawn by itself; smaller ones are drawn as one."""
 _BULK = 0.9
 """A child above this share of its module stands for the module, so that colours are given to the child's parts."""
 
@@ -26,11 +26,11 @@ class KeptByModule:
     name: str = "(model)"
     """Path relative to its parent in the tree; ``(model)`` for the root."""
     nbytes: int = 0
-    """Bytes that it and the modules below it keep."""
+    """Bytes that the module and those below it keep."""
     seconds: float = 0.0
-    """Seconds of the operators of it and of the modules below it; 0 if they ran on fake tensors only."""
+    """Seconds of the operators of the module and of those below it; 0 if they ran on fake tensors only."""
     operators: Counter[str] = field(default_factory=Counter)
-    """Operator -> bytes that it made in this module itself, not below."""
+    """Operator -> bytes that it made in the module itself, not below."""
     children: list[KeptByModule] = field(default_factory=list)
 
     def walk(self) -> Iterator[KeptByModule]:

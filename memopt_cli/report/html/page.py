@@ -168,10 +168,10 @@ def _verification_tile(verification: Verification) -> Tile:
     return "verification", value, remark
 
 
-def _compare(before: float | None, after: float, in_words: Callable[[float], str]) -> tuple[str, str]:
+def _compare(before: float | None, after: float, shown: Callable[[float], str]) -> tuple[str, str]:
     if before is None:
-        return f"does not run → {in_words(after)}", ""
-    value = in_words(after) if in_words(before) == in_words(after) else f"{in_words(before)} → {in_words(after)}"
+        return f"does not run → {shown(after)}", ""
+    value = shown(after) if shown(before) == shown(after) else f"{shown(before)} → {shown(after)}"
     return value, f"{after / before:.2f}× of the original" if before and after else ""
 
 

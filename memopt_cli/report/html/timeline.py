@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from memopt_cli.records import StepTrace
 from memopt_cli.report.html.figure import Figure, bytes_axis, text
@@ -51,16 +51,9 @@ def timeline(trace: StepTrace) -> Timeline:
         change[storage.kind][storage.born + 1] += storage.nbytes
         if storage.died is not None:
             change[storage.kind][storage.died + 1] -= storage.nbytes
-    levels = {name: tuple(_running(changes)) for name, changes in change.items()}
+    levels = {name: tuple(accumulate(changes)) for name, changes in change.items()}
     levels[WORKSPACE] = (0, *(op.workspace_bytes for op in trace.ops))
     return Timeline(instants=tuple(range(-1, len(trace.ops))), levels=levels)
-
-
-def _running(changes: Sequence[int]) -> Iterator[int]:
-    total = 0
-    for change in changes:
-        total += change
-        yield total
 
 
 def thin_out(line: Timeline, max_points: int = _POINTS) -> Timeline:
@@ -106,7 +99,7 @@ def timeline_figure(trace: StepTrace, line: Timeline, *, top_bytes: int) -> Figu
         "y": totals,
         "mode": "lines",
         "line": {"shape": "hvh", "width": 1, "color": "#888"},
-        "text": [_describe(trace, i, total) for i, total in zip(line.instants, totals, strict=True)],
+        "text": [_hover_text(trace, i, total) for i, total in zip(line.instants, totals, strict=True)],
         "hovertemplate": "%{text}<extra></extra>",
     }
     peak = totals.index(max(totals))
@@ -129,7 +122,7 @@ def timeline_figure(trace: StepTrace, line: Timeline, *, top_bytes: int) -> Figu
     return {"data": [*areas, outline], "layout": layout}
 
 
-def _describe(trace: StepTrace, instant: int, total: int) -> str:
+def _hover_text(trace: StepTrace, instant: int, total: int) -> str:
     """Return the text at ``instant``: ``<b>560.7 MiB</b> in backward`` and, below, the operator and its module."""
     if instant < 0:
         return f"<b>{format_bytes(total)}</b> before the step"

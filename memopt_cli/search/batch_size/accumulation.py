@@ -5,7 +5,7 @@ from __future__ import annotations
 from memopt_cli.records import Accumulation
 
 _MAX_RATIO = 2
-"""To make all passes equal, at most this many times the minimum number is made."""
+"""Maximum number of passes, as a multiple of the minimum, that is made so that all are equal."""
 
 
 def accumulate(global_batch: int, largest: int, multiple_of: int = 1) -> Accumulation:

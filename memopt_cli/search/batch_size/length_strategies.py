@@ -41,9 +41,9 @@ class StrategyReport:
     positions: int
     """Number of computed positions in an epoch, padding included."""
     peak_bytes: int | None
-    """Peak of the batch that needs most bytes, by the memory model; ``None`` if there is no model."""
+    """Peak of the batch that needs most bytes, according to the memory model; ``None`` if there is no model."""
     epoch_s: float | None
-    """Seconds of all batches, by the time model; ``None`` if there is no model."""
+    """Seconds of all batches, according to the time model; ``None`` if there is no model."""
 
     @property
     def waste(self) -> float:

@@ -25,7 +25,7 @@ than this share is not run."""
 _CORRECTED_ERROR_SHARE = 0.03
 """Assumed error of predicted rates once the run of a pair has corrected them."""
 _MIN_BATCH_RATIO = 1.1
-"""A batch is run as well if it is at least this many times the plan's last batch that fitted."""
+"""Minimum batch that is run as well, as a multiple of the plan's last batch that fitted."""
 _ROOM_FACTORS = (0.9, 0.8, 0.5)
 """Factors on the memory for the next run after the first, the second, and each later run in a row without enough
 memory: an allocator reserves more than it hands out."""

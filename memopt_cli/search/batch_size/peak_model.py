@@ -17,7 +17,7 @@ from memopt_cli.search.batch_size.lines import fit_line, largest_root
 from memopt_cli.search.batch_size.runs import Runs
 
 MIN_REFUSING_ONE = 2
-"""Smallest batch of a model that refuses a single sample, as batch norms do."""
+"""Minimum batch of a model that refuses a single sample, as batch norms do."""
 
 Predict = Callable[[int], float]
 """Function that returns the tensor peak of a batch in bytes, by a dry run; infinity if the dry run fails."""

@@ -15,7 +15,7 @@ CHOICE_RATIO = 4
 _PATIENCE = 2
 """Maximum number of runs in a row that train no faster than one with fewer copies."""
 _MIN_RATIO = 1.25
-"""The largest number of copies that fits is run as well if it is at least this many times the last one."""
+"""Minimum ratio to the last number of copies at which the largest number that fits is run as well."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,6 @@ class ReplicaSearch:
         )
 
     def _reason_not_to_run(self, size: int) -> str:
-        """Return why ``size`` copies must not be run; empty if they may."""
         if not self.runs:
             return ""
         last, peak_bytes = self.runs[-1], self._peak_bytes(size)

@@ -19,7 +19,7 @@ class Limits:
     """Limits of a search: on what it may run, and on what it may recommend."""
 
     budget_bytes: int
-    """Largest allocated peak."""
+    """Maximum allocated peak."""
     device_bytes: int
     """Bytes of the device's memory."""
     runnable_bytes: int
@@ -27,7 +27,7 @@ class Limits:
     name: str
     """Budget as text: ``80 % of the machine's memory``."""
     longest_step_s: float
-    """Longest time that a step may take."""
+    """Maximum seconds of a step."""
     time_name: str = "`--longest-step`"
     """Text of the time limit of a step."""
     aim: float = 1.0

@@ -1,4 +1,4 @@
-"""Batch samplers that group sequences of like length, for ``DataLoader(batch_sampler=…)``: every index once an epoch.
+"""Batch samplers for ``DataLoader(batch_sampler=…)`` that group sequences of similar length: each index once an epoch.
 
 The order depends only on the seed and the epoch, so that all ranks of a distributed run agree on it.  Each rank gets
 its share, the same number of batches on every rank.
@@ -66,7 +66,7 @@ class LengthSampler(Sampler[list[int]]):
 
 
 class LengthBucketSampler(LengthSampler):
-    """Batches of ``batch_size`` sequences of like length; one batch may be smaller.
+    """Batches of ``batch_size`` sequences of similar length; one batch may be smaller.
 
     The smaller batch is placed in the sorted order where padding is least.  No other batches of these sizes have less
     padding, since consecutive sequences of the sorted order are best for any sizes.
@@ -84,7 +84,9 @@ class LengthBucketSampler(LengthSampler):
     ) -> None:
         super().__init__(lengths, seed=seed, shuffle=shuffle, rank=rank, ranks=ranks)
         if batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
+            raise UsageError(
+                f"batch_size is {batch_size}; it must be at least 1", hint="Give the number of sequences in a batch."
+            )
         self._size = batch_size
 
     def _cut(self, indices: list[int]) -> list[list[int]]:
@@ -99,7 +101,7 @@ class LengthBucketSampler(LengthSampler):
             return [i * self._size - (self._size - rest) * (i > smaller) for i in range(whole + 1)]
 
         longest = [self._lengths[i] for i in indices]
-        # Moving the smaller batch one further swaps it with another batch, so the sum is updated, not computed again.
+        # Moving the smaller batch one place swaps it with its neighbour: only the terms of these two change in the sum.
         positions = sum(self._size * longest[rest + i * self._size] for i in range(whole)) + rest * longest[0]
         best = (positions, 0)
         for index in range(1, whole + 1):

@@ -19,7 +19,7 @@ _FIRST_RUN_RATIO = 4
 first run shows the time of a step, and its memory apart from tensors; it is no larger than the user's batch.  An answer
 near the user's batch is run immediately, since a smaller run would hardly change it."""
 _MIN_TIMED_RATIO = 1.5
-"""A larger batch limited by time is run if it is this many times the best so far: small ones are slower per sample."""
+"""Minimum ratio to the best batch so far at which a larger one, limited by time, is run: small ones are slower."""
 _SAFE_SHARE = 0.98
 """Share of the budget for the last run if no run has fitted yet: an answer that ran is worth more than a closer
 estimate.  A batch is assumed to fit if it fits this share in dry runs."""

@@ -139,9 +139,9 @@ class Lifetime:
 
     nbytes: int
     born: int
-    """Operator that makes it; -1 if it exists before the step."""
+    """Operator that makes the block; -1 if the block exists before the step."""
     died: int | None
-    """Operator that frees it; ``None`` if it outlives the step."""
+    """Operator that frees the block; ``None`` if the block outlives the step."""
 
 
 def lifetimes(storages: Iterable[StorageTrace]) -> list[Lifetime]:

@@ -34,9 +34,9 @@ class Block:
     kept_bytes: int
     """Bytes kept for backward that the block pays for."""
     peak_bytes: int
-    """Most bytes at any instant of its forward or backward, without bytes kept for backward."""
+    """Most bytes at any instant of the block's forward or backward, without bytes kept for backward."""
     recompute_peak_bytes: int = 0
-    """Like ``peak_bytes``, for a recomputation: its forward runs while tensors of backward, mostly gradients, exist."""
+    """Like ``peak_bytes``, for a recomputation: forward runs while tensors of backward, mostly gradients, exist."""
     packed_bytes: int = 0
     """Like ``kept_bytes``, with packing."""
     forward_bytes: int = 0
@@ -46,7 +46,7 @@ class Block:
     resident_bytes: int = 0
     """Part of ``peak_bytes`` that no schedule changes: parameters, their gradients so far, inputs."""
     rerun: Rerun = field(default_factory=Rerun)
-    """Cost of recomputing its forward."""
+    """Cost of recomputing the block's forward."""
     costly: tuple[CostlyCall, ...] = ()
     """Costly calls in the block, in the order of execution."""
     input_bytes: int = 0
@@ -54,20 +54,20 @@ class Block:
     unsaved_input_bytes: int = 0
     """Part of :attr:`input_bytes` that no operator in the block saves; :attr:`kept_bytes` lacks it."""
     packed_input_bytes: int = 0
-    """Bytes of its inputs in :attr:`compressor`."""
+    """Bytes of the block's inputs in :attr:`compressor`."""
     compressor: CompressorName = "null"
-    """Compressor that makes its inputs smallest.  ``null``: none makes them smaller."""
+    """Compressor that makes the inputs smallest.  ``null``: none makes them smaller."""
     packing_s: float = 0.0
-    """Seconds to pack and unpack its inputs."""
+    """Seconds to pack and unpack the inputs."""
     input_shape: tuple[int, ...] = ()
-    """Shape of its first input."""
+    """Shape of the first input."""
     all_input_bytes: int = 0
-    """Bytes of all its inputs."""
+    """Bytes of all inputs."""
     output_bytes: int = 0
     state_bytes: int = 0
     """Bytes of attributes that one chunk passes to the next."""
     refusal: str = ""
-    """Reason why the block cannot be a segment; empty if it can."""
+    """Reason why the block cannot be a segment."""
     children: tuple[Block, ...] = ()
     """Parts in the order of execution."""
     is_round: bool = False

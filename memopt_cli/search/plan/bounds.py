@@ -10,7 +10,7 @@ from dataclasses import dataclass
 MAX_RANGES = 4
 """Maximum number of ranges of a plan by length."""
 _MIN_GAIN = 0.01
-"""One more range must shorten the epoch by at least this share."""
+"""Minimum share of the epoch that one more range must save."""
 _MAX_CANDIDATES = 24
 """Maximum number of lengths that are tried as bounds; all combinations of up to three are compared."""
 

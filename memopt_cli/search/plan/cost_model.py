@@ -290,7 +290,7 @@ class CostModel:
             self._original, self._replayed_segments(plan), plan.packed, sends_outside=plan.place != "device"
         )
         peak_bytes, op = replay.peak()
-        waits_s = self._waits_s(replay) if replay.sent else 0.0
+        waiting_s = self._waiting_s(replay) if replay.sent else 0.0
         return Prediction(
             allocated_peak_bytes=peak_bytes,
             module=op.module,
@@ -300,12 +300,12 @@ class CostModel:
             + self.trace.segment_overhead * INSPECTION_S * replay.left_unpacked
             + SEND_S * len(replay.sent)
             + self.trace.copying_s_per_byte * sum(tensor.nbytes for tensor in replay.sent)
-            + waits_s,
-            waits_s=waits_s,
+            + waiting_s,
+            waits_s=waiting_s,
             elsewhere_bytes=replay.sent_bytes,
         )
 
-    def _waits_s(self, replay: Replay) -> float:
+    def _waiting_s(self, replay: Replay) -> float:
         seconds = (0.0 if op is None else self.seconds[op] for op in replay.operators)
         rates = self.trace.out_bytes_per_s, self.trace.in_bytes_per_s
         out_rate, in_rate = (rate or LINK_BYTES_PER_S for rate in rates)
@@ -428,7 +428,7 @@ class CostModel:
                 yield call
 
     def _packed_bytes(self, replayed: ReplayedSegment, stored: Set[int]) -> dict[int, int]:
-        """Return input -> its packed bytes; parts of a concatenation that are in ``stored`` take no further bytes."""
+        """Return the packed bytes of each input; parts of a concatenation that are in ``stored`` take none."""
         compressor = replayed.segment.compressor
         module = self.modules[replayed.call.path]
         if compressor == "null" or is_raw_in_chunks(replayed.segment, module.input_shape):
@@ -493,7 +493,7 @@ def copy_times(trace: StepTrace, first: StepTrace) -> tuple[StepTrace, float]:
 def packed_inputs(
     trace: StepTrace, module: ModuleTrace, call: ModuleCall, compressor: CompressorName
 ) -> dict[int, int]:
-    """Return input of ``call`` -> its bytes in ``compressor``, for inputs that ``compressor`` makes smaller.
+    """Return the packed bytes of each input of ``call`` that ``compressor`` makes smaller, by index of its storage.
 
     ``trace`` has the compressor and packed bytes of each storage that autograd saves.  Of other inputs, it only has the
     packed bytes of all together; each input of the module is assumed to shrink by the same share.

@@ -75,7 +75,7 @@ class Improvements:
                 yield self._in_chunks(plan, {path: rules[path] for path in group}, chunks)
 
     def _in_chunks(self, plan: Plan, rules: Mapping[str, tuple[ChunkRule, int]], chunks: int) -> Plan:
-        """Return ``plan`` with the modules of ``rules`` in chunks, and no segment within or around them."""
+        """Return ``plan`` with the modules of ``rules`` in chunks, and no segment that they contain or lie in."""
         segments = [s for s in plan.segments if not any(are_nested(s.path, path) for path in rules)]
         for path, (rule, length) in rules.items():
             module = self._modules[path]

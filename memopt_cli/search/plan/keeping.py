@@ -27,9 +27,9 @@ class CostlyCall:
     """Index in the step."""
     name: str
     module: str
-    """Path of the innermost module around it."""
+    """Path of the innermost module in which the call runs."""
     nbytes: int
-    """Bytes of its outputs; 0 if the step writes them in place later, so they cannot be kept."""
+    """Bytes of the call's outputs; 0 if the step writes them in place later, so they cannot be kept."""
     seconds: float
 
 
@@ -49,8 +49,8 @@ def costly_calls(trace: StepTrace, seconds: Sequence[float]) -> list[CostlyCall]
     ]
 
 
-def choices(calls: Sequence[CostlyCall]) -> list[frozenset[int]]:
-    """List sets of ``calls`` worth keeping, by operator: first the few that save most seconds per byte, then more."""
+def candidate_sets(calls: Sequence[CostlyCall]) -> list[frozenset[int]]:
+    """List growing sets of ``calls`` to keep, each as indices of operators; the first saves most seconds per byte."""
     ranked = sorted((c for c in calls if c.nbytes and c.seconds), key=lambda c: c.nbytes / c.seconds)
     if len(ranked) > _MAX_CALLS:
         return []

@@ -23,7 +23,7 @@ _MAX_SOLUTIONS = 16
 _UNUSED_SHARE = 0.02
 """A good plan may leave at most this share of the budget unused."""
 _MIN_STEP_SHARE = 0.002
-"""After a dry run exceeded the budget, it is lowered by at least this share."""
+"""Minimum share by which the budget is lowered after a dry run exceeded it."""
 _PATIENCE = 2
 """Maximum number of trials in a row that lower the peak by less than :data:`~memopt_cli.records.LOWER_SHARE`.  After
 one more, no further modules are tried."""

@@ -15,11 +15,11 @@ from memopt_cli.search.plan.targets import find_named_modules
 from memopt_cli.text.paths import is_within
 
 NESTED = 2
-"""Lowest level with segments in other segments."""
+"""Minimum level with segments in other segments."""
 CHUNKS = 3
-"""Lowest level with segments in chunks, and heads through their losses."""
+"""Minimum level with segments in chunks, and heads through their losses."""
 KEPT = 4
-"""Lowest level with segments that keep outputs."""
+"""Minimum level with segments that keep outputs."""
 
 
 def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: SegmentLimits) -> Allowed:

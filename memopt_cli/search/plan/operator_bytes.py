@@ -90,7 +90,7 @@ class OperatorBytes:
         return self._backward_starts[min(index, len(self._backward_starts) - 1)]
 
     def bytes_paid_later(self, forward: range, backward: range) -> tuple[dict[int, int], dict[int, int]]:
-        """Return operator -> bytes made in ``forward`` and paid for later: in all storages, and in unpackable ones."""
+        """Return, by operator, the bytes made in ``forward`` and paid for later: all, and those that are not packed."""
         changes: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
         for index in range(*self._born_in(forward)):
             storage = self._trace.storages[index]

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from memopt_cli.records import (
     LOWER_SHARE,
-    ChunkRule,
     Counted,
     Outlook,
     PlaceName,
@@ -35,10 +34,10 @@ from memopt_cli.text.units import format_bytes
 _FRONTIER_POINTS = 8
 """Number of evenly spaced budgets at which the frontier is searched."""
 _TIE_SHARE = 0.01
-"""Tolerance on the least peak: of the plans within it, a level's answer is the fastest."""
+"""Tolerance on the least peak: a level's answer is the fastest plan within this share of it."""
 _RESTART_RATIO = 1.25
-"""Largest ratio of the least peak to the budget for a second search, level by level from a fresh start, which once led
-8 % lower."""
+"""Maximum ratio of the least peak to the budget at which a second search, level by level from a fresh start, is made;
+one led 8 % lower."""
 _MAX_REFUTATIONS = 3
 """Maximum number of dry runs in a row that exceed the budget though the cost model predicts the relaxed plan to fit."""
 _MAX_SENDING_RUNS = 6
@@ -49,9 +48,9 @@ _FURTHER_BUDGETS = (0.33, 0.67)
 """Budgets at which plans are looked for as well if tensors may be sent: such plans may fit once tensors are sent.  They
 are shares of the way from the user's budget up to the original's peak."""
 _MIN_GAIN = 0.03
-"""A longer search is proposed if the peak might be lower by more than this share."""
+"""Minimum share by which the peak might become lower for a longer search to be proposed."""
 _MIN_CONTRAST = 0.01
-"""A neighbour is mentioned if it is faster by at least this share."""
+"""Minimum share by which a neighbour must be faster to be mentioned."""
 
 
 class Planner:
@@ -74,8 +73,8 @@ class Planner:
         self._room_bytes = min((limit for limit in limits if limit is not None), default=math.inf)
         self._distrusted: dict[str, Refused] = {}
         """Path of a module -> why its chunks are not planned any more."""
-        self._ask_chunking = probes.chunking
-        probes = replace(probes, chunking=self._chunking)
+        ask = probes.chunking
+        probes = replace(probes, chunking=lambda path: self._distrusted.get(path) or ask(path))
         self._probes = probes
         self._options = options
         self._place = place
@@ -203,9 +202,6 @@ class Planner:
         self._spaces = self._new_spaces()
         self._descended.clear()
 
-    def _chunking(self, path: str) -> ChunkRule | Refused:
-        return self._distrusted.get(path) or self._ask_chunking(path)
-
     def _smaller_by_sums(self, peak_bytes: int) -> Outlook | None:
         """Predict the least peak by the solver only; ``None`` if it is not clearly below ``peak_bytes``."""
         with contextlib.suppress(TimeIsUp):
@@ -247,8 +243,9 @@ class Planner:
         for priced in [priced for priced in self.dry_runs.up_to(level) if not priced.plan.sends]:
             space = self._spaces.space_for(priced.plan)
             error_bytes = priced.peak_bytes - space.proposals.predict_peak(priced.plan)
-            for variant in sending_variants(priced.plan, self._place):
-                plan = self._fit_in_room(variant, space)
+            for plan in sending_variants(priced.plan, self._place):
+                while plan.sends and space.proposals.predict(plan).elsewhere_bytes > self._room_bytes:
+                    *_, plan = fewer_sent(plan)  # the last ones stay on the device
                 peak_bytes = space.proposals.predict_peak(plan) + error_bytes
                 slowdown = space.proposals.slowdown(plan)
                 if plan.sends and slowdown <= max_slowdown:
@@ -263,12 +260,6 @@ class Planner:
             runs += 1
             counted = self.dry_runs.count(plan, space.proposals)
             bias = counted.peak_bytes / peak_bytes if counted else bias
-
-    def _fit_in_room(self, plan: Plan, space: SearchSpace) -> Plan:
-        """Return ``plan`` with as many tensors sent as the place has room for; the last ones stay on the device."""
-        while plan.sends and space.proposals.predict(plan).elsewhere_bytes > self._room_bytes:
-            *_, plan = fewer_sent(plan)
-        return plan
 
     def _relax_fastest(self, level: int, budget_bytes: int) -> None:
         """Dry-run the fastest plan without the parts that the cost model finds superfluous, as long as that helps.

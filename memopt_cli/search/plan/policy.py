@@ -277,7 +277,7 @@ def skipped_step(level: int, *, segments: int, tried: int, options: SearchOption
 
 
 def recommend(options: SearchOptions, selection: Selection | None, *, measured: str, generic: str) -> str:
-    """Advise what to try next, by the most specific option that was given.
+    """Advise what to try next; the most specific option that was given decides.
 
     ``measured``: a sentence on the measurement, to follow the advice.  ``generic``: the advice if no option has its
     own.  Either may be empty.

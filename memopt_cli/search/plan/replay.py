@@ -29,7 +29,7 @@ from memopt_cli.search.plan.sending import (
 )
 
 MIN_PACKED_BYTES = 4096
-"""A tensor with fewer bytes is not packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
+"""Minimum bytes of a tensor that is packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
 _NORM_BACKWARD = "aten::native_batch_norm_backward"
 
 
@@ -54,7 +54,7 @@ class ReplayedSegment:
     call: ModuleCall
     segment: SegmentPlan
     parent: ReplayedSegment | None
-    """Call of the innermost segment around this one; ``None`` if this segment is outermost."""
+    """Call of the innermost enclosing segment; ``None`` if this segment is outermost."""
     offset: int = 0
     """Instant at which the recomputation starts."""
     stop: int = 0
@@ -67,7 +67,7 @@ class ReplayedSegment:
     length: int = 0
     """Length of the axis along which the chunks are cut; 0 if unknown."""
     shares: float = 1.0
-    """Size of the whole divided by the size of the longest chunk, multiplied over this segment and all around it."""
+    """Size of the whole divided by that of the longest chunk, multiplied over this segment and all enclosing ones."""
     longest_adds_in_place: bool = False
     """Whether backward reaches a chunk of the greatest length after two others."""
     packed: dict[int, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class ReplayedSegment:
     keeps_graph: bool = False
     """Whether the state after the step refers to a part of the graph that backward does not reach."""
     self_and_enclosing: tuple[ReplayedSegment | None, ...] = ()
-    """This segment, then the segments around it from the inside out, and last ``None`` for the first forward."""
+    """This segment, then the enclosing segments from the inside out, and last ``None`` for the first forward."""
 
     def __post_init__(self) -> None:
         self.self_and_enclosing = (self, *_self_and_enclosing(self.parent))
@@ -230,7 +230,7 @@ class _Lives:
                 self._by_input[index].append(replayed)
 
     def group_savers(self, index: int) -> dict[ReplayedSegment | None, list[int]]:
-        """Group the operators that autograd keeps storage ``index`` for, by the innermost segment around them."""
+        """Group the operators that autograd keeps storage ``index`` for by the innermost segment that they run in."""
         savers: dict[ReplayedSegment | None, list[int]] = {}
         for op in self._original.savers[index]:
             savers.setdefault(self._inner[op], []).append(op)
@@ -498,7 +498,7 @@ class Replay:
         return peak_bytes, operators[instant]
 
     def _forward_life(self, index: int, storage: StorageTrace) -> None:
-        """Enter ``storage``, made in forward: in the first forward, and again in every recomputation around it."""
+        """Enter ``storage``, made in forward: in the first forward, and in every recomputation that makes it again."""
         inner = self._inner[storage.born]
         enclosing = _self_and_enclosing(inner)
         savers = self._lives.group_savers(index)
@@ -557,12 +557,13 @@ class Replay:
         """Return where ``storage``, made in ``replayed``, ends: on the device, and its copy elsewhere (0: no copy)."""
         end, sent_end = self._lives.forward_end(storage, replayed), 0
         parcels = self._parcels if replayed is None and self._parcels and index in self._parcels.by_storage else None
-        if savers.get(replayed) and replayed is None and self._packs(storage):
+        is_large = storage.nbytes >= MIN_PACKED_BYTES
+        if savers.get(replayed) and replayed is None and self._packed and is_large and storage.compressor != "null":
             self._add_packed(storage, savers[None])
         elif savers.get(replayed):
             released = self._lives.release(storage, savers[replayed])
             end, sent_end = (end, released) if parcels and self._sends_outside else (max(end, released), 0)
-            if replayed is None and storage.nbytes >= MIN_PACKED_BYTES:
+            if replayed is None and is_large:
                 self.left_unpacked += self._packed * len(savers[None])
         end = max(end, self._lives.held_by_first_runs(index, storage, savers, replayed))
         for holder in self._lives.holders(index, storage, replayed):
@@ -581,9 +582,6 @@ class Replay:
         """
         norm = replayed.next_norm(max(savers)) if replayed is not None and savers else None
         return 0 if norm is None else self._order.instant_after(self._original.backward_end[norm])
-
-    def _packs(self, storage: StorageTrace) -> bool:
-        return self._packed and storage.compressor != "null" and storage.nbytes >= MIN_PACKED_BYTES
 
     def _add_packed(self, storage: StorageTrace, savers: list[int]) -> None:
         """Enter ``storage`` packed from the first of ``savers`` until its release, and whole where backward uses it."""
@@ -734,7 +732,7 @@ def _self_and_enclosing(replayed: ReplayedSegment | None) -> tuple[ReplayedSegme
 
 
 def _innermost_backward_end(trace: StepTrace) -> list[int]:
-    """Return, for every operator of forward, the operator at which the backward of the innermost module around it ends.
+    """Return, for every operator of forward, the operator at which the backward of its innermost module ends.
 
     Operators between the models of the user's own step are in no module; the next backward counts for them.
     """

@@ -60,7 +60,7 @@ class SegmentLimits:
     segments: int | None = None
     """Maximum number of outermost segments."""
     splits: int | None = None
-    """Maximum number of segments around others, or on a module that splits itself (``__spatial_split__``)."""
+    """Maximum number of segments that contain others, or are on a module that splits itself (``__spatial_split__``)."""
     cuts: int | None = None
     """Maximum number of multiplications by the chunk factor, over all segments: 8 chunks by factor 2 take three."""
 
@@ -118,7 +118,7 @@ class Schedule:
     added_s: float = 0.0
     """Seconds that recomputation adds."""
     held_bytes: int = 0
-    """Bytes of outputs that the segment around the block keeps instead of computing them again."""
+    """Bytes of outputs that the enclosing segment keeps instead of computing them again."""
     segment: SegmentPlan | None = None
     """Segment that the schedule puts on the block; ``None`` for no segment."""
     parts: tuple[Schedule, ...] = ()

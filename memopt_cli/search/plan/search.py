@@ -42,7 +42,7 @@ _FIRST_STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _Decision:
     """One decision on which repeatedly called modules are segments, in all their calls, with the answers so far."""
 
     segment_paths: frozenset[str]
@@ -52,7 +52,7 @@ class _Choice:
     counts: Counter[int]
     """Kind -> number of blocks of that kind."""
     answers: dict[int, tuple[Schedule | None, float]] = field(default_factory=dict)
-    """Budget -> the fastest schedule within it, if any, and a lower bound on the seconds added by any such schedule."""
+    """Budget -> the fastest schedule that fits, if any, and a lower bound on the seconds added by any such schedule."""
 
     def least_added_s(self, budget_bytes: int) -> float:
         """Return a lower bound on the seconds that a schedule within ``budget_bytes`` adds.
@@ -85,7 +85,7 @@ class _Candidates:
         # the plan makes a module a segment if any of its calls wants that.
         self._repeated = set() if root.is_round else find_repeated_paths(root)
 
-    def choices(self) -> list[_Choice]:
+    def decisions(self) -> list[_Decision]:
         """List the decisions to try on modules that are called several times.
 
         In order: no segments; one on a single outermost module; one on each outermost module.  Each try is a search, so
@@ -93,10 +93,10 @@ class _Candidates:
         """
         usable = {b.path for b in self._root if b.path in self._repeated and self._is_target(b)}
         outermost = sorted(p for p in usable if not any(p.startswith(f"{other}.") for other in usable))
-        choices = [frozenset[str](), *(frozenset({path}) for path in outermost[:8]), frozenset(outermost)]
-        return [self._choice(paths) for paths in dict.fromkeys(choices)]
+        path_sets = [frozenset[str](), *(frozenset({path}) for path in outermost[:8]), frozenset(outermost)]
+        return [self._decision(paths) for paths in dict.fromkeys(path_sets)]
 
-    def _choice(self, segment_paths: frozenset[str]) -> _Choice:
+    def _decision(self, segment_paths: frozenset[str]) -> _Decision:
         kinds: dict[Block, int] = {}
 
         def kind(block: Block) -> int:
@@ -107,7 +107,7 @@ class _Candidates:
             return kinds[block]
 
         kind(self._root)
-        return _Choice(segment_paths, kinds, Counter(kinds.values()))
+        return _Decision(segment_paths, kinds, Counter(kinds.values()))
 
     def may_be_segment(self, block: Block, segment_paths: frozenset[str]) -> bool:
         return self._is_target(block) and (block.path not in self._repeated or block.path in segment_paths)
@@ -139,38 +139,38 @@ class Solver:
         self._segments = Segments(allowed)
         self._cache = SolvedBlocks() if cache is None else cache
         self._outside = Context(packed=allowed.packed)
-        self._choices = self._candidates.choices()
-        self._choice = self._choices[0]
+        self._decisions = self._candidates.decisions()
+        self._decision = self._decisions[0]
         """Decision under which the current search runs."""
 
     def fastest(self, budget_bytes: int) -> Schedule | None:
         """Return the schedule of the step within ``budget_bytes`` that adds least time; ``None`` if none fits."""
         best: Schedule | None = None
-        for choice in self._choices:  # ask for a schedule faster than the best so far
+        for decision in self._decisions:  # ask for a schedule faster than the best so far
             max_added_s = math.inf if best is None else math.nextafter(best.added_s, -math.inf)
-            best = self._fastest(choice, budget_bytes, max_added_s) or best
+            best = self._fastest(decision, budget_bytes, max_added_s) or best
         return best
 
     def least_peak_bytes(self, high: int, max_added_s: float = math.inf) -> int | None:
         """Return the least peak, to 0.1 %, of schedules that add at most ``max_added_s``; ``None`` above ``high``."""
         least: int | None = None
-        for choice in self._choices:
+        for decision in self._decisions:
             lower = self._find_least_budget(
-                choice, high if least is None else least - _allowed_error(least), max_added_s
+                decision, high if least is None else least - _allowed_error(least), max_added_s
             )
             least = least if lower is None else lower
         return least
 
     def schedules(self, max_added_s: float) -> Iterator[Schedule]:
         """Yield the schedules found so far that add at most ``max_added_s``."""
-        schedules = (schedule for choice in self._choices for schedule, _ in choice.answers.values())
+        schedules = (schedule for decision in self._decisions for schedule, _ in decision.answers.values())
         return (schedule for schedule in schedules if schedule is not None and schedule.added_s <= max_added_s)
 
-    def _find_least_budget(self, choice: _Choice, high: int, max_added_s: float) -> int | None:
-        """Find the least budget for one ``choice``: down in growing steps, then by bisection."""
+    def _find_least_budget(self, decision: _Decision, high: int, max_added_s: float) -> int | None:
+        """Find the least budget for one ``decision``: down in growing steps, then by bisection."""
 
         def has_schedule(budget_bytes: int) -> bool:
-            return self._fastest(choice, budget_bytes, max_added_s) is not None
+            return self._fastest(decision, budget_bytes, max_added_s) is not None
 
         if high < 0 or not has_schedule(high):
             return None
@@ -186,19 +186,19 @@ class Solver:
                 low = middle
         return high
 
-    def _fastest(self, choice: _Choice, budget_bytes: int, max_added_s: float) -> Schedule | None:
-        """Return the fastest schedule of ``choice`` within both bounds; ``None`` if there is none."""
-        schedule = choice.answer_within(budget_bytes)
-        if schedule is None and choice.least_added_s(budget_bytes) <= min(max_added_s, sys.float_info.max):
-            self._choice = choice
+    def _fastest(self, decision: _Decision, budget_bytes: int, max_added_s: float) -> Schedule | None:
+        """Return the fastest schedule of ``decision`` within both bounds; ``None`` if there is none."""
+        schedule = decision.answer_within(budget_bytes)
+        if schedule is None and decision.least_added_s(budget_bytes) <= min(max_added_s, sys.float_info.max):
+            self._decision = decision
             bounds = Bounds(budget_bytes, max_added_s, self._allowed.limits)
             # Count the segments on repeatedly called modules here, once each, and not at every call.
-            is_counted = bounds.limits.are_set and choice.segment_paths
-            counts = Counts(segments=len(choice.segment_paths)) if is_counted else NO_COUNTS
+            is_counted = bounds.limits.are_set and decision.segment_paths
+            counts = Counts(segments=len(decision.segment_paths)) if is_counted else NO_COUNTS
             schedules = self._continue_through([Schedule(counts=counts)], self._root, bounds)
             schedule = min(schedules, key=lambda schedule: schedule.added_s, default=None)
             least_s = math.nextafter(max_added_s, math.inf) if schedule is None else schedule.added_s
-            choice.answers[budget_bytes] = schedule, least_s
+            decision.answers[budget_bytes] = schedule, least_s
         return schedule if schedule is not None and schedule.added_s <= max_added_s else None
 
     def _continue_through(self, before: list[Schedule], block: Block, bounds: Bounds) -> list[Schedule]:
@@ -227,12 +227,12 @@ class Solver:
         """Return whether ``block`` is solved by itself: if it has no parts, has equals, or is a round."""
         if block.is_round:
             return block is not self._root
-        return self._choice.counts[self._choice.kinds[block]] > 1 or not block.children
+        return self._decision.counts[self._decision.kinds[block]] > 1 or not block.children
 
     def _schedules(self, block: Block, context: Context) -> list[Schedule]:
         """Return the Pareto set of ``block`` in ``context``; equal blocks are solved once."""
         context = context.narrow_to(block)
-        key = self._allowed.shared, self._choice.kinds[block], context
+        key = self._allowed.shared, self._decision.kinds[block], context
         if key not in self._cache.schedules:
             self._cache.schedules[key] = block, self._solve(block, context)
         solved_block, schedules = self._cache.schedules[key]
@@ -246,7 +246,7 @@ class Solver:
             plain = self._plain_schedules(block, context)
             return thin_out([schedule.release() for schedule in plain], MAX_INNER_SCHEDULES)
         segments = self._segment_schedules(block, context)
-        if block.path in self._choice.segment_paths:
+        if block.path in self._decision.segment_paths:
             return segments
         return thin_out([*self._plain_schedules(block, context), *segments], MAX_INNER_SCHEDULES)
 
@@ -269,19 +269,19 @@ class Solver:
 
     def _segment_schedules(self, block: Block, context: Context) -> list[Schedule]:
         """Return the schedules of ``block`` with a segment on it; none if it may have no segment there."""
-        may_be = self._candidates.may_be_segment(block, self._choice.segment_paths)
+        may_be = self._candidates.may_be_segment(block, self._decision.segment_paths)
         if not may_be or (context.recomputed and not self._allowed.nested):
             return []
-        key = self._allowed.shared, block, self._choice.kinds[block], context.recomputed
+        key = self._allowed.shared, block, self._decision.kinds[block], context.recomputed
         if key not in self._cache.segments:
-            choices = [frozenset[int](), *self._segments.kept_choices(block, context)]
-            schedules = [schedule for kept in choices for schedule in self._schedules_keeping(block, kept, context)]
+            kept_sets = [frozenset[int](), *self._segments.sets_to_keep(block, context)]
+            schedules = [schedule for kept in kept_sets for schedule in self._schedules_keeping(block, kept, context)]
             self._cache.segments[key] = thin_out(schedules, MAX_INNER_SCHEDULES)
         return self._cache.segments[key]
 
     def _schedules_keeping(self, block: Block, kept: frozenset[int], context: Context) -> Iterator[Schedule]:
         """Yield the schedules with a segment on ``block`` that keeps the outputs of the costly calls ``kept``."""
-        is_counted = not context.recomputed and block.path not in self._choice.segment_paths
+        is_counted = not context.recomputed and block.path not in self._decision.segment_paths
         for inside in self._plain_schedules(block, Context(recomputed=True, kept=kept)):
             yield from self._segments.schedules_on(block, inside, kept, context, is_counted=is_counted)
 

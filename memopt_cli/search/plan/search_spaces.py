@@ -171,7 +171,7 @@ class SearchSpaces:
             if heads := find_heads(headed):
                 trace = self._probes.trace(Plan(segments=heads))
                 if isinstance(trace, StepTrace):
-                    yield self._headed_by(headed, trace)
+                    yield self._space_with_heads(headed, trace)
                 self._dry_runs.count(headed, self.plain.proposals)
 
     def _count_peak(self, plan: Plan) -> float:
@@ -181,7 +181,7 @@ class SearchSpaces:
             raise TimeIsUp
         return counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
 
-    def _headed_by(self, headed: Plan, trace: StepTrace) -> SearchSpace:
+    def _space_with_heads(self, headed: Plan, trace: StepTrace) -> SearchSpace:
         trace, slowdown = copy_times(trace, self._trace)
         proposals = Proposals(trace, self._stop_if_late, heads=find_heads(headed), slowdown=slowdown)
         for plan in (headed, Plan(segments=proposals.heads)):

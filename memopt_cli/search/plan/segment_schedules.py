@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.records import ChunkRule, SegmentPlan
 from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.cost_model import chunk_counts, cut_by, longest_share
-from memopt_cli.search.plan.keeping import choices, keep_names, names_single_calls
+from memopt_cli.search.plan.keeping import candidate_sets, keep_names, names_single_calls
 from memopt_cli.search.plan.replay import chunk_state_bytes
 from memopt_cli.search.plan.schedules import NO_COUNTS, Counts, Schedule, SegmentLimits, add_counts, count_cuts
 
@@ -67,13 +67,13 @@ class Segments:
     def __init__(self, allowed: Allowed) -> None:
         self._allowed = allowed
 
-    def kept_choices(self, block: Block, context: Context) -> list[frozenset[int]]:
+    def sets_to_keep(self, block: Block, context: Context) -> list[frozenset[int]]:
         """List the sets of costly calls whose outputs a segment on ``block`` may keep.
 
         An inner segment keeps none: the outer segment would recompute the calls all the same.
         """
         may_keep = self._allowed.keep and not context.recomputed
-        return choices([c for c in block.costly if c.op < block.rerun.stop]) if may_keep else []
+        return candidate_sets([c for c in block.costly if c.op < block.rerun.stop]) if may_keep else []
 
     def schedules_on(
         self, block: Block, inside: Schedule, kept: frozenset[int], context: Context, *, is_counted: bool

@@ -19,7 +19,7 @@ from memopt_cli.records import PlaceName, Plan, SegmentPlan
 from memopt_cli.text.paths import is_within
 
 MIN_SENT_BYTES: Final = 1 << 16
-"""A tensor with fewer bytes is not sent."""
+"""Minimum bytes of a tensor that is sent."""
 SAVES_OF_A_PARCEL: Final = 4
 """Saves outside of segments that make a parcel."""
 LINK_BYTES_PER_S: Final = 1e9
@@ -50,7 +50,7 @@ class SentTensor:
 
     parcel: SentParcel
     stored: int
-    """Instant at which its copy begins."""
+    """Instant at which the tensor's copy begins."""
     nbytes: int
 
 

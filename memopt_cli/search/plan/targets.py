@@ -55,14 +55,14 @@ def describe_selection(
 
 
 def find_refusals(modules: Iterable[ModuleTrace], options: SearchOptions) -> dict[str, str]:
-    """Return path -> why the module there cannot be a candidate, for modules that the user named."""
+    """Return why modules that the user named cannot be candidates, as a dictionary by path."""
     refusals = {m.path: m.refusal for m in modules}
     reasons = {path: refusals.get(path, _NEVER_CALLED) for path in options.modules or ()}
     return {path: reason for path, reason in reasons.items() if reason}
 
 
 def refusal_notes(refusals: Mapping[str, str]) -> list[str]:
-    """Return a note on the modules in ``refusals`` (path -> why it cannot be a candidate), if there are any."""
+    """Return a note on the modules in ``refusals``, from :func:`find_refusals`, if there are any."""
     modules = [f"{quote_module(path)} ({reason})" for path, reason in refusals.items()]
     return [f"These modules cannot be segments: {format_some(modules)}."] if modules else []
 
@@ -99,7 +99,7 @@ def _why_none(paths: Sequence[str], selection: Selection, dropped: Dropped | Non
             return f"a plan was found, but {dropped.why.because}"
         return _NONE_ALLOWED.get(selection.policy, "no plan that was found with one lowers the peak")
     reason = next((refusals[path] for path in paths if refusals[path] != _NEVER_CALLED), _NEVER_CALLED)
-    return f"no inputs were recorded, as {_NEVER_CALLED}" if reason == _NEVER_CALLED else f"refused because {reason}"
+    return "the step calls none of them" if reason == _NEVER_CALLED else f"none can be one, as {reason}"
 
 
 def find_outermost(modules: list[ModuleTrace]) -> list[ModuleTrace]:

@@ -126,6 +126,6 @@ def test_runs_of_a_step_that_loops_over_its_batch_are_short(operators: int, most
     prepared: Any = SimpleNamespace(batch=16, progress=Progress(), facts=SimpleNamespace(indices={}))
     search = CaseSearch(prepared=prepared, notes=[], limits=limits, max_runs=6)
     session = Session(operators_per_sample=operators)
-    search.find([case := Case(planned=False, plan=ORIGINAL, dims={})], lambda: session)
+    search.find_batches([case := Case(planned=False, plan=ORIGINAL, dims={})], lambda: session)
     assert case.search.runs.best == max(session.ran) == most
     assert [("0.6 s, a fiftieth of `--longest-step`" in note) for note in search.notes] == [True] * bool(operators)

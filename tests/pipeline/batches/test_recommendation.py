@@ -476,7 +476,7 @@ def test_the_recommended_of_two_cases(
     request: Any = SimpleNamespace(aim="max", dim_range=None)
     limits = SimpleNamespace(runnable_bytes=runnable, budget_bytes=1 << 20)
     given: Any = None
-    job = recommendation._BatchSearch(
+    job = recommendation._Recommender(
         request=request, prepared=given, longest={}, search=cast(Any, SimpleNamespace(limits=limits))
     )
     assert job._main_case(cases).planned is planned

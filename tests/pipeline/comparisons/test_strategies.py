@@ -155,14 +155,14 @@ class TestInProcess:
         def find(*_: Any) -> None:
             raise MeasurementError("no plan could be run", hint="Try a smaller batch.")
 
-        monkeypatch.setattr(strategies, "find", find)
+        monkeypatch.setattr(strategies, "find_plan", find)
         found = compared(tmp_path, spiking(), "bptt", "plan", steps=DimRange(symbol="T", low=2, high=4))
         assert [len(curve.points) for curve in found.curves] == [2, 0]
         assert found.curves[1].remark == "no plan was found: no plan could be run. Try a smaller batch."
 
     def test_the_note_names_the_level_of_the_plan(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found_plan = SimpleNamespace(applied_level=1, plan=Plan(), decisive=None)
-        monkeypatch.setattr(strategies, "find", lambda *_: found_plan)
+        monkeypatch.setattr(strategies, "find_plan", lambda *_: found_plan)
         found = compared(tmp_path, spiking(), "plan", steps=DimRange(symbol="T", low=2, high=4))
         assert "The plan was found by level 1 at T=2." in found.notes
 

@@ -189,7 +189,7 @@ def text_of(found: Explanation) -> str:
 @pytest.mark.parametrize(
     ("log", "first"),
     [
-        (ON_A_GPU, "memory ran out, but this step alone does not fill it: it needs about "),
+        (ON_A_GPU, "memory ran out, but this step alone fits: it needs about "),
         (
             ON_THE_CPU,
             f"{NO_LIMIT}. This step needs about ",
@@ -218,7 +218,7 @@ def test_an_error_alone_says_what_its_message_says(tmp_path: Path) -> None:
     log.write_text(ON_A_GPU)
     text = text_of(explain(ExplainRequest(source=None, log_path=str(log)), progress=Progress()))
     assert text.startswith(
-        "512.0 MiB were in use of 528.0 MiB (bytes held by tensors plus free bytes, according to the error)\n"
+        "in use: 512.0 MiB of 528.0 MiB (bytes held by tensors plus free bytes, according to the error)\n"
     )
     assert "the error asked for 64.0 MiB more\nthe error was raised at /me/train.py:9\n" in text
     assert "PyTorch's allocator held 128.0 MiB that no tensor used, and 16.0 MiB were free." in text
@@ -265,7 +265,7 @@ def test_of_a_process_with_a_limit_the_shares_are_named(
     assert found.limit_bytes == int(0.9 * ((1200 + free_mib) << 10)) << 10  # the process grows, too
     assert found.limit.startswith("90% of ")
     text = text_of(found)
-    assert text.startswith("memory ran out, but this step alone does not fill it: it needs about ")
+    assert text.startswith("memory ran out, but this step alone fits: it needs about ")
     assert "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment" in text
 
 
@@ -571,7 +571,7 @@ def test_an_optimizer_runs_in_backward_only_where_that_is_asked_for(
         searched.append(request.search.options.optimizer_in_backward)
         return SimpleNamespace(verification=None, plan=Plan())
 
-    monkeypatch.setattr(change_trials, "find", find)
+    monkeypatch.setattr(change_trials, "find_plan", find)
     monkeypatch.setattr(change_trials, "without_own_checkpoints", lambda prepared, **_: prepared)
     subject = Subject(source=ModelSource(location="net.pt"), spec=SPEC, settings=settings)
     prepared = SimpleNamespace(subject=subject, notes=())

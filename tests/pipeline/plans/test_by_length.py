@@ -360,7 +360,7 @@ def test_a_range_has_another_plan_than_the_next(monkeypatch: pytest.MonkeyPatch)
     request: Any = SimpleNamespace(interruptible=True, runs=False)
     given: Any = None
     search = by_length._ByLength(request, given, varied, counts, given, Work.from_counts(counts))
-    monkeypatch.setattr(by_length._ByLength, "find", found)
+    monkeypatch.setattr(by_length._ByLength, "find_at", found)
     monkeypatch.setattr(by_length._ByLength, "_range_without_plan", lambda *given: iter(()))
     monkeypatch.setattr(by_length._ByLength, "_lower_to_running", lambda self, bounds, above, **given: bounds)
     parts = search.all_ranges(by_length._range_of(100, found(search, 100)), 100)
@@ -408,7 +408,7 @@ def test_a_range_ends_where_the_plan_of_the_longest_exceeds_the_budget(monkeypat
     counts = dict.fromkeys(range(10, 101, 10), 1.0)
     request: Any = SimpleNamespace(lengths={}, interruptible=True, runs=True)
     search = by_length._ByLength(request, given, varied, counts, given, Work.from_counts(counts))
-    monkeypatch.setattr(by_length._ByLength, "find", found)
+    monkeypatch.setattr(by_length._ByLength, "find_at", found)
     monkeypatch.setattr(by_length._ByLength, "_measure", measure)
     monkeypatch.setattr(by_length._ByLength, "_sessions", lambda self: contextlib.nullcontext())
     monkeypatch.setattr(by_length._ByLength, "_peak", lambda *given: 1.0)
@@ -422,7 +422,7 @@ def test_a_range_ends_where_the_plan_of_the_longest_exceeds_the_budget(monkeypat
     def interrupted(*given: Any, **limits: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(by_length._ByLength, "find", interrupted)
+    monkeypatch.setattr(by_length._ByLength, "find_at", interrupted)
     search.prepared = cast(Any, SimpleNamespace(progress=SimpleNamespace(interrupted=lambda text: None)))
     search.notes.clear()
     original = a_row(0, measured(200, 1.0), Plan(), dry_runs=0)

@@ -13,7 +13,7 @@ import pytest
 from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
 from memopt_cli.pipeline.plans.budget_errors import NotRunHereError, nothing_fits, unavoidable_parts
 from memopt_cli.pipeline.plans.frontier import check_pick, without_beaten
-from memopt_cli.pipeline.plans.goal import GoalSearch, budget_bytes
+from memopt_cli.pipeline.plans.goal import GoalSearch, budget_in_bytes
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
 from memopt_cli.records import (
     Budget,
@@ -466,4 +466,4 @@ def test_plans_that_take_longer_than_they_may_are_left_out() -> None:
 
 @pytest.mark.parametrize(("budget", "expected"), [(Budget(nbytes=123), 123), (Budget(share=0.6), 600)])
 def test_a_budget_in_bytes(budget: Budget, expected: int) -> None:
-    assert budget_bytes(budget, 1000) == expected
+    assert budget_in_bytes(budget, 1000) == expected

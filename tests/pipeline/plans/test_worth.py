@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from memopt_cli.pipeline.plans.worth import drop_by_measurement, drop_if_own_wins
+from memopt_cli.pipeline.plans.worth import judge_measurement, judge_own_checkpoints
 from memopt_cli.records import (
     Dropped,
     OutOfMemory,
@@ -26,7 +26,7 @@ PLAN = Plan(segments=(SegmentPlan(path="0"),))
 @pytest.mark.parametrize(("error", "is_dropped"), [(0.0, False), (0.02, False), (0.04, True)])
 def test_a_plan_that_may_be_slower_than_the_limit_is_not_applied(error: float, is_dropped: bool) -> None:
     row = a_row(1, replace(measured(4, 1.3), slowdown_error=error), PLAN)
-    dropped = drop_by_measurement(row, measured(8, 1.0), 1.33)
+    dropped = judge_measurement(row, measured(8, 1.0), 1.33)
     assert (dropped is not None) == is_dropped
     if dropped is not None:
         assert dropped.why == TooSlow(slowdown=1.3, most=1.33, error=error)
@@ -52,22 +52,22 @@ def test_a_plan_that_may_be_slower_than_the_limit_is_not_applied(error: float, i
 )
 def test_the_models_own_checkpoints_are_better(peak: int, step_s: float, budget: int | None, is_better: bool) -> None:
     row = a_row(1, measured(1000, 1.0), PLAN)
-    dropped = drop_if_own_wins(row, measured(2000, 0.5), measured(peak, step_s), budget)
+    dropped = judge_own_checkpoints(row, measured(2000, 0.5), measured(peak, step_s), budget)
     assert (dropped is not None) == is_better
-    assert drop_if_own_wins(row, measured(2000, 0.5), None, budget) is None
-    assert drop_if_own_wins(a_row(0, measured(1000, 1.0)), measured(1000), measured(peak, step_s), budget) is None
+    assert judge_own_checkpoints(row, measured(2000, 0.5), None, budget) is None
+    assert judge_own_checkpoints(a_row(0, measured(1000, 1.0)), measured(1000), measured(peak, step_s), budget) is None
     if dropped is not None:
         assert (dropped.in_words, decisive([dropped])) == ("1000 B of 2.0 KiB", dropped)
-        assert dropped.why.because.startswith(f"the model's own checkpoints take {peak} B: ")
+        assert dropped.why.because.startswith(f"the model's own checkpoints need {peak} B and ")
         assert from_data(Dropped, to_data(dropped)) == dropped
 
 
 def test_own_checkpoints_do_not_replace_a_plan_where_they_break_the_limit_or_there_is_nothing_to_go_back_to() -> None:
     row, own = a_row(1, measured(1000, 1.0), PLAN), measured(900, 1.1)
-    assert drop_if_own_wins(row, measured(2000, 0.95), own, None, 1.33) is not None
-    assert drop_if_own_wins(row, measured(2000, 0.5), own, None, 2.0) is None
-    assert drop_if_own_wins(row, OutOfMemory(detail=""), own, None) is None
-    assert drop_if_own_wins(row, measured(2000, 0.5), measured(1000, 0.98), None) is None
+    assert judge_own_checkpoints(row, measured(2000, 0.95), own, None, 1.33) is not None
+    assert judge_own_checkpoints(row, measured(2000, 0.5), own, None, 2.0) is None
+    assert judge_own_checkpoints(row, OutOfMemory(detail=""), own, None) is None
+    assert judge_own_checkpoints(row, measured(2000, 0.5), measured(1000, 0.98), None) is None
 
 
 def test_an_interval_is_as_wide_as_the_ratios_are_apart() -> None:

@@ -31,7 +31,7 @@ from memopt_cli.search.plan.cost_model import (
     chunk_counts,
     statistics_passes,
 )
-from memopt_cli.search.plan.keeping import choices, keep_names
+from memopt_cli.search.plan.keeping import candidate_sets, keep_names
 from memopt_cli.search.plan.search import Solver
 from memopt_cli.search.plan.segment_schedules import Allowed, Context
 from memopt_cli.text.paths import is_within
@@ -200,7 +200,7 @@ def test_nested_segments_are_close_to_their_dry_run() -> None:
 def keeping(subject: Subject, root: Block, chance: random.Random) -> Plan:
     """Some segments, none in another, each keeping some costly outputs."""
     blocks = {block.path: block for block in root}
-    worthy = {p: choices([c for c in blocks[p].costly if c.op < blocks[p].rerun.stop]) for p in subject.usable}
+    worthy = {p: candidate_sets([c for c in blocks[p].costly if c.op < blocks[p].rerun.stop]) for p in subject.usable}
     able = [path for path, sets in worthy.items() if sets]
     chosen = chance.sample(able, min(len(able), chance.randint(1, 5)))
     outermost = [p for p in able if p in chosen and not any(p != o and is_within(p, o) for o in chosen)]

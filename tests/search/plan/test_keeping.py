@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memopt_cli.records import OpTrace, StepTrace, StorageTrace
-from memopt_cli.search.plan.keeping import CostlyCall, choices, costly_calls, keep_names, kept_calls
+from memopt_cli.search.plan.keeping import CostlyCall, candidate_sets, costly_calls, keep_names, kept_calls
 
 CONV, MM, RELU = "aten::convolution", "aten::mm", "aten::relu_"
 
@@ -32,17 +32,17 @@ def test_costly_are_those_that_compute_and_what_is_written_later_is_not_kept() -
     )
     calls = costly_calls(trace, [0.5, 0.1, 0.25, 0.1, 1.0])
     assert calls == [call(0, 16, 0.5, CONV, "a"), call(2, 0, 0.25, MM, "b")]
-    assert choices(calls) == [{0}]
+    assert candidate_sets(calls) == [{0}]
 
 
 def test_first_what_saves_most_time_for_a_byte() -> None:
     calls = [call(0, 8, 1.0), call(1, 2, 1.0), call(2, 8, 3.0), call(3, 0, 9.0), call(4, 8, 0.0)]
-    assert choices(calls) == [{1}, {1, 2}, {1, 2, 0}]
+    assert candidate_sets(calls) == [{1}, {1, 2}, {1, 2, 0}]
 
 
 def test_few_choices_of_many_calls_and_none_of_very_many() -> None:
-    assert [len(kept) for kept in choices([call(i) for i in range(12)])] == [2, 4, 6, 8, 10, 12]
-    assert choices([call(i) for i in range(25)]) == []
+    assert [len(kept) for kept in candidate_sets([call(i) for i in range(12)])] == [2, 4, 6, 8, 10, 12]
+    assert candidate_sets([call(i) for i in range(25)]) == []
 
 
 def test_names_count_the_calls_outside_of_inner_segments() -> None:

@@ -14,7 +14,7 @@ from memopt_cli.records import ChunkRule, SegmentPlan
 from memopt_cli.search.plan import schedules
 from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.cost_model import SEGMENT_S, Rerun
-from memopt_cli.search.plan.keeping import CostlyCall, choices
+from memopt_cli.search.plan.keeping import CostlyCall, candidate_sets
 from memopt_cli.search.plan.schedules import Schedule, SegmentLimits, _pareto_set, count_segments, thin_out
 from memopt_cli.search.plan.search import Solver
 from memopt_cli.search.plan.segment_schedules import Allowed, Context
@@ -287,7 +287,7 @@ def every_keeping_plan(root: Block) -> Iterator[Kept]:
             schedules = [
                 [frozenset[int]()]
                 if any(path != other and is_within(path, other) for other in chosen)
-                else [frozenset[int](), *choices(blocks[path].costly)]
+                else [frozenset[int](), *candidate_sets(blocks[path].costly)]
                 for path in chosen
             ]
             yield from (dict(zip(chosen, kept, strict=True)) for kept in itertools.product(*schedules))
