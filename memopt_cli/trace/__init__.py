@@ -18,34 +18,3 @@ from memopt_cli.trace.log import Compressors, StorageLog, resident_bytes
 from memopt_cli.trace.meter import Meter, meter_on
 from memopt_cli.trace.modules import compressor_paths, list_modules, requested_compressor
 from memopt_cli.trace.recording import record
-
-__all__ = [
-    "AllocatedPeak",
-    "Clock",
-    "Compressors",
-    "FakeStep",
-    "Life",
-    "Meter",
-    "OperatorTime",
-    "StorageLog",
-    "built_without_data",
-    "compressor_paths",
-    "compressors_failing_on_zeros",
-    "count_step",
-    "fake_mode",
-    "list_modules",
-    "match_compressors",
-    "meter_on",
-    "packing_bytes_per_s",
-    "place_fake",
-    "recompute_factor",
-    "record",
-    "record_inputs",
-    "requested_compressor",
-    "resident_bytes",
-    "segment_overhead",
-    "time_operators",
-    "with_contents",
-    "with_link",
-    "with_seconds",
-]
