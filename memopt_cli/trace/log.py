@@ -235,7 +235,8 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
             log.count_tensor(parameter.grad, "gradients", name.rpartition(".")[0])
     for name, buffer in step.unwrapped_model.named_buffers():
         log.count_tensor(buffer, "buffers", name.rpartition(".")[0])
-    for tensor in tensors_of((step.args, step.kwargs)):
+    held_by_loss = _held_by_loss(step)  # kept alive: the step would make its own, short-lived ones without data
+    for tensor in (*tensors_of((step.args, step.kwargs)), *held_by_loss):
         log.count_tensor(tensor, "inputs", "")
     for tensor in optimizer_tensors(step):
         log.count_tensor(tensor, "optimizer", "")
@@ -270,10 +271,19 @@ def resident_bytes(step: Step) -> int:
             *(p.grad for p in parameters),
             *step.model.buffers(),
             *tensors_of((step.args, step.kwargs)),
-            *(t for t in tensors_held_by(step.loss) if t.device in {p.device for p in parameters}),
+            *_held_by_loss(step),
             *optimizer_tensors(step),
         )
     )
+
+
+def _held_by_loss(step: Step) -> list[Tensor]:
+    """Return the tensors that the loss of ``step`` holds on the devices of the model; in a dry run without data."""
+    parameters = list(step.model.parameters())
+    devices = {p.device for p in parameters}
+    mode = next((p.fake_mode for p in parameters if is_fake(p)), None)  # type: ignore[attr-defined]
+    held = [t for t in tensors_held_by(step.loss) if t.device in devices]
+    return held if mode is None else [t if is_fake(t) else mode.from_tensor(t) for t in held]
 
 
 def tensors_held_by(function: Callable[..., Any] | None) -> list[Tensor]:

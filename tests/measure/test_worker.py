@@ -340,6 +340,25 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
     assert [run.smaller and run.smaller.shapes[0] for run in growing] == [(3, 4, 32, 32)] * 3
 
 
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_step_of_few_samples_that_does_not_fit_is_recorded_without_data(
+    is_failing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its small step is the step itself, which may also fail where there seems to be room."""
+    torch.save(nn.Linear(8, 8), tmp_path / "net.pt")
+    one = Worker(subject_of("B", 8, batch=2, location=str(tmp_path / "net.pt")))
+
+    def out_of_memory(*_: object) -> None:
+        assert is_failing
+        raise MemoryError
+
+    one.bench.model.register_forward_hook(lambda _, args, output: None if is_fake(output) else out_of_memory())
+    monkeypatch.setattr(without_data, "runnable_bytes", lambda device: 1 << 40 if is_failing else 0)
+    traced = one.answer(TraceJob(fake=True))
+    assert (traced.fake, traced.trace.batch) == (True, 2)
+    assert traced.trace.allocated_peak_bytes > 0
+
+
 @pytest.mark.parametrize(
     ("original_s", "planned", "max_slowdown", "expected"),
     [

@@ -285,6 +285,15 @@ def test_the_calls_of_a_pass_for_statistics_have_ended() -> None:
     assert replies.read(line, RecordJob(plan=Plan())) == trace
 
 
+def test_targets_that_the_loss_holds_are_inputs_with_data_and_without() -> None:
+    targets = torch.zeros(64, dtype=torch.long)
+    step = step_of(nn.Linear(8, 4), torch.randn(4, 8), loss=lambda y: F.cross_entropy(y, targets[: len(y)]))
+    counted, dry_run = count_step(step), FakeStep(step).count()
+    assert counted.breakdown.inputs_bytes == step.args[0].nbytes + targets.nbytes
+    assert (dry_run.breakdown, dry_run.tensor_peak_bytes) == (counted.breakdown, counted.tensor_peak_bytes)
+    assert FakeStep(step).record(4).resident_bytes == dry_run.resident_bytes == counted.resident_bytes
+
+
 def test_the_loss_is_forward_and_of_no_module() -> None:
     step = step_of(nn.Linear(3, 4), torch.randn(5, 3), loss=lambda y: (y * y).mean())
     trace = record(step, 5, contents=False)

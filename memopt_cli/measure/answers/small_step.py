@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from memopt_cli import trace
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.measure.answers.bench import Bench
+from memopt_cli.measure.answers.without_data import needed_by_original, require_room
 from memopt_cli.records import StepTrace
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step, is_out_of_memory
@@ -27,11 +28,13 @@ class SmallStep:
 
 
 def small_step(bench: Bench) -> SmallStep | None:
-    """Take a small step of the original, or ``None`` if no step may run on data, or only the full size works."""
+    """Take a small step of the original; ``None`` if none may run on data, none fits, or only the full size works."""
     if bench.subject.data == "none":
         return None
     bench.enter_start()
     try:
+        if bench.batch <= SMALL_BATCH:
+            require_room(bench, bench.fact(needed_by_original))
         step = replace(bench.step(min(SMALL_BATCH, bench.batch)), optimizer=None)
         traces: list[StepTrace] = []
         allocated = measure_allocated(
@@ -40,7 +43,7 @@ def small_step(bench: Bench) -> SmallStep | None:
         return SmallStep(step, traces[0], allocated.workspaces)
     except Exception as error:  # the inputs or the model may have a fixed batch size
         if is_out_of_memory(error):
-            raise
+            return None
     finally:
         bench.reset()
     if bench.subject.data == "small batch":
