@@ -133,6 +133,8 @@ class Baseline:
     memory: StepMemory
     shorter: tuple[ShorterStep, ...] = ()
     """Steps of a plan by length, at the largest length of each range but the last."""
+    plan_path: str = ""
+    """Plan as named with ``--plan``; empty if the model carries the plan or has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
