@@ -247,6 +247,8 @@ class Comparison:
     """Length, ``S=512``, of a shorter range of a plan by length; empty at the length of the inputs."""
     shorter: tuple[Comparison, ...] = ()
     """Comparisons at the largest length of each shorter range of a plan by length."""
+    notes: tuple[str, ...] = ()
+    """Notes on the step that was measured now, such as on layers that it skipped."""
 
     @property
     def parts(self) -> tuple[Comparison, ...]:

@@ -134,7 +134,8 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) 
     with step.session() as (session, rank):
         memory = step.memory(session, rank)
     shorter = step.shorter((old.dim, old.size) for old in before.shorter)
-    return replace(compare(before, replace(after, memory=memory, shorter=shorter), request.limits), code=code)
+    comparison = compare(before, replace(after, memory=memory, shorter=shorter), request.limits)
+    return replace(comparison, code=code, notes=tuple(prepared.messages))
 
 
 def compare_files(before: str, after: str) -> Comparison:
