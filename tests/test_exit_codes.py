@@ -153,7 +153,7 @@ def folder(memopt: Memopt, in_process: None, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("page", "cause", "action"),
     [(page, cause, each) for page, cases in CASES.items() for cause, actions in cases.items() for each in actions],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else value,
 )
 def test_a_command_ends_with_the_code_that_is_documented(
     page: str, cause: str, action: Any, memopt: Memopt, monkeypatch: pytest.MonkeyPatch

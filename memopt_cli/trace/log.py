@@ -93,7 +93,7 @@ class StorageLog(TorchDispatchMode):
         """Label tensors that serve an exchange among ranks as ``gathered`` or ``reduction``."""
         self.collectives.record_call(func, args, kwargs, output)
         for tensor, kind in exchange_buffers(func, args, kwargs):
-            storage = self.find(tensor)
+            storage = self.find_storage(tensor)
             if storage is not None and storage.kind in _PRELIMINARY_KINDS:
                 storage.kind = kind
 
@@ -153,7 +153,7 @@ class StorageLog(TorchDispatchMode):
         self.phase = phase
         self.peaks.enter(phase, self.storages.live_bytes)
 
-    def find(self, tensor: Tensor) -> Storage | None:
+    def find_storage(self, tensor: Tensor) -> Storage | None:
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
         return self.storages.find(tensor)
 
@@ -208,11 +208,11 @@ def packed_as(log: StorageLog, compressors: Compressors | None) -> Iterator[None
     def note_concatenated(outputs: Sequence[Tensor]) -> None:
         path = log.module_running()
         for index, output in enumerate(outputs):
-            if (storage := log.find(output)) is not None:
+            if (storage := log.find_storage(output)) is not None:
                 compressor_of_whole[storage.index] = compressors.outputs.get((path, index), "null")
 
     def compressor_of(tensor: Tensor) -> str:
-        storage = log.find(tensor)
+        storage = log.find_storage(tensor)
         if storage is None:
             return "null"
         return compressor_of_whole.get(storage.index) or compressors.saved.get((storage.path, storage.rank), "null")

@@ -97,7 +97,11 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
     """Put all of ``plan`` on ``model``; if a part fails, undo the earlier parts, the latest first."""
     with contextlib.ExitStack() as undo:
         if not plan.of_model.eager.is_empty:
-            _refuse_script(model)
+            if isinstance(model, torch.jit.ScriptModule):
+                raise PlanError(
+                    "the model is TorchScript, as torch.jit.load returns it, and its modules cannot be changed",
+                    hint="Load its file by memopt_cli.load('script.pt') instead, and apply the plan to that model.",
+                )
             suspend(model)
         undo.callback(resume, model)
         runs: list[Run] = []
@@ -119,14 +123,6 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
         undo.pop_all()  # nothing failed: keep all parts
 
 
-def _refuse_script(model: nn.Module) -> None:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise PlanError(
-            "the model is TorchScript, as torch.jit.load returns it, and its modules cannot be changed",
-            hint="Load its file by memopt_cli.load('script.pt') instead, and apply the plan to that model.",
-        )
-
-
 def _segment_configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
     configs: dict[nn.Module, SegmentConfig] = {}
     paths: dict[nn.Module, str] = {}
@@ -144,7 +140,7 @@ def _segment_configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentCon
 
 
 def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]:
-    """Return module -> its configurations by length, for a plan with ranges; the root is always among them."""
+    """Return each module's configurations by length, for a plan with ranges; the root is always among the modules."""
     assert plan.by is not None, "called only for plans with ranges"
     if any(isinstance(settings_of(module), ConfigsByLength) for _, module in named_parts(model)):
         raise PlanError("a part of the model has a plan by length already", hint=_REMOVE_FIRST)

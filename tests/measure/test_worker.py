@@ -40,7 +40,7 @@ from memopt_cli.measure.jobs import (
     SizesJob,
     Subject,
     TimeInTurnsJob,
-    Traced,
+    TraceAnswer,
     TraceJob,
     VerifyJob,
 )
@@ -309,7 +309,7 @@ def test_an_update_is_what_clips_and_what_optimizers_do(monkeypatch: pytest.Monk
     assert (step.step_s, step.update_s) == (16 - 1, (4 - 2) + (16 - 8))
 
 
-def assert_timed(traced: Traced) -> None:
+def assert_timed(traced: TraceAnswer) -> None:
     assert not traced.unknown
     assert all(op.seconds > 0 for op in traced.trace.ops)
     assert all(module.forward_s > 0 for module in traced.trace.modules)
@@ -522,10 +522,10 @@ def depends_on_data() -> nn.Module:
     return two_alike(ByBatch())
 
 
-def traced(model: type[nn.Module], data: Data = "full size") -> Traced:
+def traced(model: type[nn.Module], data: Data = "full size") -> TraceAnswer:
     with LocalSession(subject_of("B", 40, data=data), 60.0, build=model) as session:
         found = session.ask(TraceJob(fake=True))
-    assert isinstance(found, Traced)
+    assert isinstance(found, TraceAnswer)
     return found
 
 
@@ -627,7 +627,7 @@ def test_a_script_that_writes_as_it_is_imported_is_told_where_that_belongs(monke
 
 
 def test_an_answer_too_long_to_be_read_is_a_failure_that_says_so() -> None:
-    """What is read only as far as its kind may be long would look made up."""
+    """An answer that is cut at the maximum length of its kind would look made up."""
     reply = {"kind": "answer", "answer": ["x" * 50]}
     line = _reply_line(reply, 10_000)
     assert json.loads(line) == reply

@@ -12,7 +12,7 @@ from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.step import Step, is_out_of_memory
 
 SMALL_BATCH = 3
-"""Samples of the small step: the smallest batch that two chunks divide unevenly, into 2 and 1."""
+"""Number of samples of the small step: the smallest batch that two chunks divide unevenly, into 2 and 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def small_step(bench: Bench) -> SmallStep | None:
         step = replace(bench.step(min(SMALL_BATCH, bench.batch)), optimizer=None)
         traces: list[StepTrace] = []
         allocated = measure_allocated(
-            lambda _: traces.append(look_into(bench, step)), bench.settings.device, trace.resident_bytes(step)
+            lambda _: traces.append(record_contents(bench, step)), bench.settings.device, trace.resident_bytes(step)
         )
         return SmallStep(step, traces[0], allocated.workspaces)
     except Exception as error:  # the inputs or the model may have a fixed batch size
@@ -46,9 +46,9 @@ def small_step(bench: Bench) -> SmallStep | None:
     if bench.subject.data == "small batch":
         return None
     step = replace(bench.step(), optimizer=None)
-    return SmallStep(step, look_into(bench, step), Workspaces())
+    return SmallStep(step, record_contents(bench, step), Workspaces())
 
 
-def look_into(bench: Bench, step: Step) -> StepTrace:
+def record_contents(bench: Bench, step: Step) -> StepTrace:
     """Record ``step`` with the contents of its tensors, under the plan on the model."""
     return trace.record(step, bench.batch, contents=True, frees=False)
