@@ -28,9 +28,18 @@ class SearchProbes:
     """A cache of answers to jobs, with the time limit of the search."""
 
     def __init__(
-        self, session: Callable[[], Session], *, limit_s: float | None, is_default_limit: bool = False
+        self,
+        session: Callable[[], Session],
+        *,
+        limit_s: float | None,
+        is_default_limit: bool = False,
+        limit_name: str = "`--search-time`",
     ) -> None:
-        """Ask the ``session`` for at most ``limit_s`` seconds; ``is_default_limit``: the user has not set them."""
+        """Ask the ``session`` for at most ``limit_s`` seconds; ``is_default_limit``: the user has not set them.
+
+        ``limit_name``: what set them, for messages.
+        """
+        self._limit_name = limit_name
         self._session = session
         self._limit_s = limit_s
         self._is_default_limit = is_default_limit
@@ -60,9 +69,9 @@ class SearchProbes:
 
     @property
     def _limit_in_words(self) -> str:
-        """Name of the flag that set the time limit; for the default limit, of the flag for a longer one."""
+        """Name of what set the time limit; for the default limit, of the flag for a longer one."""
         if not self._is_default_limit or self._limit_s is None:
-            return "(`--search-time`)"
+            return f"({self._limit_name})"
         longer_s = _LONGER_S * max(1, math.ceil(2 * self._limit_s / _LONGER_S))
         return f"by its default time (`--search-time {longer_s}` searches longer)"
 

@@ -79,6 +79,8 @@ class OptimizeRequest(StepRequest):
     """Whether to record a step before and after, for a report that shows them."""
     search_limit_s: float | None = None
     """Seconds after which the search tries no more plans; ``None`` if unlimited."""
+    search_limit_name: str = "`--search-time`"
+    """Text in messages for what set these seconds, or sets more: the command's flag, or another command."""
     measure_levels: bool = False
     """Whether to measure the plan of every level, and not only the applied one."""
     flags: tuple[str, ...] | None = None

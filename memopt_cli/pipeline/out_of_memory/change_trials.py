@@ -232,6 +232,12 @@ class ChangeTrials:
             offload=offload,
             optimizer_in_backward=self._request.optimizer_in_backward and subject.settings.may_update_in_backward,
         )
+        flags = [
+            f"--level {_LEVEL}",
+            f"--budget {exact_bytes(self._limit_bytes)}",
+            "" if offload == "none" else f"--offload {offload}",
+            f"--search-time {4 * _SEARCH_S:.0f}",
+        ]
         request = OptimizeRequest(
             source=subject.source,
             spec=subject.spec,
@@ -240,6 +246,7 @@ class ChangeTrials:
             goal=goal,
             recommend_batch=False,
             search_limit_s=_SEARCH_S,
+            search_limit_name=f"{self._command('optimize', *flags)} searches longer",
         )
         findings = find_plan(request, prepared)
         if findings.verification is not None and not findings.verification.passed:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from memopt_cli.errors import UsageError
-from memopt_cli.measure.jobs import ORIGINAL, SnapshotJob, Subject, TraceAnswer, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, CallJob, SnapshotJob, Subject, TraceAnswer, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.profiling import record_step
@@ -30,6 +30,7 @@ from memopt_cli.records import (
     ExplainRequest,
     Explanation,
     Holder,
+    ModelCall,
     ModelSource,
     OutOfMemoryText,
     SnapshotFacts,
@@ -58,6 +59,9 @@ _NAME_MODEL_NOTE: Final = (
     "Name the model as well, with the inputs of a step (memopt explain model.pt `-i 64x3x224x224`, and `--optimizer` "
     "if you train with one): memopt then tries changes that make the step fit."
 )
+_SPACE: Final = "RLIMIT_AS"
+"""Name of the limit of a process's addresses, in which memory that malloc keeps counts in full."""
+_MALLOC: Final = "MALLOC_MMAP_THRESHOLD_=1048576"
 _LOADING_NOTE: Final = (
     "A plan or a smaller step would not help, so no change of the step was tried. What helps: fewer workers "
     "(DataLoader(num_workers=1)), fewer batches in advance (prefetch_factor=1), and a dataset that reads no more than "
@@ -104,6 +108,9 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
         explanation = _explain_error(error)
     else:
         raise UsageError("there is no model to explain", hint="Name it, or give `--log FILE` or `--snapshot FILE`.")
+    if error is not None and _SPACE in error.limit:
+        with_variable = (replace(each, text=f"{each.text}, with {_MALLOC}") for each in explanation.suggestions)
+        explanation = replace(explanation, suggestions=tuple(with_variable))
     return replace(
         explanation,
         notes=(*explanation.notes, *_fragmentation_notes(error), *_process_notes(error, explanation)),
@@ -144,13 +151,21 @@ def _explain_error(error: OutOfMemoryText) -> Explanation:
 def _counted_as(prepared: Prepared) -> str:
     """Return how the step was counted, as text, for a step that ran out of memory and yet fits here."""
     settings = prepared.subject.settings
-    flags = {"`--optimizer`": settings.optimizer not in ("", "none"), "`--loss`": settings.loss is not None}
-    missing = [] if prepared.facts.format == STEP else [flag for flag, is_set in flags.items() if not is_set]
+    missing = []
+    if prepared.facts.format != STEP:
+        missing += ["`--optimizer`"] if settings.optimizer in ("", "none") else []
+        missing += ["`--loss`"] if settings.loss is None and not _has_own_loss(prepared) else []
     words = f", without {' and '.join(missing)}" if missing else ""
     return (
         f"the step was counted at batch {prepared.batch}{words}: describe the step as it was run. Other memory of the "
         "process, such as another model or results that keep their graph, is not counted"
     )
+
+
+def _has_own_loss(prepared: Prepared) -> bool:
+    """Return whether the model computes a loss by itself, so that the step was counted with it."""
+    call = prepared.ask(CallJob(), "small batch")
+    return isinstance(call, ModelCall) and call.loss != "of targets"
 
 
 # ---------------------------------------------------------------------------------------------- errors and snapshots
@@ -236,10 +251,10 @@ def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> I
         f"script had made. Inside the block it took {size} for tensors and what malloc keeps."
     )
     malloc = (
-        "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which makes glibc's malloc give freed memory "
-        "back, at the price of slower steps."
+        f"train with {_MALLOC} in the environment, which makes glibc's malloc give freed memory back, at the price of "
+        "slower steps."
     )
-    if "RLIMIT_AS" in error.limit:
+    if _SPACE in error.limit:
         malloc += " MALLOC_ARENA_MAX=1 keeps it from reserving 64 MiB of addresses for each further thread."
     kept_bytes = error.allocated_bytes - explanation.needed_bytes
     if explanation.header is not None and kept_bytes > _KEPT_SHARE * error.allocated_bytes:

@@ -102,7 +102,12 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
     place = sessions.prepared.subject.place
     findings.notes += room_notes(options, traced.trace, place)
     limit_s = _limit_s(request, findings, outcome)
-    probes = SearchProbes(sessions, limit_s=limit_s, is_default_limit=request.search_limit_s is None)
+    probes = SearchProbes(
+        sessions,
+        limit_s=limit_s,
+        is_default_limit=request.search_limit_s is None,
+        limit_name=request.search_limit_name,
+    )
     progress = sessions.prepared.progress
     allow_inexact = options.allow_inexact
     probes_of_planner = planner_probes(probes, original_count, progress, fake=is_fake, allow_inexact=allow_inexact)

@@ -47,6 +47,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Progress
 from memopt_cli.report.json import JsonReport
 from memopt_cli.report.text import TextReport
+from memopt_cli.text.units import exact_bytes
 from tests.conftest import Done
 from tests.zoo.models import Parts
 from tests.zoo.records import a_header, measured
@@ -229,6 +230,30 @@ def test_an_error_alone_says_what_its_message_says(tmp_path: Path) -> None:
     assert "According to the error" not in text
 
 
+class Lossy(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).mean()
+
+
+def test_a_loss_that_the_model_computes_is_not_missing(tmp_path: Path) -> None:
+    log, model = tmp_path / "train.log", tmp_path / "lossy.pt"
+    log.write_text(ON_A_GPU)
+    torch.save(Lossy(), model)
+    source = ModelSource(location=str(model), trust=Trust(pickle=True))
+    found = explain(ExplainRequest(source=source, spec=SPEC, log_path=str(log)), progress=Progress())
+    assert found.counted_as.startswith(f"the step was counted at batch {BATCH}, without `--optimizer`: describe")
+
+
+def test_a_search_that_ends_names_the_command_that_searches_longer(
+    monkeypatch: pytest.MonkeyPatch, recorded: StepTrace, explained: Callable[..., Explanation]
+) -> None:
+    monkeypatch.setattr(change_trials, "_SEARCH_S", 0.0)
+    limit = needed_bytes(recorded) - 2 * LESS
+    (refused,) = (text for text in explained(limit).refused if text.startswith("A plan: "))
+    assert f"--budget {exact_bytes(limit)} --search-time 0 searches longer)." in refused
+    assert "memopt optimize " in refused
+
+
 @pytest.mark.slow
 def test_the_limit_comes_from_the_error(tmp_path: Path, explained: Callable[..., Explanation]) -> None:
     log = tmp_path / "train.log"
@@ -277,6 +302,7 @@ def test_what_fits_is_told_with_the_variable_that_it_rests_on(
     path.write_text(ON_THE_CPU + "\n" + LIMITS.replace("1887436800", str(space)).format(space=space))
     found = explained(None, log_path=str(path))
     assert found.suggestions
+    assert all(each.text.endswith(", with MALLOC_MMAP_THRESHOLD_=1048576") for each in found.suggestions)
     assert "train with MALLOC_MMAP_THRESHOLD_=1048576 in the environment" in text_of(found)
 
 
