@@ -105,6 +105,7 @@ CASES: dict[str, dict[str, tuple[str | Callable[..., None], ...]]] = {
         "it is of another model": (f"{RECORDED}check net.py:layer",),
         "it was recorded on another kind of device, with other kernel libraries, inputs, precision, optimizer, loss or "
         "seed: record it where it is checked": (f"{RECORDED}check net.py:small --precision bf16",),
+        "only one of the two commands names a plan": (f"{RECORDED}check net.py:small --plan whole.yaml",),
     },
 }
 """Page -> cause -> command lines that end by it, or a function that raises it where one would take long."""
@@ -137,7 +138,8 @@ def folder(memopt: Memopt, in_process: None, monkeypatch: pytest.MonkeyPatch) ->
     Path("broken.py").write_text("def build(:\n")
     Path("damaged.pt").write_bytes(b"PK\3\4")
     Path("hostile.pt").write_bytes(pickle.dumps(Hostile()))
-    Path("plan.yaml").write_bytes(plan_yaml(a_header(), Plan(segments=(SegmentPlan(path="blocks.3"),)), 1))
+    for name, path in (("plan", "blocks.3"), ("whole", "1")):
+        Path(f"{name}.yaml").write_bytes(plan_yaml(a_header(), Plan(segments=(SegmentPlan(path=path),)), 1))
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
     torch.save(model, "good.pt")
     torch.save(model.state_dict(), "weights.pt")
