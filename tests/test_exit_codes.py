@@ -72,6 +72,10 @@ CASES: dict[str, dict[str, tuple[str | Callable[..., None], ...]]] = {
             "profile weights.pt -i 8x3",
             "profile lost.pt -i 8x3",
         ),
+        "a file of inputs, or a snapshot, that is damaged": (
+            "profile good.pt --input-data damaged.npz",
+            "explain --snapshot damaged.pickle",
+        ),
         "a file that cannot be written": ("profile good.pt -i 8x3 --html no/such/folder/out.html",),
         "a model that cannot be built": ("profile net.py:failing -i 8x3",),
         "a plan that does not fit": ("profile good.pt -i 8x3 --plan plan.yaml",),
@@ -136,7 +140,8 @@ def folder(memopt: Memopt, in_process: None, monkeypatch: pytest.MonkeyPatch) ->
     """The files that the command lines name, in the current folder."""
     Path("net.py").write_text(CODE)
     Path("broken.py").write_text("def build(:\n")
-    Path("damaged.pt").write_bytes(b"PK\3\4")
+    for name in ("damaged.pt", "damaged.npz", "damaged.pickle"):
+        Path(name).write_bytes(b"PK\3\4")
     Path("hostile.pt").write_bytes(pickle.dumps(Hostile()))
     for name, path in (("plan", "blocks.3"), ("whole", "1")):
         Path(f"{name}.yaml").write_bytes(plan_yaml(a_header(), Plan(segments=(SegmentPlan(path=path),)), 1))

@@ -48,7 +48,7 @@ _DEEPEST: Final = 2
 _MAX_SOURCES: Final = 200
 """Maximum number of Python files in a code path that are looked into."""
 _FITS: Final = 0.5
-"""Share of the attributes of a model that its class mentions: others may be in the classes that it is made of."""
+"""Minimum share of a model's attributes that its class mentions: others may be in the classes that it is made of."""
 _MAX_HINT: Final = 10_000
 """Maximum number of characters of a hint that is searched for a function."""
 _BUILDERS: Final = ("build", "make_model", "get_model", "create_model")
@@ -110,15 +110,14 @@ def _sources_in(code_paths: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield path, os.path.basename(path).removesuffix(".py")
             continue
         files = (file for depth in range(_DEEPEST + 1) for file in sorted(Path(path).glob("*/" * depth + "*.py")))
-        for file in itertools.islice(files, _MAX_SOURCES):
-            parts = file.relative_to(path).with_suffix("").parts
-            if all(map(str.isidentifier, parts[:-1])):
-                yield str(file), ".".join(parts)
+        found = ((str(file), file.relative_to(path).with_suffix("").parts) for file in files)
+        importable = ((file, ".".join(parts)) for file, parts in found if all(map(str.isidentifier, parts[:-1])))
+        yield from itertools.islice(importable, _MAX_SOURCES)
 
 
 def builder_in(hint: str, weights: str) -> str:
     """Return the function that ``hint`` names for the model of the file ``weights``; empty if it names none."""
-    word = r"""(?:'[^']*'|"'"|[^\s'"])+"""  # as ``shlex.quote`` writes it
+    word = r"""(?:'[^']*'|"'"|[^\s'"\\])+"""  # as ``shlex.quote`` writes it
     named = re.search(rf": ({word}) `--weights {re.escape(quoted_path(weights))}`", hint[:_MAX_HINT])
     return shlex.split(named[1])[0] if named else ""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from memopt_cli.text import misnamed
 from memopt_cli.text.misnamed import (
     build_hint,
     builder_in,
@@ -100,6 +101,15 @@ def test_the_class_with_the_attributes_of_the_weights_builds_the_model(prefix: s
     assert builder_in(build_hint("sd.pt", [str(source)], names), "sd.pt") == f"{source}:Net"
     assert other_class_hint(f"{source}:Loss", names) == f"Did you mean {source}:Net?"
     assert other_class_hint(f"{source}:Net", ["layer.weight"]) == f"{source} also defines BaseModule, Loss, Other."
+
+
+def test_files_that_cannot_be_imported_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / ".cache").mkdir()
+    for number in range(misnamed._MAX_SOURCES):
+        (tmp_path / ".cache" / f"{number}.py").touch()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "net.py").write_text(NET)
+    assert builder_in(build_hint("sd.pt", [str(tmp_path)], NAMES), "sd.pt") == "own.net:Net"
 
 
 def test_a_script_is_asked_for_a_model_that_needs_no_arguments_and_not_for_its_loss(tmp_path: Path) -> None:
