@@ -93,11 +93,11 @@ class _SnapshotReader:
         blocks: dict[object, Mapping[str, Any]] = {}  # keys are (device, address), or numbers without an address
         reserved_bytes = 0
         for segment in self._counted(data["segments"]):
-            if failure.device is None or segment.get("device", failure.device) == failure.device:
+            device = _amount(segment.get("device", failure.device or 0))
+            if failure.device in (None, device):
                 reserved_bytes += _amount(segment["total_size"])
                 for block in self._counted(segment["blocks"]):
                     if _text(block["state"]).startswith("active"):
-                        device = segment.get("device", failure.device)
                         blocks[(device, _amount(block["address"])) if "address" in block else len(blocks)] = block
         reserved_bytes += self._undo_events_after(failure, blocks)
         held_bytes: Counter[str] = Counter()
@@ -145,7 +145,7 @@ class _SnapshotReader:
                 blocks.pop((failure.device, _amount(event["addr"])), None)
             elif action == "free_completed":
                 address = _amount(event["addr"])
-                blocks[failure.device, address] = {**allocated_at.get(address, {}), "size": size}
+                blocks[failure.device, address] = {"frames": allocated_at.get(address, {}).get("frames"), "size": size}
         return reserved
 
     def _counted(self, parts: Iterable[Any]) -> Iterator[Any]:
@@ -166,9 +166,9 @@ class _SnapshotReader:
     def _innermost_frame(self, frames: Iterable[Mapping[str, Any]]) -> str:
         library_line = ""
         for frame in self._counted(frames):
-            name = _text(frame["filename"])
+            name = _text(frame["filename"])[-_MAX_NAME_LENGTH:]
             if name.endswith(".py"):
-                line = f"{name[-_MAX_NAME_LENGTH:]}:{_amount(frame['line'])}"
+                line = f"{name}:{_amount(frame['line'])}"
                 if not _is_of_library(name):
                     return line
                 library_line = library_line or line

@@ -299,7 +299,7 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
                 hint=f"Remove {shown} from {ADAPTER_SETTINGS}, or build the model in code: package.module:callable.",
             )
         for text in texts if key in _PATTERNS else ():
-            steps += 50 + ways_to_match(text)  # 50: to read it here
+            steps += 50 + len(text) + ways_to_match(text)  # the first two: to read it here
             if steps > _MAX_STEPS:
                 raise FileFormatError(
                     f"{folder / ADAPTER_SETTINGS} has regular expressions that may take forever, such as "

@@ -17,8 +17,8 @@ MAX_NAME_LENGTH: Final = 80
 _MAX_PATTERN_LENGTH: Final = 4000
 """Maximum number of characters of an expression that is analysed; a longer one counts as endless."""
 _SHORTER: Final = (
-    (r"\\\D|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|$)", "."),  # one character
-    (r"\{\d*,?\d*\}", "*"),
+    (r"\\\D|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)", "."),  # one character
+    (r"\{\d*(?:,\d*)?\}", "*"),
     (r"([*+?])[?+]", r"\1"),  # the order in which the engine tries numbers of repetitions
     (r"\(\?:", "("),
     (r"\(\?[=!]", "(."),  # looks at characters without taking them
@@ -50,7 +50,7 @@ def ways_to_match(pattern: str, more_gaps: int = 0) -> float:
     for alternative in pattern.split("|"):
         gaps = more_gaps + len(re.findall(r"[*+]", alternative))
         ways += math.comb(MAX_NAME_LENGTH + gaps, gaps) << alternative.count("?")
-    return ways
+    return ways if ways < 2**63 else math.inf  # a larger number may not fit into a float
 
 
 def _overlaps(alternatives: str) -> int:

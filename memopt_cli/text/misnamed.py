@@ -273,7 +273,7 @@ def _module_classes(path: str) -> list[ast.ClassDef]:
         node
         for node in _public_definitions_in(path)
         if isinstance(node, ast.ClassDef)
-        and any(ast.unparse(base).endswith("Module") for base in node.bases)
+        and any(getattr(base, "attr", getattr(base, "id", "")).endswith("Module") for base in node.bases)
         and not _needed_arguments(node)
     ]
 

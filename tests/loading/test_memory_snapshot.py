@@ -121,6 +121,17 @@ def doubled() -> list[Any]:
     return found
 
 
+def pair(depth: int) -> Any:
+    """Pairs in pairs: a hash visits 2^depth items."""
+    return (0, 0) if depth == 0 else (pair_below := pair(depth - 1), pair_below)
+
+
+def keys_of_one_hash() -> dict[Any, None]:
+    """Keys that all have one hash, as -1 and -2 do, and differ only in their last items."""
+    ends = itertools.product((-1, -2), repeat=11)
+    return {((None,) * 1_000, *end): None for end in ends}
+
+
 MANY = 3000
 ONE = block(1, "active_allocated", frame("/me/a.py", 1))
 
@@ -134,6 +145,9 @@ ONE = block(1, "active_allocated", frame("/me/a.py", 1))
         pytest.param(
             {"segments": [{"total_size": 1, "blocks": [block(1, "active", {"filename": doubled(), "line": 1})]}]},
             id="a name",
+        ),
+        pytest.param(
+            {"segments": [{"total_size": 1, "device": pair(17), "blocks": [ONE] * 50_000}]}, id="a device to hash"
         ),
         pytest.param({"segments": [{"total_size": 10**30, "blocks": []}]}, id="more bytes than there can be"),
         pytest.param({"segments": [{"total_size": 1, "blocks": [{**ONE, "size": -1}]}]}, id="fewer than none"),
@@ -153,6 +167,11 @@ def test_a_file_of_too_many_values_or_bytes(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(memory_snapshot, "_MAX_BYTES", 20)
     with pytest.raises(UsageError, match="larger than"):
         read_snapshot(path)
+
+
+def test_long_keys_of_one_hash_are_too_much_work(tmp_path: Path) -> None:
+    with pytest.raises(FileFormatError, match="far too much work"):
+        read_snapshot(written(tmp_path, {"segments": [], "x": keys_of_one_hash()}))
 
 
 NOW = 1_700_000_000_000_000

@@ -280,6 +280,7 @@ HUGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a long one": ({"target_modules": "a" * 10**6}, "regular expressions that may take forever"),
     "options": ({"exclude_modules": ".?" * 40 + "!"}, "regular expressions that may take forever"),
+    "more options than a float counts": ({"target_modules": ".?" * 1100}, "regular expressions that may take forever"),
     "references": ({"layers_pattern": r"(a*)\1*b"}, "regular expressions that may take forever"),
     "no expression": ({"layers_pattern": "("}, "regular expressions that may take forever"),
     "very many names": ({"target_modules": [f"a{n}" for n in range(50_000)]}, "50000 names in its target"),

@@ -45,6 +45,12 @@ def test_files_of_another_kind_are_named(path: str, data: bytes, what: str) -> N
     assert what in " ".join(file_refusal(path, data) or ())
 
 
+def test_a_class_may_have_a_base_of_very_many_parts(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text("class Net(a" + ".a" * 900 + ".Module):\n    pass\n")
+    assert f"{path}:Net" in " ".join(file_refusal(str(path), b"class") or ())
+
+
 @pytest.mark.parametrize("data", [b"", b"\x80\x02", b"PK", zipped("whole/data.pkl")])
 def test_files_that_may_be_models_are_left_to_the_reader(data: bytes) -> None:
     assert file_refusal("model.pt", data) is None

@@ -30,7 +30,7 @@ _WORK_PER_CHARACTER: Final = 200
 HASHING: Final = ("set", "frozenset", "OrderedDict")
 """Classes whose constructors hash the given items or keys."""
 _SAME_HASHES: Final = 8
-"""Number of comparisons between keys of the same hash that count as one unit of work."""
+"""Number of items, compared between keys of the same hash, that count as one unit of work."""
 _RECONSTRUCTOR, _NEWOBJ, _OBJECT = (
     Global("copyreg", "_reconstructor"),
     Global("copyreg", "__newobj__"),
@@ -162,7 +162,7 @@ class Maker:
             # so no file can choose strings of the same hash.
             if not isinstance(key, str):
                 self._hashes[id(node), hash_of(key)] += 1
-                self._scan.spend(self._hashes[id(node), hash_of(key)] // _SAME_HASHES)
+                self._scan.spend(hash_cost(key) * self._hashes[id(node), hash_of(key)] // _SAME_HASHES)
 
 
 def _key_of(item: Any, name: str) -> Any:
