@@ -162,6 +162,25 @@ class ConditionsJob(Job[Conditions]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodeRead:
+    """What the user's code is in a process."""
+
+    digests: dict[str, str]
+    """Name of a method, function or constant -> a digest that is equal in a process with the same one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeJob(Job[CodeRead]):
+    """Imports the code of a model that is in the parent's memory, to compare it with the parent's."""
+
+    answered_by: ClassVar[str] = "memopt_cli.measure.same_code:read_code"
+    names: tuple[str, ...]
+    """Qualified names of classes and functions of the model."""
+    functions: tuple[str, ...] = ()
+    """Functions that its step calls, as ``file.py:function``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DescribeJob(Job[ModelFacts]):
     """Collects the facts of a model that a command needs, without running a step.
 

@@ -39,7 +39,7 @@ _searches: MutableMapping[Code, tuple[tuple[Owner, ...], bool]] = WeakKeyDiction
 """Code that was searched -> its variables, and whether it may use random numbers."""
 _RANDOM: Final = ("random", "numpy.random")
 """Python modules of the global generators.  Code may name them otherwise: ``import numpy.random as npr``."""
-_WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
+WRAPPED: Final = ("__wrapped__", "__func__", "fget", "fset", "func")
 """Attributes in which decorated functions, methods, properties and partial functions hold what they wrap."""
 _INERT: Final = (types.BuiltinFunctionType, property, staticmethod, classmethod, functools.cached_property)
 _DESCRIPTORS: Final = (
@@ -143,7 +143,7 @@ class _Search:
     def _follow_value(self, value: Any) -> bool:
         """Return whether ``value`` is code; have it searched, and the functions that it wraps."""
         self.may_use_random |= type(getattr(value, "__self__", None)).__name__ in ("Random", "RandomState")
-        for name in _WRAPPED:
+        for name in WRAPPED:
             inner = getattr(value, name, None) if not isinstance(value, type) else None
             if isinstance(inner, types.FunctionType | type):
                 self._pending.append(inner)

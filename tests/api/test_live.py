@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import html
+import importlib
 import io
 import json
 import math
@@ -493,3 +494,41 @@ def test_ctrl_c_in_the_search_for_the_batch_ends_only_that(
     assert found.summary.advice is None
     assert found.plan == memopt_cli.plan_of(model) != Plan()
     assert "no batch is recommended" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["method", "constant", "file", "loss"])
+def test_code_that_differs_from_its_file_is_profiled_in_this_process(
+    change: str, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured is the model here: subprocesses would import the code on disk."""
+    name = f"changed_{change}"
+    file = tmp_path / f"{name}.py"
+    source = (
+        "from torch import nn\nREPEATS = 1\nSEEN = {}\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__(); self.linear = nn.Linear(32, 32)\n"
+        "    def forward(self, x):\n        SEEN[len(x)] = x\n"
+        "        for _ in range(REPEATS): x = self.linear(x).tanh()\n        return x\n"
+        "def loss(output): return output.sum()\n"
+    )
+    file.write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module(name)
+    model = module.Net()
+    model(x)  # fills SEEN, which is no change of the code
+    file.write_text(f"# the same code, two lines further down\n\n{source}")
+    same = memopt_cli.profile(model, x, loss=module.loss).result
+    assert same.notes == ()
+    if change == "method":
+        monkeypatch.setattr(module.Net, "forward", lambda self, x: self.linear(x).sin().cos().exp().sin())
+    elif change == "constant":
+        monkeypatch.setattr(module, "REPEATS", 4)
+    elif change == "file":
+        file.write_text(source.replace("REPEATS = 1", "REPEATS = 9"))
+    else:
+        monkeypatch.setattr(module.loss, "__code__", (lambda output: output.exp().sin().sum()).__code__)
+    changed = memopt_cli.profile(model, x, loss=module.loss).result
+    differs = {"method": "Net.forward", "loss": "loss"}.get(change, "REPEATS")
+    assert changed.notes == (
+        f"Profiled in this process, without a time limit: {differs} in this process differs from the one in {name}.py.",
+    )
+    assert (changed.tensor_peak_bytes == same.tensor_peak_bytes) == (change == "file")

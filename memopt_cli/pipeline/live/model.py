@@ -28,6 +28,7 @@ from memopt_cli.measure.answers.without_steps import facts_of
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.measure.reach import UserFunction, main_script, unreachable
+from memopt_cli.measure.same_code import find_difference
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.prepare import Prepared
@@ -104,9 +105,12 @@ def prepared_one_of_several(
         else:
             save_inputs(inputs, input_file)
             spec = InputSpec(data_file=str(input_file), source="dummy_input")
-        unread, code_paths = _save_for_subprocess(build(), model_file)
+        unread, names = _save_for_subprocess(build(), model_file)
         obstacle = next(filter(None, (obstacle, unread, *(function.obstacle for function in functions))), "")
+        needs_script = any(name.startswith("__main__.") for name in names)
+        code_paths = (str(main_script()),) if needs_script else ()
         source = ModelSource(location=str(model_file), trust=Trust(pickle=True, code_paths=code_paths))
+        obstacle = obstacle or find_difference(source, names, functions)
         subject = Subject(source=source, spec=spec, settings=settings)
         prepared = prepare_here(subject, FORMAT, build, obstacle, functions)
         prepared = replace(prepared, carried=plan_of(model).of_model)
@@ -284,8 +288,8 @@ def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) 
     return Step(model=model_copy, args=args, kwargs=kwargs, settings=settings)
 
 
-def _save_for_subprocess(model: nn.Module, path: Path) -> tuple[str, tuple[str, ...]]:
-    """Save the model; return why a subprocess cannot load it, and the script that defines its classes.
+def _save_for_subprocess(model: nn.Module, path: Path) -> tuple[str, list[str]]:
+    """Save the model; return why a subprocess cannot load it, or the names of the classes and functions to import.
 
     A subprocess can load it if it can import every name that the file refers to.
     """
@@ -293,12 +297,11 @@ def _save_for_subprocess(model: nn.Module, path: Path) -> tuple[str, tuple[str, 
         torch.save(model, path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as err:  # the user's classes may do anything
-        return f"the model cannot be pickled ({first_line(err)})", ()
+        return f"the model cannot be pickled ({first_line(err)})", []
     for name in names:
         if obstacle := unreachable(name):
-            return f"a subprocess cannot import {name} ({obstacle})", ()
-    needs_script = any(name.startswith("__main__.") for name in names)
-    return "", (str(main_script()),) if needs_script else ()
+            return f"a subprocess cannot import {name} ({obstacle})", []
+    return "", names
 
 
 def carried_note(carried: Plan, found: Plan) -> list[str]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from memopt_cli.loading.factory import make_step
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import isolate_state
-from memopt_cli.measure.reach import main_script, unreachable
+from memopt_cli.measure.reach import UserFunction, main_script, unreachable
+from memopt_cli.measure.same_code import find_difference
 from memopt_cli.pipeline.live.model import Arguments, prepare_here, save_inputs
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import STEP, InputSpec, ModelSource, StepSettings, Trust
@@ -31,7 +32,7 @@ def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSet
     ``make`` does not return a step.
     """
     name = getattr(make, "__qualname__", type(make).__name__)
-    obstacle = _why_not_importable(make, name)
+    obstacle = _why_not_importable(make, name) or _difference(make, name)
     make_again = functools.partial(make_step, make, name)
     with tempfile.TemporaryDirectory(prefix="memopt-") as folder:
         input_file = Path(folder) / "inputs.pt"
@@ -50,6 +51,14 @@ def _why_not_importable(make: Callable[[], Step], name: str) -> str:
         return f"{name} is defined within a function"
     reason = unreachable(f"{module}.{name}")
     return f"a subprocess cannot import {module}.{name} ({reason})" if reason else ""
+
+
+def _difference(make: Callable[[], Step], name: str) -> str:
+    """Return why a subprocess would run another function than ``make``; empty if it runs the same."""
+    source = ModelSource(location=name, trust=Trust(pickle=True))
+    if make.__module__ != "__main__":
+        return find_difference(source, [f"{make.__module__}.{name}"])
+    return find_difference(source, [], [UserFunction(reference=_location(make, name, ""), function=make)])
 
 
 def _location(make: Callable[[], Step], name: str, obstacle: str) -> str:
