@@ -30,7 +30,7 @@ from torch import nn
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.inputs.spec_text import parse_tensor
-from memopt_cli.measure.jobs import Measured, MeasureJob
+from memopt_cli.measure.jobs import MeasureAnswer, MeasureJob
 from memopt_cli.pipeline import optimize
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.pipeline.verification import verify_plan
@@ -148,7 +148,7 @@ class Bench:
     backend: str
     prepared: Prepared
     folders: contextlib.ExitStack
-    found: dict[Plan, Measured | str] = field(default_factory=dict)
+    found: dict[Plan, MeasureAnswer | str] = field(default_factory=dict)
     """Plan -> its measurement, or why it cannot run."""
     wrong: dict[Plan, str] = field(default_factory=dict)
     """Plan -> why it computes something else than the model; empty if it computes the same."""
@@ -164,9 +164,9 @@ class Bench:
         """Measure ``plan`` once; ``None`` if it does not run."""
         if plan not in self.found:
             answer = self.compiling(plan).ask(MeasureJob(plan=plan))
-            self.found[plan] = answer if isinstance(answer, Measured) else str(answer)
+            self.found[plan] = answer if isinstance(answer, MeasureAnswer) else str(answer)
         found = self.found[plan]
-        return found.measurement if isinstance(found, Measured) else None
+        return found.measurement if isinstance(found, MeasureAnswer) else None
 
     def is_right(self, plan: Plan) -> bool:
         """Return whether the compiled model computes the same with ``plan`` as without; each plan is verified once."""
@@ -192,7 +192,7 @@ class Bench:
         for _ in range(TURNS):
             for plan, taken in found.items():
                 answer = self.compiling(plan).ask(MeasureJob(plan=plan, steps=1))
-                if isinstance(answer, Measured):
+                if isinstance(answer, MeasureAnswer):
                     taken.append(answer.measurement)
         return found
 

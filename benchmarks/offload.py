@@ -219,7 +219,7 @@ def _peak(way: Way, step: Step) -> int:
     device = step.settings.device
     if device == "cpu":
         with way.hooks():
-            return trace.count(step).tensor_peak_bytes
+            return trace.count_step(step).tensor_peak_bytes
     before_bytes, resident_bytes = torch.cuda.memory_allocated(device), trace.resident_bytes(step)
     found = measure_allocated(lambda _: _take(way, step), device, before_bytes)
     # The models of the other ways are on the device, too: they are in ``before_bytes``, but not in ``resident_bytes``.

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime.compressor import same_bits
-from memopt_cli.trace import FakeStep, count, resident_bytes
+from memopt_cli.trace import FakeStep, count_step, resident_bytes
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step, seed_everything
 from memopt_cli.verification.effects import effects
@@ -242,7 +242,7 @@ def compare(operator: Any) -> Compared:
     allocated = tensors_allocated(step)
     if not allocated:
         raise Skipped("its tensors are empty")
-    counted = count(step).tensor_peak_bytes
+    counted = count_step(step).tensor_peak_bytes
     try:
         dry_run: int | str = FakeStep(step).count().tensor_peak_bytes
     except Exception as error:

@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.inputs.spec_text import parse_dims, parse_tensor
-from memopt_cli.measure.jobs import ORIGINAL, Job, ProbeJob, Subject, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, Job, ProbeJob, Subject, TraceAnswer, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.memory.step_peaks import live_bytes
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
@@ -116,7 +116,7 @@ _HEADINGS = ["step", "takes", "limit", "first suggestion", "fits", "memory runs 
 def _rows(name: str, case: Case) -> list[list[str]]:
     prepared = _prepared(case)
     traced = _ask(prepared, TraceJob(plan=ORIGINAL, fake=False))  # on data, to record the workspaces of its kernels
-    assert isinstance(traced, Traced), traced
+    assert isinstance(traced, TraceAnswer), traced
     record = traced.trace
     held = [bytes_ + op.workspace_bytes for bytes_, op in zip(live_bytes(record)[1:], record.ops, strict=True)]
     stays = record.resident_bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memopt_cli.loading.input_spec import read_spec_file
-from memopt_cli.measure.jobs import Measured, MeasureJob
+from memopt_cli.measure.jobs import MeasureAnswer, MeasureJob
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
@@ -114,7 +114,7 @@ class Bench:
         if plan not in self.measured:
             with self.prepared.session() as session:
                 found = session.ask(MeasureJob(plan=plan, steps=1, warm_up=False))
-            self.measured[plan] = found.measurement if isinstance(found, Measured) else found
+            self.measured[plan] = found.measurement if isinstance(found, MeasureAnswer) else found
         return self.measured[plan]
 
     def measured_peak(self, plan: Plan) -> int:

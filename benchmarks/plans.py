@@ -196,7 +196,7 @@ def contests(names: Sequence[str], options: argparse.Namespace) -> None:
                 "out; a level comes after those below it.\n\n"
             )
             text += contest_table(ran) + left_out(failed)
-            write_section(f"Peers: {name}", this_command(), text)
+            write_section(f"Plans: contest on {name}", this_command(), text)
             print(contest_table(ran), flush=True)
 
 

@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from benchmarks.results import table, this_command, write_section
 from memopt_cli.errors import MemoptError
 from memopt_cli.loading import load_model
-from memopt_cli.loading.trust import together
+from memopt_cli.loading.trust import merge_trusts
 from memopt_cli.records import ModelSource, Trust
 
 OWN = """
@@ -643,7 +643,7 @@ def with_flags(source: ModelSource, hint: str, code: str) -> tuple[ModelSource, 
                 trust = Trust(globals=(value,))
             case "code-path":
                 trust = Trust(code_paths=(value,))
-        source = replace(source, trust=together((source.trust, trust)))
+        source = replace(source, trust=merge_trusts((source.trust, trust)))
         flags.append(f"`--{flag} {value}`")
     return source, " ".join(flags)
 

@@ -17,7 +17,8 @@ import torch
 RESULTS = Path(__file__).with_name("RESULTS.md")
 _HEAD = """# Results
 
-Each section is written by the command that stands in it.  *Peers* compares memopt with other ways to save memory.
+Each section is written by the command that stands in it.  *Plans: contest* compares memopt with other ways to save
+memory.
 
 """
 _SECTION = re.compile(r"^## (?P<title>.+)$", re.MULTILINE)

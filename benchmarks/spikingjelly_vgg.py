@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.records import InputSpec
-from memopt_cli.trace import count
+from memopt_cli.trace import count_step
 from memopt_cli.training.step import Step
 
 WIDTHS = (64, 128, 256, 256, 512, 512, 512, 512)
@@ -91,7 +91,7 @@ def search(step: Step, level: int) -> nn.Module:
 
 
 def _peak(step: Step) -> float:
-    peak = count(step).tensor_peak_bytes
+    peak = count_step(step).tensor_peak_bytes
     functional.reset_net(step.model)
     return float(peak)
 

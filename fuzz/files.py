@@ -45,7 +45,7 @@ from memopt_cli.cli.app import app
 from memopt_cli.errors import MemoptError
 from memopt_cli.inputs.spec_text import parse_limit, parse_tensor
 from memopt_cli.loading import load_model, read_file
-from memopt_cli.loading.description import describe
+from memopt_cli.loading.description import describe_file
 from memopt_cli.loading.input_spec import make_inputs, read_spec_file
 from memopt_cli.measure.jobs import Job
 from memopt_cli.measure.local import LocalSession
@@ -204,7 +204,7 @@ def _exported() -> list[bytes]:
 
 
 def _read_model(path: str) -> None:
-    for read in (lambda: describe(read_file(path)), lambda: load_model(ModelSource(location=path))):
+    for read in (lambda: describe_file(read_file(path)), lambda: load_model(ModelSource(location=path))):
         with contextlib.suppress(MemoptError):
             read()
 

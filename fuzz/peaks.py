@@ -15,7 +15,7 @@ from fuzz.models import placed
 from fuzz.training import Outcome, told
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.records import StepSettings
-from memopt_cli.trace import FakeStep, count, resident_bytes
+from memopt_cli.trace import FakeStep, count_step, resident_bytes
 from memopt_cli.training.step import Step
 
 _BATCH: Final = 64
@@ -57,7 +57,7 @@ def peaks(case: Case) -> Peaks:
     segments = (replace(segment, compressor="null") for segment in case.plan.segments)
     memopt_cli.apply_plan(step.model, replace(case.plan, segments=tuple(segments), packed=False))
     _take(step)
-    counted = count(step).tensor_peak_bytes
+    counted = count_step(step).tensor_peak_bytes
     dry_run = FakeStep(step)
     dry_run.count()  # from the second call on some segments run plainly, as in the counted step
     predicted = dry_run.count().tensor_peak_bytes

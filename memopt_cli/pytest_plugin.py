@@ -143,7 +143,7 @@ def _count(
     """Count one step of ``model``, and leave its state as it was; also return sentences on what was guessed."""
     from memopt_cli.measure.local import isolate_state
     from memopt_cli.runtime.state import StartingState
-    from memopt_cli.trace import count
+    from memopt_cli.trace import count_step
     from memopt_cli.training.optimizers import optimizer_maker
     from memopt_cli.training.step import Step, begin
 
@@ -165,7 +165,7 @@ def _count(
         step.run_checked()
         step.update()
         begin(step, start)
-        counted = count(step)
+        counted = count_step(step)
         start.restore()
     return counted, list(messages)
 

@@ -118,7 +118,7 @@ BEFORE_A_STEP = [
     ("optimize net:build --weights pointer.safetensors", 3, ["is a pointer of Git LFS", "git lfs pull"]),
     ("optimize net.py", 2, ["'net.py' is Python code", "without arguments: net.py:build. It defines build, Net.\n"]),
     ("optimize broken.py", 2, ["'broken.py' is Python code", "without arguments: broken.py:NAME.\n"]),
-    ("optimize net.py:buildd", 2, ["net.py has no function buildd", "hint: Did you mean build?\n"]),
+    ("optimize net.py:buildd", 2, ["net.py has no function buildd", "Did you mean build?\n"]),
     ("optimize net.py:nothing", 2, ["net.py has no function nothing", "It defines build, Net."]),
     ("profile a_folder", 2, ["without config.json", "build.py:build --weights FOLDER/model.safetensors; build.py is"]),
     (

@@ -72,6 +72,10 @@ CASES: dict[str, dict[str, tuple[str | Callable[..., None], ...]]] = {
             "profile weights.pt -i 8x3",
             "profile lost.pt -i 8x3",
         ),
+        "a file of inputs, or a snapshot, that is damaged": (
+            "profile good.pt --input-data damaged.npz",
+            "explain --snapshot damaged.pickle",
+        ),
         "a file that cannot be written": ("profile good.pt -i 8x3 --html no/such/folder/out.html",),
         "a model that cannot be built": ("profile net.py:failing -i 8x3",),
         "a plan that does not fit": ("profile good.pt -i 8x3 --plan plan.yaml",),
@@ -105,6 +109,7 @@ CASES: dict[str, dict[str, tuple[str | Callable[..., None], ...]]] = {
         "it is of another model": (f"{RECORDED}check net.py:layer",),
         "it was recorded on another kind of device, with other kernel libraries, inputs, precision, optimizer, loss or "
         "seed: record it where it is checked": (f"{RECORDED}check net.py:small --precision bf16",),
+        "only one of the two commands names a plan": (f"{RECORDED}check net.py:small --plan whole.yaml",),
     },
 }
 """Page -> cause -> command lines that end by it, or a function that raises it where one would take long."""
@@ -135,9 +140,11 @@ def folder(memopt: Memopt, in_process: None, monkeypatch: pytest.MonkeyPatch) ->
     """The files that the command lines name, in the current folder."""
     Path("net.py").write_text(CODE)
     Path("broken.py").write_text("def build(:\n")
-    Path("damaged.pt").write_bytes(b"PK\3\4")
+    for name in ("damaged.pt", "damaged.npz", "damaged.pickle"):
+        Path(name).write_bytes(b"PK\3\4")
     Path("hostile.pt").write_bytes(pickle.dumps(Hostile()))
-    Path("plan.yaml").write_bytes(plan_yaml(a_header(), Plan(segments=(SegmentPlan(path="blocks.3"),)), 1))
+    for name, path in (("plan", "blocks.3"), ("whole", "1")):
+        Path(f"{name}.yaml").write_bytes(plan_yaml(a_header(), Plan(segments=(SegmentPlan(path=path),)), 1))
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
     torch.save(model, "good.pt")
     torch.save(model.state_dict(), "weights.pt")
@@ -153,7 +160,7 @@ def folder(memopt: Memopt, in_process: None, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("page", "cause", "action"),
     [(page, cause, each) for page, cases in CASES.items() for cause, actions in cases.items() for each in actions],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else value,
 )
 def test_a_command_ends_with_the_code_that_is_documented(
     page: str, cause: str, action: Any, memopt: Memopt, monkeypatch: pytest.MonkeyPatch

@@ -833,7 +833,7 @@ def test_only_what_may_runs_in_chunks(may: bool) -> None:
 @pytest.mark.usefixtures("in_process")
 def test_a_model_that_differs_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     found = verified(passed=False, worst_name="output[0]", worst_difference=0.5, batch=512)
-    monkeypatch.setattr("memopt_cli.measure.answers.verified.verify", lambda *_, **__: found)
+    monkeypatch.setattr("memopt_cli.measure.answers.verified.verify_step", lambda *_, **__: found)
     net = blocks()
     with pytest.raises(VerificationError, match=r"output\[0\] differs by 0.5, at batch 512"):
         memory_optimization(net, Block, (X,), level=1)

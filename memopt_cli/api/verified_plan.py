@@ -28,7 +28,7 @@ from memopt_cli.training.user_step import join_models
 from memopt_cli.training.wrappers import unwrap
 from memopt_cli.verification.effects import generators_kept, gradients_kept
 from memopt_cli.verification.further_steps import first_samples
-from memopt_cli.verification.recorded_step import verify as compared
+from memopt_cli.verification.recorded_step import verify_step as compared
 
 Applied = TypeVar("Applied", bound=nn.Module | UserStep | Mapping[str, nn.Module])
 

@@ -70,7 +70,7 @@ def recognize_architectures(model: nn.Module) -> tuple[Architecture, ...]:
 
 
 def candidate_shapes(model: nn.Module, input_shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return shapes worth measuring around ``input_shape`` (batch first), by the rules of the model's architectures.
+    """Apply the rules of the model's architectures to ``input_shape`` (batch first); return shapes worth measuring.
 
     Time is axis 1 of ``(batch, time, seq, dim)``; the sequence is axis 1 in 3 dimensions and axis 2 in 4.
     """

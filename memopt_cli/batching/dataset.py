@@ -49,7 +49,7 @@ class DatasetRun:
     max_resident: int
     """Maximum number of batches of inputs in memory at a time: one in the model, and others that a thread makes."""
     target_share: float
-    """Largest share of capacity that a doubled batch may use under the strategy ``throughput``."""
+    """Maximum share of capacity that a doubled batch may use under the strategy ``throughput``."""
     collate: Collate
     _rates: list[float] = field(default_factory=list)
     _best: tuple[int, float] | None = None

@@ -154,7 +154,7 @@ class BatchShapeManager:
         ``current_metrics`` may hold the last step's ``loss`` and ``memory`` (as
         :func:`~memopt_cli.batching.memory.usage_share` reads it).  A missing metric is taken from the last
         :meth:`update_metrics`, or measured.  Without :meth:`initialize_for_training` the first batch begins the run, at
-        its own size as far as the limits allow.
+        its own size unless a limit forbids it.
         """
         metrics = dict(current_metrics or {})
         if unknown := set(metrics) - {"loss", "memory"}:

@@ -74,7 +74,9 @@ class ProcessMemory:
 
     def restart(self) -> None:
         if sys.platform == "linux":
-            _return_free_memory()
+            # The C library, here glibc, keeps freed blocks, so that without this readings would never fall.
+            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+                trim(0)
             with contextlib.suppress(OSError):  # a sandbox may forbid it; the peak is then never restarted
                 Path("/proc/self/clear_refs").write_text(_PEAK_RESET_CODE)
 
@@ -122,10 +124,3 @@ def usage_share(memory_usage: float, capacity_bytes: int) -> float:
 def status_bytes(name: str) -> int:
     """Return the bytes that Linux gives for the size ``name`` of this process, such as ``VmRSS``."""
     return int(_STATUS_PATH.read_text().partition(f"{name}:")[2].split()[0]) * 1024
-
-
-def _return_free_memory() -> None:
-    """Give freed blocks back to the system: the C library keeps them, so that readings would never fall."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)

@@ -16,7 +16,7 @@ from memopt_cli.records import PerformanceMonitoring
 Trend = Literal["improving", "stable", "degrading", "insufficient_data"]
 
 _MIN_TREND_RECORDS = 4
-"""Smallest number of records for a trend: two for each half."""
+"""Minimum number of records for a trend: two for each half."""
 _STABLE_CHANGE = 0.05
 """The trend is stable while the median changes by at most this share."""
 _HEADROOM_SHARE = 0.7
@@ -55,7 +55,7 @@ class PerformanceAnalysis(TypedDict):
     performance_trend: Trend
     """Trend of the throughput: the median of the window's newer half against the median of its older half."""
     loss_trend: Trend
-    """Trend of the loss, by the same medians.  ``improving``: the loss falls."""
+    """Trend of the loss, from the same medians.  ``improving``: the loss falls."""
     alerts: list[str]
     """Thresholds that were exceeded, with the values."""
 

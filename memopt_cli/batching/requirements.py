@@ -33,9 +33,9 @@ class ShapeRequirements:
     fixed: dict[int, int] = field(default_factory=dict)
     """Axis -> its only allowed size."""
     minimum: dict[int, int] = field(default_factory=dict)
-    """Axis -> its smallest size."""
+    """Axis -> its minimum size."""
     maximum: dict[int, int] = field(default_factory=dict)
-    """Axis -> its largest size."""
+    """Axis -> its maximum size."""
     divisible_by: dict[int, int] = field(default_factory=dict)
     """Axis -> divisor of its size."""
     dtype: str | None = None

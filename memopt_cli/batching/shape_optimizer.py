@@ -43,9 +43,9 @@ class Constraints:
     max_memory: float = 0.9
     """Share of the specified memory, in (0, 1]."""
     min_throughput: float | None = None
-    """Smallest number of samples per second."""
+    """Minimum number of samples per second."""
     min_accuracy: float | None = None
-    """Smallest value of the user's accuracy function."""
+    """Minimum value of the user's accuracy function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from memopt_cli.cli.baseline import baseline
 from memopt_cli.cli.check import check
 from memopt_cli.cli.compare import compare
 from memopt_cli.cli.explain import explain
-from memopt_cli.cli.formats import SHOWN, ReportFormat, report_in
+from memopt_cli.cli.formats import SHOWN, report_in
 from memopt_cli.cli.help import GroupedCommand, RankCommand
 from memopt_cli.cli.inspect import inspect
 from memopt_cli.cli.measure import measure
@@ -41,6 +41,7 @@ from memopt_cli.errors import Interrupted, MemoptError, OutputExistsError, Unsaf
 from memopt_cli.report.lines import guard
 from memopt_cli.text.documents import abridge, printable
 from memopt_cli.text.misnamed import builder_in
+from memopt_cli.text.options import ReportFormat
 from memopt_cli.text.spelling import on_command_line
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import typer
 
-from memopt_cli.cli.formats import SHOWN, ReportFormat, report_in
+from memopt_cli.cli.formats import SHOWN, report_in
 from memopt_cli.cli.options import (
     DESCRIBING,
     DisplayOptions,
@@ -21,6 +21,7 @@ from memopt_cli.errors import CHECK_FAILED
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.records import CheckRequest, Precision
+from memopt_cli.text.options import ReportFormat
 
 
 @with_options

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from memopt_cli.cli.formats import TableFormat, report_in
+from memopt_cli.cli.formats import report_in
 from memopt_cli.cli.options import with_options
+from memopt_cli.text.options import TableFormat
 
 
 @with_options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Final, Literal
+from typing import Final
 
 from memopt_cli.report.github import GithubReport
 from memopt_cli.report.interface import VerdictReport
@@ -11,9 +11,7 @@ from memopt_cli.report.json import JsonReport
 from memopt_cli.report.junit import JunitReport
 from memopt_cli.report.markdown import MarkdownReport
 from memopt_cli.report.text import TextReport
-
-TableFormat = Literal["table", "json", "md"]
-ReportFormat = Literal[TableFormat, "github", "junit"]
+from memopt_cli.text.options import ReportFormat
 
 SHOWN: Final = "memopt.shown"
 """Key in ``context.meta``, set once the report is shown, so that a failure does not print a second report."""

@@ -18,7 +18,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import is_pretrained, parse_device, parse_factory, parse_mesh
 from memopt_cli.records import BUILT_IN, DeviceProfile, DimRange
 from memopt_cli.search.estimation.cards import device_profile
-from memopt_cli.text.misnamed import file_refusal, folder_refusal, missing_refusal, refuse_misspelt, weights_in
+from memopt_cli.text.misnamed import file_refusal, folder_refusal, missing_refusal, weights_in
 from memopt_cli.text.optimizer_text import MadeOptimizer, is_function, notebook_refusal, parse_optimizer
 from memopt_cli.text.options import MAX_RANKS
 from memopt_cli.text.values import ValueKind, Whole
@@ -53,9 +53,7 @@ def check_model(location: str) -> str:
         if not os.access(location, os.R_OK):
             raise typer.BadParameter(f"'{location}' cannot be read: permission denied")
     elif is_function(location):
-        path, _, name = location.rpartition(":")
-        check_file(path)
-        refuse_misspelt(path, name)
+        check_file(location.rpartition(":")[0])
     elif parse_factory(location) is None:
         message, hint = missing_refusal(location)
         raise UsageError(message, hint=hint or "See memopt --help.")

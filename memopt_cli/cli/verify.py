@@ -6,11 +6,12 @@ import sys
 
 import typer
 
-from memopt_cli.cli.formats import SHOWN, ReportFormat, report_in
+from memopt_cli.cli.formats import SHOWN, report_in
 from memopt_cli.cli.options import DisplayOptions, InputOptions, LoadingOptions, with_options
 from memopt_cli.errors import CHECK_FAILED
 from memopt_cli.measure import processes
 from memopt_cli.records import EquivalenceRequest, Precision, StepSettings
+from memopt_cli.text.options import ReportFormat
 
 
 @with_options

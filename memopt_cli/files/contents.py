@@ -174,9 +174,10 @@ def read_header(path: Path) -> FileHeader:
 
 
 def baseline_json(baseline: Baseline) -> bytes:
-    """Return the content of a baseline file: the header's keys, ``conditions``, ``memory``, any ``shorter`` steps."""
+    """Return the content of a baseline file: the header's keys, then the parts of ``baseline``."""
     parts = {"conditions": to_data(baseline.conditions), "memory": to_data(baseline.memory)}
     parts |= {"shorter": to_data(baseline.shorter)} if baseline.shorter else {}
+    parts |= {"plan_path": baseline.plan_path} if baseline.plan_path else {}
     return json_text({**to_data(baseline.header), **parts}).encode()
 
 

@@ -24,28 +24,28 @@ class OutputPaths:
     @property
     def summary(self) -> Path:
         """Path of the summary: ``model.memopt.summary.json``."""
-        return self._beside("summary.json")
+        return self._next_to_model("summary.json")
 
     @property
     def plan(self) -> Path:
         """Path of the plan: ``model.memopt.plan.yaml``."""
-        return self.model if self._names_plan else self._beside("plan.yaml")
+        return self.model if self._names_plan else self._next_to_model("plan.yaml")
 
     @property
     def batch(self) -> Path:
         """Path of the batch configuration: ``model.memopt.batch.yaml``."""
-        return self._beside("batch.yaml")
+        return self._next_to_model("batch.yaml")
 
     @property
     def frontier(self) -> Path:
         """Path of the plans that ``--frontier`` showed: ``model.memopt.frontier.json``."""
-        return self._beside("frontier.json")
+        return self._next_to_model("frontier.json")
 
     @property
     def _names_plan(self) -> bool:
         return self.plan_only and self.model.suffix in (".yaml", ".yml")
 
-    def _beside(self, end: str) -> Path:
+    def _next_to_model(self, end: str) -> Path:
         stem = self.model.stem.removesuffix(".plan") if self._names_plan else self.model.stem
         return self.model.with_name(f"{stem}.{end}")
 

@@ -45,7 +45,7 @@ DTYPES = (*_FLOATING_DTYPES, *_INTEGER_RANGES)
 MODEL_SETTINGS = "config.json"
 """File of a model's settings in a folder written by ``save_pretrained``."""
 ADAPTER_SETTINGS = "adapter_config.json"
-"""File of an adapter's settings in such a folder."""
+"""File of an adapter's settings in a folder written by ``save_pretrained``."""
 
 USUAL_SIZES: Final[Mapping[str, int]] = {"S": 128}
 """Symbol -> the size that a hint suggests, where it is not 8: a sequence is longer than a batch."""

@@ -25,7 +25,7 @@ from memopt_cli.loading.pickles.kinds.vouched import UNKNOWN_SCRIPT
 from memopt_cli.loading.pretrained import load_pretrained
 from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript
-from memopt_cli.loading.trust import UnvouchedError, together
+from memopt_cli.loading.trust import UnvouchedError, merge_trusts
 from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.runtime.private_torch import reserve_hook_numbers
@@ -123,7 +123,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
     except UnvouchedError as err:
         if err.remedy == Trust():
             raise
-        hint = f"If you trust where it came from: load(path, trust={together((trust, err.remedy)).in_python})"
+        hint = f"If you trust where it came from: load(path, trust={merge_trusts((trust, err.remedy)).in_python})"
         if UNKNOWN_SCRIPT in err.remedy.code_paths:
             hint += _FROM_A_SESSION
         raise UnsafeFileError(err.message, hint=hint) from None

@@ -20,20 +20,20 @@ from memopt_cli.errors import FileFormatError
 from memopt_cli.runtime.private_torch import buffers_of, children_of, parameters_of
 
 _FREE_MODULES = 10_000
-"""Number of modules that any model may register."""
+"""Number of modules that a model may register however small its weights are."""
 _MODULES_PER_TENSOR = 100
 """Number of further modules that a model may register for each tensor of its weights."""
 _FREE_BYTES = 256 << 20
-"""Bytes that any model may register."""
+"""Bytes that a model may register however small its weights are."""
 _BYTES_PER_WEIGHT_BYTE = 8
 """Further bytes that a model may register for each byte of weights: weights may be tied or converted to wider types,
 and a model also has buffers."""
 _BUILD_BYTES = 2 << 30
-"""Bytes that building any model may take."""
+"""Bytes that building a model may take however small its weights are."""
 _BUILD_S = 30
-"""Seconds that building any model may take."""
+"""Seconds that building a model may take however small its weights are."""
 _WEIGHT_BYTES_PER_S = 50_000_000
-"""Bytes of weights that allow a further second."""
+"""Number of bytes of weights that allow one further second."""
 
 limits_process = False
 """Whether this process exists only to load and run a model, so that limits may be set for the whole process."""
@@ -124,7 +124,9 @@ def bound_memory(nbytes: int) -> Iterator[None]:
 
     timing = signal.signal(signal.SIGPROF, interrupt)
     try:
-        limits = [_data_bytes() + _BUILD_BYTES + _BYTES_PER_WEIGHT_BYTE * nbytes, *memory]
+        # The bytes that Linux counts against ``RLIMIT_DATA`` of this process.
+        data_bytes = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10
+        limits = [data_bytes + _BUILD_BYTES + _BYTES_PER_WEIGHT_BYTE * nbytes, *memory]
         lowest = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
         resource.setrlimit(resource.RLIMIT_DATA, (lowest, memory[1]))
         signal.setitimer(signal.ITIMER_PROF, seconds, 1)
@@ -137,8 +139,3 @@ def bound_memory(nbytes: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, timing)
         resource.setrlimit(resource.RLIMIT_DATA, memory)
-
-
-def _data_bytes() -> int:
-    """Return the bytes that Linux counts against ``RLIMIT_DATA`` of this process."""
-    return int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10

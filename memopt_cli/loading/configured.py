@@ -27,7 +27,7 @@ _LENGTHS: Final = (
 )
 """Names under which configurations hold the maximum length of a sequence."""
 _SAMPLES: Final = 16_000
-"""Samples of sound in a guessed input: one second at 16 kHz, the rate of the models of transformers."""
+"""Number of samples of sound in a guessed input: one second at 16 kHz, the rate of the models of transformers."""
 _WORDS: Final = 32
 """Length of the text spoken in that second, in tokens; longer text would have no alignment with the sound."""
 
@@ -46,7 +46,8 @@ def guess_by_configuration(module: nn.Module) -> InputSpec | None:
 def _by_transformers(module: nn.Module) -> tuple[TensorSpec, ...]:
     config = getattr(module, "config", None)
     names = [getattr(module, "main_input_name", None)]
-    if _takes(module, "input_ids") and _takes(module, "pixel_values") and not _has_image_tokens(config):
+    has_image_tokens = any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
+    if _takes(module, "input_ids") and _takes(module, "pixel_values") and not has_image_tokens:
         names = ["input_ids", "pixel_values"]  # a text with an image, as in CLIP
     tensors = [tensor for name in names if (tensor := _input(name, _part_of(config, name))) is not None]
     if len(tensors) < len(names):
@@ -74,10 +75,6 @@ def _part_of(config: Any, name: Any) -> Any:
     """Return the configuration that describes the input ``name``: of the text, of the image, or ``config`` itself."""
     part = {"input_ids": "text_config", "pixel_values": "vision_config"}.get(name, "")
     return getattr(config, part, config)
-
-
-def _has_image_tokens(config: Any) -> bool:
-    return any(getattr(config, name, None) is not None for name in ("image_token_id", "image_token_index"))
 
 
 def _takes(module: nn.Module, name: str) -> bool:

@@ -125,7 +125,7 @@ class _Walk:
         return self._found
 
     def _list_value(self, place: _Place) -> Iterator[_Place]:
-        """Add the value of ``place`` to the contents, and yield the places inside it."""
+        """Add the value of ``place`` to the contents, and yield the places that the value has."""
         tensor = tensor_of(place.value)
         if tensor is not None:
             self._add_tensor(place, tensor)
@@ -227,7 +227,7 @@ def _state_of(value: Any) -> Any:
 
 
 def state_dict_of(module: Any) -> dict[str, Any]:
-    """Return the stand-ins of the tensors in the state dict that ``module`` has by default, by their names.
+    """Return the stand-ins of the tensors in the state dict that ``module`` has by default, by name.
 
     Raises :class:`ValueError` for modules nested deeper than in any real model, or far too many.
     """

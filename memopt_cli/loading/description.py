@@ -39,7 +39,7 @@ _QUOTED = re.compile(r'"([^"]*)"')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The findings in a file, by the reader of its format."""
+    """The findings of the reader of one format in a file."""
 
     format: str
     contents: FileContents
@@ -49,7 +49,7 @@ class _Found:
     notes: tuple[str, ...] = ()
 
 
-def describe(file: ModelFile) -> Inspection:
+def describe_file(file: ModelFile) -> Inspection:
     """Describe the contents of ``file``.
 
     Raises :class:`FileFormatError` if it is damaged or of no known format, :class:`UnsafeFileError` for an archive
@@ -195,7 +195,6 @@ def _describe_exported(file: ModelFile) -> _Found:
 
 
 def _versions(archive: Archive) -> dict[str, str]:
-    """Return the versions that ``archive`` carries: kind of version -> text."""
     records = {"archive": "version", "format": ".format_version", "pt2 archive": "archive_version"}
     versions = {what: archive.text(record) for what, record in records.items()}
     return {what: text for what, text in versions.items() if text}

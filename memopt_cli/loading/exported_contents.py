@@ -24,11 +24,11 @@ NO_MODULE: Final = "_empty_nn_module_stack_from_metadata_hook"
 """The path that ``torch.export`` gives operators that it added outside of any module."""
 _SYMBOL: Final = re.compile(r"Symbol\('(\w+)'")
 _MIN_VALUES = 2_000_000
-"""Separators that the JSON of a program may have in any file; a value that is read takes up to 80 bytes of memory."""
+"""Separators that the JSON of a program may have however small its file is; a value takes up to 80 bytes of memory."""
 _MAX_VALUES = 16_000_000
-"""Separators that it may have in the largest file, of some 200,000 operators."""
+"""Maximum number of separators in the JSON of a program, enough for some 200,000 operators."""
 _BYTES_PER_VALUE = 8
-"""Bytes of the file that allow one more separator; PyTorch, which does not compress the JSON, writes some 12."""
+"""Number of bytes that allow one further separator; PyTorch, which does not compress the JSON, writes some 12 each."""
 PROGRAM: Final = "models/model.json"
 PROGRAMS: Final = (PROGRAM, "serialized_exported_program.json")
 """Records that hold the program: since PyTorch 2.8, and before."""

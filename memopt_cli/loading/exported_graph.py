@@ -42,7 +42,7 @@ _NUMBERS: Final = {
     "torch.ops.aten.sym_stride.int": "aten::stride.int",
     "torch.ops.aten.sym_numel.default": "aten::numel",
 }
-"""Operators on sizes, by their names in an exported graph -> in TorchScript."""
+"""Name of an operator on sizes in an exported graph -> its name in TorchScript."""
 _CHECKS: Final = (
     "_assert_scalar _assert_async _assert_tensor_metadata sym_constrain_range sym_constrain_range_for_size"
 ).split()

@@ -47,7 +47,7 @@ from memopt_cli.training.user_step import Step, StepModels
 T = TypeVar("T")
 
 _SHOWN = 3
-"""Names of weights that an error lists, of each kind."""
+"""Maximum number of weights that an error lists by name, for each kind of mismatch."""
 _WITH_CODE: Final[Mapping[str, Format]] = {"TorchScript": TorchScript(), "a program of torch.export": Exported()}
 """A kind of file that holds a model with its code -> its format."""
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 _CACHES: Final = frozenset({"past_key_values", "past_key_value", "layer_past"})
-"""Names of the argument that is the cache, by the versions of transformers."""
+"""Names of the argument that is the cache in the versions of transformers."""
 
 
 def cache_notes(model: nn.Module) -> tuple[str, ...]:

@@ -35,14 +35,14 @@ from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read
 from memopt_cli.loading.pickles.scan import suspend_collection
 from memopt_cli.loading.trust import (
     UnvouchedError,
-    attack,
+    attack_refusal,
     how_to_install,
     is_attack,
+    merge_trusts,
     stores_code,
-    together,
-    unknown,
+    unknown_refusal,
 )
-from memopt_cli.loading.user_code import ClassNotFoundError, UserCode, add_folder, modules_beside
+from memopt_cli.loading.user_code import ClassNotFoundError, UserCode, add_folder, missing_module_hint
 from memopt_cli.loading.watch import watch_code
 from memopt_cli.records import Trust
 from memopt_cli.runtime.lifted.program import BadProgramError
@@ -52,7 +52,7 @@ from memopt_cli.text.misnamed import moved_hint
 from memopt_cli.text.units import format_some
 
 _SHOWN: Final = 5
-"""Refused names that a message lists; the flags in its hint allow all of them."""
+"""Maximum number of refused names that a message lists; its hint has the flags for all refused names."""
 _MAX_NAMES: Final = 2000
 """Maximum number of names that a file uses."""
 _MAX_IMPORTS: Final = 100
@@ -130,7 +130,7 @@ def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Deni
     _refuse_libraries(file, known)
     verdicts: dict[Global, Denied | Missing | None] = {use.name: None for use, _ in known}
     refused: dict[Global, Denied | Missing] = dict(_unknown(unclaimed, no_trust.code))
-    refused |= {name: attack(name) for name in pickled.scan.wanted if is_attack(name)}
+    refused |= {name: attack_refusal(name) for name in pickled.scan.wanted if is_attack(name)}
     # After a refusal, loading would import nothing.
     if not any(isinstance(verdict, Denied) for verdict in refused.values()):
         audit = Audit(root, known, no_trust.vouches)
@@ -147,7 +147,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
     code.run_scripts()
     try:
         loaded = _load_with_pickle(file, code, trust)
-    except UsageError:  # from :meth:`UserCode.require_single`; its message is for the user already
+    except UsageError:  # from :class:`UserCode`; its message is for the user already
         raise
     except Exception as err:  # a damaged file can make the unpickler raise anything
         is_class_missing = "on <module" in str(err)  # "Can't get attribute 'Net' on <module '__main__' …>"
@@ -160,7 +160,7 @@ def _load_unchecked(file: ModelFile, trust: Trust) -> Loaded:
         if isinstance(err, ModuleNotFoundError):
             missing_package = str(err.name).partition(".")[0]
             hint_text = moved_hint(file.path, trust.code_paths)
-            instead = modules_beside(str(err.name))
+            instead = missing_module_hint(str(err.name))
             hint = f"{instead or add_folder(missing_package)} {hint_text}"
         if "process group" in str(err):
             hint = "It belongs to its process: save model.module with torch.save, or leave `--trust-pickle` out."
@@ -210,7 +210,6 @@ def storages_of(pickled: PickledFile) -> Stored:
 def _audit_and_make(
     file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched
 ) -> Any:
-    """Audit everything that ``root`` reaches, then make it."""
     with suspend_collection():
         audit = audit_objects(file, pickled, root, kinds, vouched)
     try:
@@ -257,14 +256,14 @@ def _unknown(unclaimed: Iterable[Use], code: UserCode) -> list[tuple[Global, Den
             name,
             Missing(f"No module named {name.module!r}")
             if code.defines(name.package)
-            else unknown(use, scripts, code.script_folder_with(name.module)),
+            else unknown_refusal(use, scripts, code.script_folder_with(name.module)),
         )
         for (name, _), use in uses.items()
     ]
 
 
 def _refuse_exhausting(file: ModelFile, audit: Audit) -> None:
-    if reason := audit.exhausting():
+    if reason := audit.why_exhausting():
         raise FileFormatError(f"{file.path} cannot be read: {reason}", hint=_BY_HAND)
 
 
@@ -299,11 +298,11 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
             f"{file.path} was not loaded: it was saved with {saver}, which stores functions as code",
             hint="Save the model with torch.save(model, path) alone, or its weights. " + TRUST_PICKLE_HINT,
             remedy=Trust(),
-            denied={name: attack(name) for name in attacks},
+            denied={name: attack_refusal(name) for name in attacks},
         )
     if attacks:
         names = ", ".join(map(str, attacks[:_SHOWN]))
-        reasons = {name: attack(name) for name in attacks}
+        reasons = {name: attack_refusal(name) for name in attacks}
         is_run = any(name in scan.called for name in attacks)
         raise UnvouchedError(
             f"{file.path} was not loaded: {list_names(reasons)}",
@@ -330,7 +329,7 @@ def _refuse_denied(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Mi
             raise ClassNotFoundError(
                 f"{file.path} needs {name}, which cannot be imported: {verdict.reason}"
                 + (f", and `{named}` has no module {name.module}" if named else ""),
-                hint=modules_beside(name.module)
+                hint=missing_module_hint(name.module)
                 if named
                 else how_to_install(Global(verdict.lacks, "") if verdict.lacks else name),
             )
@@ -339,14 +338,14 @@ def _refuse_denied(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Mi
 def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> UnvouchedError:
     remedies = [verdict.remedy for verdict in denied.values()]
     has_remedy = None not in remedies  # flags for only some of the names would not load the file
-    all_remedies = together(remedy for remedy in remedies if remedy is not None)
+    all_remedies = merge_trusts(remedy for remedy in remedies if remedy is not None)
     remedy = all_remedies if has_remedy else Trust()
     if len(remedy.flags) > _MAX_FLAGS_LENGTH:
         has_remedy, remedy = False, Trust()
     hint = (
         f"If you trust where it came from, add: {remedy.flags}"
         if has_remedy
-        else suggest_unchecked(together((trust, all_remedies)))
+        else suggest_unchecked(merge_trusts((trust, all_remedies)))
     )
     beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
     message = f"{file.path} was not loaded: {list_names(beyond_help or denied)}"

@@ -36,7 +36,7 @@ _START: Final = b"PK\x03\x04"
 _SCRIPT_RECORD: Final = "constants.pkl"
 """A record that makes ``torch.load`` take an archive for TorchScript, and run it."""
 _LIFTED: Final = {("torch.nn.modules.container.Sequential", False)}
-"""Classes of PyTorch's that loading makes of a file without a pickled module."""
+"""The only class of PyTorch that loading builds from a file without a pickled module."""
 _ATTACK_HINT: Final = "The original may be an attack on PyTorch: run it nowhere else. If you trust it: `--no-sandbox`."
 
 
@@ -79,7 +79,7 @@ def _check_file(file: ModelFile, original_classes: set[tuple[str, bool]] | None,
         raise UnsafeFileError("it is not an archive of torch.save")
     pickled = read_pickled(file)
     refuse_attacks(file, pickled.scan, vouched.code)
-    if NESTED in pickled.scan.wanted or _makes_more(pickled):
+    if NESTED in pickled.scan.wanted or _has_unused_objects(pickled):
         raise UnsafeFileError("it creates objects that are not part of the model")
     audit_objects(file, pickled, pickled.pickle.root, kinds_of(storages_of(pickled), vouched), vouched)
     if original_classes is not None and (
@@ -90,7 +90,7 @@ def _check_file(file: ModelFile, original_classes: set[tuple[str, bool]] | None,
         )
 
 
-def _makes_more(pickled: PickledFile) -> bool:
+def _has_unused_objects(pickled: PickledFile) -> bool:
     """Return whether the file imports or makes anything that its model does not use.
 
     A nested class is no exception: to name ``Outer.Inner``, protocol 2 imports ``Outer`` and makes a call that asks it

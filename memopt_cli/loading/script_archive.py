@@ -25,9 +25,9 @@ _DEEPEST: Final = 400
 _MAX_ITEMS: Final = 4_000_000
 """Maximum number of values in one object, each counted as often as it is reached: PyTorch makes as many objects."""
 _MIN_CODE = 1 << 18
-"""Bytes of source code that any archive may hold."""
+"""Bytes of source code that an archive may hold however small it is."""
 _EXPANSION = 8
-"""Further bytes of code for each byte of the archive: compression saves as much."""
+"""Bytes of source code that an archive may hold in addition, for each of its own: compression saves as much."""
 _MAX_CODE = 4 << 20
 """Maximum bytes of code: each takes 300 bytes of memory."""
 _READ: Final = 4
@@ -105,7 +105,7 @@ def check_pickle(archive: Archive, record: str, scan: PickleScan, objects: Scrip
     walk = Walk(held_in, _DEEPEST, _MAX_ITEMS if record in _NEEDED else 2**63)
     for node in nodes:
         _check_known(node)
-        if reason := walk.endless(node):
+        if reason := walk.why_endless(node):
             raise ValueError(f"its objects {reason}")
         objects.check(node)
         if objects.is_packed(node):

@@ -158,7 +158,6 @@ class _Lifting:
             _note_attribute(self._used, find_module(script, attribute[:-1]), attribute[-1])
 
     def _reason_against(self, script: Any) -> str:
-        """Return the reason why ``script`` cannot be lifted; empty if it can."""
         name = program_of(script).qualified_name
         if name not in self._reasons:
             self._reasons[name] = next(self._obstacles(script), "")

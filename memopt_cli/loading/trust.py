@@ -76,7 +76,7 @@ class UnvouchedError(UnsafeFileError):
         )
 
 
-def together(trusts: Iterable[Trust]) -> Trust:
+def merge_trusts(trusts: Iterable[Trust]) -> Trust:
     """Merge ``trusts`` into one that allows everything allowed by any of them."""
     all_of = tuple(trusts)
     return Trust(
@@ -102,7 +102,7 @@ def stores_code(wanted: Iterable[Global]) -> str:
     return next((name.package for name in wanted if name.package in _CODE_PICKLERS), "")
 
 
-def attack(wanted: Global) -> Denied:
+def attack_refusal(wanted: Global) -> Denied:
     """Return the refusal of ``wanted``, a name for which :func:`is_attack` holds."""
     computed = wanted == COMPUTED
     return Denied(
@@ -112,7 +112,7 @@ def attack(wanted: Global) -> Denied:
     )
 
 
-def unknown(use: Use, scripts: Mapping[Global, Path], folder: str) -> Denied | Missing:
+def unknown_refusal(use: Use, scripts: Mapping[Global, Path], folder: str) -> Denied | Missing:
     """Return the refusal of an unclaimed name, with the flags that would allow the name.
 
     ``folder``: that of a script that the user named, if the module of the name is in it; empty if not.

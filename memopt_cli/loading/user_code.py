@@ -42,7 +42,7 @@ def import_failure(error: BaseException) -> tuple[str, str]:
     reason = first_line(error) + raised_at(error)
     if isinstance(error, ModuleNotFoundError):
         missing = str(error.name).partition(".")[0]
-        if instead := modules_beside(str(error.name)):
+        if instead := missing_module_hint(str(error.name)):
             return reason, instead
         return reason, f"{add_folder(missing)} If it is a package, install it."
     if isinstance(error, ImportError | SyntaxError):
@@ -57,8 +57,8 @@ def add_folder(missing: str) -> str:
     return f"Add the folder that has {missing}: `--code-path {folder}`."
 
 
-def modules_beside(module: str) -> str:
-    """Return a sentence with the modules of the package that lacks ``module``; empty if there is no such package.
+def missing_module_hint(module: str) -> str:
+    """Return a sentence with the modules that a package has in place of ``module``; empty if no package lacks it.
 
     Nothing is imported.
     """
@@ -118,11 +118,11 @@ class UserCode:
         return bool(self._scripts) if module == "__main__" else self._file_of(module) is not None
 
     def script_folder_with(self, module: str) -> str:
-        """Return the folder of a script among the paths, seen from here, if it has a ``module`` too; else empty."""
+        """Return the relative path of a folder that has both a script among the paths and ``module``; empty if none."""
         folders = (path.parent for path in self._scripts)
         return next((os.path.relpath(folder) for folder in folders if file_in(folder, module) is not None), "")
 
-    def find(self, wanted: Global) -> Any:
+    def find_definition(self, wanted: Global) -> Any:
         """Import the module of ``wanted``, and return its class or function of that name.
 
         Raises :class:`UsageError` if the import fails, and :class:`ClassNotFoundError` if the module does not define

@@ -42,7 +42,7 @@ class _Watch:
     path: str
     """The file whose objects are made."""
     hint: str
-    """Advice for the user if that is refused."""
+    """Advice for the user if the file's code is stopped."""
     earlier_threads: frozenset[int]
     """Ids of earlier threads; the file cannot influence them."""
 

@@ -23,10 +23,10 @@ from memopt_cli.text.documents import printable
 
 _TAIL_BYTES = 4000  # size of the end of the subprocess's output that the error of a crash shows
 _EXIT_TIMEOUT_S = 5.0
-"""Seconds in which a subprocess may end by itself before it is killed."""
+"""Maximum seconds that a subprocess gets to end by itself before it is killed."""
 _ALIVE_CHECK_S = 1.0
 """Seconds between checks whether a silent subprocess is alive."""
-_READ_BYTES = 1 << 20  # largest size of one read
+_READ_BYTES = 1 << 20  # maximum size of one read
 _MIN_BYTES_PER_S = 1 << 20
 """Mean rate at which a file must come in once the time limit is over."""
 

@@ -12,9 +12,9 @@ from memopt_cli.records import ModelSource
 from memopt_cli.text.documents import MAX_BYTES, read_bytes, read_json
 
 _BYTES_PER_ORIGINAL_BYTE = 4
-"""Bytes that a saved model may have for each byte of its original: weights of 8 bits may be trained in 32."""
+"""Maximum bytes of a saved model for each byte of its original: weights of 8 bits may be trained in 32."""
 _MARGIN_BYTES = 1 << 30
-"""Further bytes: a model may make buffers, such as masks, that its file does not hold."""
+"""Bytes that a saved model may have in addition: a model may make buffers, such as masks, that its file lacks."""
 _UNBOUNDED_BYTES: Final = 1 << 50
 """The bound for models from the user's own code, larger than any disk."""
 

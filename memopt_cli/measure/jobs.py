@@ -3,8 +3,8 @@
 To add a job, write its class here and its function in ``measure/answers/``.  The class names both the type of the
 answer and the function::
 
-    class CountJob(SizedJob[Counted]):                                    # answered by a ``Counted``, or a failure
-        answered_by = "memopt_cli.measure.answers.dry_runs:count"        # called in the subprocess, with the job
+    class CountJob(SizedJob[Counted]):                                  # answered by a ``Counted``, or a failure
+        answered_by = "memopt_cli.measure.answers.dry_runs:count_step"  # called in the subprocess, with the job
 
 The worker has no list of jobs: it imports the function that the job names.
 """
@@ -48,7 +48,7 @@ ORIGINAL = Plan()
 """The empty plan, which stands for the model as the user wrote it."""
 
 PER_TENSOR: Final = 512 << 20
-"""Bytes of memory for an answer about each tensor or module of a model, which may have some 100,000 of them."""
+""":attr:`Job.max_bytes` of answers with an entry for each tensor or module, of which a model may have some 100,000."""
 
 _NO_INPUTS, _DEFAULTS = InputSpec(source="not known yet"), StepSettings()
 
@@ -97,7 +97,7 @@ class Job(Generic[Answer]):
     answered_by: ClassVar[str]
     """``module:function``, the function that the subprocess calls with the :class:`Subject` and the job."""
     max_bytes: ClassVar[int] = 16 << 20
-    """Largest memory in bytes that reading the answer may take: its sender is not trusted."""
+    """Maximum memory in bytes that reading the answer may take: its sender is not trusted."""
 
 
 class StepJob(Job[Answer]):
@@ -163,12 +163,12 @@ class ConditionsJob(Job[Conditions]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribeJob(Job[ModelFacts]):
-    """Describes the model as far as a command needs, without running a step.
+    """Collects the facts of a model that a command needs, without running a step.
 
     The answer is a failure if the model's step cannot be recorded, or the plan or the replicas do not suit it.
     """
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:describe"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.without_steps:describe_model"
     max_bytes: ClassVar[int] = PER_TENSOR
     inputs: bool = True
     """Whether to find the inputs of the model's step."""
@@ -200,14 +200,14 @@ class SnapshotJob(Job[SnapshotFacts]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SaveAnswer:
     """The size of a model file that was sent completely."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveJob(Job[Saved]):
+class SaveJob(Job[SaveAnswer]):
     """Sends the model as a file, with ``plan`` installed.
 
     The file comes in pieces before the answer.  This job names no function: the worker itself sends the pieces.
@@ -217,14 +217,14 @@ class SaveJob(Job[Saved]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
+class CompareAnswer:
     """The size of a saved file that can do no more than its original."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareJob(Job[Accepted]):
+class CompareJob(Job[CompareAnswer]):
     """Checks that the saved file at ``path`` can do no more than its original.
 
     A subprocess that has run a stranger's model wrote the file.  Another subprocess, which runs nothing of either file,
@@ -247,7 +247,7 @@ class FileChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
+class TraceAnswer:
     """A recorded step, and how it was recorded."""
 
     trace: StepTrace
@@ -256,7 +256,7 @@ class Traced:
     dry_run_bytes: int | None
     """The tensor peak of the step on fake tensors; ``None`` if the model does not run on fake tensors."""
     note: str = ""
-    """The reason why the model does not run on fake tensors; empty if it does."""
+    """The reason why the model does not run on fake tensors."""
     unknown: tuple[str, ...] = ()
     """Sentences on facts of the step that are not known, and why."""
     checkpoints: tuple[str, ...] = ()
@@ -269,7 +269,7 @@ class Traced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceJob(StepJob[Traced]):
+class TraceJob(StepJob[TraceAnswer]):
     """Records a step of the model."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:trace_step"
@@ -292,7 +292,7 @@ class RecordJob(StepJob[StepTrace]):
 class CountJob(SizedJob[Counted]):
     """Counts the tensor peak of a step under a plan."""
 
-    answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:count"
+    answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:count_step"
     plan: Plan
     fake: bool
     """Whether to take a dry run, on fake tensors."""
@@ -322,7 +322,7 @@ class ChunkingJob(StepJob[ChunkRule | Refused]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasureAnswer:
     """A measurement, and the results of its steps."""
 
     measurement: Measurement
@@ -335,7 +335,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureJob(StepJob[Measured]):
+class MeasureJob(StepJob[MeasureAnswer]):
     """Times steps under a plan, and measures its tensor peak and its allocated peak.
 
     The tensors of compiled code are seen by the allocator alone, so a plan that compiles the model has one peak.
@@ -362,11 +362,11 @@ class RoundedJob(StepJob[Fingerprint]):
 
 
 NEAR_SHARE = 0.05
-"""A slowdown is near the limit if it differs from it by at most this share: it may be on the other side."""
+"""Maximum relative distance from the limit at which a measured slowdown may in truth be on the other side of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedInTurns:
+class TimeInTurnsAnswer:
     """Wall times in seconds of steps of the original and under plans, taken in turns in one process."""
 
     original_times_s: tuple[float, ...]
@@ -377,7 +377,7 @@ class TimedInTurns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeInTurnsJob(StepJob[TimedInTurns]):
+class TimeInTurnsJob(StepJob[TimeInTurnsAnswer]):
     """Times the original and plans in turns, so that other work of the machine slows all of them equally."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:time_in_turns"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from memopt_cli.errors import ChangedFileError, MemoptError
-from memopt_cli.measure.jobs import Job, Saved, SaveJob, Subject, answer_of
+from memopt_cli.measure.jobs import Job, SaveAnswer, SaveJob, Subject, answer_of
 from memopt_cli.measure.runner import Session
 from memopt_cli.measure.worker import Worker, failure_of
 from memopt_cli.records import Failure, from_data, to_short_data
@@ -80,11 +80,11 @@ class LocalSession(Session):
             except Exception as error:  # the user's code runs here: every failure is an answer
                 return failure_of(error)
 
-    def save(self, job: SaveJob, file: BinaryIO) -> Saved | Failure:
+    def save(self, job: SaveJob, file: BinaryIO) -> SaveAnswer | Failure:
         with _one_at_a_time, isolate_state():
             try:
                 self._work().save(job, file)
-                return Saved(size_bytes=file.tell())
+                return SaveAnswer(size_bytes=file.tell())
             except ChangedFileError:
                 raise
             except MemoptError as error:

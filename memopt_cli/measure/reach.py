@@ -27,7 +27,7 @@ class UserFunction:
     function: Callable[..., Any] | None = None
     """The function in memory; ``None`` if it is loaded by its reference."""
     obstacle: str = ""
-    """The reason why a subprocess cannot import the function; empty if it can."""
+    """The reason why a subprocess cannot import the function."""
 
 
 def locate_function(function: str | Callable[..., Any] | None, what: str) -> UserFunction:
@@ -46,7 +46,7 @@ def locate_function(function: str | Callable[..., Any] | None, what: str) -> Use
 
 
 def _import_obstacle(module: ModuleType | None, name: str) -> str:
-    """Return why running the file of ``module`` in a subprocess does not define ``name``; empty if it does."""
+    """Return why running the file of ``module`` in a subprocess does not define ``name``."""
     if module is sys.modules["__main__"]:
         return _unreachable_in_main(name)
     source = Path(str(getattr(module, "__file__", "")))
@@ -58,7 +58,7 @@ def _import_obstacle(module: ModuleType | None, name: str) -> str:
 
 
 def unreachable(name: str) -> str:
-    """Return the reason why a subprocess cannot import the qualified ``name``; empty if it can."""
+    """Return the reason why a subprocess cannot import the qualified ``name``."""
     package, _, rest = name.partition(".")
     if package == "__main__":
         return _unreachable_in_main(rest)
@@ -76,7 +76,7 @@ def main_script() -> Path | None:
 
 
 def _unreachable_in_main(name: str) -> str:
-    """Return the reason why importing the script without its main part does not define ``name``; empty if it does."""
+    """Return the reason why importing the script without its main part does not define ``name``."""
     script = main_script()
     if script is None or not script.is_file():
         return "__main__ is not a script"

@@ -14,10 +14,10 @@ from memopt_cli.measure.jobs import (
     DescribeJob,
     FileChanged,
     Job,
-    Measured,
-    TimedInTurns,
+    MeasureAnswer,
+    TimeInTurnsAnswer,
     TimeInTurnsJob,
-    Traced,
+    TraceAnswer,
     answer_of,
 )
 from memopt_cli.measure.wire import reply_in
@@ -61,16 +61,16 @@ def read(line: bytes, job: Job[Answer], report: Report = ignore) -> Answer | Fai
     answer = from_data(answer_of(type(job)), reply["answer"])
     _check_amounts(answer)
     match answer:
-        case Measured(measurement=measurement):
+        case MeasureAnswer(measurement=measurement):
             _require_possible(len(measurement.step_times_s) > 0 and all(t > 0 for t in measurement.step_times_s))
-        case TimedInTurns(original_times_s=times, planned_times_s=planned) if isinstance(job, TimeInTurnsJob):
+        case TimeInTurnsAnswer(original_times_s=times, planned_times_s=planned) if isinstance(job, TimeInTurnsJob):
             _require_possible(
                 len(planned) == len(job.plans) and all(0 < len(others) <= len(times) for others in planned)
             )
             _require_possible(all(t > 0 for others in (times, *planned) for t in others))
         case BatchProbe(step_s=step_s, batch=batch, replicas=replicas):
             _require_possible(step_s > 0 and batch > 0 and replicas > 0)
-        case Traced(trace=trace) | (StepTrace() as trace):
+        case TraceAnswer(trace=trace) | (StepTrace() as trace):
             _check_trace(trace)
         case ModelFacts(spec=spec) if isinstance(job, DescribeJob):
             _require_possible((spec is not None) == job.inputs)
@@ -92,7 +92,7 @@ def _check_amounts(value: Any, name: str = "") -> None:
 
 
 _MAX_BY_UNIT: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1e9, "waited": 1}
-"""Unit at the end of a field's name, longer ones first -> the largest value."""
+"""Unit at the end of a field's name, longer ones first -> the maximum value."""
 
 
 def _check_trace(trace: StepTrace) -> None:

@@ -15,7 +15,7 @@ from memopt_cli.errors import ChangedFileError
 from memopt_cli.measure.channel import Channel
 from memopt_cli.measure.confinement import is_confined, max_saved_bytes
 from memopt_cli.measure.folder import Folder
-from memopt_cli.measure.jobs import FileChanged, Job, Saved, SaveJob, Subject
+from memopt_cli.measure.jobs import FileChanged, Job, SaveAnswer, SaveJob, Subject
 from memopt_cli.measure.replies import read
 from memopt_cli.measure.wire import SIZE
 from memopt_cli.records import Crashed, Failure, ModelSource, StepFailed, to_data
@@ -80,7 +80,7 @@ class Session:
         channel = self._send(job)
         return self._answer(job, channel) if channel is not None else _ENDED
 
-    def save(self, job: SaveJob, file: BinaryIO) -> Saved | Failure:
+    def save(self, job: SaveJob, file: BinaryIO) -> SaveAnswer | Failure:
         """Write the model that the subprocess saves into ``file``, unless it is far larger than the model can be.
 
         Raises :class:`OSError` if ``file`` cannot be written, as on a full disk.
@@ -97,7 +97,7 @@ class Session:
             (piece_bytes,) = SIZE.unpack(channel.take(SIZE.size))
             if piece_bytes == 0:
                 saved = self._answer(job, channel)
-                is_whole = not isinstance(saved, Saved) or saved.size_bytes == received_bytes
+                is_whole = not isinstance(saved, SaveAnswer) or saved.size_bytes == received_bytes
                 return saved if is_whole else channel.refuse_answer()
             received_bytes += piece_bytes
             if received_bytes > max_bytes:

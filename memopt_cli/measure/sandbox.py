@@ -56,7 +56,7 @@ CACHES: Final = (COMPILER_CACHE, "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CA
 
 _IN_MEMORY: Final = "/dev/shm"
 _MAX_FILE_BYTES: Final = 16 << 30
-"""Largest file in bytes that a confined process writes; a model that it saves goes to the parent instead."""
+"""Maximum size in bytes of a file that a confined process writes; a model that it saves goes to the parent instead."""
 _CAPABILITIES: Final = 0x20080522  # version 3 of the interface of capget(2)
 _READ_ANYTHING: Final = 1 << 2
 """``CAP_DAC_READ_SEARCH``, which lets root read all files, confined or not."""
@@ -110,7 +110,7 @@ def caches_in(folder: str) -> dict[str, str]:
 
 
 def _restrict_files(libc: ctypes.CDLL, version: int, folder: str, *, gpu: bool) -> str:
-    """Restrict access to files by Landlock; return the reason if that fails, else ""."""
+    """Restrict access to files by Landlock; return the reason if that fails."""
     if version < 1:
         return "this kernel has no Landlock, or it is switched off"
     rights = (1 << _RIGHTS.get(version, max(_RIGHTS.values()))) - 1
@@ -169,7 +169,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def _attributes(version: int, rights: int) -> tuple[bytes, ctypes.c_size_t]:
-    """Return the attributes of a ruleset as far as this version of Landlock knows them, and their size."""
+    """Return the attributes of a ruleset that this ``version`` of Landlock knows, and their size."""
     fields = [rights]
     if version >= _NET_FROM:
         fields.append(_TCP)

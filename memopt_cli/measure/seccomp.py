@@ -104,7 +104,7 @@ class _Rule:
 
 
 def install(*, gpu: bool, signals: bool) -> str:
-    """Filter the system calls of this process and its children, for good; return the reason if that fails, else "".
+    """Filter the system calls of this process and its children, for good; return the reason if that fails.
 
     ``gpu``: allow the calls that drivers of GPUs make.  ``signals``: let this process signal only itself, for kernels
     in which Landlock cannot see to that.

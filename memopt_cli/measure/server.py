@@ -43,7 +43,7 @@ from memopt_cli.measure.processes import IMPORT_FOR_STEPS, IMPORT_LIBRARIES, enc
 _SWEEPS = 100
 """Maximum number of searches for orphans: a process that is not confined can keep starting others."""
 _SWEEP_S = 0.01
-"""Seconds between two searches."""
+"""Seconds between two searches for orphans."""
 
 
 class _Server:
@@ -215,7 +215,7 @@ class _OutOfTimeError(BaseException):
 
 
 def _import_libraries(names: Sequence[str], path: Sequence[str], timeout_s: float) -> None:
-    """Import the modules ``names``, found on ``path``, as far as they belong to libraries of models.
+    """Import those of the modules ``names``, found on ``path``, that belong to libraries of models.
 
     The names come from a subprocess that a hostile model may have taken over, so only known libraries are imported.
     These work after a fork: PyTorch's data loaders fork with everything that a script has imported.  As in a

@@ -17,9 +17,9 @@ from memopt_cli.text.documents import printable, whole_number
 SIZE: Final = struct.Struct("!Q")
 """The size of a piece in bytes."""
 _OBJECT_BYTES: Final = {"{": 300, "[": 100, ":": 180, ",": 90, "\\": 100}
-"""Character of JSON -> largest memory in bytes for the Python object that it starts or separates, without its text."""
+"""Character of JSON -> maximum bytes of the Python object that it starts or separates, without its text."""
 _BYTES_PER_CHARACTER = 4
-"""Bytes of memory for a character of the line, all copies of it included."""
+"""Bytes of memory that a character of the line takes, in all of its copies together."""
 _BYTES_PER_ESCAPED_CHARACTER = 5
 """Further bytes for each character of a line with escapes, which may become characters of 4 bytes."""
 

@@ -28,7 +28,7 @@ from memopt_cli.measure import sandbox
 from memopt_cli.measure.answers import without_steps
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.without_data import StepTooLargeError
-from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, Saved, SaveJob, StepJob, Subject, class_of
+from memopt_cli.measure.jobs import ORIGINAL, FileChanged, Job, SaveAnswer, SaveJob, StepJob, Subject, class_of
 from memopt_cli.measure.wire import Pieces, memory_of
 from memopt_cli.records import ModelFacts, OutOfMemory, Plan, StepFailed, from_data, to_data, to_short_data
 from memopt_cli.runtime.places.disk import set_offload_folder
@@ -43,7 +43,7 @@ from memopt_cli.training.wrappers import suspend_compilation, unwrap
 Answer = TypeVar("Answer")
 
 _PIECE_BYTES = 1 << 20
-"""Smallest piece in bytes in which a saved model is sent, except the last."""
+"""Minimum size in bytes of the pieces in which a saved model is sent, except the last."""
 
 
 class Worker:
@@ -164,7 +164,7 @@ def _reply_line(reply: Any, max_bytes: int) -> str:
     return json.dumps(to_data(too_long))
 
 
-def _send_file(worker: Worker, job: SaveJob, replies: TextIO) -> Saved:
+def _send_file(worker: Worker, job: SaveJob, replies: TextIO) -> SaveAnswer:
     replies.flush()
     pieces = Pieces(replies.buffer)
     try:
@@ -174,7 +174,7 @@ def _send_file(worker: Worker, job: SaveJob, replies: TextIO) -> Saved:
             size_bytes = pieces.size_bytes
     finally:
         Pieces(replies.buffer).end()
-    return Saved(size_bytes=size_bytes)
+    return SaveAnswer(size_bytes=size_bytes)
 
 
 def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed:

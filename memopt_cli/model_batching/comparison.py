@@ -44,9 +44,9 @@ _COMPARED_SAMPLES = 3
 _COMPARISON_SHARE = 0.1
 """Once a route can be used, other routes are compared for at most this share of the time of a step on all samples."""
 _MIN_COMPARISON_S = 0.25
-"""Smallest limit, in seconds, that follows from :data:`_COMPARISON_SHARE`."""
+"""Minimum of the limit, in seconds, that follows from :data:`_COMPARISON_SHARE`."""
 _MAX_COMPARISON_S = 1.0
-"""Largest limit, in seconds, that follows from :data:`_COMPARISON_SHARE`."""
+"""Maximum of the limit, in seconds, that follows from :data:`_COMPARISON_SHARE`."""
 _GENERATOR_KEY = "random generator"
 """Text in the names of effects that are states of random generators."""
 
@@ -57,9 +57,9 @@ class RouteTrial:
 
     name: RouteName
     refused: str = ""
-    """Reason why the route cannot be used; empty if it can."""
+    """Reason why the route cannot be used."""
     difference: float = 0.0
-    """Largest relative difference from the loop in float64, over outputs, gradients and buffers.  NaN: not compared."""
+    """Maximum relative difference from the loop in float64, over outputs, gradients and buffers.  NaN: not compared."""
     step_s: float = math.nan
     """Median seconds of its forward and backward, on few samples if all would take long.  NaN: not timed."""
     used: bool = False
@@ -160,7 +160,7 @@ class Reference:
         return RouteTrial(name=name, refused=refused, difference=relative)
 
     def _compare(self, name: RouteName) -> tuple[str, float]:
-        """Return why the route ``name`` cannot be used (empty if it can), and its largest relative difference."""
+        """Return why the route ``name`` cannot be used, and its largest relative difference."""
         if self._effects is None:
             return f"it cannot be compared with the loop, since a step of the loop fails: {self._failure}", 0.0
         worst = difference(self._effects, self._compute_effects(name))

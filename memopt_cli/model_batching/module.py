@@ -95,9 +95,9 @@ class BatchModule(nn.Module):
         """Return the outputs of all models.
 
         Tensors are in ``data_order``; outputs are in ``output_order``, by default the same.  An argument that is no
-        tensor is passed to every model.  An output with one value per model is (models,).  As in torchmb, with
-        ``merge=False`` the tensors are merged already, in the order ``(b g)``, and ``split=False`` returns tensors in
-        that order.
+        tensor is passed to every model.  An output with one value per model has the shape (models,).  As in torchmb,
+        ``merge=False`` is for tensors that are merged already, in the order ``(b g)``, and ``split=False`` returns
+        tensors in that order.
         """
         output_order = output_order or data_order if split else "(b g)"
         data_order = data_order if merge else "(b g)"

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from memopt_cli.training.step import Step, synchronize
 _MAX_ROUNDS = 30
 """Maximum number of timed steps of each route."""
 _MAX_TIMING_S = 1.0
-"""Seconds for timing after the first steps; if one step of each route would take longer, samples are fewer."""
+"""Maximum seconds of timing after the first steps; if one step of each route would take longer, samples are fewer."""
 _MAX_TIMING_SHARE = 0.25
 """Timing on few samples, after the first steps, takes at most this share of a step on all samples."""
 _MAX_LAG_FACTOR = 1.5
@@ -96,7 +95,10 @@ def _median_seconds(
 def _timer(name: RouteName, inputs: TrialInputs) -> Timer:
     """Return a function that takes one forward and backward by the route ``name`` on a copy of ``inputs``."""
     settings = settings_for(inputs.args, inputs.kwargs)
-    args, kwargs = map_leaves(_detached_leaf, (inputs.args, inputs.kwargs))
+    args, kwargs = map_leaves(
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf,
+        (inputs.args, inputs.kwargs),
+    )
     model = RouteModel(name, copy.deepcopy(inputs.tree), inputs.models)
     step = Step(model=model, args=args, kwargs=kwargs, settings=settings, loss=make_loss)
 
@@ -109,7 +111,3 @@ def _timer(name: RouteName, inputs: TrialInputs) -> Timer:
         return time.perf_counter() - start
 
     return run
-
-
-def _detached_leaf(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

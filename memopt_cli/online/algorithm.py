@@ -62,8 +62,9 @@ class OnlineAlgorithm(nn.Module):
     def compile_graph(self, *inputs: Tensor) -> None:
         """Find by a step on ``inputs`` which weights carry traces, and make the traces; later calls do nothing.
 
-        The model's states must be initialized.  Warns if no weight was given to ``traced`` or ``untraced``.  Raises
-        :class:`MemoptError` for a model that traces cannot follow.
+        The model's states must be initialized.  Warns if no weight was given to ``traced`` or ``untraced``, and of
+        plain parameters that a traced state depends on.  Raises :class:`MemoptError` for a model that traces cannot
+        follow.
         """
         if self._step is not None:
             return
@@ -77,6 +78,12 @@ class OnlineAlgorithm(nn.Module):
                 stacklevel=2,
             )
         structure = find_structure(self.model, inputs, batched=has_batch)
+        if structure.plain_parameters:
+            warnings.warn(
+                f"states depend on {', '.join(structure.plain_parameters)}, which no trace follows: the gradient "
+                "leaves out the past. Replace such a parameter in a cell of yours with ElementWise, or freeze it.",
+                stacklevel=2,
+            )
         for use, groups in structure.groups.items():
             operation = make_operation(self.model.get_submodule(use.path))
             example = operation.bias if operation.weight is None else operation.weight

@@ -88,6 +88,9 @@ def _structure(reach: Reach) -> Structure:
         exposed_states=exposed,
         attached_outputs=attached,
         source_states={out: states for out, states in reach.probe.derived.items() if out in reach.followed},
+        plain_parameters=tuple(
+            sorted({name for h in reach.followed_states for name in reach.reads[reach.new[h]].plain})
+        ),
         untraced_reasons={path: reason for path in reach.probe.weights if path not in reach.traced},
         call_counts=reach.probe.calls,
         known_sources={out: reach.known_sources(out) for out in outs},

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from memopt_cli.online.operations import traceable_layers
 from memopt_cli.online.structure import Source
 from memopt_cli.online.traces import Gate
 from memopt_cli.runtime.graph import nodes_from
@@ -50,6 +51,8 @@ class Reads:
     """Whether the tensor reads trainable parameters, or inputs of the model that require a gradient."""
     tagged: set[str] = field(default_factory=set)
     """Paths of modules whose tagged weights the tensor reads without a call of the module, as in ``x @ fc.weight``."""
+    plain: set[str] = field(default_factory=set)
+    """Names of trainable parameters that are read and belong to no layer that could be tagged."""
     mixed: set[Source] = field(default_factory=set)
     """Parts in ``direct`` that are not read neuron by neuron (but by a sum over neurons, for example), or that are also
     in ``weighted``."""
@@ -74,6 +77,9 @@ class AutogradGraph:
         self._parameters = {id(p) for p in model.parameters()}
         self._has_frozen = any(not p.requires_grad for p in model.parameters())
         self._trainable = trainable
+        layers = [p for layer in traceable_layers(model) for p in layer.parameters()]
+        names = {id(p): name for name, p in model.named_parameters() if id(p) in trainable}
+        self._plain = {key: name for key, name in names.items() if key not in set(map(id, layers))}
         self._tagged = {id(p): path for path, module in weights.items() for p in module.parameters()}
 
     def reads(self, tensor: Tensor, leaves: Mapping[Source, Tensor]) -> Reads:
@@ -87,6 +93,8 @@ class AutogradGraph:
                 reads.has_parameters = True
                 if (path := self._tagged.get(id(leaf))) is not None:
                     reads.tagged.add(path)
+                if (name := self._plain.get(id(leaf))) is not None:
+                    reads.plain.add(name)
         return reads
 
     def _walk(self, tensor: Tensor) -> Iterator[tuple[Tensor, bool]]:

@@ -121,7 +121,7 @@ class Interception:
         return output
 
     def act_on(self, states: Sequence[State], act: Callable[..., tuple[Tensor, ...]]) -> None:
-        """Replace the values of ``states``, with all samples, by the results of ``act`` on them."""
+        """Replace the values of ``states``, with all samples, with what ``act`` returns for them."""
         if states:
             for state, value in zip(states, self.batch.lift(act, *_values(states)), strict=True):
                 state.value = value

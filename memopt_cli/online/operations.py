@@ -207,7 +207,7 @@ def traced(module: M, kind: TraceKind = "adaptive") -> M:
     """
     if kind not in ("full", "approx", "adaptive"):
         raise UsageError(f"unknown kind {kind!r}", hint='Give "full", "approx" or "adaptive".')
-    layers = list(_traceable_layers(module))
+    layers = list(traceable_layers(module))
     if not layers:
         raise UsageError(
             f"{type(module).__name__} has no weight that can carry a trace",
@@ -230,7 +230,7 @@ def untraced(module: M) -> M:
     -------
     ``module``.
     """
-    for layer in _traceable_layers(module):
+    for layer in traceable_layers(module):
         setattr(layer, _TAG, None)
     return module
 
@@ -246,7 +246,8 @@ def has_tags(model: nn.Module) -> bool:
     return any(hasattr(module, _TAG) for module in model.modules())
 
 
-def _traceable_layers(module: nn.Module) -> Iterator[nn.Module]:
+def traceable_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers in ``module`` whose weights can carry traces."""
     forwards = (nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
     for layer in module.modules():
         if isinstance(layer, ElementWise) or type(layer).forward in forwards:

@@ -96,7 +96,8 @@ class Probe(Interception):
         )
 
     def on_leave(self, cell: str, call: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        self._note_outside(cell, tensors)
+        reached, _ = reachable_ends((tensor.grad_fn for tensor in tensors), self._shown_nodes)
+        self.read_outside |= {p for number in reached if (p := self._states_shown[number]).cell == cell}
         count = len(self.states[cell])
         outs = [CellOutput(cell, call, i) for i in range(len(tensors))]
         new = {t.grad_fn: i for i, t in enumerate(tensors[:count]) if t.grad_fn is not None}
@@ -122,12 +123,6 @@ class Probe(Interception):
             self._shown_nodes[value.grad_fn] = len(self._states_shown)
             self._states_shown.append(past_state)
         return shown
-
-    def _note_outside(self, cell: str, tensors: Sequence[Tensor]) -> None:
-        reached, _ = reachable_ends((tensor.grad_fn for tensor in tensors), self._shown_nodes)
-        self.read_outside |= {
-            past_state for number in reached if (past_state := self._states_shown[number]).cell == cell
-        }
 
     def _end(self, *results: Tensor) -> tuple[Tensor, ...]:
         self.output_reads = [self._graph.reads(result, self.leaves) for result in results]

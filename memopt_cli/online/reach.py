@@ -31,7 +31,7 @@ class Reach:
             if out.number < len(names := probe.states[out.cell])
             and PastState(out.cell, names[out.number].name) not in probe.forgotten
         }
-        """State -> the cell output that is its new value, by the cell's last call in the step."""
+        """State -> the output of the cell's last call in the step that is its new value."""
         self.reached = {use: states for use in self.uses if (states := self._states_reached(use))}
         """Use of a traced weight -> the states that it reaches; a use that reaches none carries no trace."""
         self.followed_states: set[PastState] = set().union(*self.reached.values())

@@ -166,7 +166,7 @@ def declare_state(
 
 
 def states_of(model: nn.Module) -> dict[str, State]:
-    """Return dotted path -> state, for every state declared in ``model``."""
+    """Return every state declared in ``model``, by dotted path."""
     return {
         child_path(path, name): State(module, name)
         for path, module in model.named_modules()

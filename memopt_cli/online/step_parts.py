@@ -122,5 +122,5 @@ def describe_source(source: Source) -> str:
 
 
 def _entries(keys: Iterable[K], row: Iterator[Tensor | None]) -> dict[K, Tensor]:
-    """Return key -> next entry of ``row``, for each of ``keys`` that has one."""
+    """Take an entry of ``row`` for each of ``keys``; return those that are not ``None``, by key."""
     return {key: entry for key in keys if (entry := next(row)) is not None}

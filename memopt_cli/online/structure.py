@@ -66,6 +66,8 @@ class Structure:
     """Outputs of cells that depend on more than their edges, such as on a time constant, and keep their graph."""
     source_states: dict[CellOutput, frozenset[int]]
     """Output of a cell that depends only on the cell's new states -> the numbers of those states."""
+    plain_parameters: tuple[str, ...]
+    """Names of parameters that a followed state depends on, and that no tag could give a trace."""
     untraced_reasons: dict[str, str]
     """Path of a tagged module without a trace -> the reason.  Such a module gets only the gradient of each step."""
     call_counts: dict[str, int]

@@ -51,7 +51,7 @@ class TraceSet:
             trace.set_scale(scale)
 
     def advance(self, rows: Mapping[PastState, Row]) -> None:
-        """Advance the traces by one step, by the total ``rows`` of the new states."""
+        """Advance the traces by one step, given the total ``rows`` of the new states."""
         for trace in self.by_use.values():
             trace.advance(rows)
 

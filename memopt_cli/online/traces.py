@@ -122,7 +122,12 @@ class _TiedTensors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        _refuse_second_derivative()
+        if torch.is_grad_enabled():
+            raise MemoptError(
+                "eligibility traces give first derivatives only, and a second derivative of an online step was "
+                "requested",
+                hint="Leave create_graph=True out, or differentiate the model without the algorithm.",
+            )
         if ctx.gate.closed:
             return (None,) * len(ctx.needs_input_grad)
         sums: dict[GradientChannel | int, Tensor] = {
@@ -138,14 +143,6 @@ class _TiedTensors(torch.autograd.Function):
         for channel in ctx.channels:
             onward += channel.to_targets(sums[channel]) if channel in sums else (None,) * len(channel.targets)
         return None, None, None, *onward
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise MemoptError(
-            "eligibility traces give first derivatives only, and a second derivative of an online step was requested",
-            hint="Leave create_graph=True out, or differentiate the model without the algorithm.",
-        )
 
 
 @dataclass(slots=True)
@@ -190,7 +187,7 @@ class _RunningStep:
     y: Tensor = field(default_factory=lambda: torch.empty(0))
     """Output of the weight; through it gradients reach the tensors that ``z`` was computed from."""
     channels: dict[object, GradientChannel] = field(default_factory=dict)
-    """Channels of this step, by the state or the use whose gradient they sum."""
+    """State, or use of the weight -> the channel that sums its gradients in this step."""
 
 
 class Trace(nn.Module):
@@ -248,7 +245,7 @@ class Trace(nn.Module):
         raise NotImplementedError
 
     def advance(self, rows: Mapping[PastState, Row]) -> None:
-        """Advance the trace by one step, by the total ``rows`` of the new states; without a row, nothing changes."""
+        """Advance the trace by one step, given the total ``rows`` of the new states; without a row, nothing changes."""
         self.begin(self.live.values | self._advanced({h: row for h, row in rows.items() if h in self.shapes}))
 
     def _advanced(self, rows: Mapping[PastState, Row]) -> dict[str, Tensor]:

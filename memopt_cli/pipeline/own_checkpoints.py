@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, MeasureAnswer, MeasureJob, TraceAnswer, TraceJob
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Failure, Measurement, Plan, describe
 from memopt_cli.text.paths import attributes_in_words, quote_module
@@ -23,7 +23,7 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
         return prepared
     prepared.progress.stage("looking for checkpoints of the model's own")
     traced = prepared.ask(TraceJob(plan=ORIGINAL, fake=True), "small batch")
-    if not isinstance(traced, Traced) or not traced.checkpoints:
+    if not isinstance(traced, TraceAnswer) or not traced.checkpoints:
         return prepared
     own = _measure(prepared) if measures else None
     if isinstance(own, Measurement):
@@ -44,7 +44,7 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
 def _measure(prepared: Prepared) -> Measurement | Failure:
     prepared.progress.stage("measuring the step with the model's own checkpoints")
     answer = prepared.ask(MeasureJob(plan=ORIGINAL))
-    return answer.measurement if isinstance(answer, Measured) else answer
+    return answer.measurement if isinstance(answer, MeasureAnswer) else answer
 
 
 def suspended_notes(switches: Sequence[str], plan: Plan) -> tuple[str, ...]:

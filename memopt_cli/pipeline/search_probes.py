@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from memopt_cli.measure.jobs import ORIGINAL, ChunkingJob, CountJob, Job, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, ChunkingJob, CountJob, Job, TraceAnswer, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
 from memopt_cli.records.progress import Progress, Span
@@ -135,7 +135,7 @@ def planner_probes(
 
     def trace_step(plan: Plan) -> StepTrace | Failure | NotTried:
         traced = probes.ask(TraceJob(plan=plan, fake=fake))
-        return traced.trace if isinstance(traced, Traced) else traced
+        return traced.trace if isinstance(traced, TraceAnswer) else traced
 
     return Probes(
         count=count_step,

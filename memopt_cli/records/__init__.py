@@ -1,214 +1,33 @@
 """The records that the stages of the pipeline hand each other: frozen dataclasses, sizes in bytes, times in seconds.
 
-Each file has the records of one command or topic.  ``wire`` turns any record into plain JSON or YAML values and back.
+Each file has the records of one command or topic; all of their public names are here.  ``wire`` turns any record into
+plain JSON or YAML values and back.
 """
 
-from memopt_cli.records.baseline import METRICS as METRICS
-from memopt_cli.records.baseline import Baseline as Baseline
-from memopt_cli.records.baseline import BaselineRequest as BaselineRequest
-from memopt_cli.records.baseline import BaselineResult as BaselineResult
-from memopt_cli.records.baseline import Change as Change
-from memopt_cli.records.baseline import CheckRequest as CheckRequest
-from memopt_cli.records.baseline import Comparison as Comparison
-from memopt_cli.records.baseline import Conditions as Conditions
-from memopt_cli.records.baseline import Difference as Difference
-from memopt_cli.records.baseline import Limit as Limit
-from memopt_cli.records.baseline import Metric as Metric
-from memopt_cli.records.baseline import ModuleBytes as ModuleBytes
-from memopt_cli.records.baseline import ModuleChange as ModuleChange
-from memopt_cli.records.baseline import PeakPlace as PeakPlace
-from memopt_cli.records.baseline import PlanChange as PlanChange
-from memopt_cli.records.baseline import Rename as Rename
-from memopt_cli.records.baseline import ShorterStep as ShorterStep
-from memopt_cli.records.baseline import StepMemory as StepMemory
-from memopt_cli.records.baseline import Verdict as Verdict
-from memopt_cli.records.batch import LONGEST_STEP_S as LONGEST_STEP_S
-from memopt_cli.records.batch import Accumulation as Accumulation
-from memopt_cli.records.batch import BatchAdvice as BatchAdvice
-from memopt_cli.records.batch import BatchEstimate as BatchEstimate
-from memopt_cli.records.batch import BatchOutcome as BatchOutcome
-from memopt_cli.records.batch import BatchProbe as BatchProbe
-from memopt_cli.records.batch import BatchRecommendation as BatchRecommendation
-from memopt_cli.records.batch import BatchRequest as BatchRequest
-from memopt_cli.records.batch import BatchRow as BatchRow
-from memopt_cli.records.batch import DimRange as DimRange
-from memopt_cli.records.batch import LengthBatching as LengthBatching
-from memopt_cli.records.batch import ModelCall as ModelCall
-from memopt_cli.records.batch import NoBatchFits as NoBatchFits
-from memopt_cli.records.batch import Objective as Objective
-from memopt_cli.records.batch import ReplicaAdvice as ReplicaAdvice
-from memopt_cli.records.batch_shaping import AdaptiveSizing as AdaptiveSizing
-from memopt_cli.records.batch_shaping import AlertThresholds as AlertThresholds
-from memopt_cli.records.batch_shaping import BatchShaping as BatchShaping
-from memopt_cli.records.batch_shaping import MemoryAwareShaping as MemoryAwareShaping
-from memopt_cli.records.batch_shaping import OptimizationHints as OptimizationHints
-from memopt_cli.records.batch_shaping import PerformanceMonitoring as PerformanceMonitoring
-from memopt_cli.records.batch_shaping import ShapeValidation as ShapeValidation
-from memopt_cli.records.batch_shaping import TensorLayout as TensorLayout
-from memopt_cli.records.device import MAX_NAME_LENGTH as MAX_NAME_LENGTH
-from memopt_cli.records.device import RATES as RATES
-from memopt_cli.records.device import AllocatorRules as AllocatorRules
-from memopt_cli.records.device import Confirmation as Confirmation
-from memopt_cli.records.device import DeviceEstimate as DeviceEstimate
-from memopt_cli.records.device import DeviceProfile as DeviceProfile
-from memopt_cli.records.device import PlanEstimates as PlanEstimates
-from memopt_cli.records.device import PredictedStep as PredictedStep
-from memopt_cli.records.device import Rate as Rate
-from memopt_cli.records.device import check_amounts as check_amounts
-from memopt_cli.records.dropped import Differs as Differs
-from memopt_cli.records.dropped import Dropped as Dropped
-from memopt_cli.records.dropped import LeftOut as LeftOut
-from memopt_cli.records.dropped import NotRun as NotRun
-from memopt_cli.records.dropped import OwnIsBetter as OwnIsBetter
-from memopt_cli.records.dropped import Reason as Reason
-from memopt_cli.records.dropped import SavesTooLittle as SavesTooLittle
-from memopt_cli.records.dropped import TooSlow as TooSlow
-from memopt_cli.records.dropped import decisive as decisive
-from memopt_cli.records.equivalence import CallPrint as CallPrint
-from memopt_cli.records.equivalence import Cause as Cause
-from memopt_cli.records.equivalence import ChoicePrint as ChoicePrint
-from memopt_cli.records.equivalence import Equivalence as Equivalence
-from memopt_cli.records.equivalence import EquivalenceRequest as EquivalenceRequest
-from memopt_cli.records.equivalence import FollowedSteps as FollowedSteps
-from memopt_cli.records.equivalence import Likeness as Likeness
-from memopt_cli.records.equivalence import StepPrint as StepPrint
-from memopt_cli.records.equivalence import TensorGap as TensorGap
-from memopt_cli.records.explanation import ExplainRequest as ExplainRequest
-from memopt_cli.records.explanation import Explanation as Explanation
-from memopt_cli.records.explanation import Holder as Holder
-from memopt_cli.records.explanation import OutOfMemoryText as OutOfMemoryText
-from memopt_cli.records.explanation import SnapshotFacts as SnapshotFacts
-from memopt_cli.records.explanation import Suggestion as Suggestion
-from memopt_cli.records.fastest import FastestTraining as FastestTraining
-from memopt_cli.records.fastest import PairRun as PairRun
-from memopt_cli.records.header import SCHEMA_VERSION as SCHEMA_VERSION
-from memopt_cli.records.header import FileHeader as FileHeader
-from memopt_cli.records.inputs import GUESS as GUESS
-from memopt_cli.records.inputs import PADDED as PADDED
-from memopt_cli.records.inputs import RECORDED as RECORDED
-from memopt_cli.records.inputs import REMEMBERED as REMEMBERED
-from memopt_cli.records.inputs import TYPED as TYPED
-from memopt_cli.records.inputs import InputSpec as InputSpec
-from memopt_cli.records.inputs import TensorSpec as TensorSpec
-from memopt_cli.records.inspection import GlobalVerdict as GlobalVerdict
-from memopt_cli.records.inspection import Inspection as Inspection
-from memopt_cli.records.inspection import StoredModule as StoredModule
-from memopt_cli.records.inspection import StoredTensor as StoredTensor
-from memopt_cli.records.inspection import TensorKind as TensorKind
-from memopt_cli.records.layout import BUILT_IN as BUILT_IN
-from memopt_cli.records.layout import Collective as Collective
-from memopt_cli.records.layout import RankLayout as RankLayout
-from memopt_cli.records.learning import ONLINE_RULES as ONLINE_RULES
-from memopt_cli.records.learning import STRATEGIES as STRATEGIES
-from memopt_cli.records.learning import GradientAgreement as GradientAgreement
-from memopt_cli.records.learning import OnlineRule as OnlineRule
-from memopt_cli.records.learning import StrategyComparison as StrategyComparison
-from memopt_cli.records.learning import StrategyCurve as StrategyCurve
-from memopt_cli.records.learning import StrategyName as StrategyName
-from memopt_cli.records.learning import StrategyPoint as StrategyPoint
-from memopt_cli.records.measurement import SKIPS_LAYERS as SKIPS_LAYERS
-from memopt_cli.records.measurement import Breakdown as Breakdown
-from memopt_cli.records.measurement import Counted as Counted
-from memopt_cli.records.measurement import Crashed as Crashed
-from memopt_cli.records.measurement import Failure as Failure
-from memopt_cli.records.measurement import Measurement as Measurement
-from memopt_cli.records.measurement import ModuleShare as ModuleShare
-from memopt_cli.records.measurement import OutOfMemory as OutOfMemory
-from memopt_cli.records.measurement import PhasePeak as PhasePeak
-from memopt_cli.records.measurement import Prediction as Prediction
-from memopt_cli.records.measurement import StepFailed as StepFailed
-from memopt_cli.records.measurement import TimedOut as TimedOut
-from memopt_cli.records.measurement import break_down as break_down
-from memopt_cli.records.measurement import describe as describe
-from memopt_cli.records.measurement import slowdown_in as slowdown_in
-from memopt_cli.records.model import FIRST_USED as FIRST_USED
-from memopt_cli.records.model import STEP as STEP
-from memopt_cli.records.model import LoadedModel as LoadedModel
-from memopt_cli.records.model import ModelFacts as ModelFacts
-from memopt_cli.records.model import ModelSource as ModelSource
-from memopt_cli.records.model import Trust as Trust
-from memopt_cli.records.model import WantedGlobal as WantedGlobal
-from memopt_cli.records.optimization import ApplyRequest as ApplyRequest
-from memopt_cli.records.optimization import ApplyResult as ApplyResult
-from memopt_cli.records.optimization import OptimizeRequest as OptimizeRequest
-from memopt_cli.records.optimization import OptimizeResult as OptimizeResult
-from memopt_cli.records.optimization import RecordedSteps as RecordedSteps
-from memopt_cli.records.optimization import ShownFrontier as ShownFrontier
-from memopt_cli.records.plan import BUDGETED as BUDGETED
-from memopt_cli.records.plan import CHANGES_NOTHING as CHANGES_NOTHING
-from memopt_cli.records.plan import MAX_NORMS as MAX_NORMS
-from memopt_cli.records.plan import MAX_RANGES as MAX_RANGES
-from memopt_cli.records.plan import ChunkRule as ChunkRule
-from memopt_cli.records.plan import CompilePlan as CompilePlan
-from memopt_cli.records.plan import CompressorName as CompressorName
-from memopt_cli.records.plan import InputDimension as InputDimension
-from memopt_cli.records.plan import PlaceName as PlaceName
-from memopt_cli.records.plan import Plan as Plan
-from memopt_cli.records.plan import PlanRange as PlanRange
-from memopt_cli.records.plan import Refused as Refused
-from memopt_cli.records.plan import SegmentPlan as SegmentPlan
-from memopt_cli.records.profile import PACKING as PACKING
-from memopt_cli.records.profile import SEGMENT as SEGMENT
-from memopt_cli.records.profile import CompiledStep as CompiledStep
-from memopt_cli.records.profile import Instant as Instant
-from memopt_cli.records.profile import ModuleUse as ModuleUse
-from memopt_cli.records.profile import ProfileRequest as ProfileRequest
-from memopt_cli.records.profile import SavedTensor as SavedTensor
-from memopt_cli.records.profile import StepProfile as StepProfile
-from memopt_cli.records.profile import TimeUse as TimeUse
-from memopt_cli.records.profile import TimeUseName as TimeUseName
-from memopt_cli.records.rank import GroupMeasurement as GroupMeasurement
-from memopt_cli.records.rank import MeasureRequest as MeasureRequest
-from memopt_cli.records.rank import NotPredicted as NotPredicted
-from memopt_cli.records.rank import PlannedRanks as PlannedRanks
-from memopt_cli.records.rank import RankBatch as RankBatch
-from memopt_cli.records.rank import RankLost as RankLost
-from memopt_cli.records.rank import RankMeasurement as RankMeasurement
-from memopt_cli.records.rank import RankPrediction as RankPrediction
-from memopt_cli.records.rank import RanksMeasured as RanksMeasured
-from memopt_cli.records.rank import RanksRecommendation as RanksRecommendation
-from memopt_cli.records.rank import RanksRow as RanksRow
-from memopt_cli.records.rank import make_prediction as make_prediction
-from memopt_cli.records.request import StepRequest as StepRequest
-from memopt_cli.records.search import Budget as Budget
-from memopt_cli.records.search import Preference as Preference
-from memopt_cli.records.search import Profile as Profile
-from memopt_cli.records.search import ResolvedSearch as ResolvedSearch
-from memopt_cli.records.search import SearchGoal as SearchGoal
-from memopt_cli.records.search import SearchOptions as SearchOptions
-from memopt_cli.records.search import SearchOverrides as SearchOverrides
-from memopt_cli.records.search import SelectionPolicy as SelectionPolicy
-from memopt_cli.records.selftest import SelftestReport as SelftestReport
-from memopt_cli.records.selftest import SelftestRow as SelftestRow
-from memopt_cli.records.settings import PRECISIONS as PRECISIONS
-from memopt_cli.records.settings import Precision as Precision
-from memopt_cli.records.settings import StepSettings as StepSettings
-from memopt_cli.records.summary import LOWER_SHARE as LOWER_SHARE
-from memopt_cli.records.summary import PREDICTED_SHARE as PREDICTED_SHARE
-from memopt_cli.records.summary import CompiledRow as CompiledRow
-from memopt_cli.records.summary import LengthRun as LengthRun
-from memopt_cli.records.summary import LevelRow as LevelRow
-from memopt_cli.records.summary import MemOptSummary as MemOptSummary
-from memopt_cli.records.summary import Outlook as Outlook
-from memopt_cli.records.summary import ParetoPoint as ParetoPoint
-from memopt_cli.records.summary import RangeRow as RangeRow
-from memopt_cli.records.trace import UPDATE_PHASES as UPDATE_PHASES
-from memopt_cli.records.trace import ModuleCall as ModuleCall
-from memopt_cli.records.trace import ModuleTrace as ModuleTrace
-from memopt_cli.records.trace import OpTrace as OpTrace
-from memopt_cli.records.trace import Phase as Phase
-from memopt_cli.records.trace import StepTrace as StepTrace
-from memopt_cli.records.trace import StorageTrace as StorageTrace
-from memopt_cli.records.trace import ancestry as ancestry
-from memopt_cli.records.verification import NOT_FINITE as NOT_FINITE
-from memopt_cli.records.verification import TOLERANCE as TOLERANCE
-from memopt_cli.records.verification import Fingerprint as Fingerprint
-from memopt_cli.records.verification import FingerprintCheck as FingerprintCheck
-from memopt_cli.records.verification import FurtherCheck as FurtherCheck
-from memopt_cli.records.verification import TensorPrint as TensorPrint
-from memopt_cli.records.verification import Verification as Verification
-from memopt_cli.records.wire import Record as Record
-from memopt_cli.records.wire import from_data as from_data
-from memopt_cli.records.wire import refuse_unknown as refuse_unknown
-from memopt_cli.records.wire import to_data as to_data
-from memopt_cli.records.wire import to_short_data as to_short_data
+from memopt_cli.records.baseline import *
+from memopt_cli.records.batch import *
+from memopt_cli.records.batch_shaping import *
+from memopt_cli.records.device import *
+from memopt_cli.records.dropped import *
+from memopt_cli.records.equivalence import *
+from memopt_cli.records.explanation import *
+from memopt_cli.records.fastest import *
+from memopt_cli.records.header import *
+from memopt_cli.records.inputs import *
+from memopt_cli.records.inspection import *
+from memopt_cli.records.layout import *
+from memopt_cli.records.learning import *
+from memopt_cli.records.measurement import *
+from memopt_cli.records.model import *
+from memopt_cli.records.optimization import *
+from memopt_cli.records.plan import *
+from memopt_cli.records.profile import *
+from memopt_cli.records.rank import *
+from memopt_cli.records.request import *
+from memopt_cli.records.search import *
+from memopt_cli.records.selftest import *
+from memopt_cli.records.settings import *
+from memopt_cli.records.summary import *
+from memopt_cli.records.trace import *
+from memopt_cli.records.verification import *
+from memopt_cli.records.wire import *

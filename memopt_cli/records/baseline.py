@@ -133,6 +133,8 @@ class Baseline:
     memory: StepMemory
     shorter: tuple[ShorterStep, ...] = ()
     """Steps of a plan by length, at the largest length of each range but the last."""
+    plan_path: str = ""
+    """Plan as named with ``--plan``; empty if the model carries the plan or has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +247,8 @@ class Comparison:
     """Length, ``S=512``, of a shorter range of a plan by length; empty at the length of the inputs."""
     shorter: tuple[Comparison, ...] = ()
     """Comparisons at the largest length of each shorter range of a plan by length."""
+    notes: tuple[str, ...] = ()
+    """Notes on the step that was measured now, such as on layers that it skipped."""
 
     @property
     def parts(self) -> tuple[Comparison, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memopt_cli.inputs.spec_text import format_layout
-from memopt_cli.records import Change, Comparison, Difference, PeakPlace, Verdict
+from memopt_cli.records import SKIPS_LAYERS, Change, Comparison, Difference, PeakPlace, Verdict
 from memopt_cli.report.rank import TENSOR_PEAK
 from memopt_cli.text.paths import module_name
 from memopt_cli.text.units import format_bytes, format_count, format_seconds
@@ -166,9 +166,11 @@ def circumstances(comparison: Comparison) -> Iterator[str]:
     if comparison.code:
         yield f"code: {comparison.code}"
     yield from measured_elsewhere(comparison)
+    yield from comparison.notes
     if not comparison.exceeded:
         peaks = [part.changes[0] for part in comparison.parts]
-        if comparison.verdicts and any(peak.after < peak.before for peak in peaks):
+        skips_layers = any(SKIPS_LAYERS in note for note in comparison.notes)
+        if comparison.verdicts and not skips_layers and any(peak.after < peak.before for peak in peaks):
             yield "record the baseline again to keep what was gained"
         return
     if any(d.name in ("torch", "memopt") for d in comparison.surroundings):

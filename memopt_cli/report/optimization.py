@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os.path
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -52,7 +53,7 @@ def headline(summary: MemOptSummary) -> str:
     """Return the result in one line, such as ``617.9 MiB → 294.6 MiB (0.48×), step 1.09 s → 1.49 s (1.37×), …``."""
     if summary.unchanged:
         return summary.unchanged
-    peaks_text = _peaks_in_words(summary)
+    peaks_text = _skipping_prefix(summary) + _peaks_in_words(summary)
     if summary.is_applied and summary.plan is not None and summary.plan.compile is not None:
         return f"{peaks_text}, trains as {summary.plan.compile.backend} compiles it without a plan"
     return f"{peaks_text}, {_equality_in_words(summary.verification)}" if summary.is_applied else peaks_text
@@ -112,14 +113,14 @@ def _peaks_in_words(summary: MemOptSummary) -> str:
             if summary.own_checkpoints is not None:
                 peak += " with its own checkpoints"
             if summary.budget_bytes is not None and unchanged.allocated_peak_bytes <= summary.budget_bytes:
-                at = _skipping_suffix(summary)
-                return f"the model stays as it is: its peak of {peak} is within the budget of {budget}{at}"
+                return f"the model stays as it is: its peak of {peak} is within the budget of {budget}"
             return f"the model stays as it is, with a peak of {peak}"
         case Measurement(), Measurement():
             peak = " → ".join(_format_budget_and_peaks(summary, before, after)[1:])
             step = f"step {format_seconds(before.step_s)} → {format_seconds(after.step_s)}"
             smaller = _ratio(after.allocated_peak_bytes, before.allocated_peak_bytes)
-            text = f"{peak} ({smaller}), {step} ({after.slowdown(before):.2f}×)"
+            ratio = _as_ratio(after.slowdown(before), summary.plan or Plan(), _predicted_slowdown(summary))
+            text = f"{peak} ({smaller}), {step} ({ratio})"
             return f"{_length_prefix(summary)}{text}{_largest_suffix(summary)}"
         case _, Measurement():
             peak = _format_budget_and_peaks(summary, after)[1]
@@ -157,6 +158,10 @@ def _outcome(summary: MemOptSummary, level: int) -> object:
     return next((row.outcome for row in summary.levels if row.level == level), None)
 
 
+def _predicted_slowdown(summary: MemOptSummary) -> float | None:
+    return next((row.predicted_slowdown for row in summary.levels if row.level == summary.applied_level), None)
+
+
 def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
     """Yield the tables of ``summary``: of its plans, of its ranges of lengths and of its frontier."""
     has_several = len(summary.levels) > 1 and not summary.ranges and not summary.compiled
@@ -173,7 +178,7 @@ def tables(summary: MemOptSummary, *, verbose: bool) -> Iterator[Table]:
 def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     """Return which runs were within ``budget_bytes``; for a plan by length, name the lengths that were run."""
     original, planned = _outcome(summary, 0), _outcome(summary, summary.applied_level)
-    budget = f"the budget of {_format_budget_and_peaks(summary, original, planned)[0]}{_skipping_suffix(summary)}"
+    budget = f"the budget of {_format_budget_and_peaks(summary, original, planned)[0]}"
     plan = summary.plan or Plan()
     untried = (s for s in plan.everywhere if plan.ranges or not s.compared)
     if any(segment.chunks > 1 and not segment.inexact for segment in untried):
@@ -191,9 +196,14 @@ def _within_budget(summary: MemOptSummary, budget_bytes: int) -> str:
     return text
 
 
-def _skipping_suffix(summary: MemOptSummary) -> str:
-    """Return words for a measured step that skips layers, since others may exceed the budget; empty for others."""
-    return " at a step that skips layers" if any(SKIPS_LAYERS in note for note in summary.notes) else ""
+def _skipping_prefix(summary: MemOptSummary) -> str:
+    """Return words for a measured step that skips layers, since others need more memory; empty for others."""
+    note = next((note for note in summary.notes if SKIPS_LAYERS in note), None)
+    if note is None:
+        return ""
+    seed = re.search(r"`--seed \d+`", note)
+    runs_all = seed[0] if seed else "no seed that was tried"
+    return f"in the measured step, which skips layers ({runs_all} runs all of them): "
 
 
 def compiled_table(summary: MemOptSummary) -> Table:
@@ -259,7 +269,9 @@ def _measured_cells(row: LevelRow, original: object) -> tuple[str, str]:
     """Return the measured peak of ``row``, and its step as a ratio to ``original`` (in seconds if that did not run)."""
     match row.outcome, original:
         case Measurement() as found, Measurement() as base:
-            return format_bytes(found.allocated_peak_bytes), _as_ratio(found.slowdown(base), row.plan)
+            return format_bytes(found.allocated_peak_bytes), _as_ratio(
+                found.slowdown(base), row.plan, row.predicted_slowdown
+            )
         case Measurement() as found, _:
             return format_bytes(found.allocated_peak_bytes), format_seconds(found.step_s)
         case None, _:
@@ -443,6 +455,11 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
         yield from inexact(record)
         yield from _of_one_size(summary)
     yield from _parts_left_out(summary)
+    if summary.is_applied and any(s.compressor == "sparse" for s in (summary.plan or Plan()).everywhere):
+        yield (
+            "the peak depends on the data: segments packed as sparse take more memory where more values are not zero; "
+            "leave some room, or measure with your own data (`--input-data`)"
+        )
     if summary.offers_choice:  # else their table contains it
         yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
     if (smaller := _smaller_too_slow(summary)) is not None:
@@ -696,10 +713,14 @@ def _batch_details(advice: BatchAdvice | BatchEstimate) -> Iterator[str]:
         yield "the batch leaves no memory for an optimizer's state, which `--optimizer adamw` counts"
 
 
-def _as_ratio(slowdown: float, plan: Plan) -> str:
-    """Return ``slowdown`` as ``1.37×``; as ``~0.39×`` if ``plan`` only adds work, so that it is rough."""
+def _as_ratio(slowdown: float, plan: Plan, predicted: float | None = None) -> str:
+    """Return ``slowdown`` as ``1.37×``; as ``~0.39×`` if it is rough, since ``plan`` cannot be that fast.
+
+    It only adds work, or its step is less than half as long as ``predicted``.
+    """
     adds_work = not plan.has_chunks and plan.compile is None and not plan.in_backward
-    return f"{'~' if adds_work and slowdown < 1 - _ROUGH else ''}{slowdown:.2f}×"
+    is_rough = slowdown < 1 - _ROUGH and (adds_work or (predicted is not None and slowdown < predicted / 2))
+    return f"{'~' if is_rough else ''}{slowdown:.2f}×"
 
 
 def _ratio(value: float, base: float) -> str:

@@ -53,8 +53,8 @@ def _fitting_batch(recommendation: BatchRecommendation, main: BatchRow) -> str:
         return f"about {estimate} would fit: an estimate, it was not run"
     largest, estimated = main.outcome.recommended_batch, main.outcome.estimated_batch
     if estimated > largest:
-        run = f"the largest that was run is {largest}, limited by {main.outcome.limited_by}"
-        return f"about {copies}batch {estimated} fits{where}, as predicted; {run}"
+        run = f"the largest that was run, limited by {main.outcome.limited_by}"
+        return f"{copies}batch {largest} fits{where}, {run}; about {estimated} would fit, as predicted"
     end = "the largest that does (confirmed by a run)"
     if recommendation.interrupted:
         end = "the largest of those run"
@@ -66,7 +66,8 @@ def _fitting_batch(recommendation: BatchRecommendation, main: BatchRow) -> str:
 def _fastest(recommendation: BatchRecommendation, batch: int | None = None) -> str | None:
     """Return ``fastest of those run: batch 20, 200 samples/s; batch 40: 160``; ``None`` if the largest is fastest.
 
-    Runs without the plan count as well as those under it.  ``batch``: a batch that is named already, for which the
+    Runs without the plan count as well as those under it; if the fastest is in another row, the second batch is the
+    fastest of the recommended row.  ``batch``: a batch that is named already, for which the
     answer is ``None`` too.
     """
     main = _main_row(recommendation)
@@ -82,8 +83,9 @@ def _fastest(recommendation: BatchRecommendation, batch: int | None = None) -> s
     if fastest is largest or (row is main and fastest.batch == batch):
         return None
     case = "" if row is main else " under the plan" if row.planned else " without the plan"
-    largest_text = f"batch {largest.batch}{_case_in_words(main) if case else ''}: {rate(largest.samples_per_s)}"
-    return f"fastest of those run: batch {fastest.batch}{case}, {rate(fastest.samples_per_s)} samples/s; {largest_text}"
+    other = largest if row is main else _run_of(main.outcome, main.outcome.fastest_batch)
+    other_text = f"batch {other.batch}{_case_in_words(main) if case else ''}: {rate(other.samples_per_s)}"
+    return f"fastest of those run: batch {fastest.batch}{case}, {rate(fastest.samples_per_s)} samples/s; {other_text}"
 
 
 def _run_of(advice: BatchAdvice, batch: int) -> BatchProbe:

@@ -3,6 +3,9 @@
 Saved models refer to ``memopt_cli.runtime.container.restore_segment`` and ``restore_by_length`` and to
 ``memopt_cli.runtime.lifted.module.restore_lifted`` by their import paths; these and the arguments they take are a
 file format and stay.
+
+A segment adds Python to each call of its module (``benchmarks/overhead.py`` measures it), so what runs in every call
+tests the most common case first.
 """
 
 from memopt_cli.runtime.compressor import (

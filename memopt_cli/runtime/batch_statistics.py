@@ -133,7 +133,7 @@ class _Norm:
 
 
 def statistics_refusal(module: nn.Module, chunks: int) -> str:
-    """Return why ``module`` cannot run in chunks with the statistics of all chunks; empty if it can."""
+    """Return why ``module`` cannot run in chunks with the statistics of all chunks."""
     if chunks < 2:
         return "batch statistics are gathered over chunks, and it runs in one"
     for name, inner in module.named_modules():
@@ -158,7 +158,7 @@ class BatchStatistics:
     def __init__(self, module: nn.Module, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
         """Prepare passes of the ``forward`` of ``module``; ``inputs`` are the tensors among its arguments.
 
-        Raises :class:`ValueError` if a norm lies in a segment inside it.
+        Raises :class:`ValueError` if a norm lies in an inner segment.
         """
         _check_inner_segments(module)
         self._module = module
@@ -270,7 +270,7 @@ class _Norms(TorchFunctionMode):
         self._last: _Output | None = None
         """The output of the last costly operator; ``None`` if the next pass must run that operator itself."""
         self.broken_off = ""
-        """Reason why this run must be discarded (empty if it is valid); set even if forward caught the exception."""
+        """Reason why this run must be discarded; set even if forward caught the exception."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))
@@ -364,7 +364,7 @@ class _Output:
     version: int
     """The output's version when the operator returned it."""
     requires_grad: bool
-    """Whether it needed a gradient then."""
+    """Whether the output needed a gradient then."""
 
     def is_input(self, input: Tensor, link: Tensor) -> bool:
         """Return whether this output is a norm's ``input``, unwritten, and needs a gradient only if ``link`` does."""

@@ -50,7 +50,7 @@ def rows_untried() -> AbstractContextManager[None]:
 
 
 Starting = Callable[[], AbstractContextManager[object]]
-"""A function that returns a context manager, inside which a module is in its starting state."""
+"""A function that returns a context manager that keeps a module in its starting state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Piece:
     length: int
     """The length of the piece along :attr:`axis`."""
     axis: int
-    """The axis along which its tensors are cut."""
+    """The axis along which the piece's tensors are cut."""
     outputs: int
     """Number of the module's outputs that are joined over the chunks; later outputs are states for the next chunk."""
     resumes: bool
@@ -82,8 +82,8 @@ class Piece:
         return self.length - self.length // 2, self.length // 2
 
 
-def is_due(module: nn.Module) -> bool:
-    """Return whether to try ``module`` in this forward: its first, 16th, 256th and so on.
+def begin_forward(module: nn.Module) -> bool:
+    """Count a forward of ``module``, and return whether to try rows in it: in its first, 16th, 256th and so on.
 
     One trial is not enough, since it sees nothing where all values are zero.  Many trials would show in measured times.
     """
@@ -94,7 +94,7 @@ def is_due(module: nn.Module) -> bool:
 
 
 def why_rows_mix(short: Iterable[Piece], full: Sequence[Piece], *, is_compared: bool) -> Complaint:
-    """Return why a module cannot run in chunks, by the first ``short`` piece that proves something, else by ``full``.
+    """Return why a module cannot run in chunks: the first ``short`` piece that proves something decides, else ``full``.
 
     A piece proves nothing if the module's own code does not take its shape, or if an output has only one value: spikes
     may come late.  A short piece may hide that rows mix, as where an expert has no room for all tokens of the batch.

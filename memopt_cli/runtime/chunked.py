@@ -136,7 +136,7 @@ def _run_chunks(
     try:
         output = _run_one_chunk(module, forward, args, kwargs, parcel)
     except Exception:
-        # The whole fails as well, so chunks are not at fault.  If a segment around this one catches the error and goes
+        # The whole fails as well, so chunks are not at fault.  If an enclosing segment catches the error and goes
         # on, its recomputation could not repeat both attempts.
         cannot_repeat()
         raise
@@ -168,7 +168,7 @@ def _run_passes(call: _Call) -> Any:
 
     Raises :class:`_NotInChunksError` if the module would compute other values.
     """
-    # Checked when it became a segment, too; but hooks or norms may have been added since.
+    # Also checked when it became a segment, but hooks or norms may have been added since.
     if refused := statistics_refusal(call.module, len(call.pieces)):
         raise _NotInChunksError(
             f"gathers batch statistics over its chunks, and {refused}", lambda: None, is_certain=True
@@ -285,7 +285,7 @@ class _FirstChunk:
         self._start, self._state_tensors = start, state_tensors
 
     def check(self, output: Any, *, tries_rows: bool) -> None:
-        """Check the ``output`` of the chunk and the state that it changed; ``tries_rows``: try whether rows mix, too.
+        """Check the ``output`` of the chunk and the state that it changed; ``tries_rows``: also try whether rows mix.
 
         Raises :class:`_NotInChunksError` if the chunks would not give the result of the whole.
         """
@@ -298,18 +298,16 @@ class _FirstChunk:
         reason = reason or next(moved_on, "")
         if changed and not reason:
             reason = difference(self._module, changed, starting, self._run_whole, self._run_halves)
-        if not reason and tries_rows and chunk_rows.is_due(self._module):
+        if not reason and tries_rows and chunk_rows.begin_forward(self._module):
             reason = chunk_rows.why_rows_mix(
-                self._short_pieces(starting), self._full_pieces(starting), is_compared=self._is_compared()
+                self._short_pieces(starting),
+                self._full_pieces(starting),
+                is_compared=config_of(self._module).compared == self._described(),
             )
         if reason:
             raise _NotInChunksError(
                 reason, functools.partial(self._start.restore, self._state_tensors, self._others), is_certain=True
             )
-
-    def _is_compared(self) -> bool:
-        """Return whether ``optimize`` has compared these chunks of an input of this shape with the whole."""
-        return config_of(self._module).compared == self._described()
 
     def _described(self) -> str:
         """Describe the chunks and the shape of the input, as a plan's ``compared`` does."""

@@ -2,7 +2,7 @@
 
 Three things forbid tracing.  A backend that does not derive backward ahead of time runs the inside of a checkpoint
 twice, with other random numbers and on the same buffers.  In versions of PyTorch that are ``WRITES_TWICE``, its own
-backends write buffers twice, too.  And whether a module may run in chunks (no state that changes once a call, no rows
+backends also write buffers twice.  And whether a module may run in chunks (no state that changes once a call, no rows
 that depend on one another) shows only when it runs, not when it is traced.
 """
 

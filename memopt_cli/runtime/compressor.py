@@ -35,7 +35,7 @@ from memopt_cli.runtime.tree import join_tensors, split_tensors
 from memopt_cli.runtime.warned import warn_caller
 
 _BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Bytes of an element -> integers that hold its bits; larger elements are compared as several of eight bytes."""
+"""Size of an element -> integers that hold its bits; larger elements are compared as several of eight bytes."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WIDE_INTEGERS = (torch.int16, torch.int32, torch.int64)
 """Integers of more than one byte."""
@@ -47,7 +47,7 @@ _TOP_BYTE = 7 if sys.byteorder == "little" else 0
 _FIRST_SEARCHED = 2**10
 """Number of elements in the first piece that is searched for a value other than zero."""
 _MAX_INDEXED_SPAN = 2**20
-"""Largest span for which the distinct values are looked for, to store one-byte indices into a table of them."""
+"""Maximum span for which the distinct values are looked for, to store one-byte indices into a table of them."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen: that takes three times as long to construct
@@ -78,7 +78,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the tensors that are held."""
         return sum(t.numel() * t.element_size() for t in self.data)  # sparse tensors have no ``nbytes``
 
 
@@ -305,8 +305,8 @@ class OwnCompressor(SpikeCompressor):
     def packed_bytes(self, x: Tensor) -> int:
         return self._try_compressor(x)[0].nbytes
 
-    def misfit(self, x: Tensor) -> str:
-        """Return why the compressor does not restore ``x`` bit for bit; empty if it does."""
+    def why_inexact(self, x: Tensor) -> str:
+        """Return why the compressor does not restore ``x`` bit for bit."""
         return self._try_compressor(x)[1]
 
     def _try_compressor(self, x: Tensor) -> tuple[Packed, str]:
@@ -362,7 +362,6 @@ def _takes_shape(compressor: Compressor) -> bool:
 
 
 def _signature_refusal(compressor: Compressor) -> str:
-    """Return why the methods of ``compressor`` cannot be called; empty if they can."""
     for function, calls in ((compressor.compress, ("x",)), (compressor.decompress, ("packed", "packed, shape"))):
         try:
             signature = inspect.signature(function)
@@ -448,7 +447,7 @@ def note_stored(x: Tensor, packed: Packed) -> None:
 class _Stored(threading.local):
     def __init__(self) -> None:
         self.by_edge: MutableMapping[Edge, Packed] = WeakValueDictionary()
-        """The stored tensors that this thread made, by their edges; each thread numbers its own nodes."""
+        """Edge of autograd's graph -> the tensor stored in this thread; each thread numbers its own nodes."""
 
 
 _stored = _Stored()
@@ -558,7 +557,7 @@ def load(compressor: SpikeCompressor, packed: Packed) -> Tensor:
 
 
 class internal_tensors:
-    """Context manager; tensors made inside it, such as copies and packed tensors, are memopt's and not the model's."""
+    """Context manager that marks new tensors, such as copies and packed ones, as memopt's and not the model's."""
 
     __slots__ = ("_outer",)
 
@@ -643,7 +642,7 @@ def _pack_flags(flat: Tensor, value: Tensor) -> Tensor | None:
 
 
 def _unpack_flags(packed: Tensor, numel: int, octets: Tensor) -> Tensor:
-    """Return ``numel`` elements, eight for every byte of ``packed``, by the table ``octets`` of shape (256, 8)."""
+    """Return ``numel`` elements: for each byte of ``packed``, the eight in its row of ``octets``, of shape (256, 8)."""
     flat = octets.new_empty(numel)
     whole, rest = divmod(numel, 8)
     rows, table = _bits(flat[: whole * 8]).view(whole, 8), _bits(octets)
@@ -659,7 +658,7 @@ def _unpack_flags(packed: Tensor, numel: int, octets: Tensor) -> Tensor:
 
 
 def _octet_table(device: torch.device) -> Tensor:
-    """Return the table byte -> eight bytes of 0 or 1, least significant bit first; uint8, shape (256, 8)."""
+    """Return a table with the bits of each byte in its row, least significant bit first; uint8, shape (256, 8)."""
     byte = torch.arange(256, device=device).unsqueeze(1)
     return ((byte >> torch.arange(8, device=device)) & 1).to(torch.uint8)
 

@@ -26,14 +26,7 @@ from memopt_cli.runtime.compiled import Run, run_compiled, run_plainly_or, uncom
 from memopt_cli.runtime.compressor import COMPRESSORS, declared_compressor
 from memopt_cli.runtime.deferred import Deferring
 from memopt_cli.runtime.learned import Learned, ensure_learned
-from memopt_cli.runtime.lengths import (
-    ConfigsByLength,
-    LengthOf,
-    config_of,
-    misfit_by_length,
-    segment_of,
-    with_length_of,
-)
+from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, config_of, length_refusal, segment_of, with_length_of
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.module_state import LEARNED_KEY, SEGMENT_KEY, label_of
 from memopt_cli.runtime.norms import batch_norms
@@ -41,7 +34,7 @@ from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.runtime.places.interface import DEVICE
 from memopt_cli.runtime.places.schedule import ParcelSeries, parcel_to
 from memopt_cli.runtime.private_torch import between_graphs, forbids_hooks, is_transforming, not_compiled
-from memopt_cli.runtime.refusals import misfit, refusal, why_misplaced, wrong_settings
+from memopt_cli.runtime.refusals import refusal, settings_refusal, why_misplaced, wrong_settings
 from memopt_cli.runtime.running import is_checkpointed, is_in_segment, is_transformed
 from memopt_cli.runtime.runs import Chain
 from memopt_cli.runtime.segment_call import PackedInputs, call_checkpointed, choose_compressor
@@ -55,7 +48,7 @@ _MADE = "_memopt_made"
 
 
 class PackingContainer(Installed):
-    """Mixin of a module that recomputes nothing; tensors saved inside it are packed, or sent to a place."""
+    """Mixin of a module that recomputes nothing; the tensors saved in its forward are packed, or sent to a place."""
 
 
 class GCContainer(Installed):
@@ -126,7 +119,7 @@ Settings = SegmentConfig | ConfigsByLength
 
 def install_segment(module: nn.Module, config: Settings) -> None:
     """Make ``module`` a segment in place by exchanging its class.  Raises :class:`ValueError` if it cannot be one."""
-    if reason := refusal(module) or _first_reason(functools.partial(misfit, module), config):
+    if reason := refusal(module) or _first_reason(functools.partial(settings_refusal, module), config):
         raise ValueError(reason)
     vars(module)[SEGMENT_KEY] = config
     module.__class__ = _segment_class(type(module), _mixin_for(config))
@@ -137,12 +130,12 @@ def check_installed(module: nn.Module) -> None:
     config = settings_of(module)
     if config is not None and (reason := _first_reason(functools.partial(why_misplaced, module), config)):
         raise ValueError(reason)
-    if isinstance(config, ConfigsByLength) and (reason := misfit_by_length(module, config)):
+    if isinstance(config, ConfigsByLength) and (reason := length_refusal(module, config)):
         raise ValueError(reason)
 
 
 def _first_reason(reason_of: Callable[[SegmentConfig], str], config: Settings) -> str:
-    """Return the first reason that ``reason_of`` gives for ``config``, or for one of its ranges; empty if none."""
+    """Return the first reason that ``reason_of`` gives against ``config``, or against one of its ranges."""
     configs = config.configs if isinstance(config, ConfigsByLength) else (config,)
     return next(filter(None, map(reason_of, filter(None, configs))), "")
 
@@ -228,11 +221,6 @@ def _is_of_segment(cls: type, name: str) -> bool:
     return _MADE not in vars(cls) or name in vars(cls) or (name.startswith("__") and name.endswith("__"))
 
 
-def _metaclass(original: type[nn.Module]) -> type[_SegmentClass]:
-    kind = type(original)
-    return _SegmentClass if kind is type else type(f"{kind.__name__}OfSegment", (_SegmentClass, kind), {})
-
-
 def _segment_class(original: type[nn.Module], mixin: type[Installed]) -> type[nn.Module]:
     """Return the class of segments on modules of class ``original``; make it the first time.
 
@@ -274,7 +262,7 @@ def _make_segment_class(original: type[nn.Module], mixin: type[Installed]) -> ty
 
     body = {
         "__module__": original.__module__,
-        "__qualname__": f"{original.__qualname__}[{mixin.__name__}]",
+        "__qualname__": original.__qualname__,  # libraries look classes up by their text, as Transformers does
         "__doc__": original.__doc__,
         "__new__": construct,
         "__reduce_ex__": reduce,
@@ -282,7 +270,9 @@ def _make_segment_class(original: type[nn.Module], mixin: type[Installed]) -> ty
         "_original": original,
         "forward": forward,
     }
-    kind: Any = _metaclass(original)(original.__name__, (mixin, original), body)
+    meta = type(original)
+    own_meta = _SegmentClass if meta is type else type(f"{meta.__name__}OfSegment", (_SegmentClass, meta), {})
+    kind: Any = own_meta(original.__name__, (mixin, original), body)
     setattr(kind, _MADE, True)
     return kind  # type: ignore[no-any-return]
 

@@ -32,14 +32,14 @@ class Copy:
 
 
 def copy_values(tensors: Sequence[Tensor]) -> dict[int, Copy]:
-    """Return copies of the values that ``tensors`` have now, by the ``id`` of each.
+    """Return copies of the values that ``tensors`` have now, as a dictionary by ``id``.
 
     Overlapping tensors are copied as views of one vector with the same layout::
 
         a = memory[0:6], b = memory[4:8]    one vector of 8 elements, of which both copies are views
     """
     distinct = {id(t): t for t in tensors}
-    if _are_disjoint(distinct.values()):  # the usual case, first for speed
+    if _are_disjoint(distinct.values()):
         return {key: Copy((t.detach() if t.requires_grad else t).clone()) for key, t in distinct.items()}
     copies: dict[int, Copy] = {}
     for group in _by_memory([t for t in distinct.values() if _lies_in_memory(t)]):
@@ -71,7 +71,7 @@ def _are_disjoint(tensors: Iterable[Tensor]) -> bool:
 
 
 def restored_tensors(copies: Mapping[int, Copy]) -> dict[int, Tensor]:
-    """Return new tensors with the values of ``copies``, by the same keys."""
+    """Return new tensors with the values of ``copies``, under the same keys."""
     shared = {id(c.shared): c.shared for c in copies.values() if c.shared is not None}
     clones: dict[int, Tensor] = {}
     if shared:
@@ -155,7 +155,7 @@ def _matching_view(shared: Tensor, like: Tensor, start: int) -> Tensor:
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """Return the number of in-place writes to ``tensor``, or 0 for an inference tensor, which does not count them."""
+    """Return the number of in-place writes to ``tensor``; 0 for ``None`` and inference tensors, which count none."""
     if tensor is None:
         return 0
     try:
@@ -165,7 +165,7 @@ def version_of(tensor: Tensor | None) -> int:
 
 
 def is_unchanged(tensor: Tensor, copy: Tensor) -> bool:
-    """Return whether ``tensor`` has the same bits as ``copy``, NaNs included; true if its values are not strided."""
+    """Return whether ``tensor`` has the same bits as ``copy``, NaNs included, or is of a kind that is not compared."""
     if tensor.is_meta or type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return True
     return torch.equal(tensor, copy) or (not tensor.is_quantized and same_bits(tensor, copy))

@@ -21,7 +21,7 @@ class Cut:
 
 @contextlib.contextmanager
 def recorded_cuts() -> Iterator[dict[int, Cut]]:
-    """Yield a dictionary in which every cut in the ``with`` block is recorded, by the ``id`` of its owner.
+    """Yield a dictionary in which every cut in the ``with`` block is recorded under the ``id`` of its owner.
 
     It holds the shortest of several cuts of one owner.
     """

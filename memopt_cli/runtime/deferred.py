@@ -96,7 +96,7 @@ class _Head:
     chunks: int
     """Maximum number of chunks into which the rows of a loss are cut."""
     dtype: torch.dtype
-    """The dtype of its output: autocast's, if that was on when it was called."""
+    """The dtype of the output: autocast's, if autocast was on at the call."""
     versions: tuple[int, ...]
     """The versions of ``x``, ``weight`` and ``bias`` at the call."""
     sample: Tensor

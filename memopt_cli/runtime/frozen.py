@@ -34,7 +34,7 @@ ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, tor
 _SHARED: Final = (nn.Module, type, types.ModuleType, types.FunctionType, weakref.ref, io.IOBase, logging.Logger)
 """Classes whose objects are not copied: a recomputation uses the same objects as forward."""
 _COPIED_OF_TORCH: Final = ("torch.distributions", "torch.quasirandom")
-"""Packages of PyTorch whose objects are copied.  Other PyTorch objects may belong to other threads, too."""
+"""Packages of PyTorch whose objects are copied.  Other PyTorch objects may be shared with other threads."""
 _MAX_OBJECTS: Final = 10_000
 """Maximum number of objects that are copied, not counting atoms: more objects are data, not state."""
 _MAX_ARRAY_BYTES: Final = 1 << 16

@@ -190,7 +190,7 @@ def _referents(value: Any) -> list[Any]:
 
 
 def _find_modules(function: Any) -> Iterator[nn.Module]:
-    """Yield the modules that a call of ``function`` may run, as far as it refers to them."""
+    """Yield the modules to which ``function`` refers, and which a call of it may run."""
     pending, seen = [function], set[int]()
     while pending:
         value = pending.pop(0)

@@ -38,7 +38,7 @@ class Generators:
 
     def _read_positions(self) -> dict[str | torch.device, Any]:
         """Return the positions; equal positions of one generator are one object."""
-        if self.devices is _CPU_ALONE and not self._is_outside:  # the usual case, first for speed
+        if self.devices is _CPU_ALONE and not self._is_outside:
             return {_CPU: _position_on(_CPU)}
         positions: dict[str | torch.device, Any] = {device: _position_on(device) for device in self.devices}
         if self._is_outside:
@@ -88,7 +88,7 @@ class Generators:
 
     def moved(self) -> bool:
         """Return whether one of these generators has moved."""
-        # Compared by key, too: if NumPy was imported since, its generator is new.
+        # Keys are also compared: if NumPy was imported since, its generator is new.
         return self._positions != self.current()._positions
 
     def to_bytes(self) -> bytes:

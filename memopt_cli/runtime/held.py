@@ -37,7 +37,7 @@ class HeldTensor:
     version: int
     """PyTorch's version counter when forward started, or, if no copy is held, when forward ended."""
     needs_gradient: bool
-    """Whether it required a gradient when forward started."""
+    """Whether the tensor required a gradient when forward started."""
     copy: Copy | None = None
     """A copy of its values; ``None`` if forward does not write to it."""
     released_index: int | None = None
@@ -96,7 +96,7 @@ class HeldSlots:
         self.originals: dict[int, Tensor] = {}
         """``id`` of a tensor -> the tensor itself, until forward has ended."""
         self.irreversible: Complaint = ""
-        """Why forward cannot be undone."""
+        """Reason why forward cannot be undone."""
         self.has_new_changes = False
         """Whether forward wrote to a tensor that was not copied, since no earlier call had written to it."""
         self._hold_slots(reading.changing)
@@ -118,7 +118,7 @@ class HeldSlots:
                 else:
                     held_slots[name] = value
         if objects or self._others:
-            # All in one pickle: two objects that refer to one list do so in the copy, too.
+            # All in one pickle: two objects that refer to one list also do so in the copy.
             self._objects = freeze((objects, self._others), self._hold_tensor)
             if iterator := self._objects.uncopyable_iterator:
                 self.irreversible = f"holds {iterator}, and may move it on"
@@ -147,7 +147,7 @@ class HeldSlots:
         In a watched call nothing is known, so every tensor of the module is copied.  A large one elsewhere (a data set,
         say) is not: if forward writes to it, :meth:`written` finds its version raised, and forward cannot be undone.
         """
-        return 0 <= index < self._known.own or tensor.nbytes <= _MAX_COPY_BYTES
+        return 0 <= index < self._known.module_owner_count or tensor.nbytes <= _MAX_COPY_BYTES
 
     def _freeze_contents(self, objects: Mapping[int, Slots]) -> set[int]:
         """Copy each of ``objects``, and the arguments, by itself; return the ``id`` of each tensor in them to copy."""
@@ -246,7 +246,7 @@ class HeldSlots:
     # ---------------------------------------------------------------------------------------------- afterwards
 
     def thaw(self, tensor_for: Callable[[Any], Any]) -> tuple[dict[int, Slots], list[Any]]:
-        """Return the values for the slots that change, by the owner's index, and copies of the arguments.
+        """Return the values for the slots that change, as a dictionary by owner's index, and copies of the arguments.
 
         ``tensor_for``: returns the tensor to use for a :class:`HeldTensor`, and any other value as it is.
         """
@@ -268,7 +268,7 @@ class HeldSlots:
                 return value
             # The module's own vector that forward may have written is always exchanged for the one held: code that
             # records a step relies on nobody else holding it.
-            is_own = 0 <= slot[0] < self._known.own
+            is_own = 0 <= slot[0] < self._known.module_owner_count
             is_changed = record.is_written(current) if is_own else not record.is_equal(current)
             return value if is_changed else current
         if type(current) is not type(value) or not is_object(slot[1], value):

@@ -37,7 +37,7 @@ _TRIAL_STEPS = 3
 _PARAMETERS_OF_A_KIND = 2
 """Number of parameters in a trial of each kind (dimensions, dtype, device) in a group: two show a coupling."""
 _MAX_SIZE = 4
-"""Largest size of a dimension of the parameters in a trial."""
+"""Maximum size of a dimension of the parameters in a trial."""
 _TRIAL_RATE = 0.01
 """Learning rate in a trial if the optimizer's own is zero, which would show nothing."""
 

@@ -4,7 +4,7 @@ A recomputation must start from the state that forward started from, but copying
 would be slow.  So the first call is *watched*: everything that forward could change is compared before and after.
 Later calls copy only the state that was seen to change, and of the rest compare what is cheap to compare.  A call is
 watched again when modules, their mode or their hooks have changed, and now and then
-(:class:`~memopt_cli.runtime.samples.Turns`).
+(:class:`~memopt_cli.runtime.samples.WatchSchedule`).
 
 An *owner* keeps values under names: the attributes of a module, a dictionary, the variables of a function.  A *slot* is
 one name in an owner, given as the owner's index and the name.  It *changes* if forward replaces its value
@@ -32,7 +32,7 @@ from memopt_cli.runtime.module_state import LEARNED_KEY, STRUCTURE, leaves_in
 from memopt_cli.runtime.owners import Owner, Slots, Snapshot, Table, is_same, list_owners, owners_in, tables_of_hooks
 from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.private_torch import is_of_transform, parameters_of
-from memopt_cli.runtime.samples import Turns
+from memopt_cli.runtime.samples import WatchSchedule
 from memopt_cli.runtime.segment_config import Installed
 from memopt_cli.runtime.variables import Code, find_variables, may_use_random
 
@@ -50,7 +50,7 @@ class Reading:
     """The values of slots when forward starts."""
 
     stable: list[Slots]
-    """For each owner, the slots that forward does not change, as far as is known."""
+    """For each owner, the slots that forward has not been seen to change."""
     before: dict[int, Slots]
     """Index of an owner in which something changes -> all its slots; in a watched forward, of every owner."""
     changing: dict[int, Slots]
@@ -65,7 +65,7 @@ class Known:
         i   owners[i]                  changing[i]          stable[i]
         0   attributes of the block    {"calls"}            {"training": True, "kernel_size": (3, 3), …}
         1   buffers of the norm        {"running_mean"}     {}
-        2   its dictionary of hooks    {}                   {7: hook}         2 is in ``hooked``; ``own`` is 3
+        2   its dictionary of hooks    {}                   {7: hook}         2 is in ``hooked``
         3   variables of its code      {}                   {"cache": […]}
         4   the list in ``cache``      {}                   its items         a part of the object in (3, "cache")
 
@@ -79,7 +79,7 @@ class Known:
         The first of ``modules`` contains the rest; ``others``: the arguments of the call that are not tensors.
         """
         self.parameters = [_own_parameters(module) for module in modules]
-        """The parameters of each module, by their names."""
+        """The parameters of each module by name."""
         tables = tables_of_hooks(modules)
         self.without_hooks = [table for table in tables if not table]
         """Dictionaries of hooks that were empty when the watched call started."""
@@ -93,9 +93,9 @@ class Known:
         """Whether forward may use the global generator of Python or NumPy, since its code names that."""
         self.owners = [*own, *hooked, *code_owners]
         self._kinds_of_others = {type(other) for other in others}
-        self.own = len(own) + len(hooked)
+        self.module_owner_count = len(own) + len(hooked)
         """Number of owners of modules, which come first; after them come variables of code, then parts of objects."""
-        self.hooked = range(len(own), self.own)
+        self.hooked = range(len(own), self.module_owner_count)
         """The indices of the owners that are dictionaries of hooks."""
         self._slots_of_parts: dict[int, Slot] = {}
         """Index of an owner that is a part of an object -> the object's slot."""
@@ -185,7 +185,7 @@ class Known:
         changing = dict[int, Slots]()
         for index, slots in before.items():
             names = self.changing[index]
-            is_whole = slots.keys() <= names  # the usual case of buffers
+            is_whole = slots.keys() <= names
             changing[index] = slots if is_whole else {n: value for n, value in slots.items() if n in names}
             for name, value in changing[index].items():
                 kind = self.looked_at.get((index, name))
@@ -213,7 +213,7 @@ class Known:
         is_new = False
         for index, slots in readings.items():
             changing = self.changing[index]
-            if not self.stable[index] and slots.keys() <= changing:  # the usual case of buffers, first for speed
+            if not self.stable[index] and slots.keys() <= changing:
                 continue
             others = {name: value for name, value in slots.items() if name not in changing}
             if names := find_changes(self.stable[index], others):
@@ -259,8 +259,7 @@ class Learned:
         self._module = None if module is None else weakref.ref(module)
         self.known: Known | None = None
         """Everything that its calls might change; ``None`` if the first call has not ended yet."""
-        self.runs = Turns()
-        """The schedule of watching calls."""
+        self.schedule = WatchSchedule()
         self.stages: dict[int, Learned] = {}
         """Index of a module that the segment is split into (``__spatial_split__``) -> the knowledge of it."""
         self.parameters: Parameters | None = None
@@ -278,7 +277,7 @@ class Learned:
         self.overwrites_input = False
         """Whether forward writes over its input, so that a recomputation needs a copy."""
         self.is_differentiated_in_forward = False
-        """Whether a segment around it computes gradients through it in its forward, and again when it is recomputed."""
+        """Whether an enclosing segment differentiates this one in its own forward, and so again when it recomputes."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Learned:
         return Learned()  # a copy of the module is another module
@@ -308,7 +307,7 @@ def find_changes(before: Slots, after: Slots) -> set[Any]:
 
 def is_plain_state(value: Any) -> bool:
     """Return whether ``value`` is a tensor of the state: no parameter, and not left by a ``torch.func`` transform."""
-    # The usual class first, for speed: ``nn.Parameter`` has an ``isinstance`` of its own, written in Python.
+    # ``nn.Parameter`` has an ``isinstance`` of its own, written in Python, so most tensors must not get there.
     is_tensor = type(value) is Tensor or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
     return is_tensor and not is_of_transform(value)
 

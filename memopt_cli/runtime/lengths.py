@@ -76,7 +76,7 @@ class ConfigsByLength:
     """
 
     up_to: tuple[int, ...]
-    """The largest length of each range; the last range also has all longer ones."""
+    """The maximum length in each range; the last range also has all longer ones."""
     configs: tuple[SegmentConfig | None, ...]
     """The settings in each range; ``None`` if the module runs plainly."""
     length: LengthOf | None = None
@@ -103,7 +103,7 @@ def current_length() -> float:
 
 
 class at_length:
-    """Context manager; inside it, the current input has this ``length``."""
+    """Context manager that gives the current input this ``length``."""
 
     __slots__ = ("_length", "_outer")
 
@@ -182,8 +182,8 @@ def _find_argument(
     return kwargs.get(name) if name is not None else None
 
 
-def misfit_by_length(root: nn.Module, ranges: ConfigsByLength) -> str:
-    """Return why ``root`` cannot read the length of its input for the modules in it; empty if it can."""
+def length_refusal(root: nn.Module, ranges: ConfigsByLength) -> str:
+    """Return why ``root`` cannot read the length of its input for the modules in it."""
     if ranges.length is None:
         return ""
     for argument in ranges.length.axes:

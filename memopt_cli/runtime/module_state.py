@@ -116,7 +116,7 @@ class ScriptSlots(MutableMapping[str, Any]):
 
     def __init__(self, module: torch.jit.ScriptModule) -> None:
         self._program = program_of(module)
-        # In a script that was loaded, buffers are among the attributes, too; a dictionary has each name once.
+        # In a script that was loaded, buffers are also among the attributes; a dictionary has each name once.
         buffers = (name for name, _ in buffers_of(module).items())
         self._names = dict.fromkeys((*attributes_of_script(module), *buffers))
 
@@ -231,14 +231,10 @@ def numbers_by_attribute(module: nn.Module) -> dict[str, list[Any]]:
 
 def generators_by_name(module: nn.Module) -> dict[str, Any]:
     """Return the random generators of PyTorch, NumPy and Python that ``module`` keeps for itself, by path and name."""
-    leaves = (leaf for name, value in _named_attributes(module) for leaf in _named_leaves(name, value))
-    return {name: leaf for name, leaf in leaves if isinstance(leaf, _generator_classes())}
-
-
-def _generator_classes() -> tuple[type, ...]:
     numpy_random = sys.modules.get("numpy.random")
-    others = () if numpy_random is None else (numpy_random.Generator, numpy_random.RandomState)
-    return (torch.Generator, random.Random, *others)
+    of_numpy = () if numpy_random is None else (numpy_random.Generator, numpy_random.RandomState)
+    leaves = (leaf for name, value in _named_attributes(module) for leaf in _named_leaves(name, value))
+    return {name: leaf for name, leaf in leaves if isinstance(leaf, (torch.Generator, random.Random, *of_numpy))}
 
 
 def _named_attributes(module: nn.Module, without: Container[nn.Module] = ()) -> Iterator[tuple[str, Any]]:
@@ -312,7 +308,7 @@ def _hold_value(value: Any) -> Any:
 
 def restored(value: Any, replaced: Mapping[int, Any]) -> Any:
     """Return ``value`` with held containers and generators restored, and the values of ``replaced`` by ``id``."""
-    if type(value) is Tensor or type(value) in ATOMS:  # the usual case, first for speed
+    if type(value) is Tensor or type(value) in ATOMS:
         return replaced.get(id(value), value)
     if isinstance(value, _Container):
         return value.restore(replaced)

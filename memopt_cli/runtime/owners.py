@@ -39,7 +39,7 @@ class Owner:
     __slots__ = ()
 
     def read(self) -> Slots:
-        """Return the current values by their names."""
+        """Return the current values by name."""
         raise NotImplementedError
 
     def write(self, slots: Slots) -> None:
@@ -179,7 +179,7 @@ class Table(Owner):
 
 
 class Items(Owner):
-    """The items of a list, a queue or a set, by their index."""
+    """The items of a list, a queue or a set, under their indices."""
 
     __slots__ = ("_items",)
 

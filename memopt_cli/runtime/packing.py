@@ -47,7 +47,7 @@ from memopt_cli.runtime.private_torch import (
 from memopt_cli.runtime.this_thread import set_in_block, this_thread
 
 _MIN_PACKED_BYTES = 4096
-"""A tensor with fewer bytes is not packed."""
+"""Minimum bytes of a tensor that is packed."""
 _SAMPLE_SIZE = 64
 """Approximate number of elements to choose a compressor by, before the compressor reads the whole tensor."""
 _PLANES_SIZE = 2**16

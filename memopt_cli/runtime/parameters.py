@@ -21,7 +21,7 @@ class _Entries:
 
     def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
         self.by_table = [(table, dict(table)) for table in tables]
-        """Each dictionary, and its entries."""
+        """Pairs of a dictionary of parameters and a copy of it."""
         entries = [(name, p) for table in tables for name, p in table.items()]
         self._snapshot = Snapshot([(Table(table), table) for table in tables], with_names=True)
         self.names = [name for name, p in entries if p is not None]

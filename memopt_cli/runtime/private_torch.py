@@ -583,7 +583,7 @@ def _first_frame_outside(frame: FrameType | None, names: frozenset[str]) -> Fram
 
 
 class without_script_optimizations:  # used like a function, so in lower case
-    """Context manager; TorchScript runs unoptimized inside it, as in ``torch.jit.optimized_execution(False)``."""
+    """Context manager in which TorchScript runs unoptimized, as in ``torch.jit.optimized_execution(False)``."""
 
     __slots__ = ("_optimizes",)
 
@@ -876,7 +876,7 @@ MAKES_REDUCER: Final = "_ddp_init_helper"
 SETS_HOOKS: Final = ("register_comm_hook", "_register_builtin_comm_hook", "_register_buffer_comm_hook")
 """Methods that have ``DistributedDataParallel`` exchange gradients or buffers differently."""
 FIRST_BUCKET_BYTES: Final[int] = getattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 20)
-"""Maximum bytes of its first bucket, which is small so that something is reduced early."""
+"""Maximum bytes of the first bucket of ``DistributedDataParallel``, small so that something is reduced early."""
 
 
 def assign_buckets(tensors: Sequence[Tensor], limits_bytes: list[int]) -> list[list[int]]:
@@ -999,7 +999,7 @@ def put_cuda_generator(device: torch.device, position: Tensor) -> None:
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Take the step defined by the class of ``optimizer``, without the hooks that PyTorch calls around it."""
+    """Take the step defined by the class of ``optimizer``, without the hooks that PyTorch calls before and after."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 

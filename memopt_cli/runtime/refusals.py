@@ -67,9 +67,9 @@ def _overwriting(module: nn.Module) -> str:
     return f"its first layer {module}" if in_place else ""
 
 
-def misfit(module: nn.Module, config: SegmentConfig) -> str:
+def settings_refusal(module: nn.Module, config: SegmentConfig) -> str:
     """Return the reason why ``config`` is wrong for ``module``."""
-    return why_misplaced(module, config) or keep_refusal(config.keep) or _misfit_chunks(module, config)
+    return why_misplaced(module, config) or keep_refusal(config.keep) or _chunks_refusal(module, config)
 
 
 def why_misplaced(module: nn.Module, config: SegmentConfig) -> str:
@@ -83,7 +83,7 @@ def why_misplaced(module: nn.Module, config: SegmentConfig) -> str:
         return f"its compressor is own, but {type(module).__name__} has no x_compressor of its own class"
     if config.spatial_split and not callable(getattr(module, "__spatial_split__", None)):
         return f"spatial_split is on, but {type(module).__name__} has no method __spatial_split__"
-    return _misfit_through_loss(module, config) if config.through_loss else ""
+    return _loss_refusal(module) if config.through_loss else ""
 
 
 def wrong_settings(config: SegmentConfig) -> str:
@@ -122,7 +122,7 @@ def _mistyped(config: SegmentConfig) -> str:
     return ""
 
 
-def _misfit_chunks(module: nn.Module, config: SegmentConfig) -> str:
+def _chunks_refusal(module: nn.Module, config: SegmentConfig) -> str:
     if reason := norm_refusal(module, config, config.chunks):
         return reason
     kinds = (nn.Embedding, nn.EmbeddingBag)
@@ -160,7 +160,7 @@ def _mixing_norms(module: nn.Module, config: SegmentConfig, chunks: int) -> str:
     )
 
 
-def _misfit_through_loss(module: nn.Module, config: SegmentConfig) -> str:
+def _loss_refusal(module: nn.Module) -> str:
     is_lifted = list_operators(module) == ["aten::linear"] and not any(module.children())
     if inspect.unwrap(type(module).forward) is not nn.Linear.forward and not is_lifted:
         return f"only a linear layer runs in chunks through its loss, and it is a {type(module).__name__}"

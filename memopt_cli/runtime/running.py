@@ -1,4 +1,4 @@
-"""The segment, chunk or recomputation that this thread runs now, and those around it.
+"""The segment, chunk or recomputation that this thread runs now, and the segments that enclose it.
 
 A segment B within a segment A, in one step::
 
@@ -32,7 +32,7 @@ def is_recomputing() -> bool:
 
 
 class recomputing:
-    """Context manager; inside it, the segment ``module`` is recomputed."""
+    """Context manager that marks the segment ``module`` as being recomputed."""
 
     __slots__ = ("_module", "_outer")
 
@@ -65,7 +65,7 @@ class taking_turns:
     __slots__ = ("_locks", "_modules", "_outer")
 
     def __init__(self, *modules: nn.Module) -> None:
-        """Take the locks of ``modules``, segments inside one another, the outermost first."""
+        """Prepare to lock ``modules``, nested segments, the outermost first."""
         self._modules = modules
 
     def __enter__(self) -> None:
@@ -116,7 +116,7 @@ class SequenceChunk:
     """The chunk of a segment's inputs that runs now."""
 
     axis: int
-    """The axis along which they are cut."""
+    """The axis along which the inputs are cut."""
     is_first: bool
     is_last: bool
 
@@ -140,10 +140,10 @@ def within_chunk(chunk: SequenceChunk, forward: Callable[..., Any], *args: Any, 
 
 
 def enclosing_segment_run() -> Any:
-    """Return the run of the segment for which autograd saves tensors now.
+    """Return the :class:`SegmentRun` whose hooks get the tensors that autograd saves now.
 
-    Return ``None`` if no segment encloses this call, or other saved-tensor hooks are set inside it, such as the hooks
-    of the user's own checkpoint.
+    Return ``None`` if no segment encloses this call, or if saved-tensor hooks of something else, such as the user's own
+    checkpoint, are set within that segment.
     """
     hooks = hooks_on_saving()
     run = None if hooks is None else getattr(hooks[0], "__self__", None)

@@ -31,7 +31,7 @@ class Run(nn.Sequential):
 
 
 class GroupedSequential(nn.Sequential):
-    """A Sequential with runs.  A child that is replaced is replaced in its run, too.
+    """A Sequential with runs.  A child that is replaced is also replaced in its run.
 
     Saved models name this class and the attribute ``RUNS_KEY``, which has its runs: do not rename either.
     """

@@ -27,8 +27,8 @@ _COMPARED_DTYPES: Final = frozenset(
 """Dtypes that are compared.  Bytes are not: some are the workspace of a kernel, which may write only a part of it."""
 
 _is_off = False
-_GLANCE_BYTES: Final = 32
-"""Bytes at each place, a multiple of the size of any element."""
+_PLACE_BYTES: Final = 32
+"""Number of bytes that are read at each of three places; a multiple of the size of every element."""
 
 
 @contextlib.contextmanager
@@ -42,15 +42,15 @@ def sampling_off() -> Iterator[None]:
         _is_off = before
 
 
-class Turns:
+class WatchSchedule:
     """The schedule of watching the calls of a segment, and of comparing them when they are recomputed."""
 
     def __init__(self) -> None:
         self._runs, self._next = 0, _TURN_FACTOR
         self._was_compared = False
 
-    def is_due(self) -> bool:
-        """Count a run that begins, and return whether to watch it: the first ones, the 16th, the 256th ..."""
+    def begin_run(self) -> bool:
+        """Count a run, and return whether to watch it: all until one is compared, then the 16th, 256th and so on."""
         self._runs += 1
         if self._runs < self._next:
             return not self._was_compared and not _is_off
@@ -76,7 +76,7 @@ def sample(tensor: Tensor) -> list[Any] | None:
     return elements
 
 
-def glance(tensor: Tensor) -> bytes | None:
+def few_bytes(tensor: Tensor) -> bytes | None:
     """Return the bytes at start, middle and end of ``tensor``, at almost no cost; ``None`` if they cannot be read."""
     if _is_off or type(tensor) is not Tensor or not tensor.is_cpu or is_of_transform(tensor):
         return None
@@ -85,25 +85,25 @@ def glance(tensor: Tensor) -> bytes | None:
     start, size = tensor.data_ptr(), tensor.nbytes
     if start == 0 or size == 0 or tensor.dtype not in _COMPARED_DTYPES:
         return None
-    if size <= _GLANCE_BYTES:
+    if size <= _PLACE_BYTES:
         return ctypes.string_at(start, size)
     # ``string_at`` would take twice as long.
-    read = _GlancedBytes.from_address
-    last = size // _GLANCE_BYTES * _GLANCE_BYTES - _GLANCE_BYTES
-    middle = size // 2 // _GLANCE_BYTES * _GLANCE_BYTES
+    read = _PlaceBytes.from_address
+    last = size // _PLACE_BYTES * _PLACE_BYTES - _PLACE_BYTES
+    middle = size // 2 // _PLACE_BYTES * _PLACE_BYTES
     return read(start).raw + read(start + middle).raw + read(start + last).raw
 
 
-def matches_glance(before: bytes, tensor: Tensor) -> bool:
-    """Return whether :func:`glance` reads the bytes ``before`` of ``tensor``, except for rounding."""
-    now = glance(tensor)
+def matches_few_bytes(before: bytes, tensor: Tensor) -> bool:
+    """Return whether :func:`few_bytes` reads the bytes ``before`` of ``tensor``, except for rounding."""
+    now = few_bytes(tensor)
     if now is None or now == before:
         return True
     elements, elements_now = (torch.frombuffer(bytearray(b), dtype=tensor.dtype).tolist() for b in (before, now))
     return _are_close(elements, elements_now, tensor.dtype)
 
 
-_GlancedBytes = ctypes.c_char * _GLANCE_BYTES
+_PlaceBytes = ctypes.c_char * _PLACE_BYTES
 
 
 def _has_no_values(tensor: Tensor) -> bool:

@@ -87,7 +87,7 @@ def call_checkpointed(
     run_first = functools.partial(_run_unoptimized, forward, args, kwargs)
     if outer is not None and outer.is_recomputation:
         return _within_recomputation(module, run_first, arguments.tensors, outer, learned)
-    start = StartingState(module, arguments.tensors, arguments.others, learned, watches=learned.runs.is_due())
+    start = StartingState(module, arguments.tensors, arguments.others, learned, watches=learned.schedule.begin_run())
     kept = KeptOutputs(keep, inputs.parcel) if keep else NothingKept()
     repeat = functools.partial(_repeat_forward, forward, arguments.skeleton)
     run = SegmentRun(module, learned, start, repeat, kept)
@@ -97,7 +97,7 @@ def call_checkpointed(
         with internal_tensors():
             tensors = _clone_inputs(tensors)
     leaves = functools.partial(
-        _make_leaves, needs_gradient=[t.requires_grad for t in arguments.tensors], learned=learned
+        _make_leaves, gradient_flags=[t.requires_grad for t in arguments.tensors], learned=learned
     )
     state_tensors: Sequence[Tensor] = ()
     if outer is not None:
@@ -181,24 +181,24 @@ def _within_recomputation(
         return first()
 
 
-def _make_leaves(tensors: Sequence[Tensor], needs_gradient: Sequence[bool], learned: Learned) -> list[Tensor]:
+def _make_leaves(tensors: Sequence[Tensor], gradient_flags: Sequence[bool], learned: Learned) -> list[Tensor]:
     """Return ``tensors`` detached, or copies if forward writes over them: autograd forbids in-place writes to leaves.
 
-    ``needs_gradient``: whether each tensor needs a gradient.
+    ``gradient_flags``: whether each tensor needs a gradient.
     """
     if learned.overwrites_input:
-        return _clone_inputs(tensors, needs_gradient)
+        return _clone_inputs(tensors, gradient_flags)
     leaves = [tensor.detach() for tensor in tensors]
-    for leaf, is_needed in zip(leaves, needs_gradient, strict=True):
+    for leaf, is_needed in zip(leaves, gradient_flags, strict=True):
         if is_needed:
             leaf.requires_grad_()
     return leaves
 
 
-def _clone_inputs(tensors: Sequence[Tensor], needs_gradient: Sequence[bool] = ()) -> list[Tensor]:
+def _clone_inputs(tensors: Sequence[Tensor], gradient_flags: Sequence[bool] = ()) -> list[Tensor]:
     """Return copies that share memory where ``tensors`` do: a write of forward to one copy shows in the others."""
     copies = copy_values(tensors)
-    for tensor, is_needed in zip(tensors, needs_gradient, strict=False):
+    for tensor, is_needed in zip(tensors, gradient_flags, strict=False):
         copies[id(tensor)].needs_gradient = is_needed
     clones = restored_tensors(copies)
     return [clones[id(tensor)] for tensor in tensors]
@@ -266,7 +266,7 @@ def _call_replayed(
 
 def needs_gradient(module: nn.Module, tensors: Sequence[Tensor]) -> bool:
     """Return whether backward will ask for anything that ``module`` saves when it is given ``tensors``."""
-    if any(t.requires_grad for t in tensors):  # the usual case first: iterating over a module's parameters is slow
+    if any(t.requires_grad for t in tensors):
         return True
     return getattr(module, "may_use_parameters_of_others", False) or any(p.requires_grad for p in module.parameters())
 
@@ -295,7 +295,7 @@ class PackedInputs:
     def keep(self, tensors: Sequence[Tensor]) -> None:
         """Store ``tensors``; parameters, which exist anyway, are only referred to."""
         for tensor in tensors:
-            # The usual class first, for speed: ``nn.Parameter`` has an ``isinstance`` of its own, written in Python.
+            # ``nn.Parameter`` has an ``isinstance`` of its own, written in Python, so most tensors must not get there.
             if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
                 self._stored.append(tensor)
                 continue

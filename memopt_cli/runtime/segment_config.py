@@ -13,7 +13,7 @@ from memopt_cli.runtime.places.interface import PlaceName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentConfig:
-    """The settings of a segment, by the names that an entry of a plan has for them.
+    """The settings of a segment, under the names that they have in an entry of a plan.
 
     The runtime has its own record, apart from the plan's (``memopt_cli.records.SegmentPlan``): a saved model holds
     these fields by name and is loaded with nothing but torch and this folder, and a plan is read without torch.
@@ -33,7 +33,7 @@ class SegmentConfig:
     spatial_split: bool = False
     """Whether each module that ``__spatial_split__`` returns is checkpointed on its own."""
     recompute: bool = True
-    """Whether it is recomputed; if not, tensors saved inside it, but not in other segments, are packed."""
+    """Whether the module is recomputed; if not, tensors saved in it, outside of inner segments, are packed."""
     keep: tuple[str, ...] = ()
     """Operators whose outputs are kept, not recomputed: ``aten::convolution``, or ``aten::convolution#2`` for the
     outputs of the second call only.  Calls in other segments inside this one are not counted.  Under

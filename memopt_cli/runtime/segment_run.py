@@ -47,7 +47,7 @@ from memopt_cli.runtime.private_torch import (
     unchanged,
 )
 from memopt_cli.runtime.running import enclosing_segment_run, outermost_segment, recomputing, taking_turns
-from memopt_cli.runtime.samples import glance, matches_glance, matches_sample, sample
+from memopt_cli.runtime.samples import few_bytes, matches_few_bytes, matches_sample, sample
 from memopt_cli.runtime.selective import KeptOutputs, NothingKept
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.this_thread import as_of
@@ -61,7 +61,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Autograd's hooks on saving: one that packs a tensor, and one that unpacks it."""
 _DIFFERS = "computes something else when it runs again for backward"
 _FILLED_LATER: Final = ("RreluWithNoiseBackward", "RreluWithNoiseFunctionalBackward")
-"""Names of the nodes of all ATen operators that, by their schemas, write to an argument that they save.
+"""Names of the nodes of all ATen operators whose schemas say that they write to an argument that they save.
 
 A recomputation ends when the last tensor has been saved.  If the last operator is of this kind, it has not filled its
 tensor by then, so a segment that ends in such an operator runs to its end.
@@ -93,11 +93,11 @@ class _Saved:
     version: int
     """The tensor's version when it was saved."""
     packed: Any = None
-    """The unpacking hook around the segment, and the packed form, if its call cannot be recomputed."""
+    """The unpacking hook that encloses the segment, and the packed form, if its call cannot be recomputed."""
     is_input = False
-    """Whether it is an input of a segment inside this one."""
+    """Whether the tensor is an input of a segment inside this one."""
     broken = ""
-    """Reason why backward cannot use the tensor, for example that forward wrote to it later; empty if it can."""
+    """Reason why backward cannot use the tensor, for example that forward wrote to it later."""
 
 
 def _make_saved(run: SegmentRun | None, tensor: Tensor) -> _Saved:
@@ -142,11 +142,11 @@ class SegmentRun:
         self._refs: list[ref[_Saved]] = []
         """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
         self._shapes: list[torch.Size | None] = []
-        """The shapes of these tensors, once they are dropped; ``None`` if autograd had freed the node before."""
+        """The shapes of the saved tensors, once they are dropped; ``None`` if autograd had freed the node before."""
         self._compared_index: int | None = None
         """Index of the saved tensor that is compared in every call; ``None`` if no tensor is compared."""
         self._compared_bytes = b""
-        """Some bytes of that tensor."""
+        """Some bytes of the tensor that is compared in every call."""
         self._samples: dict[int, list[Any]] = {}
         """Index of a saved tensor -> a few of its elements; empty unless the call is watched."""
         self._first_node = next_node()
@@ -161,7 +161,7 @@ class SegmentRun:
         self.gathers = False
         """Whether the call is one chunk of several that share batch statistics."""
         self.saved_inputs: list[_Saved] = []
-        """The tensors among the arguments that a segment around saves."""
+        """The tensors among the arguments that an enclosing segment saves."""
         self.inputs: Callable[[], list[Tensor]] = list
         """A function that returns the tensors among the arguments."""
         self.state_tensors: Callable[[], Sequence[Tensor]] = tuple
@@ -172,7 +172,7 @@ class SegmentRun:
     def run_first(self, forward: functools.partial[Any], inputs: Sequence[Tensor], hooks: Hooks | None) -> Any:
         """Run ``forward`` for the first time.
 
-        ``inputs``: the tensors among its arguments; ``hooks``: the hooks on saving around the segment.  Raises
+        ``inputs``: the tensors among its arguments; ``hooks``: the enclosing hooks on saving.  Raises
         :class:`UnrepeatableError` if ``forward`` must run without the segment's hooks.
         """
         versions = [version_of(t) for t in inputs]
@@ -190,7 +190,7 @@ class SegmentRun:
         # again, and this one overwrites them again.
         for saved in self.saved_inputs:
             saved.version = version_of(saved.tensor)
-        if unrepeatable_runs() != before:  # this run cannot be repeated, or one inside it
+        if unrepeatable_runs() != before:  # this run, or one of an inner segment, cannot be repeated
             self._keep_saved(hooks)
         elif overwrites and not (self.saved_inputs or self._has_copies):  # the inputs are lost for a recomputation
             self._keep_saved(None)
@@ -247,7 +247,7 @@ class SegmentRun:
             self._learned.runs_to_end[len(self._refs)] = not noise.isdisjoint(self._watch.last)
             self._learned.compared = self._last_activation()
         else:
-            self._note_glance()
+            self._note_few_bytes()
             # If forward saves a number of tensors that it never saved before, it has taken another branch.
             if len(self._refs) not in self._learned.runs_to_end:
                 noise = _noise_since(self._first_node, tensors_of(results))
@@ -276,11 +276,11 @@ class SegmentRun:
         for index in sorted(self._samples, reverse=True):
             saved = self._refs[index]()
             tensor = None if saved is None else saved.tensor
-            if tensor is not None and glance(tensor) is not None and memory_of(tensor) not in parameters:
+            if tensor is not None and few_bytes(tensor) is not None and memory_of(tensor) not in parameters:
                 return index - len(self._refs)
         return None
 
-    def _note_glance(self) -> None:
+    def _note_few_bytes(self) -> None:
         """Note a few bytes of the last activation, if they can be read at almost no cost."""
         if self._learned.compared is None or self.gathers:  # passes over the same chunks save different tensors
             return
@@ -289,12 +289,12 @@ class SegmentRun:
             return
         saved = self._refs[index]()
         if saved is not None and saved.tensor is not None and version_of(saved.tensor) == saved.version:
-            seen = glance(saved.tensor)
+            seen = few_bytes(saved.tensor)
             if seen is not None:
                 self._compared_index, self._compared_bytes = index, seen
 
     def _keep_saved(self, hooks: Hooks | None) -> None:
-        """Keep the saved tensors for backward, packed by ``hooks`` around the segment: forward cannot be recomputed.
+        """Keep the saved tensors for backward, packed by the enclosing ``hooks``: forward cannot be recomputed.
 
         Inputs of segments inside are not packed: hooks may return them with other strides, and these segments would
         then run on strides that differ from forward's.
@@ -333,7 +333,7 @@ class SegmentRun:
             with recomputing(self._module), self._start.replay(self.state_tensors()) as others, self._kept.replaying():
                 repetition.run(functools.partial(self._repeat, inputs, others))
         if self._samples:
-            self._learned.runs.note_comparison()
+            self._learned.schedule.note_comparison()
         self._samples = {}
         if reason := repetition.difference():
             run_plainly(self._module, reason)
@@ -393,7 +393,7 @@ class _Repetition:
             saved.version = version_of(leaf)
         if self._samples and (before := self._samples.get(index)) is not None and not matches_sample(before, leaf):
             self._suspects.append((before, leaf))
-        if index == self._compared_index and not matches_glance(self._compared_bytes, leaf):
+        if index == self._compared_index and not matches_few_bytes(self._compared_bytes, leaf):
             self._differing = leaf
         if index + 1 == len(refs) and not self._runs_to_end:
             raise _Complete

@@ -62,12 +62,12 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def keep_refusal(names: Sequence[str]) -> str:
-    """Return why outputs of the operators ``names`` (``aten::convolution``) cannot be kept; empty if they can."""
+    """Return why outputs of the operators ``names`` (``aten::convolution``) cannot be kept."""
     return _first_refused(names, _operator_refusal)
 
 
 def why_misspelled(names: Sequence[str]) -> str:
-    """Return why one of ``names`` is an operator of no version of PyTorch; empty if all are operators."""
+    """Return why one of ``names`` is an operator of no version of PyTorch."""
     return _first_refused(names, lambda name: "" if _KEPT_NAME.fullmatch(name) else _NO_OPERATOR)
 
 

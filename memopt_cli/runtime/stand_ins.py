@@ -114,9 +114,9 @@ class _Form:
     dtype: torch.dtype
     device: torch.device
     is_differentiable: bool
-    """Whether it needs a gradient."""
+    """Whether the tensor needs a gradient."""
 
-    def times(self, count: int, axis: int) -> Tensor:
+    def repeated(self, count: int, axis: int) -> Tensor:
         """Return an empty tensor like the tensors of ``count`` chunks, concatenated along ``axis``."""
         shape = [*self.shape]
         shape[axis] *= count
@@ -131,7 +131,7 @@ class _Form:
 def in_memory(tensor: Tensor) -> list[int]:
     """Return the dimensions of ``tensor`` in their order in memory, the outermost first.
 
-    A dimension of size 1 (a chunk of one sample) has its place by its stride, too.
+    A dimension of size 1 (a chunk of one sample) also has the place that its stride gives it.
     """
     return sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], tensor.shape[d] == 1, d))
 
@@ -205,12 +205,12 @@ class AbridgedCall:
 
     def new_outputs(self, index: int) -> list[Tensor]:
         """Return new outputs of the stand-in at ``index``."""
-        return [form.times(self.counts[index], self.axis) for form in self._outputs]
+        return [form.repeated(self.counts[index], self.axis) for form in self._outputs]
 
     def new_gradients(self, index: int) -> list[Tensor | None]:
         """Return new gradients of the inputs of the stand-in at ``index``."""
         count, forms = self.counts[index], self._gradients[index]
-        return [None if form is None else form.times(count, self.axis) for form in forms]
+        return [None if form is None else form.repeated(count, self.axis) for form in forms]
 
     def check_backward(self, index: int) -> None:
         """Check, when backward comes to a stand-in, that the chunk after it left its inputs' gradients and no more."""

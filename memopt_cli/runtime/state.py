@@ -50,7 +50,7 @@ from memopt_cli.runtime.parameters import Parameters
 from memopt_cli.runtime.settings import Settings
 
 # Complaints about a forward that cannot be recomputed.
-_HOOKS: Final = "adds or removes hooks of modules within it"
+_HOOKS: Final = "adds or removes hooks of its modules"
 _DROPOUT: Final = "has a recurrent layer with dropout, for which cuDNN has its own random generator"
 _SCRIPTED_RECURRENT: Final = frozenset({"RNN", "LSTM", "GRU"})
 """Original class names of the TorchScript modules that are made of recurrent layers."""
@@ -100,13 +100,13 @@ class StartingState:
         self._parameters = Parameters(known.parameters, learned.parameters, is_watched=self.is_watched)
         learned.parameters = None if self.is_watched else self._parameters
         tensors = (*inputs, *self._parameters.tensors, *(() if self._held is None else self._held.originals.values()))
-        # The usual case first, for speed: a set of devices takes several times as long.
+        # A set of devices takes several times as long.
         devices = () if all(map(_is_on_cpu, tensors)) else {t.device for t in tensors}
         self._generators = Generators(devices, outside=self.is_watched or learned.uses_random_outside)
         self._received: dict[int, Copy] | None = None
         """``id`` of a tensor -> its values before a later call wrote to it; ``None`` if no call did."""
         self._irreversible: Complaint = ""
-        """Why forward cannot be undone."""
+        """Reason why forward cannot be undone."""
         self.has_new_changes = False
         """Whether forward changed what no earlier call had changed, so that nothing was held to put it back."""
 
@@ -368,7 +368,7 @@ def _hand_over(tensor: Tensor, written: HeldTensor) -> None:
 
 
 def _tensor_for(tensors: dict[int, Tensor], state_tensors: Sequence[Tensor], held: Any) -> Any:
-    """Return the tensor to put in place of ``held``, from ``made`` or added to it; ``held`` if it holds no tensor."""
+    """Return the tensor for ``held``, which is in ``tensors`` or added to it; ``held`` itself if it holds no tensor."""
     if not isinstance(held, HeldTensor):
         return held
     if held.number not in tensors:

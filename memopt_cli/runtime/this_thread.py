@@ -44,7 +44,7 @@ class _ThisThread(threading.local):
     tries_rows: bool = True
     """Whether segments try in their first forwards whether rows of their inputs mix."""
     cuts: dict[int, Cut] | None = None
-    """The cuts recorded so far, by the ``id`` of their owners; ``None`` if cuts are not recorded."""
+    """The ``id`` of an owner -> the cut recorded for it; ``None`` if cuts are not recorded."""
     compressor_of: Callable[[Tensor], str] | None = None
     """A function that returns the name of the compressor for a fake tensor, ``null`` if it stays raw; ``None`` outside
     of dry runs with known compressors."""
@@ -69,7 +69,7 @@ def set_in_block(name: str, value: object) -> Iterator[None]:
 
 
 class as_of:
-    """Context manager; inside it, moment and length are those of an earlier call: ``moment`` and ``length``."""
+    """Context manager that restores the ``moment`` and ``length`` of an earlier call."""
 
     __slots__ = ("_length", "_moment", "_outer")
 

@@ -39,7 +39,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
             return tuple.__new__(type(leaf), [map_leaves(function, item) for item in leaf])
         return function(leaf)
 
-    if isinstance(value, Tensor):  # the usual case; PyTorch's walk takes ten times as long for a single leaf
+    if isinstance(value, Tensor):  # PyTorch's walk takes ten times as long for a single leaf
         return function(value)
     return tree_map(visit, value, is_leaf=_is_own_tuple)
 
@@ -97,7 +97,7 @@ class Arguments:
     @classmethod
     def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Divide ``args`` and ``kwargs``."""
-        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):  # the usual case, first for speed
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             return cls([args[0]], [], _ONE_TENSOR)
         tensors, skeleton = split_tensors((args, kwargs))
         slots: dict[int, _Slot] = {}

@@ -1,4 +1,4 @@
-"""Segments that wait for their recomputation, by the parameters that an optimizer updates in backward.
+"""Segments that must be recomputed before an optimizer, in backward, updates a parameter that they use.
 
 The gradient of a parameter may be complete before backward asks for any tensor that the segment saved.  Example:
 ``bias`` in ``inner(x) + bias``, since a sum saves no tensors.  The segment must then be recomputed before the update,

@@ -14,6 +14,7 @@ import re
 import shlex
 import zipfile
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from memopt_cli.errors import UsageError
@@ -44,9 +45,10 @@ _SHOWN: Final = 8
 """Maximum number of names that a hint lists."""
 _DEEPEST: Final = 2
 """Maximum depth of the folders in a code path that are looked into."""
-_MAX_FOLDERS: Final = 100
 _MAX_SOURCES: Final = 200
-"""Maximum numbers of folders and of Python files in a code path that are looked into."""
+"""Maximum number of Python files in a code path that are looked into."""
+_FITS: Final = 0.5
+"""Minimum share of a model's attributes that its class mentions: others may be in the classes that it is made of."""
 _MAX_HINT: Final = 10_000
 """Maximum number of characters of a hint that is searched for a function."""
 _BUILDERS: Final = ("build", "make_model", "get_model", "create_model")
@@ -65,13 +67,7 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
     folder = os.path.dirname(weights) or os.curdir
     if os.path.isfile(os.path.join(folder, "config.json")):
         return f"Its config.json lies next to it: give the folder, {quoted_path(folder + os.sep)}."
-    sources = list(_sources_in(code_paths))
-    for source, module in sources:
-        if builder := _builder_at(source, names):
-            return f"Name what builds the model: {_with_weights(_importable(builder, module), weights)}"
-    hint = "Name the function that builds the model, as build.py:build for build() in build.py"
-    written = next(filter(None, (_made_by_hand(*source, names) for source in sources)), _WRITE_ANY)
-    return f"{hint}: {_with_weights('build.py:build', weights)}; {written}"
+    return f"Name what builds the model: {_defined(weights, code_paths, names) or suggest_weights(weights)}"
 
 
 def moved_hint(path: str, code_paths: Sequence[str] = (), class_name: str = "") -> str:
@@ -79,27 +75,32 @@ def moved_hint(path: str, code_paths: Sequence[str] = (), class_name: str = "") 
 
     ``code_paths``: as for :func:`build_hint`; ``class_name``: of the model, with its module; empty if not known.
     """
-    builder = next(filter(None, map(_builder_at, code_paths)), "")
-    if builder:
-        command = _with_weights(builder, path)
-    else:
-        command = _moved_class(path, code_paths, class_name) or suggest_weights(path, class_name)
+    command = _defined(path, code_paths, class_name=class_name.rpartition(".")[2])
+    builder = "" if command else next(filter(None, map(_builder_at, code_paths)), "")
+    command = command or (_with_weights(builder, path) if builder else suggest_weights(path, class_name))
     return f"If the class was moved or renamed, its weights can be read without it: {command}"
 
 
-def _moved_class(weights: str, code_paths: Sequence[str], class_name: str) -> str:
-    """Return what to type for the file ``weights`` if ``code_paths`` define a class named like ``class_name``.
+def _defined(weights: str, code_paths: Sequence[str], names: Collection[str] = (), *, class_name: str = "") -> str:
+    """Return what to type for the file ``weights``, if ``code_paths`` define what builds its model; else empty.
 
-    The result is empty if they do not.
+    It is a class named ``class_name``, a function whose name says that it builds, or the class with most of the
+    attributes that tensors of ``names`` are in.
     """
-    name = class_name.rpartition(".")[2]
-    for path, module in _sources_in(code_paths):
-        for node in _public_definitions_in(path):
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                if not _needed_arguments(node):
-                    return _with_weights(_importable(f"{path}:{name}", module), weights)
-                return f"{_with_weights('build.py:build', weights)}; {_written(module, node)}"
-    return ""
+    found = [
+        (3 if node.name == class_name else 2 if _is_builder(node) else _fit(node, names), path, module, node)
+        for path, module in _sources_in(code_paths)
+        for node in reversed(_public_definitions_in(path))
+        if isinstance(node, ast.ClassDef) or _is_builder(node)
+    ]
+    fit, path, module, node = max(found, key=lambda one: one[0], default=(0, "", "", None))
+    if node is None or fit < _FITS:
+        return ""
+    if arguments := _needed_arguments(node):
+        call = f"{node.name}({', '.join(f'{name}=…' for name in arguments)})"
+        return f"{_with_weights('build.py:build', weights)}; {_WRITE.format(module, node.name, call)}"
+    # A file of a package may import others of the package.
+    return _with_weights(f"{module if '.' in module else path}:{node.name}", weights)
 
 
 def _sources_in(code_paths: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -108,49 +109,27 @@ def _sources_in(code_paths: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not os.path.isdir(path):
             yield path, os.path.basename(path).removesuffix(".py")
             continue
-        yield from itertools.islice(_files_below(os.path.normpath(path)), _MAX_SOURCES)
-
-
-def _files_below(root: str) -> Iterator[tuple[str, str]]:
-    for folder, folders, files in itertools.islice(os.walk(root), _MAX_FOLDERS):
-        parts = [] if folder == root else os.path.relpath(folder, root).split(os.sep)
-        folders[:] = sorted(name for name in folders if name.isidentifier()) if len(parts) < _DEEPEST else []
-        for name in sorted(files):
-            if name.endswith(".py"):
-                yield os.path.normpath(os.path.join(folder, name)), ".".join([*parts, name.removesuffix(".py")])
-
-
-def _importable(builder: str, module: str) -> str:
-    """Return ``builder``, a file and a name, with ``module`` for a file of a package: it may import others of it."""
-    return f"{module}:{builder.rpartition(':')[2]}" if "." in module else builder
+        files = (file for depth in range(_DEEPEST + 1) for file in sorted(Path(path).glob("*/" * depth + "*.py")))
+        found = ((str(file), file.relative_to(path).with_suffix("").parts) for file in files)
+        importable = ((file, ".".join(parts)) for file, parts in found if all(map(str.isidentifier, parts[:-1])))
+        yield from itertools.islice(importable, _MAX_SOURCES)
 
 
 def builder_in(hint: str, weights: str) -> str:
     """Return the function that ``hint`` names for the model of the file ``weights``; empty if it names none."""
-    before, marker, _ = hint.partition(f" `--weights {quoted_path(weights)}`")
-    if not marker or len(before) > _MAX_HINT:
-        return ""
-    parts = before.split(": ")  # the function may have a colon in its path, too
-    commands = (_shell_words(": ".join(parts[number:])) for number in range(1, len(parts)))
-    return next((words[0] for words in commands if len(words) == 1), "")
-
-
-def _shell_words(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError:  # a quotation mark without its pair
-        return []
+    word = r"""(?:'[^']*'|"'"|[^\s'"\\])+"""  # as ``shlex.quote`` writes it
+    named = re.search(rf": ({word}) `--weights {re.escape(quoted_path(weights))}`", hint[:_MAX_HINT])
+    return shlex.split(named[1])[0] if named else ""
 
 
 def other_class_hint(location: str, names: Collection[str]) -> str:
     """Return a sentence that lists the other classes in the file of ``location``, ``net.py:Loss``, whose tensors are
     not ``names``; empty if there are none."""
-    path = location.rpartition(":")[0]
-    others = [builder for builder in _module_classes(path) if builder != location]
-    if fitting := [builder for builder in others if _assigns_attributes(builder, names)]:
-        return _did_you_mean(quoted_path(fitting[-1]))
-    listed = format_some([builder.rpartition(":")[2] for builder in others], _SHOWN)
-    return f"{path} also defines {listed}." if others else ""
+    path, _, name = location.rpartition(":")
+    others = [node for node in _module_classes(path) if node.name != name]
+    if fitting := [node for node in others if _fit(node, names) >= _FITS]:
+        return _did_you_mean(quoted_path(f"{path}:{max(fitting, key=lambda node: _fit(node, names)).name}"))
+    return f"{path} also defines {format_some([node.name for node in others], _SHOWN)}." if others else ""
 
 
 def _with_weights(builder: str, weights: str) -> str:
@@ -166,22 +145,6 @@ def suggest_weights(weights: str, class_name: str = "") -> str:
     is_named = name.isidentifier() and len(name) <= _LONGEST_NAME and not package.startswith("torch.")
     known = name if is_named else "Net"
     return f"{_with_weights('build.py:build', weights)}; {_WRITE.format('net', known, f'{known}()')}"
-
-
-def _made_by_hand(path: str, module: str, names: Collection[str]) -> str:
-    """Return the sentence on a file to write that makes the class at ``path`` with attributes for tensors of ``names``.
-
-    The class, of ``module``, needs arguments; the sentence is empty if no class has these attributes.
-    """
-    for node in reversed(_public_definitions_in(path)):
-        if isinstance(node, ast.ClassDef) and _assigns_attributes(f"{path}:{node.name}", names):
-            return _written(module, node)
-    return ""
-
-
-def _written(module: str, node: ast.ClassDef) -> str:
-    arguments = ", ".join(f"{name}=…" for name in _needed_arguments(node))
-    return _WRITE.format(module, node.name, f"{node.name}({arguments})")
 
 
 def missing_refusal(location: str) -> tuple[str, str]:
@@ -290,27 +253,24 @@ def weights_in(path: str) -> str:
     return weights_files[0]
 
 
-def _builder_at(path: str, names: Collection[str] = ()) -> str:
+def _builder_at(path: str) -> str:
     """Return what builds the model in the Python file at ``path``, as ``net.py:Net``; empty if nothing there does.
 
-    It is a function whose name says so, else a class of modules: the last that has all attributes that tensors of
-    ``names`` need, since inner modules come before outer ones.  Without ``names``, it is the last that makes layers, or
-    the last.
+    It is a function whose name says so, else a class of modules, preferably no loss: inner modules come before outer.
     """
-    builders = [node for node in _public_definitions_in(path) if node.name in _BUILDERS]
-    functions = [f"{path}:{node.name}" for node in builders if not _needed_arguments(node)]
-    if functions:
-        return functions[0]
-    classes = _module_classes(path)
-    if names:
-        return next((name for name in reversed(classes) if _assigns_attributes(name, names)), "")
-    return next(filter(_makes_layers, reversed(classes)), classes[-1] if classes else "")
+    classes = sorted(_module_classes(path), key=lambda node: not node.name.endswith("Loss"))
+    builders = [node for node in _public_definitions_in(path) if _is_builder(node)] or classes[-1:]
+    return f"{path}:{builders[0].name}" if builders else ""
 
 
-def _module_classes(path: str) -> list[str]:
-    """Return the classes of modules in the file at ``path`` that can be made without arguments, as ``net.py:Net``."""
+def _is_builder(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    return node.name in _BUILDERS and not _needed_arguments(node)
+
+
+def _module_classes(path: str) -> list[ast.ClassDef]:
+    """Return the classes of modules in the file at ``path`` that can be made without arguments."""
     return [
-        f"{path}:{node.name}"
+        node
         for node in _public_definitions_in(path)
         if isinstance(node, ast.ClassDef)
         and any(ast.unparse(base).endswith("Module") for base in node.bases)
@@ -318,41 +278,16 @@ def _module_classes(path: str) -> list[str]:
     ]
 
 
-def _assigns_attributes(builder: str, names: Collection[str]) -> bool:
-    """Return whether the class at ``builder``, ``net.py:Net``, assigns the attributes that tensors of ``names`` are in.
+def _fit(node: ast.FunctionDef | ast.ClassDef, names: Collection[str]) -> float:
+    """Return the share of the attributes that tensors of ``names`` are in that the class ``node`` mentions.
 
-    A prefix that all names share, such as ``module.``, may be that of a wrapper.
+    A string counts, too: it may register a buffer.  A prefix that all names share, ``module.``, may be a wrapper's.
     """
-    path, _, name = builder.rpartition(":")
-    assigned = _attributes_of({node.name: node for node in definitions_in(path)}, name)
-    split = [tensor_name.replace("_orig_mod.", "").split(".") for tensor_name in names]
+    split = [name.replace("_orig_mod.", "").split(".") for name in names]
     first, second = ({parts[depth] for parts in split if len(parts) > depth} for depth in (0, 1))
-    return bool(first) and (first <= assigned or (len(first) == 1 and bool(second) and second <= assigned))
-
-
-def _attributes_of(definitions: dict[str, _Definition], name: str) -> set[str]:
-    """Return the attributes that the class ``name`` and its bases among ``definitions`` assign by ``self.NAME = ...``.
-
-    Buffers, parameters and modules that are registered by name also count.
-    """
-    attributes: set[str] = set()
-    pending, seen = [name], set[str]()
-    while pending:
-        node = definitions.get(class_name := pending.pop())
-        if class_name in seen or not isinstance(node, ast.ClassDef):
-            continue
-        seen.add(class_name)
-        pending += [ast.unparse(base) for base in node.bases]
-        for inner in ast.walk(node):
-            match inner:
-                case ast.Attribute(value=ast.Name(id="self"), attr=attribute, ctx=ast.Store()):
-                    attributes.add(attribute)
-                case ast.Call(
-                    func=ast.Attribute(attr="register_buffer" | "register_parameter" | "add_module"),
-                    args=[ast.Constant(value=str(attribute)), *_],
-                ):
-                    attributes.add(attribute)
-    return attributes
+    mentioned = {getattr(inner, "attr", getattr(inner, "value", None)) for inner in ast.walk(node)}
+    levels = [level for level in (first, second if len(first) == 1 else set()) if level]
+    return max((len(level & mentioned) / len(level) for level in levels), default=0)
 
 
 def _needed_arguments(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
@@ -370,41 +305,14 @@ def _needed_arguments(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
     return [arg.arg for arg in needed]
 
 
-def _makes_layers(builder: str) -> bool:
-    """Return whether the class at ``builder``, ``net.py:Net``, makes other modules or parameters, as a loss does not.
-
-    They are recognized by calls of classes; a module with only an ``nn.CrossEntropyLoss`` is a loss.
-    """
-    path, _, name = builder.rpartition(":")
-    called = [
-        ast.unparse(inner.func).rpartition(".")[2]
-        for node in definitions_in(path)
-        if node.name == name
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Call)
-    ]
-    return any(callee[:1].isupper() and not callee.endswith("Loss") for callee in called)
-
-
-def refuse_misspelt(path: str, name: str) -> None:
-    """Raise :class:`UsageError` if the Python file at ``path`` defines a name like ``name``, and does not contain
-    ``name``.
-
-    The file is not run: so this error comes before one about outputs that exist.
-    """
-    nearest = _nearest_definition(path, name)
-    if nearest and not re.search(rf"\b{name}\b".encode(), read_bytes(path, _MAX_SOURCE_BYTES)):
-        raise UsageError(f"{path} has no function {name}", hint=_did_you_mean(nearest))
-
-
 def definitions(path: str, name: str = "") -> str:
     """Return a sentence on the functions and classes of the Python file at ``path``; empty if it has none.
 
     If ``name`` may be a misspelling of one of them, the sentence asks for it.
     """
-    if nearest := _nearest_definition(path, name):
-        return _did_you_mean(nearest)
     names = [node.name for node in _public_definitions_in(path)]
+    if nearest_names := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
+        return _did_you_mean(nearest_names[0])
     return f"It defines {format_some(names, _SHOWN)}." if names else ""
 
 
@@ -413,12 +321,6 @@ def class_file(location: str) -> str:
     path, _, name = location.rpartition(":")
     nodes = definitions_in(path) if is_function(location) else []
     return path if any(isinstance(node, ast.ClassDef) and node.name == name for node in nodes) else ""
-
-
-def _nearest_definition(path: str, name: str) -> str:
-    """Return the definition in the Python file at ``path`` that ``name`` may misspell; empty if none."""
-    names = [node.name for node in _public_definitions_in(path)]
-    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.7)), "")
 
 
 def _did_you_mean(name: str) -> str:
@@ -432,12 +334,8 @@ def _public_definitions_in(path: str) -> list[ast.FunctionDef | ast.ClassDef]:
 
 def definitions_in(path: str) -> list[_Definition]:
     """Return the functions and classes at the top of the Python file at ``path``; none if it is broken."""
-    return [node for node in _statements_in(path) if isinstance(node, _Definition)]
-
-
-def _statements_in(path: str) -> list[ast.stmt]:
-    """Return the statements at the top of the Python file at ``path``; none if it is broken."""
     try:
-        return ast.parse(read_bytes(path, _MAX_SOURCE_BYTES)).body
+        statements = ast.parse(read_bytes(path, _MAX_SOURCE_BYTES)).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
+    return [node for node in statements if isinstance(node, _Definition)]

@@ -7,8 +7,8 @@ line, ``max-slowdown`` in ``memopt.yaml``, and ``max_slowdown=`` in Python.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, get_args
 
 from memopt_cli.errors import OptionError, for_message
 from memopt_cli.text.values import Amount, Choice, Offload, Real, Size, ValueKind, Whole
@@ -27,6 +27,9 @@ FINE: Final = "Finer limits of the search"
 
 GROUPS: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP, RANKS, OTHERS, FINE)
 """The groups of options in the order of help, most needed first."""
+
+TableFormat = Literal["table", "json", "md"]
+ReportFormat = Literal[TableFormat, "junit", "github"]
 
 MAX_RANKS: Final = 2**20
 """Maximum number of ranks of a layout."""
@@ -77,16 +80,9 @@ class Option:
         return "data" if self.takes is None or is_parsed else self.risk
 
 
-OPTIONS: Final[Mapping[str, Option]] = {
+_BASE: Final[dict[str, Option]] = {
     # -------------------------------------------------------------------------------------------- the model
     "model": Option(_MODEL, ARGUMENTS, "MODEL", "model"),
-    "explain.model": Option("As for memopt optimize; not needed with --snapshot.", ARGUMENTS, "MODEL", "model"),
-    "inspect.model": Option(
-        "A file of torch.save, torch.jit.save or torch.export.save, or a save_pretrained folder.",
-        ARGUMENTS,
-        "MODEL",
-        "model",
-    ),
     "verify.reference": Option(_MODEL, ARGUMENTS, "MODEL", "model"),
     "verify.candidate": Option("The model or step to compare with MODEL.", ARGUMENTS, "CANDIDATE", "model"),
     "apply.plan": Option("A *.plan.yaml file.", ARGUMENTS, "PLAN", "file"),
@@ -102,22 +98,6 @@ OPTIONS: Final[Mapping[str, Option]] = {
         risk="data",
     ),
     "dims": Option(_DIM.format(""), INPUTS, "NAME=SIZE", flags=("--dim",), common=True, risk="data"),
-    "optimize.dims": Option(
-        _DIM.format("With a range, S=64:2048, and --budget: a plan for each of a few ranges of sizes. "),
-        INPUTS,
-        "NAME=SIZE",
-        flags=("--dim",),
-        common=True,
-        risk="data",
-    ),
-    "recommend_batch.dims": Option(
-        _DIM.format("With a range, S=128:4096, tabulate sizes, doubling. "),
-        INPUTS,
-        "NAME=SIZE",
-        flags=("--dim",),
-        common=True,
-        risk="data",
-    ),
     "input_data": Option(
         "Read the inputs from a .pt, .npz or .safetensors file.", INPUTS, "FILE", "file", python="", risk="file"
     ),
@@ -178,19 +158,11 @@ OPTIONS: Final[Mapping[str, Option]] = {
     "plan": Option(
         "Run the step under this plan.", STEP, *_PLAN_FILE, default="the one in the file, if any", risk="file"
     ),
-    "measure.plan": Option("Measure the step under this plan.", STEP, *_PLAN_FILE, risk="file"),
-    "profile.plan": Option("Profile the step under this plan.", STEP, *_PLAN_FILE, common=True, risk="file"),
     "profile.fake": Option("Estimate on tensors without data, for a step that does not fit here.", STEP, common=True),
     "recommend_batch.fake": Option(
         "Estimate on tensors without data, and run nothing, as --ranks does.", STEP, common=True
     ),
     "compile": Option("Also measure the step compiled: inductor, aot_eager, …", STEP, "BACKEND", risk="data"),
-    "recommend_batch.compile": Option(
-        "Find the largest batch that fits when the model is compiled: inductor, aot_eager, …",
-        STEP,
-        "BACKEND",
-        risk="data",
-    ),
     "steps": Option("Consecutive steps to compare.", STEP, "N", Whole(1, 1000), common=True),
     # -------------------------------------------------------------------------------------------- many ranks
     "ranks": Option(
@@ -232,21 +204,12 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="3, or what --profile sets",
         common=True,
     ),
-    "recommend_batch.level": Option(
-        "What a plan may do, with --search, as for memopt optimize.", SEARCH, "0..4", Whole(0, 4), default="3"
-    ),
     "budget": Option(
         "Find the fastest plan whose measured peak fits; % is of the original's peak.",
         SEARCH,
         "8GiB|60%",
         Amount(),
         common=True,
-    ),
-    "optimize.compile": Option(
-        "Also try steps compiled by torch.compile, for --level, --budget or --frontier: inductor, aot_eager, …",
-        SEARCH,
-        "BACKEND",
-        risk="data",
     ),
     "optimize.lengths": Option(
         "File with the sizes of the --dim that has a range: one per line, or a size and how often it occurs.",
@@ -286,13 +249,6 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "SECONDS",
         _SECONDS,
         default="10 s and ten steps; no limit with --budget, --frontier or --max-slowdown none",
-    ),
-    "recommend_batch.search_time": Option(
-        "End --search after this time and take the best so far, as Ctrl-C does.",
-        SEARCH,
-        "SECONDS",
-        _SECONDS,
-        default="no limit",
     ),
     "targets": Option(
         "Modules that may become segments, by class or by path. Repeatable.",
@@ -394,14 +350,6 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="90%",
         common=True,
     ),
-    "explain.memory": Option(
-        "The memory available: 24GiB, or a share of the free memory of the device.",
-        ANSWER,
-        "24GiB|90%",
-        Amount(),
-        default="what the error reports, else 90%",
-        common=True,
-    ),
     "global_batch": Option(
         "Samples per optimizer step; gradient accumulation makes them up.", ANSWER, "N", Whole(1), common=True
     ),
@@ -420,9 +368,6 @@ OPTIONS: Final[Mapping[str, Option]] = {
         "range of replicas",
         python="",
         risk="data",
-    ),
-    "recommend_batch.plan": Option(
-        "Recommend a batch with this plan as well.", ANSWER, "FILE", common=True, risk="file"
     ),
     "recommend_batch.lengths": Option(
         "File of sequence lengths, one per line: compare padding, buckets, sequence packing and a token budget on "
@@ -512,21 +457,6 @@ OPTIONS: Final[Mapping[str, Option]] = {
         flags=("-o", "--output"),
         common=True,
     ),
-    "baseline.output": Option("Where to write it.", OUTPUT, "FILE", flags=("-o", "--output"), common=True),
-    "measure.output": Option(
-        "Also write the report to a file, as JSON. Only the first rank writes.",
-        OUTPUT,
-        "FILE",
-        flags=("-o", "--output"),
-        common=True,
-    ),
-    "recommend_batch.output": Option(
-        "Also write the recommendation as YAML; with --search, its plan next to it.",
-        OUTPUT,
-        "FILE",
-        flags=("-o", "--output"),
-        common=True,
-    ),
     "force": Option("Replace files that exist.", OUTPUT, common=True),
     "dry_run": Option("Search and report, but write nothing.", OUTPUT, python=""),
     "plan_only": Option("Write the plan but no model: the training script applies the plan.", OUTPUT, python=""),
@@ -539,31 +469,17 @@ OPTIONS: Final[Mapping[str, Option]] = {
         default="predicted by dry runs",
         flags=("--recommend-batch/--no-recommend-batch",),
     ),
-    "optimize.longest_step": Option(
-        "Run the recommended batch, and no step that takes longer than this.",
-        OUTPUT,
-        "SECONDS",
-        Real(0.001, MAX_S, unit="seconds"),
-        default="2.5 times the plan's step, at least 1 s (GPU: 5 s), at most 10 s",
-    ),
     "html": Option("Also write a report as one HTML file. Needs memopt[html].", OUTPUT, "FILE", common=True, python=""),
-    "recommend_batch.html": Option(
-        "With --search, also write a report as one HTML file. Needs memopt[html].", OUTPUT, "FILE", python=""
-    ),
     "snapshot": Option("Also write the step as a snapshot for pytorch.org/memory_viz.", OUTPUT, "FILE", python=""),
     "format": Option(
-        "table, json, md, junit, or github (annotations, and $GITHUB_STEP_SUMMARY if set).",
+        f"{', '.join(get_args(ReportFormat))} (annotations, and $GITHUB_STEP_SUMMARY if set).",
         OUTPUT,
         "NAME",
         common=True,
         python="",
         risk="data",
     ),
-    "compare.format": Option("table, json or md.", OUTPUT, "NAME", common=True, python="", risk="data"),
     "json": Option("Print the report as JSON.", OUTPUT, common=True, python=""),
-    "check.quiet": Option(
-        "Show no progress, and print only the line with the verdict.", OUTPUT, flags=("-q", "--quiet"), python=""
-    ),
     "quiet": Option("Show no progress on stderr.", OUTPUT, flags=("-q", "--quiet"), python=""),
     "verbose": Option("Show details, and tracebacks of errors.", OUTPUT, kind="verbose", flags=("-v", "--verbose")),
     # -------------------------------------------------------------------------------------------- the rest
@@ -584,6 +500,66 @@ OPTIONS: Final[Mapping[str, Option]] = {
         python="",
     ),
     "help_all": Option("Show all options and exit.", kind="help all", common=True, python=""),
+}
+_CHANGES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "explain.model": {"help": "As for memopt optimize; not needed with --snapshot."},
+    "inspect.model": {
+        "help": "A file of torch.save, torch.jit.save or torch.export.save, or a save_pretrained folder."
+    },
+    "optimize.dims": {
+        "help": _DIM.format("With a range, S=64:2048, and --budget: a plan for each of a few ranges of sizes. ")
+    },
+    "recommend_batch.dims": {"help": _DIM.format("With a range, S=128:4096, tabulate sizes, doubling. ")},
+    "measure.plan": {"help": "Measure the step under this plan.", "default": ""},
+    "profile.plan": {"help": "Profile the step under this plan.", "default": "", "common": True},
+    "recommend_batch.plan": {
+        "help": "Recommend a batch with this plan as well.",
+        "group": ANSWER,
+        "default": "",
+        "common": True,
+        "kind": None,
+    },
+    "optimize.compile": {
+        "help": "Also try steps compiled by torch.compile, for --level, --budget or --frontier: inductor, aot_eager, …",
+        "group": SEARCH,
+    },
+    "recommend_batch.compile": {
+        "help": "Find the largest batch that fits when the model is compiled: inductor, aot_eager, …"
+    },
+    "recommend_batch.level": {
+        "help": "What a plan may do, with --search, as for memopt optimize.",
+        "default": "3",
+        "common": False,
+    },
+    "recommend_batch.search_time": {
+        "help": "End --search after this time and take the best so far, as Ctrl-C does.",
+        "default": "no limit",
+    },
+    "explain.memory": {
+        "help": "The memory available: 24GiB, or a share of the free memory of the device.",
+        "default": "what the error reports, else 90%",
+    },
+    "baseline.output": {"help": "Where to write it.", "default": ""},
+    "measure.output": {"help": "Also write the report to a file, as JSON. Only the first rank writes.", "default": ""},
+    "recommend_batch.output": {
+        "help": "Also write the recommendation as YAML; with --search, its plan next to it.",
+        "default": "",
+    },
+    "optimize.longest_step": {
+        "help": "Run the recommended batch, and no step that takes longer than this.",
+        "group": OUTPUT,
+        "default": "2.5 times the plan's step, at least 1 s (GPU: 5 s), at most 10 s",
+    },
+    "recommend_batch.html": {
+        "help": "With --search, also write a report as one HTML file. Needs memopt[html].",
+        "common": False,
+    },
+    "compare.format": {"help": f"{', '.join(get_args(TableFormat))}."},
+    "check.quiet": {"help": "Show no progress, and print only the line with the verdict."},
+}
+"""``command.name`` -> what differs from the option ``name`` of other commands."""
+OPTIONS: Final[Mapping[str, Option]] = _BASE | {
+    key: replace(_BASE[key.partition(".")[2]], **changes) for key, changes in _CHANGES.items()
 }
 """Name of a parameter -> its option; ``command.name`` -> the option of a command that differs from the others."""
 

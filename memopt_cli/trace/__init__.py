@@ -11,41 +11,10 @@ from memopt_cli.trace.clock import (
     with_seconds,
 )
 from memopt_cli.trace.contents import with_contents
-from memopt_cli.trace.counting import AllocatedPeak, Life, count, match_compressors
+from memopt_cli.trace.counting import AllocatedPeak, Life, count_step, match_compressors
 from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode, place_fake
 from memopt_cli.trace.inputs import compressors_failing_on_zeros, record_inputs
 from memopt_cli.trace.log import Compressors, StorageLog, resident_bytes
 from memopt_cli.trace.meter import Meter, meter_on
 from memopt_cli.trace.modules import compressor_paths, list_modules, requested_compressor
 from memopt_cli.trace.recording import record
-
-__all__ = [
-    "AllocatedPeak",
-    "Clock",
-    "Compressors",
-    "FakeStep",
-    "Life",
-    "Meter",
-    "OperatorTime",
-    "StorageLog",
-    "built_without_data",
-    "compressor_paths",
-    "compressors_failing_on_zeros",
-    "count",
-    "fake_mode",
-    "list_modules",
-    "match_compressors",
-    "meter_on",
-    "packing_bytes_per_s",
-    "place_fake",
-    "recompute_factor",
-    "record",
-    "record_inputs",
-    "requested_compressor",
-    "resident_bytes",
-    "segment_overhead",
-    "time_operators",
-    "with_contents",
-    "with_link",
-    "with_seconds",
-]

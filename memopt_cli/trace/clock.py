@@ -25,16 +25,16 @@ from memopt_cli.trace.operators import is_bookkeeping, operator_name
 from memopt_cli.training.step import Step, begin, synchronize
 
 _MAX_TIMED_S = 1.0
-"""No further step is taken once the timed steps took this long."""
+"""Seconds of timed steps after which no further step is taken."""
 _MAX_STEPS = 5
 """Maximum number of timed steps.  On a busy machine, a third of the operators varied by 10 % from step to step; the
 shortest time in four steps varied by 4 %."""
 _PACKED_ELEMENTS = 2**19
-"""Elements of the tensor whose packing is timed: 2 MiB, a common size of dropout masks."""
+"""Number of elements of the tensor whose packing is timed: 2 MiB, a common size of dropout masks."""
 _PACKINGS = 16
 """Number of timed packings; the first ones are slow."""
 _CACHES_BYTES = 2**26
-"""Bytes written before each timed packing, more than caches hold: a tensor in the caches is packed in half the time."""
+"""Number of bytes written before each timed packing, to clear the caches: a cached tensor packs in half the time."""
 _SENT_BYTES = 2**24
 """Size of the tensor whose copies to a place and back are timed."""
 _MIN_COPYING_S = 0.2
@@ -248,7 +248,7 @@ def with_seconds(trace: StepTrace, times: Sequence[OperatorTime]) -> tuple[StepT
 
 
 def _forward_seconds(ops: Sequence[OpTrace]) -> dict[str, float]:
-    """Return path of a module -> the seconds of its forward, modules below it included."""
+    """Return the seconds of each module's forward, modules below it included, by module path."""
     seconds: dict[str, float] = defaultdict(float)
     for op in ops:
         if op.phase == "forward":

@@ -23,7 +23,7 @@ from memopt_cli.trace.log import StorageLog
 from memopt_cli.trace.storages import held_bytes
 from memopt_cli.trace.workspace import ASIDE_LABEL
 
-_COMPRESSORS: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
+_TRIED: tuple[CompressorName, ...] = ("bit", "uint8", "sparse")
 """Compressors that are tried for inputs of segments."""
 _COMPARED_PHASES = ("forward", "backward")
 """Phases that must run the same operators; a step of a few samples may have no update."""
@@ -43,7 +43,7 @@ class ContentsReader:
         min_bytes = held_bytes(tensors)
         max_bytes = min_bytes // 2
         all_sizes = [self._packed_bytes(t) for t in tensors]
-        for name in _COMPRESSORS:
+        for name in _TRIED:
             nbytes = sum(sizes[name] for sizes in all_sizes)
             if nbytes <= max_bytes and nbytes < min_bytes:
                 best, min_bytes = name, nbytes
@@ -59,18 +59,14 @@ class ContentsReader:
         return cast(CompressorName, compressor.name), packed.nbytes
 
     def _packed_bytes(self, tensor: Tensor) -> dict[CompressorName, int]:
-        storage = self._log.find(tensor)
-        if storage is None:
-            return _packed_bytes(tensor)
-        key = storage.index, version_counter(tensor), int(tensor.storage_offset()), tensor.numel()
-        if key not in self._sizes:
-            self._sizes[key] = _packed_bytes(tensor)
-        return self._sizes[key]
-
-
-def _packed_bytes(tensor: Tensor) -> dict[CompressorName, int]:
-    with outside_of_step():
-        return {name: COMPRESSORS[name].packed_bytes(tensor) for name in _COMPRESSORS}
+        storage, sizes = self._log.find_storage(tensor), dict[CompressorName, int]()
+        if storage is not None:
+            key = storage.index, version_counter(tensor), int(tensor.storage_offset()), tensor.numel()
+            sizes = self._sizes.setdefault(key, sizes)
+        if not sizes:
+            with outside_of_step():
+                sizes |= {name: COMPRESSORS[name].packed_bytes(tensor) for name in _TRIED}
+        return sizes
 
 
 @contextmanager

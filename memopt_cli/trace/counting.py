@@ -21,10 +21,10 @@ Life = tuple[int, int, int | None]
 """Bytes of a storage, the operator that made it (-1 if it existed before the step), and the first operator that ran
 without it (``None`` if it outlives the step)."""
 AllocatedPeak = Callable[[Iterable[Life]], int]
-"""Returns the maximum bytes that an allocator takes for storages with the given lives, in the order of birth."""
+"""Function that returns the maximum bytes that an allocator takes for storages with lives in the order of birth."""
 
 
-def count(
+def count_step(
     step: Step,
     workspaces: Workspaces | None = None,
     compressors: Compressors | None = None,
@@ -47,8 +47,8 @@ def count(
             run_step(step, log)
     resident = resident_bytes(step)
     step.model.zero_grad(set_to_none=True)
-    lasting = (s for s in log.storages.made if s.nbytes and (s.died is None or s.died >= s.born))
-    lives = [(s.nbytes, s.born - 1, s.died) for s in lasting]  # of storages that outlive their first operator
+    outlive_an_operator = (s for s in log.storages.made if s.nbytes and (s.died is None or s.died >= s.born))
+    lives = [(s.nbytes, s.born - 1, s.died) for s in outlive_an_operator]  # ``born`` counts from 1, operators from 0
     return Counted(
         tensor_peak_bytes=log.peaks.tensor_bytes,
         allocated_peak_bytes=allocated(lives) if allocated else log.peaks.allocated_bytes,
@@ -75,7 +75,7 @@ def match_compressors(trace: StepTrace, dry_run: StepTrace) -> Compressors:
 
 
 def _output_compressors(trace: StepTrace) -> dict[tuple[str, int], str]:
-    """Return module, and index of an output -> its compressor, for outputs that have one and the same in every call."""
+    """Return the compressor of each output that has the same in every call, by module path and index of the output."""
     compressors: dict[tuple[str, int], set[str]] = defaultdict(set)
     for call in trace.calls:
         for number, index in enumerate(call.outputs):
@@ -86,7 +86,7 @@ def _output_compressors(trace: StepTrace) -> dict[tuple[str, int], str]:
 
 
 def _made_in_forward(trace: StepTrace) -> dict[str, list[tuple[str, StorageTrace]]]:
-    """Return path of a module -> the storages that its forward makes, in order, each with its operator's name."""
+    """Return the storages that each module's forward makes, in order, with their operators' names, by module path."""
     storages_by_path: dict[str, list[tuple[str, StorageTrace]]] = defaultdict(list)
     for storage in trace.storages:
         if storage.born >= 0 and trace.ops[storage.born].phase == "forward":

@@ -32,7 +32,7 @@ from memopt_cli.runtime.private_torch import (
 from memopt_cli.runtime.stand_ins import ChunksDifferError, StandIns
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves
-from memopt_cli.trace.counting import AllocatedPeak, count
+from memopt_cli.trace.counting import AllocatedPeak, count_step
 from memopt_cli.trace.known_numbers import NumbersKnown
 from memopt_cli.trace.log import Compressors
 from memopt_cli.trace.recording import record
@@ -145,13 +145,13 @@ class FakeStep:
         compressors: Compressors | None = None,
         allocated: AllocatedPeak | None = None,
     ) -> Counted:
-        """Count the step like :func:`~memopt_cli.trace.count`, where of many equal chunks only a few run."""
+        """Count the step like :func:`~memopt_cli.trace.count_step`, where of many equal chunks only a few run."""
         # An allocator's peak depends on every single tensor, so all chunks run for that.
         stand_ins = self._stand_ins if allocated is None else None
         while True:  # until no more chunks turn out to differ
             self._start.restore()
             with contextlib.suppress(ChunksDifferError), self._running():
-                return count(self.step, workspaces, compressors, allocated, stand_ins)
+                return count_step(self.step, workspaces, compressors, allocated, stand_ins)
 
     def record(
         self, batch: int, workspaces: Workspaces | None = None, compressors: Compressors | None = None

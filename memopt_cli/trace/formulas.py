@@ -87,7 +87,7 @@ class Formula:
     began: int
     """Tick before its first operator."""
     is_shared: bool
-    """Whether it gives two gradients of the same tensor, which the engine then sums."""
+    """Whether the formula gives two gradients of the same tensor, which the engine then sums."""
     calls: Counter[str] = field(default_factory=Counter)
     """Operator -> the number of its calls."""
 

@@ -38,7 +38,7 @@ def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
 
 
 def compressors_failing_on_zeros(step: Step) -> dict[str, str]:
-    """Return path of a module -> how its ``x_compressor`` fails on zeros with the shape and dtype of its inputs.
+    """Return how each ``x_compressor`` fails on zeros with the shape and dtype of its module's inputs, by module path.
 
     Every compressor can hold zeros, so a compressor that fails on them fits no input of this shape and dtype.  The
     forward that is run for this advances the model's state.
@@ -48,7 +48,7 @@ def compressors_failing_on_zeros(step: Step) -> dict[str, str]:
     def enter(path: str, module: nn.Module, inputs: Any) -> None:
         if requested_compressor(module) == OWN_COMPRESSOR:
             compressor = OwnCompressor(module.x_compressor)  # type: ignore[arg-type]
-            reasons = (compressor.misfit(torch.zeros_like(tensor)) for tensor in tensors_of(inputs))
+            reasons = (compressor.why_inexact(torch.zeros_like(tensor)) for tensor in tensors_of(inputs))
             reason_by_path.setdefault(path, next(filter(None, reasons), ""))
 
     with torch.no_grad(), module_hooks(step.model, enter, lambda *_: None):

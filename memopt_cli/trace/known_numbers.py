@@ -125,7 +125,6 @@ class NumbersKnown(TorchDispatchMode):
         return tensor
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Return whether the result of ``func`` follows from known numbers."""
         for leaf in args:  # answers for most operators, and quickly: they have an unknown tensor among these
             if isinstance(leaf, Tensor) and not self._is_known(leaf):
                 return False

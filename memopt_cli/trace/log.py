@@ -93,7 +93,7 @@ class StorageLog(TorchDispatchMode):
         """Label tensors that serve an exchange among ranks as ``gathered`` or ``reduction``."""
         self.collectives.record_call(func, args, kwargs, output)
         for tensor, kind in exchange_buffers(func, args, kwargs):
-            storage = self.find(tensor)
+            storage = self.find_storage(tensor)
             if storage is not None and storage.kind in _PRELIMINARY_KINDS:
                 storage.kind = kind
 
@@ -153,7 +153,7 @@ class StorageLog(TorchDispatchMode):
         self.phase = phase
         self.peaks.enter(phase, self.storages.live_bytes)
 
-    def find(self, tensor: Tensor) -> Storage | None:
+    def find_storage(self, tensor: Tensor) -> Storage | None:
         """Return the record of the storage of ``tensor``; ``None`` if it has not been seen."""
         return self.storages.find(tensor)
 
@@ -208,11 +208,11 @@ def packed_as(log: StorageLog, compressors: Compressors | None) -> Iterator[None
     def note_concatenated(outputs: Sequence[Tensor]) -> None:
         path = log.module_running()
         for index, output in enumerate(outputs):
-            if (storage := log.find(output)) is not None:
+            if (storage := log.find_storage(output)) is not None:
                 compressor_of_whole[storage.index] = compressors.outputs.get((path, index), "null")
 
     def compressor_of(tensor: Tensor) -> str:
-        storage = log.find(tensor)
+        storage = log.find_storage(tensor)
         if storage is None:
             return "null"
         return compressor_of_whole.get(storage.index) or compressors.saved.get((storage.path, storage.rank), "null")
@@ -235,7 +235,8 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
             log.count_tensor(parameter.grad, "gradients", name.rpartition(".")[0])
     for name, buffer in step.unwrapped_model.named_buffers():
         log.count_tensor(buffer, "buffers", name.rpartition(".")[0])
-    for tensor in tensors_of((step.args, step.kwargs)):
+    held_by_loss = _held_by_loss(step)  # kept alive: the step would make its own, short-lived ones without data
+    for tensor in (*tensors_of((step.args, step.kwargs)), *held_by_loss):
         log.count_tensor(tensor, "inputs", "")
     for tensor in optimizer_tensors(step):
         log.count_tensor(tensor, "optimizer", "")
@@ -270,10 +271,19 @@ def resident_bytes(step: Step) -> int:
             *(p.grad for p in parameters),
             *step.model.buffers(),
             *tensors_of((step.args, step.kwargs)),
-            *(t for t in tensors_held_by(step.loss) if t.device in {p.device for p in parameters}),
+            *_held_by_loss(step),
             *optimizer_tensors(step),
         )
     )
+
+
+def _held_by_loss(step: Step) -> list[Tensor]:
+    """Return the tensors that the loss of ``step`` holds on the devices of the model; in a dry run without data."""
+    parameters = list(step.model.parameters())
+    devices = {p.device for p in parameters}
+    mode = next((p.fake_mode for p in parameters if is_fake(p)), None)  # type: ignore[attr-defined]
+    held = [t for t in tensors_held_by(step.loss) if t.device in devices]
+    return held if mode is None else [t if is_fake(t) else mode.from_tensor(t) for t in held]
 
 
 def tensors_held_by(function: Callable[..., Any] | None) -> list[Tensor]:

@@ -56,11 +56,12 @@ class ModuleNotes:
             packed_bytes = nbytes if name == "null" else smallest_bytes
             requested = requested_compressor(module)
             if requested is not None:
-                packed_bytes = _bytes_in(requested, module, inputs)
-                name = (
-                    requested if packed_bytes < nbytes else "null"
-                )  # a compressor that saves nothing would only take time
-                self.compressor_misfit = self.compressor_misfit or _misfit(requested, module, inputs)
+                compressor = COMPRESSORS.get(requested) or _own_compressor(module)
+                with outside_of_step():
+                    packed_bytes = sum(map(compressor.packed_bytes, inputs))
+                # A compressor that saves nothing would only take time.
+                name = requested if packed_bytes < nbytes else "null"
+                self.compressor_misfit = self.compressor_misfit or _why_inexact(requested, module, inputs)
         self.input_bytes += nbytes
         self.packed_bytes += packed_bytes
         self.compressor = name if self.compressor in (None, name) else "null"
@@ -113,7 +114,7 @@ def taking_notes(
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
         if log.phase == "forward":
-            storages = ((tensor, log.find(tensor)) for tensor in find_matrices(module))
+            storages = ((tensor, log.find_storage(tensor)) for tensor in find_matrices(module))
             state = [tensor for tensor, storage in storages if storage is not None and storage.kind == "activations"]
             notes[path].leave([log.count_tensor(t) for t in tensors_of(output)], held_bytes(state))
 
@@ -131,18 +132,12 @@ def compressor_paths(model: nn.Module) -> tuple[str, ...]:
     return tuple(path for path, module in named_parts(model) if requested_compressor(module) not in (None, "null"))
 
 
-def _misfit(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
-    """Return a complaint if the user's own compressor fails to restore ``tensors``; empty if it does not."""
+def _why_inexact(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> str:
+    """Return why the user's own compressor fails to restore ``tensors``."""
     if name != OWN_COMPRESSOR:
         return ""
     with outside_of_step():
-        return next(filter(None, map(_own_compressor(module).misfit, tensors)), "")
-
-
-def _bytes_in(name: CompressorName, module: nn.Module, tensors: list[Tensor]) -> int:
-    compressor = COMPRESSORS.get(name) or _own_compressor(module)
-    with outside_of_step():
-        return sum(map(compressor.packed_bytes, tensors))
+        return next(filter(None, map(_own_compressor(module).why_inexact, tensors)), "")
 
 
 def _own_compressor(module: nn.Module) -> OwnCompressor:

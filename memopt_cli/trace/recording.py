@@ -114,7 +114,7 @@ class _Records:
         self._log = log
 
     def saved_bytes(self) -> dict[str, int]:
-        """Return module -> bytes made in it, or below it, that were alive at the end of the model's forward."""
+        """Return the bytes made in or below each module that were alive at the end of the model's forward, by path."""
         total: dict[str, int] = defaultdict(int)
         for s in self._log.storages.made:
             if s.kind == "activations" and (end := self._log.forward_end(s)) and not _is_dead(s, end):
@@ -182,7 +182,7 @@ class _Records:
         """Return a record of every call of a module in forward, with the range of its backward."""
         for index, op in enumerate(self._log.ops):
             number = -1 if op.call is None else op.call
-            while number >= 0:  # the operator is part of the backward of this call, and of those around it
+            while number >= 0:  # the operator is part of the backward of this call, and of the enclosing ones
                 call = self._log.calls[number]
                 call.backward = range(call.backward.start if call.backward else index, index + 1)
                 number = call.caller

@@ -13,7 +13,7 @@ from memopt_cli.runtime.private_torch import is_fake, unseen
 _MAX_STEPS = 64
 """Maximum number of time steps that are run; the workspace grows linearly with more."""
 _MAX_BATCH = 512
-"""Largest batch that is run; for larger batches the extrapolated workspace is exact up to rounding to pages."""
+"""Maximum batch that is run; for larger batches the extrapolated workspace is exact up to rounding to pages."""
 _TENSOR_ARGUMENTS = 7
 """Number of leading arguments of the operator that are tensors: input, four weights and biases, two states."""
 

@@ -67,7 +67,7 @@ class RememberingDryRun(DryRun):
     """A dry run that caches the results of operators where PyTorch's own cache does."""
 
     _cache: dict[tuple[Any, ...], Any] = {}  # noqa: RUF012 shared by all dry runs, whose results are equal
-    """Key -> :class:`_New`, :class:`_View`, index of the argument that is the result, ``None``, or several of them."""
+    """Key -> the result: a :class:`_New` or :class:`_View`, the index of an argument, ``None``, or several of these."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = self._call_key(func, args, kwargs or {})
@@ -107,7 +107,7 @@ class RememberingDryRun(DryRun):
                     *(value.is_conj(), value.is_neg(), value.is_quantized),
                 )
             elif kind in _PLAIN:
-                key += kind, value  # the type, too: 1 equals 1.0 and True
+                key += kind, value  # also the type: 1 equals 1.0 and True
             elif kind is list or kind is tuple:
                 key += kind, len(value)
                 if not self._extend_key(key, value):

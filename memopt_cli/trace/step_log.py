@@ -46,7 +46,7 @@ class CalledModule:
 
     path: str
     caller: int
-    """Index of the call around it; -1 if there is none."""
+    """Index of the enclosing call; -1 if there is none."""
     start: int
     """First operator of its forward."""
     inputs: tuple[int, ...]
@@ -107,7 +107,7 @@ class StepLog(StorageLog):
             self.workspaces.fixed(operator_name(func), shapes_of(args)) if self.workspaces and workspace_bytes else 0
         )
         tensors = [leaf for leaf in (*arguments, *tree_leaves(output)) if isinstance(leaf, Tensor)]
-        bytes_pairs = ((t.nbytes, storage.nbytes) for t in tensors if (storage := self.find(t)) is not None)
+        bytes_pairs = ((t.nbytes, storage.nbytes) for t in tensors if (storage := self.find_storage(t)) is not None)
         record = OpTrace(
             name=operator_name(func),
             phase=phase,
@@ -160,7 +160,7 @@ class StepLog(StorageLog):
         def leave(path: str, module: nn.Module, output: Any) -> None:
             if self.phase == "forward":
                 call = self.calls[self._innermost]
-                storages = filter(None, map(self.find, tensors_of(output)))
+                storages = filter(None, map(self.find_storage, tensors_of(output)))
                 call.end, call.outputs = len(self.ops), tuple(storage.index for storage in storages)
                 self._begin_call(call.caller)
 
@@ -191,7 +191,7 @@ class StepLog(StorageLog):
 
     def _note_saved(self, alias: Tensor) -> Tensor:
         """Note that autograd saves ``alias``, and return it unchanged, so that no storage lives longer than usual."""
-        storage = self.find(alias)
+        storage = self.find_storage(alias)
         if storage is not None and storage.kind != "parameters":
             self.savers[storage.index][next_node() - 1] = None
             if self._contents is not None and storage.index not in self.packed:
@@ -202,5 +202,5 @@ class StepLog(StorageLog):
         return alias
 
     def _indices(self, leaves: list[Any]) -> tuple[int, ...]:
-        storages = (self.find(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        storages = (self.find_storage(leaf) for leaf in leaves if isinstance(leaf, Tensor))
         return tuple(dict.fromkeys(storage.index for storage in storages if storage is not None))

@@ -16,7 +16,7 @@ from operator import ne
 ASIDE_LABEL = "memopt: set aside"
 """Label in a profile for code outside of the step: its operators and memory do not count."""
 MIN_BYTES = 1 << 16
-"""A smaller workspace of an operator is not counted."""
+"""Minimum bytes of a workspace that is counted."""
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of an operator's arguments in order, as :func:`argument_shapes` makes them; ``()`` for other arguments."""
@@ -110,7 +110,7 @@ class Workspaces:
         return paired
 
     def look_up(self, operator: str, shapes: Shapes) -> int:
-        """Return the workspace bytes of ``operator`` on ``shapes``; for shapes not recorded, by the nearest run.
+        """Return the workspace bytes of ``operator`` on ``shapes``, from the nearest run if no run had these shapes.
 
         Runs are near in this order: shapes that differ only in the first dimension, like chunks; in one other
         dimension; shapes with as many dimensions, like chunks of chunks; all others.  Of equally near runs, the run of
@@ -128,7 +128,7 @@ class Workspaces:
         return self._cache[key]
 
     def fixed(self, operator: str, shapes: Shapes) -> int:
-        """Return the part of the bytes that does not depend on the batch, as far as a smaller step has shown it."""
+        """Return the bytes that a smaller step has shown not to depend on the batch."""
         nbytes = self._peak_beyond_kept(operator, shapes)
         runs = (run for run in self._runs[operator] if _differ_in_first(run.shapes, shapes)) if nbytes else ()
         return self.kept_bytes + min(nbytes, max((run.fixed_bytes for run in runs), default=0))

@@ -97,7 +97,11 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
     """Put all of ``plan`` on ``model``; if a part fails, undo the earlier parts, the latest first."""
     with contextlib.ExitStack() as undo:
         if not plan.of_model.eager.is_empty:
-            _refuse_script(model)
+            if isinstance(model, torch.jit.ScriptModule):
+                raise PlanError(
+                    "the model is TorchScript, as torch.jit.load returns it, and its modules cannot be changed",
+                    hint="Load its file by memopt_cli.load('script.pt') instead, and apply the plan to that model.",
+                )
             suspend(model)
         undo.callback(resume, model)
         runs: list[Run] = []
@@ -119,14 +123,6 @@ def _install_all(model: nn.Module, plan: Plan, optimizer: Optimizer | None) -> N
         undo.pop_all()  # nothing failed: keep all parts
 
 
-def _refuse_script(model: nn.Module) -> None:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise PlanError(
-            "the model is TorchScript, as torch.jit.load returns it, and its modules cannot be changed",
-            hint="Load its file by memopt_cli.load('script.pt') instead, and apply the plan to that model.",
-        )
-
-
 def _segment_configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentConfig]:
     configs: dict[nn.Module, SegmentConfig] = {}
     paths: dict[nn.Module, str] = {}
@@ -144,7 +140,7 @@ def _segment_configs(model: nn.Module, plan: Plan) -> dict[nn.Module, SegmentCon
 
 
 def _by_length(model: nn.Module, plan: Plan) -> dict[nn.Module, ConfigsByLength]:
-    """Return module -> its configurations by length, for a plan with ranges; the root is always among them."""
+    """Return each module's configurations by length, for a plan with ranges; the root is always among the modules."""
     assert plan.by is not None, "called only for plans with ranges"
     if any(isinstance(settings_of(module), ConfigsByLength) for _, module in named_parts(model)):
         raise PlanError("a part of the model has a plan by length already", hint=_REMOVE_FIRST)
@@ -286,8 +282,8 @@ def _add_runs(model: nn.Module, path: str) -> list[Run]:
         return add_runs(model, path)
     except AttributeError as error:
         hint = "A plan fits the model it was made for; make a new one with memopt optimize."
-        names = dict(model.named_modules())
-        first, _, rest = path.partition(".")
+        names = [name for name, _ in model.named_modules() if name]
+        parts = path.partition("-")[0].split(".")  # the first of a run's
         is_step = isinstance(model, StepModels)
         if (inner := next((name for name in names if f"{name}.{path}" in names), None)) is not None:
             before = (
@@ -295,10 +291,16 @@ def _add_runs(model: nn.Module, path: str) -> list[Run]:
             )
             hint = f"{inner} has it: apply the plan {before}."
         prefixes = [f"{name}." for name, _ in model.named_children()] if is_step else [""]
-        module = rest.partition("-")[0]  # the first of a run's
-        if module and first.isidentifier() and any(prefix + module in names for prefix in prefixes):
-            call = f'memopt_cli.apply_plan({{"{first}": model}}, plan)'
-            hint = f"In a plan of a step, paths begin with the name of a model. If '{first}' is this one: {call}."
+        starts = (n for n in range(1, len(parts)) if any(p + ".".join(parts[n:]) in names for p in prefixes))
+        outer = ".".join(parts[: next(starts, 0)])
+        if outer.isidentifier():
+            call = f'memopt_cli.apply_plan({{"{outer}": model}}, plan)'
+            hint = f"In a plan of a step, paths begin with the name of a model. If '{outer}' is this one: {call}."
+        elif outer and not is_step:
+            hint = (
+                f"Without '{outer}.', the model has it. If the plan was made for a model that wraps this one, such as "
+                "a PeftModel, apply it to that model; otherwise make a new one with memopt optimize."
+            )
         owner = "the step" if is_step else type(model).__name__
         raise PlanError(f"the plan names module '{path}', which {owner} does not have", hint=hint) from error
     except ValueError as reason:

@@ -18,7 +18,7 @@ from memopt_cli.errors import UsageError, first_line, type_in_words
 from memopt_cli.text.optimizer_text import CLOSURE_REASON, NamedOptimizer, OptimizerChoice
 
 OptimizerMaker = Callable[[nn.Module], Optimizer | None]
-"""Makes the optimizer of a model, or of a copy of it without data; returns ``None`` for a step without optimizer."""
+"""Function that makes the optimizer of a model, or of a copy without data; ``None`` for a step without optimizer."""
 
 _DEFAULTS = {"SGD": {"momentum": 0.9}}
 """Class -> arguments that differ from PyTorch's defaults: without momentum, SGD has no state."""
@@ -103,7 +103,7 @@ def closure_refusal(optimizer: Optimizer) -> str:
 
 
 def wants_closure(optimizer: Optimizer) -> bool:
-    """Return whether the step of ``optimizer`` needs a closure, by its signature."""
+    """Return whether the signature of the step of ``optimizer`` requires a closure, or it is LBFGS."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     is_required = closure is not None and closure.default is inspect.Parameter.empty
     return isinstance(optimizer, torch.optim.LBFGS) or is_required

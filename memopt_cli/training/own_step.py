@@ -31,7 +31,7 @@ from memopt_cli.training.user_step import StepModels
 
 OnPhase = Callable[[Phase], object]
 OnUpdate = Callable[[Optimizer], object]
-"""Called with an optimizer that is about to step."""
+"""Function that is called with an optimizer that is about to step."""
 
 NUMBER_READ = torch.ops.aten._local_scalar_dense.default
 """Operator that reads a number out of a tensor."""

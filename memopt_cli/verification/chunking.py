@@ -217,9 +217,9 @@ def _uneven_number(length: int) -> int:
     return next((chunks for chunks in range(3, length) if length % chunks), 2)
 
 
-def _trial_inputs(calls: Any, cut: Any) -> Iterator[Any]:
-    """Yield the ``captured`` inputs, then random ones like ``cut``, twice, since one trial may pass by chance."""
-    yield calls
+def _trial_inputs(captured: Any, cut: Any) -> Iterator[Any]:
+    """Yield ``captured`` inputs, then random ones like ``cut``, twice, since one trial may pass by chance."""
+    yield captured
     for seed, scale in enumerate((-1.0, 4.0)):
         generator = torch.Generator().manual_seed(seed)
         yield map_leaves(functools.partial(_redrawn, generator=generator, scale=scale), cut)

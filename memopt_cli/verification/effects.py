@@ -46,7 +46,7 @@ class EffectDifference:
     name: str
     """Name of the tensor; empty if all tensors are bit-identical."""
     relative: float
-    """Largest absolute difference, divided by the largest magnitude in the reference tensor; infinity if the shapes
+    """Maximum absolute difference, divided by the largest magnitude in the reference tensor; infinity if the shapes
     differ.  For a gradient far smaller than the others, :data:`_ROUNDING_SCALE` gives the divisor.  It does so for the
     running statistics of a norm as well: a mean is measured by the deviation, and a variance by the mean."""
     compared: int
@@ -118,9 +118,9 @@ class UpdateGradients:
                 self.gradients[name] = parameter.grad.detach().clone()
 
 
-def gradients_by_parameter(effects: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return name of a parameter -> its last gradient among the ``effects`` of a step."""
-    gradients = ((name.partition(AT_UPDATE)[0], t) for name, t in effects.items() if name.startswith("gradient of "))
+def gradients_by_parameter(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the last gradient of each parameter among the effects ``found`` in a step, by parameter name."""
+    gradients = ((name.partition(AT_UPDATE)[0], t) for name, t in found.items() if name.startswith("gradient of "))
     return {name.removeprefix("gradient of "): tensor for name, tensor in gradients}
 
 
@@ -254,8 +254,8 @@ class DoubleThroughout(TorchDispatchMode):
 @contextmanager
 def step_in_double(step: Step) -> Iterator[Step]:
     """Yield ``step`` in float64, including the model's own casts to float32; restore its tensors afterwards."""
-    with step_cast_to_double(step) as cast, DoubleThroughout():  # type: ignore[no-untyped-call]
-        yield cast
+    with step_cast_to_double(step) as double_step, DoubleThroughout():  # type: ignore[no-untyped-call]
+        yield double_step
 
 
 @contextmanager
@@ -341,14 +341,14 @@ def _largest(tensor: Tensor) -> float:
     return max(abs(lowest.item()), abs(highest.item()))
 
 
-def _min_statistic(name: str, effects: dict[str, Tensor]) -> float:
+def _min_statistic(name: str, reference: dict[str, Tensor]) -> float:
     """Return the minimum divisor for the difference of a norm's running statistic ``name``; 0 for any other tensor.
 
     The mean of another norm's output is nothing but rounding, and so is the variance of a constant: such values have no
     scale of their own.
     """
     norm = name.removesuffix("running_mean").removesuffix("running_var")
-    mean, variance = (effects.get(f"{norm}{statistic}") for statistic in ("running_mean", "running_var"))
+    mean, variance = (reference.get(f"{norm}{statistic}") for statistic in ("running_mean", "running_var"))
     if norm == name or mean is None or variance is None:
         return 0.0
     if name.endswith("running_mean"):

@@ -38,7 +38,7 @@ _MAX_STEPS = 4
 _MAX_FULL_STEPS = 3
 """All checks may take as long as this many plain steps at the requested size, if that is longer."""
 _MIN_LIMIT_S = 2.0
-"""Seconds that all checks may take in any case."""
+"""Seconds that all checks may take however fast a step is."""
 _PAIR_RATIO = 3.0
 """Assumed time of the first pair of steps, one with the plan and one without, divided by the time of a plain step."""
 _CHANGE_SHARE = 1e-3
@@ -61,7 +61,7 @@ class RecordedStep:
     original_step_s: float
     """Seconds of a step without the plan at the requested size; 0 if this step has that size."""
     tolerance: float
-    """Largest relative difference that passes; 0 if the effects must be bit-identical."""
+    """Maximum relative difference that passes; 0 if the effects must be bit-identical."""
 
 
 @dataclass(frozen=True, slots=True)

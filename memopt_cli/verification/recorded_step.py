@@ -31,7 +31,7 @@ from memopt_cli.verification.variations import Resize
 Transform = Callable[[nn.Module], object]
 
 
-def verify(
+def verify_step(
     step: Step,
     plan: Plan,
     install: Transform,

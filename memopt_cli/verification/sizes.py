@@ -14,14 +14,14 @@ from memopt_cli.runtime.cuts import Cut
 Sizes = Mapping[str, int]
 """Name of a dimension that can be resized -> its size."""
 Observe = Callable[[Sizes], Mapping[int, Cut]]
-"""Runs a forward at some sizes; returns segment -> how its input was cut.  The model may raise any error."""
+"""Function that runs a forward at some sizes, and returns how each segment was cut; the model may raise any error."""
 
 _MIN_SIZE = 3
 """Minimum size that is tried: 3 is the first that can be cut unevenly."""
 _MIN_BATCH_SIZE = 2
 """Minimum size of the batch; other dimensions, such as time, may need a third entry, which differs from the second."""
 _MAX_GROWTH = 1.5
-"""Largest ratio of the total size to the requested one: eight chunks are uneven only from nine samples on."""
+"""Maximum ratio of the total size to the requested one: eight chunks are uneven only from nine samples on."""
 _MAX_ROUNDS = 32
 """Maximum number of times that sizes are enlarged."""
 

@@ -19,9 +19,9 @@ from memopt_cli.verification.effects import in_double
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 Resize = Callable[[int], Arguments]
-"""Makes the inputs at another batch size; raises if they have only one."""
+"""Function that makes the inputs at another batch size; it raises an error if they have only one."""
 Vary = Callable[[Step], AbstractContextManager[Step]]
-"""Yields a step with one thing changed, and undoes the change after the ``with`` block."""
+"""Function that returns a context manager: it yields a step with one thing changed, and undoes the change after."""
 
 
 @dataclass(frozen=True, slots=True)

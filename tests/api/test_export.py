@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memopt_cli
 from memopt_cli.errors import OptionError
 from memopt_cli.records import StepSettings
-from memopt_cli.trace import count
+from memopt_cli.trace import count_step
 from memopt_cli.training.step import Step
 from tests.zoo.models import Parts
 
@@ -100,7 +100,7 @@ def test_it_computes_the_same_twice(name: str) -> None:
 def test_its_peak_is_about_that_of_the_plan(name: str) -> None:
     def peak(model: nn.Module) -> int:
         step = Step(model=model, args=(torch.randn(4096, 16),), kwargs={}, settings=StepSettings())
-        return count(step).tensor_peak_bytes
+        return count_step(step).tensor_peak_bytes
 
     plain, planned = exported(PLANS[name])["checkpoint_segments"](made()), memopt_cli.apply_plan(made(), PLANS[name])
     assert peak(plain) <= 1.02 * peak(planned)

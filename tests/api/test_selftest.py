@@ -18,7 +18,7 @@ from torch import nn
 from memopt_cli.api.selftest import models, promises
 from memopt_cli.api.selftest.promises import selftest
 from memopt_cli.cli.app import main
-from memopt_cli.measure.jobs import Measured
+from memopt_cli.measure.jobs import MeasureAnswer
 from memopt_cli.records import (
     Crashed,
     LevelRow,
@@ -205,7 +205,9 @@ def test_each_row_of_a_phase_can_fail(
     counted = records.counted(1, phases=predicted)
     answers = iter(
         [
-            Measured(measurement=outcome, fingerprint=cast(Any, None)) if isinstance(outcome, Measurement) else outcome,
+            MeasureAnswer(measurement=outcome, fingerprint=cast(Any, None))
+            if isinstance(outcome, Measurement)
+            else outcome,
             counted,
         ]
     )

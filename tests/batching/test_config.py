@@ -1,4 +1,4 @@
-"""``batch_shaping:`` is read strictly; that each option changes behaviour is tested beside what it configures."""
+"""``batch_shaping:`` is read strictly; that each option changes behaviour is tested with what it configures."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _filled(data: bytes) -> bytes:
 
 
 def _beside(records: Records, wide: bytes) -> bytes:
-    """PyTorch reads the pickle in the folder, and not the one beside it."""
+    """PyTorch reads the pickle in the folder, and not the one next to the folder."""
     inside = {f"model/{name}": data for name, data in {**records, "data.pkl": wide}.items()}
     return zipped({**inside, "data.pkl": records["data.pkl"]}, folder="")
 

@@ -13,7 +13,7 @@ from torch import nn
 from memopt_cli.errors import FileFormatError
 from memopt_cli.loading import read_file
 from memopt_cli.loading.contents import FileContents, contents_of
-from memopt_cli.loading.description import describe
+from memopt_cli.loading.description import describe_file
 from memopt_cli.loading.factory import fill
 from memopt_cli.loading.interface import ModelFile
 from memopt_cli.loading.pickles.described import NESTED, storage_of, tensor_of
@@ -30,7 +30,7 @@ def contents(value: object, *, zipped: bool = True) -> FileContents:
 
 def described(path: Path, pickle: bytes) -> Inspection:
     path.write_bytes(archive({"data.pkl": b"\x80\x02" + pickle}))
-    return describe(read_file(str(path)))
+    return describe_file(read_file(str(path)))
 
 
 TENSORS = {
@@ -57,7 +57,7 @@ def test_a_compiled_model_has_the_modules_and_tensors_of_the_model() -> None:
 def test_tensors_inside_a_plain_pickle_are_told_and_serve_as_weights() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     file = ModelFile(path="model.pkl", data=pickle.dumps(model))
-    found = describe(file)
+    found = describe_file(file)
     assert found.parameters == sum(p.numel() for p in model.parameters())
     assert [tensor.name for tensor in found.tensors] == list(model.state_dict())
     assert not found.tied
@@ -108,7 +108,7 @@ def test_nesting_has_an_end(tmp_path: Path) -> None:
         model = nn.Sequential(model)
     torch.save(model, tmp_path / "model.pt")
     with pytest.raises(FileFormatError, match="nested deeper than 100"):
-        describe(read_file(str(tmp_path / "model.pt")))
+        describe_file(read_file(str(tmp_path / "model.pt")))
 
 
 def test_sizes_beyond_any_machine_are_still_sizes(tmp_path: Path) -> None:

@@ -442,7 +442,7 @@ def test_factories_that_cannot_be_used(location: str, error: type[MemoptError], 
 
 @pytest.mark.parametrize("name", ["run.pyc", "run.so", "run", "run.PY"])
 def test_only_python_files_are_run(name: str, folder: Path) -> None:
-    """Python would run compiled code, too, and libraries of machine code."""
+    """Python would also run compiled code, and libraries of machine code."""
     (folder / "run.py").write_text("raise SystemExit('it ran')")
     py_compile.compile("run.py", cfile=str(folder / name))
     with pytest.raises(UsageError, match="is not a Python file"):
@@ -562,6 +562,6 @@ def test_a_model_of_a_file_without_a_name_of_its_own_is_not_saved(held: str, fol
 def test_a_file_with_a_dash_in_its_name_is_found_by_its_folder(folder: Path) -> None:
     (folder / "my-net.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
     try:
-        assert UserCode((str(folder),)).find(Global("my-net", "Net")).__module__ == "my-net"
+        assert UserCode((str(folder),)).find_definition(Global("my-net", "Net")).__module__ == "my-net"
     finally:
         sys.modules.pop("my-net", None)

@@ -26,7 +26,7 @@ from torch import nn
 
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError
 from memopt_cli.loading import load_model, read_file, trust
-from memopt_cli.loading.description import describe
+from memopt_cli.loading.description import describe_file
 from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.safetensors_file import read_safetensors
@@ -203,10 +203,10 @@ def damaged(data: bytes, draws: random.Random) -> Iterator[bytes]:
 def test_a_damaged_file_is_described_and_loaded_or_refused(name: str, sound: dict[str, bytes], tmp_path: Path) -> None:
     path, refused = tmp_path / name, []
     path.write_bytes(sound[name])
-    assert describe(read_file(str(path))).tensors
+    assert describe_file(read_file(str(path))).tensors
     for broken in damaged(sound[name], random.Random(0)):
         path.write_bytes(broken)
-        for use in (lambda: describe(read_file(str(path))), lambda: load_model(ModelSource(location=str(path)))):
+        for use in (lambda: describe_file(read_file(str(path))), lambda: load_model(ModelSource(location=str(path)))):
             try:
                 use()
             except (FileFormatError, UnsafeFileError) as err:

@@ -17,7 +17,7 @@ from torch import nn
 from memopt_cli.errors import MemoptError
 from memopt_cli.loading import exported_graph, load_model, read_file
 from memopt_cli.loading.archive import Archive
-from memopt_cli.loading.description import describe
+from memopt_cli.loading.description import describe_file
 from memopt_cli.loading.exported_graph import Call, GraphReader, Op, settle_sizes
 from memopt_cli.loading.exported_modules import Builder, Method, Scope
 from memopt_cli.loading.pickles.described import MAX_SIZE, items_in
@@ -51,7 +51,7 @@ def test_inspecting_says_of_a_damaged_script_what_loading_says(tmp_path: Path) -
     path = tmp_path / "model.ts"
     path.write_bytes(hostile()["a pickle in capitals"][0])
     said = []
-    for use in (lambda: describe(read_file(str(path))), lambda: load_model(ModelSource(location=str(path)))):
+    for use in (lambda: describe_file(read_file(str(path))), lambda: load_model(ModelSource(location=str(path)))):
         with pytest.raises(MemoptError) as error:
             use()
         said.append(error.value.message)
@@ -64,7 +64,7 @@ def test_a_program_of_impossible_sizes_is_refused(case: str, tmp_path: Path) -> 
     data, says = programs()[case]
     (tmp_path / "model.pt2").write_bytes(data)
     with pytest.raises(MemoptError, match=says) as error:
-        describe(read_file(str(tmp_path / "model.pt2")))
+        describe_file(read_file(str(tmp_path / "model.pt2")))
     assert len(error.value.message) < 300
 
 

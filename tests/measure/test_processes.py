@@ -18,7 +18,7 @@ import torch
 
 from memopt_cli.loading.pickles.kinds.modules import imported_libraries
 from memopt_cli.measure import processes
-from memopt_cli.measure.jobs import DescribeJob, Measured, MeasureJob, Subject
+from memopt_cli.measure.jobs import DescribeJob, MeasureAnswer, MeasureJob, Subject
 from memopt_cli.measure.runner import Session, import_path
 from memopt_cli.records import (
     Crashed,
@@ -118,10 +118,10 @@ def test_sessions_share_what_they_are_forked_from_and_nothing_else(start: Callab
         (one, server), (other, same) = of(first), of(second)
         assert one != other
         assert server == same
-        assert isinstance(first.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        assert isinstance(first.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
         os.kill(one, signal.SIGKILL)
         assert isinstance(first.ask(MeasureJob(plan=ORIGINAL, steps=1)), OutOfMemory)
-        assert isinstance(second.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        assert isinstance(second.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
 
 
 @pytest.mark.parametrize("is_set", [False, True])
@@ -133,7 +133,7 @@ def test_malloc_keeps_freed_memory_unless_the_user_has_set_it(
     if is_set:
         monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
     with processes.keep_server(early=True), start() as session:
-        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
     assert ((tmp_path / "malloc").read_text() == "") == is_set
 
 
@@ -150,15 +150,15 @@ def test_it_has_the_folder_and_the_environment_of_its_session(
 
     one = folder("one")
     with processes.keep_server(early=True), start() as outer:
-        assert isinstance(outer.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        assert isinstance(outer.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
         assert (one / "here").read_text() == ""
         two = folder("two")
         monkeypatch.setenv("MEMOPT_TEST", "changed")
         with start() as inner:
             assert of(inner)[1] != of(outer)[1]
-            assert isinstance(inner.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+            assert isinstance(inner.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
         assert (two / "here").read_text() == "changed"
-        assert isinstance(outer.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        assert isinstance(outer.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
 
 
 @pytest.mark.usefixtures("nothing_kept")
@@ -218,7 +218,7 @@ def test_one_that_imports_after_the_fork(start: Callable[..., Session], monkeypa
             assert of(late)[1] != of(early)[1]
             assert "libtorch" not in Path(f"/proc/{of(late)[1]}/maps").read_text()
             assert "libtorch" in Path(f"/proc/{of(early)[1]}/maps").read_text()
-            assert isinstance(late.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+            assert isinstance(late.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
 
 
 def test_a_thread_that_ends_takes_its_own_server_alone(start: Callable[..., Session]) -> None:
@@ -235,7 +235,7 @@ def test_a_thread_that_ends_takes_its_own_server_alone(start: Callable[..., Sess
         thread.join()
         (gone,) = servers
         assert not Path(f"/proc/{gone}").exists()
-        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
 
 
 def test_threads_work_after_the_fork(start: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_threads_work_after_the_fork(start: Callable[..., Session], monkeypatch:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     Path("said").write_text("large")
     with start() as session:
-        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
 
 
 @pytest.mark.parametrize(("said", "code", "tail"), [("leave", 1, "the last words"), ("leave silently", 0, "")])
@@ -271,14 +271,14 @@ def test_what_is_imported_is_not_looked_through_for_garbage(start: Callable[...,
     """Collecting it would take half a second each time, and a copy of the memory that the server shares."""
     (tmp_path / "said").write_text("frozen")
     with start() as session:
-        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
     assert int((tmp_path / "frozen").read_text()) > 50_000
 
 
 def test_what_is_registered_for_the_end_runs(start: Callable[..., Session], tmp_path: Path) -> None:
     Path("said").write_text("register")
     with start() as session:
-        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+        assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
         assert not (tmp_path / "at the end").exists()
     assert (tmp_path / "at the end").exists()
 
@@ -295,7 +295,7 @@ def test_what_leaves_the_group_ends_too(killed: bool, start: Callable[..., Sessi
 def daemon_of(session: Session) -> int:
     """A process in a session of its own, whose parent has ended."""
     Path("said").write_text("daemon")
-    assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+    assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
     told = Path("daemon")
     assert wait_for(lambda: told.exists() and told.read_text() != "")
     return int(told.read_text())
@@ -357,7 +357,7 @@ def test_a_library_in_the_current_folder(entry: str, is_module: bool, tmp_path: 
 
 
 def wait_for(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true in a minute."""
+    """Whether the condition comes true in a minute."""
     for _ in range(6000):
         if condition():
             return True
@@ -394,7 +394,7 @@ def test_what_steps_need_is_imported_once_for_all_where_steps_are_run(
             with Session(Subject(source=ModelSource(location=location)), 60) as session:
                 assert isinstance(session.ask(DescribeJob(spec=given)), answer)
         with Session(Subject(source=source, spec=given), 60) as session:
-            assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+            assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
     assert Path("seen").read_text() == "False\nTrue\n"
 
 
@@ -457,7 +457,7 @@ def test_a_library_of_models_is_imported_once_for_all_that_come_after(
         processes.import_libraries(facts.libraries, import_path(source), 60.0)
         with Session(Subject(source=source, spec=given), 60) as session:
             who[str(of(session)[0])] = "measures"
-            assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), Measured)
+            assert isinstance(session.ask(MeasureJob(plan=ORIGINAL, steps=1)), MeasureAnswer)
     imports = [line.split() for line in (tmp_path / "libraries/norse/imports").read_text().splitlines()]
     assert [who[pid] for pid, _, _ in imports] == importing
     for _, folder, caches in (row for row in imports if who[row[0]] == "the server"):

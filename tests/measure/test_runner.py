@@ -21,7 +21,7 @@ from memopt_cli.measure.jobs import (
     ProbeJob,
     RecordJob,
     SaveJob,
-    Traced,
+    TraceAnswer,
     TraceJob,
 )
 from memopt_cli.measure.runner import Session
@@ -232,7 +232,7 @@ def _answer(answer: Any) -> bytes:
 
 def test_a_trace_is_read() -> None:
     found = replies.read(_traced(), TraceJob(fake=True))
-    assert isinstance(found, Traced)
+    assert isinstance(found, TraceAnswer)
     assert found.trace.ops[0].name == "aten::relu"
     assert replies.read(_answer(_recorded()), RecordJob(plan=ORIGINAL)) == found.trace
 

@@ -40,7 +40,7 @@ from memopt_cli.measure.jobs import (
     SizesJob,
     Subject,
     TimeInTurnsJob,
-    Traced,
+    TraceAnswer,
     TraceJob,
     VerifyJob,
 )
@@ -309,7 +309,7 @@ def test_an_update_is_what_clips_and_what_optimizers_do(monkeypatch: pytest.Monk
     assert (step.step_s, step.update_s) == (16 - 1, (4 - 2) + (16 - 8))
 
 
-def assert_timed(traced: Traced) -> None:
+def assert_timed(traced: TraceAnswer) -> None:
     assert not traced.unknown
     assert all(op.seconds > 0 for op in traced.trace.ops)
     assert all(module.forward_s > 0 for module in traced.trace.modules)
@@ -338,6 +338,25 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
     assert batches == [8, 3]
     growing = workspaces_for(one.bench, plan("2", chunks=2))._runs["aten::convolution"]
     assert [run.smaller and run.smaller.shapes[0] for run in growing] == [(3, 4, 32, 32)] * 3
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_step_of_few_samples_that_does_not_fit_is_recorded_without_data(
+    is_failing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its small step is the step itself, which may also fail where there seems to be room."""
+    torch.save(nn.Linear(8, 8), tmp_path / "net.pt")
+    one = Worker(subject_of("B", 8, batch=2, location=str(tmp_path / "net.pt")))
+
+    def out_of_memory(*_: object) -> None:
+        assert is_failing
+        raise MemoryError
+
+    one.bench.model.register_forward_hook(lambda _, args, output: None if is_fake(output) else out_of_memory())
+    monkeypatch.setattr(without_data, "runnable_bytes", lambda device: 1 << 40 if is_failing else 0)
+    traced = one.answer(TraceJob(fake=True))
+    assert (traced.fake, traced.trace.batch) == (True, 2)
+    assert traced.trace.allocated_peak_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -522,10 +541,10 @@ def depends_on_data() -> nn.Module:
     return two_alike(ByBatch())
 
 
-def traced(model: type[nn.Module], data: Data = "full size") -> Traced:
+def traced(model: type[nn.Module], data: Data = "full size") -> TraceAnswer:
     with LocalSession(subject_of("B", 40, data=data), 60.0, build=model) as session:
         found = session.ask(TraceJob(fake=True))
-    assert isinstance(found, Traced)
+    assert isinstance(found, TraceAnswer)
     return found
 
 
@@ -627,7 +646,7 @@ def test_a_script_that_writes_as_it_is_imported_is_told_where_that_belongs(monke
 
 
 def test_an_answer_too_long_to_be_read_is_a_failure_that_says_so() -> None:
-    """What is read only as far as its kind may be long would look made up."""
+    """An answer that is cut at the maximum length of its kind would look made up."""
     reply = {"kind": "answer", "answer": ["x" * 50]}
     line = _reply_line(reply, 10_000)
     assert json.loads(line) == reply

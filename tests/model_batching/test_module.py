@@ -40,7 +40,7 @@ from memopt_cli.records import ApplyRequest, ModelSource, Plan, SegmentPlan, Ste
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.records.progress import Progress
 from memopt_cli.spikingjelly import memory_optimization
-from memopt_cli.trace import count
+from memopt_cli.trace import count_step
 from memopt_cli.training.apply import plan_of, remove_segments
 from memopt_cli.training.step import Step
 from tests.zoo.models import Parts
@@ -639,7 +639,7 @@ def step_of(batched: BatchModule) -> tuple[list[Tensor], int]:
     output = batched(given)
     output.square().sum().backward()
     left = [output.detach(), given.grad, *(p.grad for p in batched.parameters()), *map(torch.clone, batched.buffers())]
-    return left, count(step).tensor_peak_bytes
+    return left, count_step(step).tensor_peak_bytes
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from tests.zoo.models import Parts
 
 
 class WithLoss(Parts, linear=lambda: nn.Linear(5, 2)):
-    """Returns its loss beside its scores, as language models do."""
+    """Returns its loss and its scores, as language models do."""
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
         scores = self.linear(x) * scale

@@ -213,7 +213,7 @@ class Outer(nn.Module):
 
 
 class Untagged(Network):
-    """A weight without a tag between the neurons: the past ends there, too."""
+    """A weight without a tag between the neurons: the past also ends there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -422,7 +422,7 @@ class ThroughUntagged(Network):
 
 
 class OneWeightTwoCells(Network, neu=lambda: LIF(HIDDEN), syn=lambda: Synapse(0.8), last=lambda: Synapse(0.9)):
-    """Two calls of a weight, each for a cell of its own, beside which its output and a state go on."""
+    """Two calls of a weight, each for a cell of its own; its output and a state also bypass these cells."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.w(x)

@@ -144,7 +144,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest relative difference of any gradient; all of them must be there and none zero."""
+    """Maximum relative difference of any gradient; all of them must be there and none zero."""
     assert found.keys() == expected.keys()
     assert all(t.norm() > 0 for t in expected.values())
     return max(float((found[name] - t).norm() / t.norm()) for name, t in expected.items())

@@ -111,6 +111,25 @@ def test_a_plain_parameter_of_a_cell_sees_one_step_at_a_time() -> None:
     )  # the threshold acts within its step alone
 
 
+def test_a_plain_parameter_that_a_traced_state_depends_on_is_named() -> None:
+    class Learnt(LIF):
+        def __init__(self) -> None:
+            super().__init__(HIDDEN)
+            self.beta = nn.Parameter(torch.tensor(0.9))
+
+        def forward(self, y: Tensor) -> Tensor:
+            self.v = self.beta * self.v + y
+            return self.v
+
+    net = nn.Sequential(traced(nn.Linear(INPUTS, HIDDEN)), Learnt(), nn.Linear(HIDDEN, CLASSES))
+    init_all_states(net)
+    with pytest.warns(UserWarning, match=r"states depend on 1\.beta, which no trace follows"):
+        D_RTRL(net).compile_graph(torch.rand(INPUTS))
+    net[1].beta.requires_grad_(False)
+    with silent():
+        D_RTRL(net).compile_graph(torch.rand(INPUTS))
+
+
 def test_losses_may_be_summed_before_one_backward() -> None:
     net = lif_net().double()
     inputs, labels = sequence()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, RoundedJob, VerifyJob
+from memopt_cli.measure.jobs import CountJob, MeasureAnswer, MeasureJob, RoundedJob, VerifyJob
 from memopt_cli.measure.worker import Worker
 from memopt_cli.pipeline import verification
 from memopt_cli.pipeline.fingerprints.causes import DRAWS_COMPILED
@@ -78,7 +78,7 @@ def prepared(model: Callable[[], nn.Module] = Net, **settings: Any) -> Prepared:
 def measured(one: Prepared, plan: Plan) -> tuple[Measurement, Fingerprint]:
     with one.session() as session:
         found = session.ask(MeasureJob(plan=plan))
-    assert isinstance(found, Measured), found
+    assert isinstance(found, MeasureAnswer), found
     return found.measurement, found.fingerprint
 
 

@@ -17,6 +17,7 @@ from memopt_cli.errors import MemoptError, WriteError
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.records import (
     METRICS,
+    SKIPS_LAYERS,
     Change,
     Comparison,
     Difference,
@@ -141,6 +142,10 @@ def test_the_reasons() -> None:
 def test_a_gain_is_to_be_kept() -> None:
     assert "record the baseline again to keep what was gained" in reasons(a_comparison("peak:0", peak=9))
     assert "record the baseline again to keep what was gained" not in reasons(a_comparison(peak=9))
+    note = f"Of 'blocks.*', {SKIPS_LAYERS}."
+    said = [*reasons(a_comparison("peak:0", peak=9, notes=(note,)))]
+    assert note in said
+    assert "record the baseline again to keep what was gained" not in said
 
 
 def test_text() -> None:

@@ -150,9 +150,9 @@ def test_which_of_several_state_dicts_is_used_stands_below_the_headline() -> Non
 
 def test_the_fastest_run_may_be_one_without_the_plan() -> None:
     slower = tuple(replace(run, step_s=2 * run.step_s) for run in ADVICE.probes)
-    planned = BatchRow(planned=True, dims={}, outcome=replace(ADVICE, probes=slower, fastest_batch=40))
+    planned = BatchRow(planned=True, dims={}, outcome=replace(ADVICE, probes=slower))
     lines = shown(replace(FOUND, rows=(*FOUND.rows, planned), chosen=1))
-    assert lines[1] == ("fastest of those run: batch 20 without the plan, 200 samples/s; batch 40 under the plan: 80")
+    assert lines[1] == ("fastest of those run: batch 20 without the plan, 200 samples/s; batch 20 under the plan: 100")
     start = next(number for number, line in enumerate(lines) if "batch run" in line)
     assert [line.split()[:2] for line in lines[start + 1 : start + 5]] == [
         ["without", "20"],
@@ -236,8 +236,8 @@ def test_plans_sizes_and_what_was_not_run() -> None:
     lines = shown(replace(FOUND, rows=rows))
     assert lines[lines.index("# Lightning") - 2] == "# for S=128"
     assert lines[0] == (
-        "about batch 55 fits at S=128 (other S: see the table), without the plan, as predicted; the largest that was "
-        "run is 40, limited by the time"
+        "batch 40 fits at S=128 (other S: see the table), without the plan, the largest that was run, limited by the "
+        "time; about 55 would fit, as predicted"
     )
     assert [" ".join(line.split()) for line in lines[5:9]] == [
         "plan S batch peak batch samples/s per sample limited by",

@@ -248,6 +248,13 @@ def test_a_difference_of_parameters_in_bfloat16_is_put_down_to_their_rounding(su
         assert (said in shown(TextReport(), result(summary))) is in_bfloat16
 
 
+def test_a_peak_that_depends_on_the_data_is_said_to_do_so(summary: MemOptSummary) -> None:
+    said = "the peak depends on the data: segments packed as sparse take more memory"
+    assert said not in shown(TextReport(), result(summary))
+    summary.plan = Plan(segments=(SegmentPlan(path="features.0", compressor="sparse"),))
+    assert said in shown(TextReport(), result(summary))
+
+
 def test_a_peak_within_the_budget_does_not_look_like_the_budget(summary: MemOptSummary) -> None:
     rows = [row(0, measured(1425, 1.09)), row(3, measured(1395, 1.09))]
     close = replace(summary, levels=rows, budget_bytes=1414 << 20)
@@ -257,10 +264,12 @@ def test_a_peak_within_the_budget_does_not_look_like_the_budget(summary: MemOptS
 
 
 def test_a_budget_is_met_by_a_step_that_skips_layers_only_as_such(summary: MemOptSummary) -> None:
-    skipping = replace(summary, budget_bytes=2**30, notes=[f"Of 'blocks.*', {SKIPS_LAYERS}."])
-    assert "within the budget of 1.0 GiB at a step that skips layers" in shown(TextReport(), result(skipping))
+    note = f"Of 'blocks.*', {SKIPS_LAYERS}: give `--seed 4`, which runs all of them."
+    skipping = replace(summary, budget_bytes=2**30, notes=[note])
+    said = "in the measured step, which skips layers (--seed 4 runs all of them): "
+    assert shown(TextReport(), result(skipping)).startswith(f"{said}617.9 MiB → 294.6 MiB")
     stays = replace(skipping, levels=[row(0, measured(617.9, 1.09)), row(3, measured(617.9, 1.09))], plan=Plan())
-    assert "is within the budget of 1.0 GiB at a step that skips layers" in shown(TextReport(), result(stays))
+    assert shown(TextReport(), result(stays)).startswith(f"{said}the model stays as it is: its peak of 617.9 MiB")
 
 
 @pytest.mark.parametrize(
@@ -310,6 +319,24 @@ def test_a_plan_that_only_adds_work_is_not_said_to_be_much_faster(summary: MemOp
     summary.verification = None
     rows = shown(TextReport(), result(summary)).partition("pick")[2].splitlines()[1:4]
     assert [row.split()[7] for row in rows] == ["~0.39×", "0.39×", "0.90×"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "predicted", "ratio"),
+    [
+        (Plan(packed=True), None, "~0.48×"),
+        (Plan(segments=SEGMENTS), 1.21, "~0.48×"),
+        (Plan(segments=SEGMENTS), 0.6, "0.48×"),
+    ],
+)
+def test_a_rough_ratio_is_marked_in_the_headline_and_in_its_row(
+    plan: Plan, predicted: float | None, ratio: str, summary: MemOptSummary
+) -> None:
+    planned = replace(row(3, measured(294.6, 0.48), plan), predicted_slowdown=predicted)
+    summary.levels, summary.plan = [row(0, measured(617.9, 1.0)), planned], plan
+    first, *lines = shown(TextReport(), result(summary)).splitlines()
+    assert f"({ratio})" in first
+    assert ratio in next(line for line in lines if line.startswith("3 *")).split()
 
 
 def test_own_checkpoints_that_take_less_but_exceed_the_limit_stand_below_the_headline(summary: MemOptSummary) -> None:

@@ -29,7 +29,7 @@ from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.batch_statistics import ReachedNorm, Statistics, _measure_statistics, merge_statistics
-from memopt_cli.trace import count
+from memopt_cli.trace import count_step
 from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
@@ -210,7 +210,7 @@ class Functional(nn.Module):
 
 
 class Joined(nn.Module):
-    """A module in which the input of its norms is used elsewhere, too."""
+    """A module in which the input of its norms is also used elsewhere."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -511,7 +511,7 @@ def test_less_memory_than_a_plain_segment() -> None:
             install_segment(net.blocks[0], config)
         step = Step(model=net, args=(x,), kwargs={}, settings=StepSettings())
         dry = FakeStep(step).count().tensor_peak_bytes
-        peaks.append(count(step).tensor_peak_bytes)
+        peaks.append(count_step(step).tensor_peak_bytes)
         assert dry == peaks[-1]
     assert peaks[2] < 0.8 * min(peaks[0], peaks[1])
 
@@ -522,7 +522,7 @@ def test_a_dry_run_lets_go_of_what_one_pass_ran_aside() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(*layers))
     install_segment(net[1], SegmentConfig(chunks=2, batch_statistics=True))
     step = Step(model=net, args=(torch.randn(4, 3, 12, 12),), kwargs={}, settings=StepSettings())
-    assert FakeStep(step).count().phases == count(step).phases
+    assert FakeStep(step).count().phases == count_step(step).phases
 
 
 def test_an_input_that_is_packed_is_not_held() -> None:
@@ -543,7 +543,7 @@ def test_a_dry_run_leaves_out_chunks_of_a_segment_within() -> None:
     install_segment(net, SegmentConfig(chunks=2, batch_statistics=True))
     install_segment(inner, SegmentConfig(chunks=8))
     step = Step(model=net, args=(torch.randn(64, 8),), kwargs={}, settings=StepSettings())
-    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+    assert FakeStep(step).count().tensor_peak_bytes == count_step(step).tensor_peak_bytes
 
 
 @settings(deadline=None, max_examples=50)

@@ -13,7 +13,7 @@ from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, chunk_starts
 from memopt_cli.runtime.module_state import find_matrices
-from memopt_cli.trace import count
+from memopt_cli.trace import count_step
 from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
@@ -170,7 +170,7 @@ def test_states_are_not_held_between_forward_and_backward() -> None:
         apply_plan(fake.step.model, Plan(segments=(segment,)))
         peaks.append(fake.count().tensor_peak_bytes)
         apply_plan(step.model, Plan(segments=(segment,)))
-        assert count(step).tensor_peak_bytes == peaks[-1]
+        assert count_step(step).tensor_peak_bytes == peaks[-1]
     assert peaks[0] - peaks[1] > 8 * 64 * 64 * 4
 
 

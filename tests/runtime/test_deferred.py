@@ -28,7 +28,7 @@ from memopt_cli.runtime.deferred import DeferredLinear, _LinearCrossEntropy
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification.effects import difference, effects
-from memopt_cli.verification.recorded_step import verify
+from memopt_cli.verification.recorded_step import verify_step
 from tests.zoo.watching import silent
 
 CLASSES, WIDTH = 11, 6
@@ -400,7 +400,7 @@ def step_of(model: nn.Module) -> Step:
 def test_a_plan_with_a_head_through_its_loss_is_verified() -> None:
     model = LanguageModel()
     names = list(model.state_dict())
-    found = verify(
+    found = verify_step(
         step_of(model),
         PLAN,
         lambda m: apply_plan(m, PLAN),
@@ -439,7 +439,7 @@ def test_a_loss_outside_the_model_is_verified_in_chunks(is_wrong: bool, monkeypa
     if is_wrong:
         doubled = lambda ctx, g: right(ctx, g * 2)  # noqa: E731
         monkeypatch.setattr(_LinearCrossEntropy, "backward", staticmethod(doubled))
-    found = verify(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=8, full_size=True)
+    found = verify_step(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=8, full_size=True)
     assert found.passed is not is_wrong, found
     if is_wrong:
         assert found.worst_name.startswith("gradient")
@@ -459,9 +459,9 @@ def test_a_step_that_looks_for_nan_reads_no_logits() -> None:
 def test_neither_logits_nor_their_gradient_exist() -> None:
     model = LanguageModel()
     logits_bytes = 4 * 16 * 512 * 4
-    whole = trace.count(step_of(model))
+    whole = trace.count_step(step_of(model))
     apply_plan(model, PLAN)
-    chunked = trace.count(step_of(model))
+    chunked = trace.count_step(step_of(model))
     assert trace.FakeStep(step_of(model)).count().tensor_peak_bytes == chunked.tensor_peak_bytes
     assert whole.tensor_peak_bytes - chunked.tensor_peak_bytes > 2 * logits_bytes
     assert chunked.tensor_peak_bytes - sum(p.nbytes for p in model.parameters()) < logits_bytes
@@ -480,9 +480,9 @@ def test_a_head_that_was_stored_as_a_program(stored: str, tmp_path: Path) -> Non
         made = torch.jit.script(model) if stored == "scripted" else torch.jit.trace(model, (ids, ids))
         torch.jit.save(made, path)
     step = step_of(memopt_cli.load(path).train())
-    whole, expected = trace.count(step), effects(step)
+    whole, expected = trace.count_step(step), effects(step)
     apply_plan(step.model, PLAN)
-    chunked, found = trace.count(step), effects(step)
+    chunked, found = trace.count_step(step), effects(step)
     assert whole.tensor_peak_bytes - chunked.tensor_peak_bytes > 2 * 4 * 16 * 512 * 4
     assert difference(expected, found).relative < 1e-5
 
@@ -548,11 +548,11 @@ def test_hugging_face(config: str, kind: str, path: str) -> None:
     plan = Plan(segments=(SegmentPlan(path=path, chunks=4, through_loss=True),))
     ids = torch.randint(300, (4, 16))
     step = Step(model=model.train(), args=(), kwargs={"input_ids": ids, "labels": ids}, settings=StepSettings())
-    whole = trace.count(step)
-    found = verify(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=4, full_size=True)
+    whole = trace.count_step(step)
+    found = verify_step(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=4, full_size=True)
     assert found.passed, found
     apply_plan(model.float(), plan)
-    assert whole.tensor_peak_bytes - trace.count(step).tensor_peak_bytes > 4 * 16 * 300 * 4
+    assert whole.tensor_peak_bytes - trace.count_step(step).tensor_peak_bytes > 4 * 16 * 300 * 4
     output = model(input_ids=ids, labels=ids)
     output.loss.backward()
     assert not output.logits.is_computed

@@ -66,7 +66,7 @@ class Noisy(nn.Module):
 
 
 class NoisyAside(Noisy):
-    """Hands it on through operators that save nothing, beside another output."""
+    """Hands it on through operators that save nothing, and returns another output as well."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.linear(x)

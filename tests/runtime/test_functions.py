@@ -25,7 +25,7 @@ class Trainer:
 
 
 class Calling(nn.Module):
-    """A model whose forward runs its network by a function around it."""
+    """A model whose forward runs its network by a function that wraps it."""
 
     def __init__(self, net: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()

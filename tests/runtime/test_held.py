@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
-from memopt_cli.trace import count
+from memopt_cli.trace import count_step
 from memopt_cli.training.step import Step
 from tests.zoo.models import Parts
 
@@ -43,4 +43,4 @@ def test_the_first_forward_takes_no_more_than_without_a_segment() -> None:
 
 def forward_peak(model: nn.Module) -> int:
     step = Step(model=model, args=(torch.randn(64, 64),), kwargs={}, settings=StepSettings())
-    return next(phase.tensor_peak_bytes for phase in count(step).phases if phase.phase == "forward")
+    return next(phase.tensor_peak_bytes for phase in count_step(step).phases if phase.phase == "forward")

@@ -371,7 +371,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 class CallingItsBase(torch.optim.SGD):
-    """An optimizer that is extended in the usual way; the step of the base calls the hooks of this one, too."""
+    """An optimizer that is extended in the usual way; the step of the base also calls the hooks of this one."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         return super().step(closure)

@@ -1,4 +1,4 @@
-"""Layers and loops that once went wrong in a segment, in steps after the first too: each beside the plain model."""
+"""Layers and loops that once went wrong in a segment, some after the first step; each next to the plain model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
-from memopt_cli.trace import count
+from memopt_cli.trace import count_step
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
 from tests.zoo.models import Checkpointed, Parts
@@ -92,7 +92,7 @@ def test_sparse_inputs(plan: Plan, sparse: Callable[[Tensor], Tensor]) -> None:
     edges = sparse((torch.rand(6, 6) < 0.4).float())
     assert_same(Graphs(), plan, edges, torch.randn(6, 6))
     step = Step(model=Graphs(), args=(edges, torch.randn(6, 6)), kwargs={}, settings=StepSettings())
-    assert count(step).tensor_peak_bytes > 0
+    assert count_step(step).tensor_peak_bytes > 0
 
 
 @pytest.mark.parametrize("path", ["1", "1.block.1"])

@@ -19,7 +19,7 @@ import memopt_cli
 from memopt_cli.errors import PlanError, UsageError
 from memopt_cli.files.contents import read_plan
 from memopt_cli.loading import read_file
-from memopt_cli.loading.description import describe
+from memopt_cli.loading.description import describe_file
 from memopt_cli.records import (
     InputDimension,
     InputSpec,
@@ -411,7 +411,7 @@ def test_inspect_tells_segments_from_a_root_that_only_looks_at_its_input(tmp_pat
     by = InputDimension(dim="S", argument=0, axis=0)
     apply_plan(model, Plan(by=by, ranges=(PlanRange(up_to=4), PlanRange(up_to=9, segments=segments("0")))))
     torch.save(model, tmp_path / "net.pt")
-    found = describe(read_file(str(tmp_path / "net.pt")))
+    found = describe_file(read_file(str(tmp_path / "net.pt")))
     assert [module.path for module in found.modules if module.segment] == ["0"]
 
 

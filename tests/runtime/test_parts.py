@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime.compressor import COMPRESSORS, Packed, note_stored, store
 from memopt_cli.runtime.packing import PackedSaves
-from memopt_cli.trace import FakeStep, count
+from memopt_cli.trace import FakeStep, count_step
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
 from tests.zoo.models import Parts
@@ -95,7 +95,7 @@ def test_takes_less_memory_and_as_much_as_a_dry_run_says(make: Callable[[], nn.M
     step = Step(model=net, args=(torch.randn(4, 3, 8, 8),), kwargs={}, settings=StepSettings())
     dry = FakeStep(step).count().tensor_peak_bytes
     step.take()
-    assert count(step).tensor_peak_bytes == dry
+    assert count_step(step).tensor_peak_bytes == dry
 
 
 def _bytes_after_forward(net: nn.Module, plan: Plan, *args: Tensor) -> int:

@@ -1011,7 +1011,7 @@ def test_a_rank_makes_the_shards_that_it_keeps(length: int, dim: int) -> None:
 
 
 def test_a_model_without_data_changes_its_dtype() -> None:
-    """The first time, too, at which the mode remembers what an operator made."""
+    """It does so even the first time, when the mode remembers what an operator made."""
     with p.FakeTensorMode(), p.fake_parameters_swappable():
         model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)).to(torch.bfloat16)
         assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}

@@ -21,7 +21,7 @@ from memopt_cli.errors import PlanError
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment, is_recomputing, segment_of
 from memopt_cli.runtime.selective import KeptOutputs
-from memopt_cli.trace import count
+from memopt_cli.trace import count_step
 from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
 from memopt_cli.training.step import Step
@@ -326,7 +326,7 @@ def test_memory_between_that_of_a_plain_module_and_of_a_segment() -> None:
                 install_segment(stage, config)
         step = step_of(net, torch.randn(512, 64, requires_grad=True))
         dry = FakeStep(step).count().tensor_peak_bytes
-        peaks.append(count(step).tensor_peak_bytes)
+        peaks.append(count_step(step).tensor_peak_bytes)
         assert dry == peaks[-1]
     tensor = 512 * 64 * 4
     assert peaks[0] - peaks[1] > 4 * tensor

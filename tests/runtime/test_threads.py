@@ -1,4 +1,4 @@
-"""Several threads: some that train one model, forward and backward each, and one that draws beside the training."""
+"""Several threads: some that train one model, forward and backward each, and one that draws during the training."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from memopt_cli.runtime.compressor import OwnCompressor, declared_compressor
 from memopt_cli.search.plan.interface import Probes
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.targets import match_targets
-from memopt_cli.trace import count, record
+from memopt_cli.trace import count_step, record
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification.chunking import capture_call, find_rule
@@ -239,7 +239,7 @@ def climbed(step: Step, level: int, *targets: str, tried: list[Plan] | None = No
             tried.append(plan)
         apply_plan(step.model, plan)
         try:
-            return count(step)
+            return count_step(step)
         finally:
             remove_plan(step.model)
 

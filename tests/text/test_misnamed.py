@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from memopt_cli.text import misnamed
 from memopt_cli.text.misnamed import (
     build_hint,
     builder_in,
@@ -78,18 +79,6 @@ def test_weights_beside_their_configuration_are_named_by_the_folder(
     assert build_hint("model.safetensors").endswith("give the folder, ./.")
 
 
-def test_a_class_that_needs_no_arguments_builds_the_model(tmp_path: Path) -> None:
-    source = tmp_path / "train.py"
-    source.write_text(
-        "class Block(nn.Module): ...\n"
-        "class Net(nn.Module):\n    def __init__(self, width=8, *, deep=False): ...\n"
-        "class Wide(nn.Module):\n    def __init__(self, width): ...\n"
-        "class Deep(nn.Module):\n    def __init__(self, *, depth): ...\n"
-        "class Data(Dataset): ...\n"
-    )
-    assert builder_in(build_hint("sd.pt", [str(source)]), "sd.pt") == f"{source}:Net"
-
-
 NET = """
 class BaseModule(nn.Module):
     def __init__(self): self.stem = nn.Linear(2, 2)
@@ -114,10 +103,22 @@ def test_the_class_with_the_attributes_of_the_weights_builds_the_model(prefix: s
     assert other_class_hint(f"{source}:Net", ["layer.weight"]) == f"{source} also defines BaseModule, Loss, Other."
 
 
-def test_a_script_is_asked_for_its_model_and_not_for_its_loss(tmp_path: Path) -> None:
+def test_files_that_cannot_be_imported_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / ".cache").mkdir()
+    for number in range(misnamed._MAX_SOURCES):
+        (tmp_path / ".cache" / f"{number}.py").touch()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "net.py").write_text(NET)
+    assert builder_in(build_hint("sd.pt", [str(tmp_path)], NAMES), "sd.pt") == "own.net:Net"
+
+
+def test_a_script_is_asked_for_a_model_that_needs_no_arguments_and_not_for_its_loss(tmp_path: Path) -> None:
     source = tmp_path / "train.py"
     source.write_text(
-        "class Net(nn.Module):\n    def __init__(self): self.layers = nn.Linear(2, 2)\n"
+        "class Net(nn.Module):\n    def __init__(self, width=8, *, deep=False): ...\n"
+        "class Wide(nn.Module):\n    def __init__(self, width): ...\n"
+        "class Deep(nn.Module):\n    def __init__(self, *, depth): ...\n"
+        "class Data(Dataset): ...\n"
         "class Loss(nn.Module):\n    def __init__(self, gamma=2.0): self.ce = nn.CrossEntropyLoss()\n"
     )
     _, hint = file_refusal(str(source), b"") or ("", "")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from memopt_cli.pipeline.memory.step_peaks import live_bytes
 from memopt_cli.records import Collective, StepSettings
 from memopt_cli.runtime.private_torch import start_fake_group
-from memopt_cli.trace import FakeStep, count, record, resident_bytes
+from memopt_cli.trace import FakeStep, count_step, record, resident_bytes
 from memopt_cli.trace.collectives import resizes_seen
 from memopt_cli.training.step import Step
 from tests.zoo.models import Parts
@@ -44,7 +44,7 @@ def step_of(model: nn.Module) -> Step:
 
 def test_a_storage_that_is_resized_holds_what_it_holds() -> None:
     step = step_of(Reviving())
-    found, dry = count(step), FakeStep(step_of(Reviving())).count()
+    found, dry = count_step(step), FakeStep(step_of(Reviving())).count()
     plain = resident_bytes(step)
     assert 2 * LARGE * FLOAT < found.tensor_peak_bytes < plain + 2 * LARGE * FLOAT + 1000
     assert asdict(dry) == asdict(found)
@@ -55,7 +55,7 @@ def test_a_storage_that_is_resized_holds_what_it_holds() -> None:
 
 def test_a_recorded_step_has_the_same_peak_and_an_operator_for_it() -> None:
     recorded = record(step_of(Reviving()), 2, contents=False)
-    assert max(live_bytes(recorded)) == recorded.tensor_peak_bytes == count(step_of(Reviving())).tensor_peak_bytes
+    assert max(live_bytes(recorded)) == recorded.tensor_peak_bytes == count_step(step_of(Reviving())).tensor_peak_bytes
     (grown,) = [op for op in recorded.ops if op.name == "storage::resize_"]
     assert [recorded.storages[index].nbytes for index in grown.makes] == [2 * LARGE * FLOAT]
 
@@ -100,7 +100,7 @@ class Split(nn.Module):
 
 def test_a_part_of_a_tensor_has_the_bytes_of_the_part(mesh: DeviceMesh) -> None:
     step = step_of(Split(mesh))
-    found = count(step)
+    found = count_step(step)
     assert found.breakdown.parameters_bytes == 100 * 8 * FLOAT
     assert found.resident_bytes == 100 * 8 * FLOAT * 2 + 16 * FLOAT  # and its gradient, and the input
     assert Collective(kind="all-gather", calls=1, whole_bytes=2 * 400 * FLOAT) in found.collectives
@@ -118,7 +118,7 @@ def test_collectives_are_told_by_kind(mesh: DeviceMesh) -> None:
             return x * whole.sum()
 
     model = nn.Sequential(nn.Linear(8, 8), Exchanging())
-    assert count(step_of(model)).collectives == (
+    assert count_step(step_of(model)).collectives == (
         Collective(kind="all-reduce", calls=2, whole_bytes=64 * FLOAT + 4 * FLOAT),
         Collective(kind="all-gather", calls=1, whole_bytes=64 * FLOAT),
         Collective(kind="reduce-scatter", calls=1, whole_bytes=16 * FLOAT),
@@ -127,4 +127,4 @@ def test_collectives_are_told_by_kind(mesh: DeviceMesh) -> None:
 
 
 def test_a_step_of_one_device_exchanges_nothing() -> None:
-    assert count(step_of(nn.Linear(8, 8))).collectives == ()
+    assert count_step(step_of(nn.Linear(8, 8))).collectives == ()

@@ -17,7 +17,7 @@ from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.loading.input_spec import make_inputs
 from memopt_cli.records import InputSpec, StepSettings
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA
-from memopt_cli.trace import count
+from memopt_cli.trace import count_step
 from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.user_step import StepModels
@@ -171,7 +171,7 @@ def padded(lengths: Tensor, writes: bool = False) -> Step:
 
 @pytest.mark.parametrize("lengths", [torch.tensor([2, 5, 3, 1]), torch.tensor([[9, 2, 5, 3, 1]])[:, 1:]])
 def test_numbers_of_inputs_can_be_read(lengths: Tensor) -> None:
-    assert FakeStep(padded(lengths)).count() == count(padded(lengths))
+    assert FakeStep(padded(lengths)).count() == count_step(padded(lengths))
 
 
 def test_a_dry_run_knows_the_same_every_time_though_the_model_writes_to_its_inputs() -> None:
@@ -208,7 +208,7 @@ def test_how_many_a_mask_takes_is_known(take: Callable[[Tensor, Tensor], Tensor]
 
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 0]]).bool()
     step = step_of_model(Taking(), (torch.randn(3, 5, 8), mask))
-    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+    assert FakeStep(step).count().tensor_peak_bytes == count_step(step).tensor_peak_bytes
 
 
 _GLOBAL = torch.tensor([1, 2, 3, 4])
@@ -238,7 +238,7 @@ def test_a_number_is_that_of_data_or_not_known(read: Callable[[Tensor], Any]) ->
 
     step = step_of_model(Rows(), (torch.tensor([1, 2, 3, 4]),))
     _GLOBAL.copy_(torch.tensor([1, 2, 3, 4]))
-    real = count(step).tensor_peak_bytes
+    real = count_step(step).tensor_peak_bytes
     _GLOBAL.copy_(torch.tensor([1, 2, 3, 4]))
     with contextlib.suppress(*UNKNOWN_WITHOUT_DATA):
         assert FakeStep(step).count().tensor_peak_bytes == real
@@ -266,7 +266,7 @@ def test_inputs_that_share_memory_are_not_read(shared: bool) -> None:
 def test_inputs_made_for_inference_have_a_dry_run() -> None:
     with torch.inference_mode():
         lengths = torch.tensor([2, 5, 3, 1])
-    assert FakeStep(padded(lengths)).count() == count(padded(lengths.clone()))
+    assert FakeStep(padded(lengths)).count() == count_step(padded(lengths.clone()))
 
 
 def test_what_is_noted_keeps_no_tensor() -> None:
@@ -279,7 +279,7 @@ def test_what_is_noted_keeps_no_tensor() -> None:
             return x
 
     step = step_of_model(Positions(), (torch.randn(3, requires_grad=True),), "none")
-    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+    assert FakeStep(step).count().tensor_peak_bytes == count_step(step).tensor_peak_bytes
 
 
 SIZES = {
@@ -321,7 +321,7 @@ def test_a_dry_run_reads_that_a_padded_mask_has_zeros(shape: str) -> None:
     rows, length = map(int, shape.split("x"))
     mask, x = padded_mask(shape), torch.randn(rows, length, 4)
     padded, ones = (step_of_model(Skipping(), (x,), attention_mask=m) for m in (mask, torch.ones_like(mask)))
-    assert FakeStep(padded).count().tensor_peak_bytes == count(padded).tensor_peak_bytes
+    assert FakeStep(padded).count().tensor_peak_bytes == count_step(padded).tensor_peak_bytes
     assert FakeStep(padded).count().tensor_peak_bytes > FakeStep(ones).count().tensor_peak_bytes
 
 
@@ -333,7 +333,7 @@ def test_attention_of_transformers_makes_the_masks_that_it_makes_of_data(kind: s
     masks = {"no mask": None, "a mask of ones": torch.ones(2, 48).long(), "padded": padded_mask("2x48")}
     ids = {"input_ids": torch.randint(0, 64, (2, 48)), "attention_mask": masks[kind]}
     step = step_of_model(llama(config), (), **ids)
-    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+    assert FakeStep(step).count().tensor_peak_bytes == count_step(step).tensor_peak_bytes
 
 
 @pytest.mark.slow
@@ -341,4 +341,4 @@ def test_experts_of_transformers_have_a_dry_run() -> None:
     mixtral = pytest.importorskip("transformers").MixtralForCausalLM
     config = mixtral.config_class(**SIZES, num_local_experts=4)
     step = step_of_model(mixtral(config), (), input_ids=torch.randint(0, 64, (2, 48)))
-    assert FakeStep(step).count().tensor_peak_bytes == count(step).tensor_peak_bytes
+    assert FakeStep(step).count().tensor_peak_bytes == count_step(step).tensor_peak_bytes

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks.operators import PLANS, OneOperator, is_equal, tensors_allocated
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, FakeTensorMode
-from memopt_cli.trace import FakeStep, count, record
+from memopt_cli.trace import FakeStep, count_step, record
 from memopt_cli.training.step import Step
 
 SIDE = 96
@@ -124,7 +124,7 @@ def test_a_step_is_counted_as_it_is_allocated(call: Callable[..., Any], tensors:
     step = step_of(call, tensors)
     tensors_allocated(step)  # the first run fills caches
     allocated = tensors_allocated(step)
-    counted = count(step).tensor_peak_bytes
+    counted = count_step(step).tensor_peak_bytes
     assert counted == pytest.approx(allocated, rel=0.02)
     assert FakeStep(step).count().tensor_peak_bytes == counted
 
@@ -134,7 +134,7 @@ def test_what_a_plain_step_does_not_make_has_no_bytes_in_the_record(name: str) -
     step = step_of(OPERATORS[name], 1)
     trace = record(step, 1, contents=False)
     lives = [sum(s.nbytes for s in trace.storages if s.born <= op < (s.died or op + 1)) for op in range(len(trace.ops))]
-    assert max(lives) == trace.tensor_peak_bytes == count(step).tensor_peak_bytes
+    assert max(lives) == trace.tensor_peak_bytes == count_step(step).tensor_peak_bytes
     assert FakeStep(step).record(1) == trace
 
 
@@ -171,4 +171,4 @@ def test_a_function_of_the_user_writes_to_nothing_that_it_does_not_write_to() ->
     held.clear()
     allocated = tensors_allocated(step)
     held.clear()
-    assert count(step).tensor_peak_bytes == pytest.approx(allocated, rel=0.02)
+    assert count_step(step).tensor_peak_bytes == pytest.approx(allocated, rel=0.02)

@@ -1,4 +1,4 @@
-"""The phases of a step: which there are, and what each needs, predicted beside measured."""
+"""The phases of a step: which there are, and what each needs, predicted and measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memopt_cli.measure.answers.timed import measure
 from memopt_cli.measure.jobs import MeasureJob, Subject
 from memopt_cli.records import InputSpec, ModelSource, PhasePeak, Plan, StepSettings, TensorSpec
 from memopt_cli.text.optimizer_text import parse_optimizer
-from memopt_cli.trace import FakeStep, count
+from memopt_cli.trace import FakeStep, count_step
 from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.optimizers import optimizer_maker
@@ -79,7 +79,7 @@ def test_every_phase_is_predicted_within_a_hundredth(settings: dict[str, Any]) -
     step = warmed(step_of(**settings))
     allocated = measured(step)
     dry = {peak.phase: peak.allocated_peak_bytes for peak in FakeStep(step).count(allocated.workspaces).phases}
-    counted = {peak.phase: peak.allocated_peak_bytes for peak in count(step, allocated.workspaces).phases}
+    counted = {peak.phase: peak.allocated_peak_bytes for peak in count_step(step, allocated.workspaces).phases}
     assert list(dry) == list(counted) == list(allocated.phases)
     assert dry == pytest.approx(allocated.phases, rel=0.01)
     assert counted == pytest.approx(allocated.phases, rel=0.01)
@@ -87,13 +87,13 @@ def test_every_phase_is_predicted_within_a_hundredth(settings: dict[str, Any]) -
 
 def test_a_step_has_the_phases_that_it_takes() -> None:
     plain = step_of("none")
-    assert [peak.phase for peak in count(plain).phases] == ["forward", "backward"]
+    assert [peak.phase for peak in count_step(plain).phases] == ["forward", "backward"]
     clipped = replace(step_of("sgd"), settings=StepSettings(clip_norm=1.0))
-    assert [peak.phase for peak in count(clipped).phases] == ["forward", "backward", "clip", "update"]
+    assert [peak.phase for peak in count_step(clipped).phases] == ["forward", "backward", "clip", "update"]
 
 
 def test_the_largest_phase_is_the_peak() -> None:
-    counted = count(warmed(step_of("adamw:foreach")))
+    counted = count_step(warmed(step_of("adamw:foreach")))
     assert max(peak.tensor_peak_bytes for peak in counted.phases) == counted.tensor_peak_bytes
     assert max(counted.phases, key=lambda peak: peak.tensor_peak_bytes).phase == "update"
 
@@ -136,7 +136,7 @@ class Steep(Loss):
 
 
 class Steepest(Steep):
-    """At a scale of 1, too."""
+    """Steep even at a scale of 1."""
 
     factor = 1e7
 
@@ -201,7 +201,7 @@ def test_an_optimizer_in_backward_is_predicted_within_a_hundredth(optimizer: str
         apply_plan(one.model, IN_BACKWARD, one.optimizer)
     allocated = measured(step)
     dry = {peak.phase: peak.allocated_peak_bytes for peak in fake.count(allocated.workspaces).phases}
-    counted = {peak.phase: peak.allocated_peak_bytes for peak in count(step, allocated.workspaces).phases}
+    counted = {peak.phase: peak.allocated_peak_bytes for peak in count_step(step, allocated.workspaces).phases}
     assert list(dry) == list(counted) == list(allocated.phases) == ["forward", "backward"]
     assert dry == pytest.approx(allocated.phases, rel=0.01)
     assert counted == pytest.approx(allocated.phases, rel=0.01)
@@ -212,6 +212,6 @@ def test_a_gradient_in_backward_is_freed_before_the_next() -> None:
     step.model.layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
     step = warmed(replace(step, optimizer=step.make_optimizer(step.model)))
     parameters, layer = (sum(p.nbytes for p in m.parameters()) for m in (step.model, nn.Linear(256, 256)))
-    plain = count(step).tensor_peak_bytes
+    plain = count_step(step).tensor_peak_bytes
     apply_plan(step.model, IN_BACKWARD, step.optimizer)
-    assert count(step).tensor_peak_bytes <= plain - parameters + 2 * layer
+    assert count_step(step).tensor_peak_bytes <= plain - parameters + 2 * layer

@@ -34,7 +34,7 @@ from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.trace import (
     Compressors,
     FakeStep,
-    count,
+    count_step,
     fake_mode,
     match_compressors,
     place_fake,
@@ -64,12 +64,12 @@ SMALL = {
 
 @pytest.mark.parametrize("optimizer", ["none", "sgd", "adamw"])
 def test_a_step_that_accumulates_is_one_after_another(optimizer: str) -> None:
-    """Beside one that finds the gradients which a step has really left."""
+    """It is compared with a step that finds the gradients that an earlier step has left."""
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.Sigmoid())
     plain = step_of(net, torch.randn(4, 32), optimizer=optimizer)
-    count(plain)  # makes the optimizer's state
+    count_step(plain)  # makes the optimizer's state
     accumulating = replace(plain, settings=replace(plain.settings, micro_batches=2))
-    counted = count(accumulating)
+    counted = count_step(accumulating)
     assert all(p.grad is None for p in net.parameters())
     plain.backward(plain.forward())
     with module_stack(net) as running:
@@ -78,7 +78,7 @@ def test_a_step_that_accumulates_is_one_after_another(optimizer: str) -> None:
             run_step(plain, log)
     assert counted.tensor_peak_bytes == log.peaks.tensor_bytes
     peak_is_in_backward = optimizer != "adamw"
-    assert (log.peaks.tensor_bytes > count(plain).tensor_peak_bytes) == peak_is_in_backward
+    assert (log.peaks.tensor_bytes > count_step(plain).tensor_peak_bytes) == peak_is_in_backward
     assert FakeStep(accumulating).count().tensor_peak_bytes == counted.tensor_peak_bytes
     assert counted.breakdown.gradients_bytes == sum(p.nbytes for p in net.parameters())
 
@@ -285,6 +285,15 @@ def test_the_calls_of_a_pass_for_statistics_have_ended() -> None:
     assert replies.read(line, RecordJob(plan=Plan())) == trace
 
 
+def test_targets_that_the_loss_holds_are_inputs_with_data_and_without() -> None:
+    targets = torch.zeros(64, dtype=torch.long)
+    step = step_of(nn.Linear(8, 4), torch.randn(4, 8), loss=lambda y: F.cross_entropy(y, targets[: len(y)]))
+    counted, dry_run = count_step(step), FakeStep(step).count()
+    assert counted.breakdown.inputs_bytes == step.args[0].nbytes + targets.nbytes
+    assert (dry_run.breakdown, dry_run.tensor_peak_bytes) == (counted.breakdown, counted.tensor_peak_bytes)
+    assert FakeStep(step).record(4).resident_bytes == dry_run.resident_bytes == counted.resident_bytes
+
+
 def test_the_loss_is_forward_and_of_no_module() -> None:
     step = step_of(nn.Linear(3, 4), torch.randn(5, 3), loss=lambda y: (y * y).mean())
     trace = record(step, 5, contents=False)
@@ -429,7 +438,7 @@ def test_a_step_under_a_plan_is_recorded_too() -> None:
     before = record(step, 50, contents=False)
     apply_plan(model, Plan(segments=(SegmentPlan(path="0"), SegmentPlan(path="1"))))
     trace = record(step, 50, contents=False)
-    assert trace.tensor_peak_bytes == count(step).tensor_peak_bytes < before.tensor_peak_bytes
+    assert trace.tensor_peak_bytes == count_step(step).tensor_peak_bytes < before.tensor_peak_bytes
     assert max(live(trace, op) for op in range(-1, len(trace.ops))) == trace.tensor_peak_bytes
     again = [op for op in trace.ops if op.phase == "backward" and op.name == "aten::tanh"]
     assert [op.module for op in again] == ["1.1", "0.1"]
@@ -494,7 +503,7 @@ def test_a_dry_run_knows_how_sparse_inputs_were() -> None:
     def peak(fake: FakeStep | None, plan: Plan, compressors: Compressors | None) -> int:
         model = fake.step.model if fake else step.model
         apply_plan(model, plan)
-        counted = fake.count(compressors=compressors) if fake else count(step)
+        counted = fake.count(compressors=compressors) if fake else count_step(step)
         remove_plan(model)
         return counted.tensor_peak_bytes
 
@@ -534,7 +543,7 @@ def test_a_dry_run_knows_which_output_of_chunks_packs_where_others_share_storage
     trace = record(step, 16, contents=True)
     plan = Plan(packed=True, segments=(SegmentPlan(path="shares", chunks=4, seq_outputs=5),))
     apply_plan(step.model, plan)
-    really = count(step).tensor_peak_bytes
+    really = count_step(step).tensor_peak_bytes
     remove_plan(step.model)
     fake = FakeStep(step)
     apply_plan(fake.step.model, plan)
@@ -575,7 +584,7 @@ def test_a_dry_run_knows_how_what_fires_packs_where_the_potential_is_copied_at_e
     plan = Plan(packed=True, segments=(SegmentPlan(path="fires"),))
     fake = FakeStep(step)
     apply_plan(step.model, plan)
-    really = count(step).tensor_peak_bytes
+    really = count_step(step).tensor_peak_bytes
     remove_plan(step.model)
     apply_plan(fake.step.model, plan)
     assert fake.count(compressors=match_compressors(trace, trace)).tensor_peak_bytes == pytest.approx(really, rel=0.01)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.records import Counted, ModuleTrace, Plan, SegmentPlan, StepSettings
 from memopt_cli.text.optimizer_text import parse_optimizer
-from memopt_cli.trace import FakeStep, count, fake_mode, log, record, resident_bytes
+from memopt_cli.trace import FakeStep, count_step, fake_mode, log, record, resident_bytes
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.optimizers import optimizer_maker
 from memopt_cli.training.step import Step
@@ -77,7 +77,7 @@ def test_fake_tensors_count_the_same_bytes(
     apply_plan(model, Plan(segments=segments))
     step = step_of(model, args)
     dry = FakeStep(step)
-    fake, real = dry.count(), count(step)
+    fake, real = dry.count(), count_step(step)
     assert asdict(fake) == asdict(real)
     assert real.tensor_peak_bytes > 0
 
@@ -97,8 +97,8 @@ def test_fake_tensors_count_the_optimizer_too(optimizer: str) -> None:
     model, args = recurrent()
     step = step_of(model, args, optimizer)
     fake = FakeStep(step).count()
-    count(step)  # makes the optimizer's state
-    assert fake == count(step)
+    count_step(step)  # makes the optimizer's state
+    assert fake == count_step(step)
     parameters = sum(p.numel() * FLOAT for p in model.parameters())
     assert fake.breakdown.optimizer_bytes >= parameters * STATES.get(optimizer.partition(":")[0], 0)
 
@@ -108,8 +108,8 @@ def test_fake_tensors_count_the_optimizer_too(optimizer: str) -> None:
 def test_it_repeats_to_the_byte(make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]) -> None:
     step = step_of(*make())
     fake = FakeStep(step)
-    assert count(step) == count(step)
-    assert fake.count() == fake.count() == count(step)
+    assert count_step(step) == count_step(step)
+    assert fake.count() == fake.count() == count_step(step)
 
 
 IN_CHUNKS = segment("1", chunks=2, batch_statistics=True)
@@ -120,14 +120,14 @@ IN_CHUNKS = segment("1", chunks=2, batch_statistics=True)
 def test_every_step_counts_as_the_first(segments: tuple[SegmentPlan, ...]) -> None:
     model, args = convolutional()
     step = step_of(apply_plan(model, Plan(segments=segments)), args)
-    assert len({count(step).tensor_peak_bytes for _ in range(8)}) == 1
+    assert len({count_step(step).tensor_peak_bytes for _ in range(8)}) == 1
 
 
 @pytest.mark.slow
 def test_the_breakdown_adds_up_to_the_peak() -> None:
     for make, segments in PLANS:
         model, args = make()
-        found = count(step_of(apply_plan(model, Plan(segments=segments)), args, "adamw"))
+        found = count_step(step_of(apply_plan(model, Plan(segments=segments)), args, "adamw"))
         parts = asdict(found.breakdown)
         assert sum(parts.values()) == found.tensor_peak_bytes
         assert parts["parameters_bytes"] == sum(p.numel() * FLOAT for p in model.parameters())
@@ -137,7 +137,7 @@ def test_the_breakdown_adds_up_to_the_peak() -> None:
 
 def test_the_holders_hold_the_activations() -> None:
     model, args = convolutional()
-    found = count(step_of(model, args))
+    found = count_step(step_of(model, args))
     held = [share.held_bytes for share in found.holders]
     assert held == sorted(held, reverse=True)
     assert sum(held) == found.breakdown.activations_bytes + found.breakdown.temporaries_bytes
@@ -151,7 +151,7 @@ class Exponential(Parts, weight=lambda: nn.Parameter(torch.zeros(1000))):
 
 def test_a_peak_worked_out_by_hand() -> None:
     """The weight, its exponential (output and saved), the cotangent, and their product, which is the gradient."""
-    found = count(step_of(Exponential(), ()))
+    found = count_step(step_of(Exponential(), ()))
     assert found.tensor_peak_bytes == 4 * 1000 * FLOAT
     assert found.breakdown.parameters_bytes == found.breakdown.activations_bytes == 1000 * FLOAT
     assert found.breakdown.gradients_bytes == found.breakdown.temporaries_bytes == 1000 * FLOAT
@@ -193,7 +193,7 @@ def test_gradients_are_summed_in_place_unless_somebody_holds_the_first(held: lis
 
     take()
     allocated = measure_allocated(lambda _: take(), "cpu", resident_bytes(step)).peak_bytes
-    assert count(step).tensor_peak_bytes == pytest.approx(allocated, abs=64 * FLOAT)
+    assert count_step(step).tensor_peak_bytes == pytest.approx(allocated, abs=64 * FLOAT)
     if held is not None:
         held.clear()
     assert FakeStep(step).count().tensor_peak_bytes == pytest.approx(allocated, abs=64 * FLOAT)
@@ -254,7 +254,7 @@ def test_sums_of_gradients_are_counted_however_the_first_lies_in_memory(first: s
 
 def test_a_number_added_to_a_gradient_is_no_sum_of_gradients() -> None:
     dense, more = (
-        count(step_of(TwoGradients(first, GRADIENTS["dense"]).train(), (torch.randn(1, 64),))).tensor_peak_bytes
+        count_step(step_of(TwoGradients(first, GRADIENTS["dense"]).train(), (torch.randn(1, 64),))).tensor_peak_bytes
         for first in (GRADIENTS["dense"], lambda n: torch.ones(n, n) + 1)
     )
     assert more == dense
@@ -275,7 +275,7 @@ def test_a_sparse_gradient_is_added_in_place_only_to_a_contiguous_one() -> None:
         return torch.sparse_coo_tensor([[0], [0]], [1.0], (n, n))
 
     contiguous, not_contiguous = (
-        count(step_of(TwoGradients(GRADIENTS[first], sparse).train(), (torch.randn(1, 64),))).tensor_peak_bytes
+        count_step(step_of(TwoGradients(GRADIENTS[first], sparse).train(), (torch.randn(1, 64),))).tensor_peak_bytes
         for first in ("dense", "permuted")
     )
     assert not_contiguous - contiguous == 48 * 48 * FLOAT
@@ -290,7 +290,7 @@ def counted_as_allocated(step: Step) -> None:
 
     take()
     allocated = measure_allocated(lambda _: take(), "cpu", resident_bytes(step)).peak_bytes
-    assert count(step).tensor_peak_bytes == allocated
+    assert count_step(step).tensor_peak_bytes == allocated
     assert FakeStep(step).count().tensor_peak_bytes == allocated
 
 
@@ -342,17 +342,17 @@ def test_resident_bytes_count_each_storage_once() -> None:
             return self.second(self.first(x + y))
 
     x = torch.randn(3, 10)
-    found = count(step_of(Sharing(), (x, x)))
+    found = count_step(step_of(Sharing(), (x, x)))
     assert found.resident_bytes == (100 + 100 + 6 + 30) * FLOAT
     frozen = Sharing().requires_grad_(False)
     frozen.second.weight = nn.Parameter(torch.zeros(10, 10))
-    assert count(step_of(frozen, (x, x))).resident_bytes == (200 + 100 + 6 + 30) * FLOAT
+    assert count_step(step_of(frozen, (x, x))).resident_bytes == (200 + 100 + 6 + 30) * FLOAT
 
 
 def test_what_is_recomputed_belongs_to_the_modules_that_compute_it() -> None:
     model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(*(nn.Sigmoid() for _ in range(10))))
     step = step_of(apply_plan(model, Plan(segments=(segment("1"),))), (torch.randn(100, 10),))
-    assert {share.path for share in count(step).holders} >= {f"1.{i}" for i in range(8)}
+    assert {share.path for share in count_step(step).holders} >= {f"1.{i}" for i in range(8)}
 
 
 def test_the_caller_keeps_what_it_had() -> None:
@@ -360,7 +360,7 @@ def test_the_caller_keeps_what_it_had() -> None:
     step = step_of(model, args)
     before = [t.clone() for t in (*args, *model.parameters())]
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    count(step)
+    count_step(step)
     record(step, 2, contents=True)
     assert all(torch.equal(a, b) for a, b in zip(before, (*args, *model.parameters()), strict=True))
     assert all(p.grad is None for p in model.parameters())
@@ -396,7 +396,7 @@ def test_a_model_that_wants_data_cannot_run_on_fake_tensors() -> None:
     step = step_of(Reading(), (torch.randn(3, 4),))
     with pytest.raises(Exception, match="_local_scalar_dense"):
         FakeStep(step).count()
-    assert count(step).tensor_peak_bytes > 0
+    assert count_step(step).tensor_peak_bytes > 0
 
 
 @pytest.mark.slow
@@ -414,7 +414,7 @@ def test_a_dry_run_of_packed_inputs_takes_the_plan_at_its_word() -> None:
     for compressor in ("null", "bit"):
         apply_plan(model, Plan(segments=tuple(segment(f"parts.{i}", compressor=compressor) for i in range(4))))
         step = step_of(model, (x,))
-        found[compressor] = count(step)
+        found[compressor] = count_step(step)
         dry = FakeStep(step).count()  # without data nothing is packed, by fewer operators
         assert replace(dry, operators=found[compressor].operators) == found[compressor]
         remove_plan(model)
@@ -506,7 +506,7 @@ def test_spatial_split_is_noticed() -> None:
 @pytest.mark.parametrize(("steps", "batch"), [(150, 4), (5, 2000), (70, 600)])
 def test_a_dry_run_knows_the_workspace_of_a_large_recurrent_layer(steps: int, batch: int) -> None:
     step = step_of(nn.LSTM(6, 16), (torch.randn(steps, batch, 6),))
-    fake, real = FakeStep(step).count().tensor_peak_bytes, count(step).tensor_peak_bytes
+    fake, real = FakeStep(step).count().tensor_peak_bytes, count_step(step).tensor_peak_bytes
     assert fake == pytest.approx(real, rel=0.03)
     assert real > 10 * steps * batch * 16 * FLOAT  # far more than the outputs
 

@@ -90,6 +90,16 @@ def test_a_plan_of_a_model_that_is_wrapped_now_says_where_it_is() -> None:
     assert error.value.hint.endswith("or to model.get_submodule('base_model.model').")
 
 
+@pytest.mark.parametrize("path", ["base_model.model.1.0", "base_model.model.0-1"])
+def test_a_plan_of_a_wrapped_model_says_that_it_belongs_to_the_wrapper(path: str) -> None:
+    with pytest.raises(PlanError) as error:
+        apply_plan(net(), plan(path))
+    assert error.value.hint.startswith(
+        "Without 'base_model.model.', the model has it. If the plan was made for a model"
+    )
+    apply_plan(nn.ModuleDict({"base_model": nn.ModuleDict({"model": net()})}), plan(path))
+
+
 @pytest.mark.parametrize("path", ["net.1.0", "net.0-1"])
 def test_a_plan_of_a_step_says_how_to_name_the_model(path: str) -> None:
     for model, owner in ((net(), "Sequential"), (join_models({"other": net()}), "the step")):

@@ -25,7 +25,7 @@ from memopt_cli.training.step import Step, begin, make_scaler
 from memopt_cli.verification import further_steps
 from memopt_cli.verification.effects import bit_equal, effects
 from memopt_cli.verification.further_steps import first_samples
-from memopt_cli.verification.recorded_step import verify
+from memopt_cli.verification.recorded_step import verify_step
 from memopt_cli.verification.updates import compare_updates
 from tests.zoo.models import Parts
 
@@ -97,7 +97,7 @@ def followed(model: nn.Module) -> Verification:
     step = step_of(model)
     resize = functools.partial(first_samples, step.args, step.kwargs)
     install = functools.partial(memopt_cli.apply_plan, plan=PLAN)
-    return verify(step, PLAN, install, remove_plan, batch=5, full_size=True, resize=resize)
+    return verify_step(step, PLAN, install, remove_plan, batch=5, full_size=True, resize=resize)
 
 
 @pytest.mark.parametrize("cell", [Cell, CellOutside])

@@ -11,7 +11,7 @@ from torch import nn
 from memopt_cli.errors import StepError, UsageError
 from memopt_cli.records import StepSettings
 from memopt_cli.text.optimizer_text import NoOptimizer, parse_optimizer
-from memopt_cli.trace import FakeStep, count
+from memopt_cli.trace import FakeStep, count_step
 from memopt_cli.training.optimizers import optimizer_maker
 from memopt_cli.training.step import Step
 
@@ -60,8 +60,8 @@ def test_the_users_own_counts_with_all_its_state() -> None:
         optimizer=make(model),
         make_optimizer=make,
     )
-    count(step)  # makes its state
-    counted = count(step)
+    count_step(step)  # makes its state
+    counted = count_step(step)
     assert counted.breakdown.optimizer_bytes >= 3 * sum(p.nbytes for p in model.parameters())
     assert FakeStep(step).count() == counted
 

@@ -20,7 +20,7 @@ import memopt_cli
 from memopt_cli import Plan, SegmentPlan
 from memopt_cli.errors import PlanError
 from memopt_cli.inputs.spec_text import parse_tensor
-from memopt_cli.measure.jobs import Subject, Traced, TraceJob
+from memopt_cli.measure.jobs import Subject, TraceAnswer, TraceJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.records import InputSpec, ModelSource
 from memopt_cli.training.own_checkpoints import find_switches, resume, watched_checkpoints
@@ -150,9 +150,9 @@ def test_what_is_watched_is_recorded_as_it_was() -> None:
     with LocalSession(subject, 60.0, build=lambda: net) as session:
         fake, real = session.ask(TraceJob(plan=Plan(), fake=True)), session.ask(TraceJob(plan=Plan(), fake=False))
         planned = session.ask(TraceJob(plan=Plan(segments=(SegmentPlan(path="1"),)), fake=True))
-    assert isinstance(fake, Traced)
-    assert isinstance(real, Traced)
-    assert isinstance(planned, Traced)
+    assert isinstance(fake, TraceAnswer)
+    assert isinstance(real, TraceAnswer)
+    assert isinstance(planned, TraceAnswer)
     assert fake.checkpoints == real.checkpoints == ("0",)
     assert fake.trace.tensor_peak_bytes == real.trace.tensor_peak_bytes
     assert not planned.checkpoints

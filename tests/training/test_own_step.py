@@ -23,7 +23,7 @@ from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.levels import allowed_at, find_level
 from memopt_cli.search.plan.proposals import Proposals
 from memopt_cli.search.plan.schedules import SegmentLimits
-from memopt_cli.trace import FakeStep, count, record
+from memopt_cli.trace import FakeStep, count_step, record
 from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.user_step import join_models
@@ -74,7 +74,7 @@ def test_every_phase_is_predicted_to_the_byte(name: str) -> None:
         step.take(entered)
 
     allocated = measure_allocated(taken, "cpu", resident_bytes(step))
-    fake, real = FakeStep(step).count(allocated.workspaces), count(step, allocated.workspaces)
+    fake, real = FakeStep(step).count(allocated.workspaces), count_step(step, allocated.workspaces)
     assert [peak.phase for peak in fake.phases] == ["forward", "backward", "update"]
     assert fake.tensor_peak_bytes == real.tensor_peak_bytes
     predicted = {peak.phase: peak.allocated_peak_bytes for peak in fake.phases}

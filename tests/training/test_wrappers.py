@@ -17,7 +17,7 @@ from memopt_cli import Plan, SegmentPlan
 from memopt_cli.errors import FileFormatError, StepError
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.loading import load_model
-from memopt_cli.measure.jobs import Measured, MeasureJob, Subject
+from memopt_cli.measure.jobs import MeasureAnswer, MeasureJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.records import InputSpec, ModelSource, Trust
 from memopt_cli.training.wrappers import compiled_notes
@@ -223,5 +223,5 @@ def test_compiled_parts_run_as_they_are_written(compile_some: Callable[..., None
     source = ModelSource(location="", keeps_compiled=keeps_compiled)
     subject = Subject(source=source, spec=InputSpec(tensors=(parse_tensor("8x6"),), source="here"))
     with LocalSession(subject, 60.0, build=build) as session:
-        assert isinstance(session.ask(MeasureJob(plan=Plan(), steps=1)), Measured)
+        assert isinstance(session.ask(MeasureJob(plan=Plan(), steps=1)), MeasureAnswer)
     assert bool(seen) == keeps_compiled

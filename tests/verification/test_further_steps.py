@@ -18,7 +18,7 @@ from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification import further_steps
 from memopt_cli.verification.further_steps import RecordedStep, _Deadline, first_samples
-from memopt_cli.verification.recorded_step import verify
+from memopt_cli.verification.recorded_step import verify_step
 from memopt_cli.verification.variations import Variation
 from tests.zoo.models import Parts
 
@@ -65,7 +65,7 @@ def check(model: nn.Module, plan: Plan = EXACT, install: Install | None = None, 
     step = Step(model=model, args=(torch.randn(4, 3),), kwargs=kwargs, settings=StepSettings(seed=5))
     resize = functools.partial(first_samples, step.args, step.kwargs)
     right: Install = lambda m: apply_plan(m, plan)  # noqa: E731
-    return verify(step, plan, install or right, without, batch=4, full_size=True, resize=resize)
+    return verify_step(step, plan, install or right, without, batch=4, full_size=True, resize=resize)
 
 
 def without(model: Any) -> None:

@@ -16,7 +16,7 @@ from memopt_cli.errors import PlanError, StepError
 from memopt_cli.records import TOLERANCE, Plan, SegmentPlan, StepSettings, Verification
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
-from memopt_cli.verification.recorded_step import _noise, verify
+from memopt_cli.verification.recorded_step import _noise, verify_step
 from tests.zoo.models import Parts
 
 Install = Callable[[nn.Module], object]
@@ -52,7 +52,7 @@ def check(plan: Plan, install: Install | None = None, model: nn.Module | None = 
     torch.manual_seed(0)
     model = model or Net()
     right: Install = lambda model: apply_plan(model, plan)  # noqa: E731
-    return verify(step_of(model), plan, install or right, remove_plan, batch=4, full_size=True)
+    return verify_step(step_of(model), plan, install or right, remove_plan, batch=4, full_size=True)
 
 
 @pytest.mark.parametrize(("plan", "exact"), [(Plan(), True), (EXACT, True), (CHUNKED, False)])
@@ -165,7 +165,9 @@ def test_the_state_is_as_before(plan: Plan) -> None:
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     random_state = torch.get_rng_state()
-    assert verify(step_of(model), plan, lambda m: apply_plan(m, plan), remove_plan, batch=4, full_size=False).passed
+    assert verify_step(
+        step_of(model), plan, lambda m: apply_plan(m, plan), remove_plan, batch=4, full_size=False
+    ).passed
     assert model.memory is not None
     assert torch.equal(model.memory, torch.ones(4, 6))
     assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())

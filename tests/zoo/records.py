@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memopt_cli.measure.jobs import Measured
+from memopt_cli.measure.jobs import MeasureAnswer
 from memopt_cli.records import (
     Breakdown,
     Counted,
@@ -80,9 +80,9 @@ def measured(peak: int, *step_times_s: float, **changes: Any) -> Measurement:
     return replace(plain, **changes)
 
 
-def answered(measurement: Measurement) -> Measured:
+def answered(measurement: Measurement) -> MeasureAnswer:
     """What a subprocess answers that has measured this, of a step that leaves nothing."""
-    return Measured(measurement=measurement, fingerprint=Fingerprint(tensors=(), put_off=(), repeats=True))
+    return MeasureAnswer(measurement=measurement, fingerprint=Fingerprint(tensors=(), put_off=(), repeats=True))
 
 
 def counted(peak: int, gradients: int = 0, **changes: Any) -> Counted:

@@ -131,16 +131,16 @@ class Audit:
                     yield use.name, reason
         yield from self._misplaced_classes()
 
-    def exhausting(self) -> str:
-        """Return the reason why a walk of the objects would never end or go too deep; empty if it would not."""
+    def why_exhausting(self) -> str:
+        """Return the reason why a walk of the objects would never end or go too deep."""
         if depth_of(self._root) > _DEEPEST:
             return f"its objects are nested deeper than {_DEEPEST}"
         modules = Walk(self._children_of_module, _MAX_MODULES, _MAX_ITEMS)
         containers = Walk(self._items, _MAX_CONTAINERS, _MAX_ITEMS)
         for value in self._nodes:
-            if reason := modules.endless(value):
+            if reason := modules.why_endless(value):
                 return f"its modules {reason}"
-            if reason := containers.endless(value):
+            if reason := containers.why_endless(value):
                 return f"its containers {reason}"
         return ""
 
@@ -219,7 +219,7 @@ def _has_plain_hash(cls: type) -> bool:
 
 
 def _why_unfit(node: Built, recipe: Recipe) -> str:
-    """Return what the file puts into ``node`` that an object of its kind cannot hold; empty if there is nothing."""
+    """Return why an object of its kind cannot hold what the file puts into ``node``."""
     if (node.items and recipe.extend is None) or (node.entries and recipe.set is None):
         return "is filled in a way that its class does not allow"
     if node.has_state and recipe.fill is None:

@@ -21,20 +21,20 @@ from memopt_cli.loading.pickles.nodes import Built, Global, Tuple, held_in
 
 EXCESSIVE_WORK_REASON: Final = "reading it would take far more work than a model of its size needs"
 _MIN_WORK = 500_000
-"""Units of work that even the smallest file may cause.  For scale: a module of a model takes about 150 units, and a few
-hundred bytes in the file."""
+"""Units of work that a file may cause however small it is.  For scale: a module of a model takes about 150 units, and a
+few hundred bytes in the file."""
 _MAX_WORK = 8_000_000
 """Maximum units of work that any file may cause."""
 _DENSE = 8 << 20
 """Size in bytes of the part of a file that may be all opcodes; the rest of a large file is mostly weights."""
 _BYTES_PER_WORK = 8
-"""Bytes of that part for each further unit of work."""
+"""Number of bytes that allow one further unit of work, as long as they are among the first :data:`_DENSE` of a file."""
 _BYTES_PER_MORE = 64
-"""Bytes of the whole file that allow a further unit of work."""
+"""Number of bytes of the whole file that allow one further unit of work, in addition."""
 _COPIES = 4
-"""Bytes that calls may take as arguments for each byte of the file: a memo lets them use a value several times."""
+"""Maximum bytes of all arguments of calls for each byte of the file: a memo lets calls use a value several times."""
 _MIN_TAKEN = 1 << 20
-"""Bytes that calls may take as arguments in any file."""
+"""Bytes of arguments that calls may take in addition, however small the file is."""
 _TENSORS: Final = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
 
 
@@ -43,7 +43,7 @@ class PickleScan:
     """The names in the pickles of a file, and the work so far of reading them."""
 
     size: int
-    """Bytes of the file; the allowed work grows with them."""
+    """Bytes of the file; the larger it is, the more work it may cause."""
     wanted: set[Global] = field(default_factory=set)
     """Names that the pickles import, whether the model uses them or not."""
     called: set[Global] = field(default_factory=set)
@@ -53,7 +53,7 @@ class PickleScan:
     taken: int = 0
     """Bytes and characters among the arguments of calls."""
     max_work: int = field(init=False)
-    """Units of work that the file may cause."""
+    """Maximum units of work that the file may cause."""
 
     def __post_init__(self) -> None:
         self.max_work = min(

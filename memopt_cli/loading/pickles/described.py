@@ -42,19 +42,19 @@ _EXPANSION = 64
 """Maximum bytes of a tensor for each byte of its storage.  A tensor from ``expand`` is larger than its storage:
 ``torch.ones(1).expand(10**12)`` has 4 bytes in the file, a copy of it 4 TB."""
 _ALLOWANCE = 64 << 20
-"""Bytes that any tensor may have in addition."""
+"""Bytes that a tensor may have in addition to :data:`_EXPANSION` times its storage."""
 STORAGE_MODULES = ("torch", "torch.storage", "torch.cuda")
 NESTED: Final = Global("torch.storage", "_load_from_bytes")
 """The function that makes a storage inside a plain pickle, from the bytes of a legacy file."""
 _HEAD = 1024
-"""Bytes for the pickles of such a file, which come before the storage: about 300 are usual."""
+"""Maximum bytes of the pickles that precede the storage in a legacy file; about 300 are usual."""
 _MAX_WRAPPERS = 8
 """Maximum number of calls around the call that makes a tensor, for example for a parameter and a subclass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledStorage:
-    """A storage next to the pickle, or inside it."""
+    """A storage, whose bytes are next to the pickle or a part of it."""
 
     key: str
     """Name of the record that holds the storage's bytes; of a storage inside the pickle, a text of its own."""
@@ -99,9 +99,7 @@ def items_in(sizes: Iterable[int]) -> int:
     return count
 
 
-def check_within(
-    sizes: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, storage_bytes: int
-) -> None:
+def check_within(sizes: Sequence[int], strides: Sequence[int], offset: int, item_size: int, storage_bytes: int) -> None:
     """Raise :class:`ValueError` unless a tensor lies within its storage."""
     if len(sizes) != len(strides):
         raise ValueError(f"a tensor has {len(sizes)} sizes and {len(strides)} strides")
@@ -109,14 +107,14 @@ def check_within(
     if min((*strides, offset)) < 0:
         raise ValueError("a tensor has a stride or offset below 0")
     end = offset + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True)) + 1
-    if items and end * item_bytes > storage_bytes:
+    if items and end * item_size > storage_bytes:
         raise ValueError(f"a tensor of the shape {sizes} reaches beyond its storage")
 
 
-def check_view(sizes: Sequence[int], strides: Sequence[int], offset: int, item_bytes: int, storage_bytes: int) -> None:
+def check_view(sizes: Sequence[int], strides: Sequence[int], offset: int, item_size: int, storage_bytes: int) -> None:
     """Raise :class:`ValueError` unless a tensor lies within its storage, and is not far larger than that."""
-    check_within(sizes, strides, offset, item_bytes, storage_bytes)
-    if items_in(sizes) * item_bytes > _EXPANSION * storage_bytes + _ALLOWANCE:
+    check_within(sizes, strides, offset, item_size, storage_bytes)
+    if items_in(sizes) * item_size > _EXPANSION * storage_bytes + _ALLOWANCE:
         raise ValueError(f"a tensor of the shape {sizes} is far larger than its {storage_bytes} bytes")
 
 

@@ -26,7 +26,7 @@ TENSOR_SUBCLASS_REBUILD: Final = Global("torch._tensor", "_rebuild_from_type_v2"
 
 _DEEPEST_TUPLE = 200  # hashing and printing a tuple recurse into the tuples inside
 _WORK_PER_CHARACTER: Final = 200
-"""Units of work for each character of a regular expression that is compiled: ranges that ignore case are slow."""
+"""Units of work charged for each character of a regular expression to compile: ranges that ignore case are slow."""
 HASHING: Final = ("set", "frozenset", "OrderedDict")
 """Classes whose constructors hash the given items or keys."""
 _SAME_HASHES: Final = 8

@@ -36,7 +36,7 @@ class Global:
 COMPUTED: Final = Global("?", "?")
 """A stand-in for a name or a callable that the pickle computes."""
 PERSISTENT: Final = Global("?", "persistent")
-"""A stand-in for the function that finds an object outside of the pickle, by its identity."""
+"""A stand-in for the function that finds an object outside of the pickle by its persistent ID."""
 GETATTR: Final = Global("builtins", "getattr")
 DICT: Final = Global("builtins", "dict")
 DICTS: Final = (DICT, Global("collections", "OrderedDict"))
@@ -186,7 +186,7 @@ class Walk:
         self._sizes: dict[int, int] = {}
         self._depths: dict[int, int] = {}
 
-    def endless(self, root: Any) -> str:
+    def why_endless(self, root: Any) -> str:
         """Return the reason why a recursion from ``root`` would not end, go too deep or visit too much.
 
         An empty string: it would do none of these.

@@ -70,10 +70,6 @@ Action = Callable[[Machine, Any], object]
 file, and is ``None`` if the opcode has none."""
 
 
-def _global(machine: Machine, argument: str) -> None:
-    machine.stack.push(wanted_name(machine.scan, *argument.split(" ", 1)))
-
-
 def _stack_global(machine: Machine, _: Any) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not (isinstance(name, str) and isinstance(module, str)):
@@ -180,7 +176,7 @@ def _refuse_opcode(machine: Machine, _: Any) -> None:
 
 
 _ACTIONS: Final[dict[str, Action]] = {
-    "GLOBAL": _global,
+    "GLOBAL": lambda machine, name: machine.stack.push(wanted_name(machine.scan, *name.split(" ", 1))),
     "STACK_GLOBAL": _stack_global,
     "REDUCE": _reduce,
     "INST": _inst,

@@ -12,7 +12,7 @@ from memopt_cli.loading.interface import TRUNCATED_REASON
 from memopt_cli.loading.pickles.kinds.interface import BrokenError
 
 _LENGTH = 8
-"""Bytes of the number that precedes each storage of a legacy file, its number of items."""
+"""Size in bytes of the number of items that precedes each storage of a legacy file."""
 
 
 class FileStorages:

@@ -17,7 +17,7 @@ from memopt_cli.runtime.private_torch import hook_tables
 from memopt_cli.verification.chunking import TRIAL_LENGTH, capture_call, find_rule
 
 _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_features", "input_size", "hidden_size"}
-"""Attributes of modules without influence on the axis along which a module can run in chunks."""
+"""Attributes that do not change along which axis a module can run in chunks."""
 
 
 def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkRule | Refused:
@@ -35,7 +35,7 @@ class _Kind:
     description: str
     """Classes, every plain value but widths, and hooks."""
     lengths: tuple[int, ...]
-    """Sizes of the input along each axis, as far as trials in chunks can tell them apart."""
+    """Size of the input along each axis, at most ``TRIAL_LENGTH``: trials do not tell larger sizes apart."""
 
 
 class ChunkTrials:

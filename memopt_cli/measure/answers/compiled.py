@@ -25,9 +25,8 @@ gradients, for which PyTorch may compile the model again."""
 def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
     """Apply ``plan``, which compiles the model, and take ``step`` until nothing is compiled any more.
 
-    Return the reason why the model is not one graph; empty if it is.  Earlier compilations are dropped first: PyTorch
-    compiles a function for a few models only, then runs it plainly.  Raises :class:`StepError` if the model does not
-    compile.
+    Return the reason why the model is not one graph.  Earlier compilations are dropped first: PyTorch compiles a
+    function for a few models only, then runs it plainly.  Raises :class:`StepError` if the model does not compile.
     """
     assert plan.compile is not None, "the caller has a plan that compiles"
     if isinstance(step, OwnStep):

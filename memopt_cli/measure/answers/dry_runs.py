@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from memopt_cli import trace
 from memopt_cli.measure.answers.bench import Bench
-from memopt_cli.measure.answers.small_step import SMALL_BATCH, look_into, small_step
+from memopt_cli.measure.answers.small_step import SMALL_BATCH, record_contents, small_step
 from memopt_cli.measure.answers.steps import allocated_by
 from memopt_cli.measure.answers.without_data import (
     NeedsDataError,
@@ -23,7 +23,7 @@ from memopt_cli.measure.answers.without_data import (
     step_under,
 )
 from memopt_cli.measure.answers.workspaces import workspaces_for
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, TraceAnswer, TraceJob
 from memopt_cli.records import Counted, DeviceProfile, Plan, StepTrace
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA
 from memopt_cli.search.estimation import Lifetime, add_seconds, estimate, library_blocks, needed_bytes, replay_lives
@@ -36,7 +36,7 @@ _MAX_HOLDERS = 400
 """Maximum number of modules that a dry run names: where no plan fits, they must account for most of its peak."""
 
 
-def trace_step(bench: Bench, job: TraceJob) -> Traced:
+def trace_step(bench: Bench, job: TraceJob) -> TraceAnswer:
     """Record a step under the plan of ``job``, with the seconds of its operators if it may run at full size.
 
     If operators depend on the data or on the batch size, a full step on data is recorded if it may run, or the dry run
@@ -50,7 +50,7 @@ def trace_step(bench: Bench, job: TraceJob) -> Traced:
     return replace(traced, trace=on_card)
 
 
-def _trace_step(bench: Bench, job: TraceJob) -> Traced:
+def _trace_step(bench: Bench, job: TraceJob) -> TraceAnswer:
     if not job.fake:
         return _with_seconds(bench, job.plan, record_on_data(bench, job.plan))
     recorded = (
@@ -73,7 +73,7 @@ def record_step(bench: Bench, job: RecordJob) -> StepTrace:
     return record_on_data(bench, job.plan).trace
 
 
-def count(bench: Bench, job: CountJob) -> Counted:
+def count_step(bench: Bench, job: CountJob) -> Counted:
     """Count the tensor peak of a step under the plan of ``job``, at its sizes."""
     counted = (_count_without_data if job.fake else count_on_data)(bench, job)
     return replace(counted, holders=counted.holders[:_MAX_HOLDERS])
@@ -116,23 +116,23 @@ def count_on_data(bench: Bench, job: CountJob) -> Counted:
     """Count the tensor peak and measure the allocated peak of a step on data."""
     step = bench.warmed_up(bench.step(job.batch, job.dims))
     with bench.with_plan(job.plan):
-        counted = trace.count(step)
+        counted = trace.count_step(step)
         return replace(counted, allocated_peak_bytes=allocated_by(bench, step).peak_bytes)
 
 
 # ---------------------------------------------------------------------------------------------- records
 
 
-def _original_trace(bench: Bench) -> Traced:
+def _original_trace(bench: Bench) -> TraceAnswer:
     return _record(bench, ORIGINAL, workspaces_for(bench, ORIGINAL))
 
 
-def _original_trace_without_workspaces(bench: Bench) -> Traced:
+def _original_trace_without_workspaces(bench: Bench) -> TraceAnswer:
     """Record the original without the workspaces of kernels, which would take steps on data."""
     return _record(bench, ORIGINAL, Workspaces())
 
 
-def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
+def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> TraceAnswer:
     """Record a step under ``plan`` on tensors without data, or on data if the model does not run without."""
     compressors = compressors_for(bench, plan)
     try:
@@ -146,17 +146,17 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> Traced:
             _require_data(bench, reason)
         return replace(record_on_data(bench, plan), note=reason)
     called = tuple(dict.fromkeys(checkpoints))
-    traced = Traced(trace=recorded, fake=True, dry_run_bytes=recorded.tensor_peak_bytes, checkpoints=called)
+    traced = TraceAnswer(trace=recorded, fake=True, dry_run_bytes=recorded.tensor_peak_bytes, checkpoints=called)
     small = bench.fact(small_step)
     if small is None:
         return traced
     with bench.with_plan(plan):
-        seen = small.recorded if plan == ORIGINAL else look_into(bench, small.step)
+        seen = small.recorded if plan == ORIGINAL else record_contents(bench, small.step)
     recorded, no_contents = trace.with_contents(recorded, seen)
     return replace(traced, trace=recorded, unknown=(no_contents,) if no_contents else ())
 
 
-def record_on_data(bench: Bench, plan: Plan) -> Traced:
+def record_on_data(bench: Bench, plan: Plan) -> TraceAnswer:
     """Record a step on data under ``plan``."""
     workspaces = workspaces_for(bench, plan)
     with bench.with_plan(plan):
@@ -164,7 +164,7 @@ def record_on_data(bench: Bench, plan: Plan) -> Traced:
         with _checkpoints_of(step, plan) as checkpoints:
             recorded = trace.record(step, bench.batch, contents=True, workspaces=workspaces)
     called = tuple(dict.fromkeys(checkpoints))
-    return Traced(trace=recorded, fake=False, dry_run_bytes=None, checkpoints=called)
+    return TraceAnswer(trace=recorded, fake=False, dry_run_bytes=None, checkpoints=called)
 
 
 def _cannot_run(error: Exception) -> str:
@@ -176,7 +176,7 @@ def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager
     return watched_checkpoints(step.unwrapped_model) if plan == ORIGINAL else contextlib.nullcontext([])
 
 
-def _wants_data(bench: Bench, traced: Traced) -> bool:
+def _wants_data(bench: Bench, traced: TraceAnswer) -> bool:
     """Return whether to repeat the step on data: the dry run left something unknown, and a full step may run."""
     return traced.fake and bool(traced.unknown) and may_run_in_full(bench)
 
@@ -212,7 +212,7 @@ def _compressors(bench: Bench) -> trace.Compressors:
 # ---------------------------------------------------------------------------------------------- their seconds
 
 
-def _with_seconds(bench: Bench, plan: Plan, traced: Traced) -> Traced:
+def _with_seconds(bench: Bench, plan: Plan, traced: TraceAnswer) -> TraceAnswer:
     """Return ``traced`` with the seconds of its operators, which takes a step at full size."""
     if plan == ORIGINAL:
         times = bench.fact(operator_times)

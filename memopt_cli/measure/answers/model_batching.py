@@ -11,7 +11,7 @@ from memopt_cli.training.apply import apply_plan
 
 
 def probe(bench: Bench, job: ReplicasJob) -> BatchProbe:
-    """Measure a step of ``job.replicas`` copies trained as one, by the route that is fastest at the described batch."""
+    """Measure a step of ``job.replicas`` copies trained as one, on the route that is fastest at the described batch."""
     step = bench.step(job.batch, job.dims)
     apply_plan(bench.model, job.plan)
     with device_of(job.limit_bytes, bench.settings.device):

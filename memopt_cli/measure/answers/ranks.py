@@ -152,7 +152,7 @@ def median_count(step: Step, start: StartingState) -> Counted:
     counts = []
     for _ in range(_COUNT_REPEATS):
         begin(step, start)
-        counts.append(trace.count(step))
+        counts.append(trace.count_step(step))
     return sorted(counts, key=lambda counted: counted.tensor_peak_bytes)[_COUNT_REPEATS // 2]
 
 

@@ -31,11 +31,11 @@ from memopt_cli.measure.answers.workspaces import full_workspaces, workspaces_se
 from memopt_cli.measure.jobs import (
     NEAR_SHARE,
     ORIGINAL,
-    Measured,
+    MeasureAnswer,
     MeasureJob,
     ProbeJob,
     RoundedJob,
-    TimedInTurns,
+    TimeInTurnsAnswer,
     TimeInTurnsJob,
 )
 from memopt_cli.records import (
@@ -66,27 +66,27 @@ _MIN_TIMED_S = 0.3
 _MAX_STEPS = 20
 """Number of steps after which timing of short steps stops."""
 _HOPELESS_FACTOR = 3
-"""Factor: a plan that exceeds the allowed slowdown so many times in the first turn is not timed again."""
+"""Multiple of the allowed slowdown beyond which a plan is timed in the first turn only."""
 _NEAR_TURNS = 5
 """Minimum number of turns of a plan near the limit.  With a limit of 1.33 on a busy machine, three turns measured 1.35,
 and repetitions 1.14 and 1.13."""
 _MAX_TURNS = 8
 """Maximum number of turns of short steps, while the error leaves open whether a plan keeps the limit."""
 _MAX_LONG_TURNS = 3
-"""Maximum number of turns of long steps in that case."""
+"""Maximum number of turns of long steps, while the error leaves open whether a plan keeps the limit."""
 _LONG_STEP_S = 1.0
 """Minimum seconds of a long step, which is timed once, after a warm-up.  A measurement ignores the time of the step in
 which memory is recorded, since recording slows plans down by 20 to 45 %; a probe takes it for a long step."""
 
 
-def measure(bench: Bench, job: MeasureJob) -> Measured:
+def measure(bench: Bench, job: MeasureJob) -> MeasureAnswer:
     """Measure time and memory of steps under the plan of ``job``, after a first step that must run every segment."""
     require_room(bench, count_step_bytes(bench, job.plan, compressors_for=compressors_for))
     with device_of(job.limit_bytes, bench.settings.device):
         return _measure(bench, job) if job.plan.compile is None else _measure_compiled(bench, job)
 
 
-def _measure(bench: Bench, job: MeasureJob) -> Measured:
+def _measure(bench: Bench, job: MeasureJob) -> MeasureAnswer:
     started = time.monotonic()
     step = bench.step()
     first_s, first = _install(bench, job.plan, step)
@@ -102,7 +102,7 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
     with contextlib.ExitStack() as watched:
         for mode in filter(None, (meter, clock)) if job.plan == ORIGINAL else ():
             watched.enter_context(mode)
-        counted = trace.count(step)
+        counted = trace.count_step(step)
     allocated = allocated_by(bench, step)
     fingerprints = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
     not_as_planned = tuple(list_warnings(bench.model))
@@ -116,10 +116,10 @@ def _measure(bench: Bench, job: MeasureJob) -> Measured:
         _refuse_growth(bench, step)
     measurement = _measurement(bench, started, timed, counted, allocated)
     measurement = replace(measurement, step_times_s=(*cold, *measurement.step_times_s), waited=waited)
-    return Measured(measurement=measurement, fingerprint=fingerprints, not_as_planned=not_as_planned)
+    return MeasureAnswer(measurement=measurement, fingerprint=fingerprints, not_as_planned=not_as_planned)
 
 
-def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
+def _measure_compiled(bench: Bench, job: MeasureJob) -> MeasureAnswer:
     """Measure as :func:`_measure` does, but by the allocator alone: compiled code runs operators that nothing sees."""
     started = time.monotonic()
     step = bench.step()
@@ -141,7 +141,7 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> Measured:
     )
     measurement = _measurement(bench, started, timed, counted, allocated)
     not_as_planned = tuple(list_warnings(bench.model))
-    return Measured(
+    return MeasureAnswer(
         measurement=measurement, fingerprint=fingerprints, not_as_planned=not_as_planned, graph_break=graph_break
     )
 
@@ -189,7 +189,7 @@ def _refuse_growth(bench: Bench, step: Step) -> None:
         )
 
 
-def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
+def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimeInTurnsAnswer:
     """Time a step of the original and one under each plan of ``job``, in turns; more turns near the limit."""
     step = bench.warmed_up(bench.step())
     since = _read_clocks()
@@ -213,7 +213,9 @@ def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimedInTurns:
         if limit is not None:
             hopeful = [n for n in hopeful if planned[n][0] <= _HOPELESS_FACTOR * limit * original[0]]
     waited = _waited_share(since, bench.settings.device)
-    return TimedInTurns(original_times_s=tuple(original), planned_times_s=tuple(map(tuple, planned)), waited=waited)
+    return TimeInTurnsAnswer(
+        original_times_s=tuple(original), planned_times_s=tuple(map(tuple, planned)), waited=waited
+    )
 
 
 def _is_near(pairs: Sequence[tuple[float, float]], most: int, max_slowdown: float | None) -> bool:

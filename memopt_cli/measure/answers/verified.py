@@ -23,7 +23,7 @@ from memopt_cli.text.units import format_count
 from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.step import Step
 from memopt_cli.verification.further_steps import first_samples
-from memopt_cli.verification.recorded_step import verify
+from memopt_cli.verification.recorded_step import verify_step
 from memopt_cli.verification.sizes import smallest_sizes
 from memopt_cli.verification.updates import compare_updates
 
@@ -67,7 +67,7 @@ def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
             return first_samples(step.args, step.kwargs, size)
         return other.args, other.kwargs
 
-    verification = verify(
+    verification = verify_step(
         step,
         plan,
         functools.partial(apply_plan, plan=plan),

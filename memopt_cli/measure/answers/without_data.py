@@ -40,7 +40,7 @@ def may_run_in_full(bench: Bench) -> bool:
     if bench.subject.data != "full size":
         return False
     try:
-        require_room(bench, bench.fact(_needed_by_original))
+        require_room(bench, bench.fact(needed_by_original))
     except StepTooLargeError:
         return False
     return True
@@ -120,7 +120,8 @@ def failed_without_data(error: Exception) -> str:
     return f"{reader} reads a tensor's values, which a dry run does not have{raised_at(error)}"
 
 
-def _needed_by_original(bench: Bench) -> int:
+def needed_by_original(bench: Bench) -> int:
+    """Return the bytes of the machine's memory that a step of the original needs; 0 if that is unknown."""
     return count_step_bytes(bench, ORIGINAL)
 
 

@@ -29,7 +29,7 @@ from memopt_cli.loading.user_code import imported_files
 from memopt_cli.loading.user_function import TAKEN
 from memopt_cli.measure.jobs import (
     ORIGINAL,
-    Accepted,
+    CompareAnswer,
     CompareJob,
     DescribeJob,
     InspectJob,
@@ -52,7 +52,7 @@ from memopt_cli.training.own_checkpoints import find_switches
 from memopt_cli.training.user_step import StepModels
 
 
-def describe(subject: Subject, job: DescribeJob) -> ModelFacts:
+def describe_model(subject: Subject, job: DescribeJob) -> ModelFacts:
     """Load the model of ``subject``, and return its facts."""
     environment, path = _environment(), list(sys.path)
     with built_without_data(fake_mode()) if subject.data == "none" else contextlib.nullcontext():
@@ -81,7 +81,7 @@ def inspect(subject: Subject, job: InspectJob) -> Inspection:
     Raises :class:`UsageError` if the weights of the folder are split into several files.
     """
     if not is_pretrained(job.path):
-        return description.describe(read_file(job.path))
+        return description.describe_file(read_file(job.path))
     folder = Path(job.path)
     first, *others = files_of_weights(folder)
     if others:
@@ -89,7 +89,7 @@ def inspect(subject: Subject, job: InspectJob) -> Inspection:
             f"{job.path} splits its weights over {1 + len(others)} files; inspect reads one at a time",
             hint=f"Name one of them: `memopt inspect {quoted_path(str(folder / first))}`.",
         )
-    inspection = description.describe(read_file(str(folder / first)))
+    inspection = description.describe_file(read_file(str(folder / first)))
     note = f"The weights of {job.path}; its settings are in the same folder."
     return replace(inspection, notes=(*inspection.notes, note))
 
@@ -162,9 +162,9 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
     write_model(model, job.plan, file)
 
 
-def compare_saved(subject: Subject, job: CompareJob) -> Accepted:
+def compare_saved(subject: Subject, job: CompareJob) -> CompareAnswer:
     """Check that the saved model at the path of ``job`` could do nothing that the original could not."""
-    return Accepted(size_bytes=check_returned(job.path, subject.source))
+    return CompareAnswer(size_bytes=check_returned(job.path, subject.source))
 
 
 def write_model(model: nn.Module, plan: Plan, file: BinaryIO) -> None:

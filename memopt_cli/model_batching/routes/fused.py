@@ -178,7 +178,7 @@ def _trace(source: nn.Module, skeleton: Any, count: int) -> tuple[fx.Graph, nn.M
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """Return path -> attributes of each module in ``model``: numbers by value, anything else by identity."""
+    """Return the attributes of each module in ``model`` by path: numbers and texts, and the ``id`` of other objects."""
     return {
         path: {
             key: value if isinstance(value, bool | int | float | str) else id(value)
@@ -316,7 +316,7 @@ def _run_batched(run: Callable[..., Any], models: int, flags: Any, *args: Any, *
 
 
 def _expand_unbatched(models: int, value: Any, flags: Any) -> Any:
-    """Return ``value`` with each tensor that is not batched, by its flag, expanded to ``models`` models."""
+    """Return ``value`` with each tensor whose flag says that it is not batched expanded to ``models`` models."""
     if isinstance(value, Tensor):
         return value if flags else value.expand(models, *value.shape)
     if isinstance(flags, dict):

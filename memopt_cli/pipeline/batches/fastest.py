@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.errors import NothingFitsError, VerificationError
 from memopt_cli.files.contents import fastest_data
 from memopt_cli.files.outputs import pair_paths
-from memopt_cli.measure.jobs import ORIGINAL, Data, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, Data, TraceAnswer, TraceJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, check_varied, limit_text, optimizer_state_notes
 from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, rank_pairs
@@ -244,7 +244,7 @@ class _FastestSearch:
             raise TimeIsUp
         return self.trials.run(ORIGINAL, batch)
 
-    def _record(self, plan: Plan, batch: int) -> Traced | Failure:
+    def _record(self, plan: Plan, batch: int) -> TraceAnswer | Failure:
         is_run = isinstance(self.trials.outcomes.get((ORIGINAL, batch)), BatchProbe)
         data: Data = "full size" if is_run else "small batch"
         return self.prepared.at(batch).ask(TraceJob(plan=plan, fake=True), data)

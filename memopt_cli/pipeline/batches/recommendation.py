@@ -151,6 +151,8 @@ class _Recommender:
     """Dimension -> its size in the longest of the user's sequences, at which the batch must fit; empty without any."""
     search: CaseSearch
     call: ModelCall = ModelCall()
+    cases: Sequence[Case] = ()
+    """All cases to search, also those whose search has not begun."""
     length_runs: int = 0
     """Number of runs made to compare ways to batch sequences."""
 
@@ -164,7 +166,9 @@ class _Recommender:
         plans = [ORIGINAL] if plan is None else [ORIGINAL, plan]
         if self.request.backend is not None:
             plans = [replace(p, compile=CompilePlan(backend=self.request.backend)) for p in plans]
-        cases = [Case(planned=index > 0, plan=p, dims=dims) for index, p in enumerate(plans) for dims in sizes]
+        self.cases = cases = [
+            Case(planned=index > 0, plan=p, dims=dims) for index, p in enumerate(plans) for dims in sizes
+        ]
         self.search.find_batches(cases, session)
         if len(sizes) == 1 and not lengths and self.request.runs:
             self._run_smaller_batches(cases)
@@ -190,6 +194,8 @@ class _Recommender:
         self.length_runs = 0
         self.search.notes.append("The search was interrupted: further runs might have given a better answer.")
         cases = [case for case in reversed(self.search.searched) if case.search.runs.fitting]
+        if untried := [case.text.strip() or "without the plan" for case in self.cases if case not in cases]:
+            self.search.notes.append(f"Nothing was run yet that fits {', '.join(untried)}: this has no row.")
         main = self._main_case(cases)
         return replace(self._answer(cases, main, self._accumulation(main), ()), interrupted=True)
 
@@ -238,7 +244,7 @@ class _Recommender:
         for kind in (BatchAdvice, BatchEstimate):
             if cases_of_kind := [case for case, outcome in outcomes if isinstance(outcome, kind)]:
                 rivals = [case for case in cases_of_kind if case.dims == cases_of_kind[0].dims]
-                return max(rivals, key=self._speed if self._is_memory_left(rivals) else self._rating)
+                return max(rivals, key=self._rating)
         smallest = outcomes[-1][1]
         assert isinstance(smallest, NoBatchFits)
         copies = f" for {format_copies(cases[0].probes.replicas)}" if self.request.replicas else ""
@@ -260,28 +266,10 @@ class _Recommender:
             return case.search.runs.fastest.samples_per_s
         outcome = case.search.outcome()
         batch = self._chosen_batch(case)
-        if isinstance(outcome, BatchAdvice) and self._is_machine_small:
+        # This machine may be too small to run steps that fit into the memory asked about.
+        if isinstance(outcome, BatchAdvice) and self.search.limits.runnable_bytes < self.search.limits.budget_bytes:
             batch = outcome.estimated_batch
         return batch * case.probes.replicas
-
-    @property
-    def _is_machine_small(self) -> bool:
-        """Whether steps that fit into the memory asked about may not fit here, where they cannot be run."""
-        return self.search.limits.runnable_bytes < self.search.limits.budget_bytes
-
-    def _is_memory_left(self, cases: Sequence[Case]) -> bool:
-        """Return whether time alone limits the batch in all ``cases``: then a plan that saves memory is of no use."""
-        outcomes = [case.search.outcome() for case in cases]
-        return not self._is_machine_small and all(
-            isinstance(outcome, BatchAdvice) and outcome.estimated_batch > outcome.recommended_batch
-            for outcome in outcomes
-        )
-
-    def _speed(self, case: Case) -> float:
-        """Return the samples a second of the batch of ``case`` that would be recommended."""
-        run = case.search.runs[self._chosen_batch(case)]
-        assert isinstance(run, BatchProbe), "the recommended batch was run"
-        return run.samples_per_s
 
     def _run_smaller_batches(self, cases: Sequence[Case]) -> None:
         """Run smaller batches of the cases that may be recommended, since a smaller batch may train faster."""

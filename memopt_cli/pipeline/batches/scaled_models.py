@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memopt_cli.measure.jobs import ORIGINAL, Traced
+from memopt_cli.measure.jobs import ORIGINAL, TraceAnswer
 from memopt_cli.records import UPDATE_PHASES, BatchProbe, Failure, Plan, SegmentPlan, StepTrace
 from memopt_cli.search.batch_size.lines import fit_line
 from memopt_cli.search.plan.cost_model import CostModel
@@ -26,7 +26,7 @@ class ScaledModels:
     """A cache of cost models, one for each batch and each set of segments that include the loss."""
 
     step: ScaledStep
-    record: Callable[[Plan, int], Traced | Failure | NotTried]
+    record: Callable[[Plan, int], TraceAnswer | Failure | NotTried]
     """A function that records a step under a plan at a batch."""
     runs: Callable[[], list[tuple[Plan, BatchProbe]]]
     """A function that returns the runs so far, of the original and of priced plans."""
@@ -90,9 +90,9 @@ class ScaledModels:
     def _record_at_both(self, plan: Plan) -> ScaledStep | Failure | NotTried:
         """Record a step under ``plan`` at the two batches at which the original was recorded."""
         small, large = (self.record(plan, step.batch) for step in (self.step.small, self.step.large))
-        if not isinstance(small, Traced):
+        if not isinstance(small, TraceAnswer):
             return small
-        if not isinstance(large, Traced):
+        if not isinstance(large, TraceAnswer):
             return large
         return pair_records(small.trace, large.trace) or NotTried(
             reason="its records at the two batches have different operators"

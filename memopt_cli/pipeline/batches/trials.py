@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memopt_cli.errors import MemoptError
-from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced
+from memopt_cli.measure.jobs import ORIGINAL, MeasureAnswer, MeasureJob, TraceAnswer
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.prepare import Prepared
@@ -26,7 +26,7 @@ class Trials:
     """Memory of the device to emulate, in bytes."""
     outcomes: dict[Pair, BatchProbe | Failure] = field(default_factory=dict)
     """Outcomes, in the order in which the pairs were run."""
-    records: dict[int, Traced] = field(default_factory=dict)
+    records: dict[int, TraceAnswer] = field(default_factory=dict)
     """Batch -> record of the original's step."""
     notes: dict[int, list[str]] = field(default_factory=dict)
     """Batch -> notes on its record, or the reason why there is none."""
@@ -65,7 +65,7 @@ class Trials:
     def _measure(self, plan: Plan, batch: int) -> BatchProbe | Failure:
         with self.prepared.at(batch).session() as session:
             answer = session.ask(MeasureJob(plan=plan, limit_bytes=self.limit_bytes))
-            if not isinstance(answer, Measured):
+            if not isinstance(answer, MeasureAnswer):
                 return answer
             measurement = answer.measurement
             if plan == ORIGINAL:

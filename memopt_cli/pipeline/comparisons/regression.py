@@ -49,6 +49,7 @@ from memopt_cli.records import (
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.text.documents import kept_below, quoted_flag, quoted_path
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
+from memopt_cli.text.units import format_count
 from memopt_cli.text.writing import content, write_all
 
 _MAX_FLAG_CHARACTERS = 1000
@@ -71,6 +72,7 @@ def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineRes
             header=replace(file_header(prepared), model=request.source.location),
             conditions=replace(require_answer(session.ask(ConditionsJob())), layout=request.layout),
             memory=step.memory(session, rank),
+            plan_path=request.plan_path or "",
         )
     spec = prepared.subject.spec
     recorded = replace(recorded, shorter=step.shorter(_shorter_lengths(step.plan, spec)))
@@ -128,10 +130,12 @@ def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) 
     with prepared.session(prepared.dry_data) as session:
         after = replace(after, conditions=replace(require_answer(session.ask(ConditionsJob())), layout=request.layout))
     _require_same_terms(request, before, after)
+    _require_plan(request, before, after)
     with step.session() as (session, rank):
         memory = step.memory(session, rank)
     shorter = step.shorter((old.dim, old.size) for old in before.shorter)
-    return replace(compare(before, replace(after, memory=memory, shorter=shorter), request.limits), code=code)
+    comparison = compare(before, replace(after, memory=memory, shorter=shorter), request.limits)
+    return replace(comparison, code=code, notes=tuple(prepared.messages))
 
 
 def compare_files(before: str, after: str) -> Comparison:
@@ -245,6 +249,30 @@ def _require_same_terms(request: CheckRequest, before: Baseline, after: Baseline
             hint="Check the step that was recorded, or record the step that you want to check.\n"
             + _rerecord_hint(request, after),
         )
+
+
+def _require_plan(request: CheckRequest, before: Baseline, after: Baseline) -> None:
+    """Refuse a baseline if one of the two steps has a plan from ``--plan`` and the other has none.
+
+    A model that carried its plan, and has lost it, is compared: its step changed.
+    """
+    planned, plan = before.memory.plan, after.memory.plan
+    if before.plan_path and plan.is_empty and not planned.is_empty:
+        contrast = f"it was recorded under {_plan_in_words(planned)}, and this step has no plan"
+        remedy = f"Give the plan: `{quoted_flag('--plan', before.plan_path)}`."
+    elif request.plan_path and planned.is_empty and not plan.is_empty:
+        contrast = f"it was recorded without a plan, and this step has {_plan_in_words(plan)}"
+        remedy = "Check without `--plan`, or record the step that you want to check."
+    else:
+        return
+    raise BaselineError(
+        f"{request.baseline_path} is not comparable: {contrast}", hint=f"{remedy}\n{_rerecord_hint(request, after)}"
+    )
+
+
+def _plan_in_words(plan: Plan) -> str:
+    count = len(plan.longest.segments)
+    return f"a plan of {format_count(count, 'segment')}" if count else "a plan"
 
 
 def _rerecord_hint(request: CheckRequest, after: Baseline) -> str:

@@ -264,7 +264,10 @@ def _by_recomputation(pair: Pair) -> Cause | None:
 
 
 def _enclosing_calls(call: CallPrint, calls: Iterable[CallPrint]) -> list[CallPrint]:
-    """Return ``call`` and, before it, those of ``calls`` whose modules contain its module, the outermost first."""
+    """Return those of ``calls`` whose modules contain that of ``call``, and ``call`` if it is among them.
+
+    The outermost comes first.
+    """
     outer_calls = (outer for outer in calls if outer is call or is_within(call.path, outer.path))
     return sorted(outer_calls, key=lambda outer: len(outer.path))
 

@@ -17,7 +17,7 @@ def inspect(location: str) -> Inspection:
     """Describe the file at ``location``; nothing in it is run, and a confined subprocess reads it.
 
     Raises :class:`UsageError` for ``package.module:callable``, which would have to be run, and as
-    :func:`memopt_cli.loading.description.describe`.
+    :func:`memopt_cli.loading.description.describe_file`.
     """
     if is_factory(location):
         raise UsageError(

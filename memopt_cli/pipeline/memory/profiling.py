@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from memopt_cli.errors import StepError
 from memopt_cli.files.contents import read_plan
-from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, MeasureAnswer, MeasureJob, TraceAnswer, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.step_peaks import allocated_peak, is_alive, live_bytes, phase_peaks, saved_tensors
@@ -117,7 +117,7 @@ def _measure_compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> Compi
     )
 
 
-def broken_notes(measured: Measured) -> tuple[str, ...]:
+def broken_notes(measured: MeasureAnswer) -> tuple[str, ...]:
     """Return a note on why the compiled model of a measurement is not one graph, if it is not."""
     if not measured.graph_break:
         return ()
@@ -142,7 +142,7 @@ def record_step(
     *,
     sessions: Sessions | None = None,
     consequence: str = "it was recorded on real ones",
-) -> Traced:
+) -> TraceAnswer:
     """Record the step under ``plan``, and check dry runs by ``measurement``: the tensor peaks must match.
 
     If it does not, the step is recorded on real tensors, and a note gives both peaks and the ``consequence``.
@@ -155,7 +155,7 @@ def record_step(
     if sessions is not None and was_measured and (isinstance(traced, OutOfMemory) or session.ended):
         session = sessions.smaller()
         traced = session.ask(job)
-    if isinstance(traced, Traced) and traced.dry_run_bytes is not None and isinstance(measurement, Measurement):
+    if isinstance(traced, TraceAnswer) and traced.dry_run_bytes is not None and isinstance(measurement, Measurement):
         predicted_bytes = traced.dry_run_bytes
         measured_bytes = measurement.tensor_peak_bytes
         if abs(predicted_bytes - measured_bytes) > _TRUSTED_ERROR * measured_bytes:
@@ -179,7 +179,7 @@ def _profile(
     prepared: Prepared,
     plan: Plan,
     measurement: Measurement | OutOfMemory | None,
-    traced: Traced,
+    traced: TraceAnswer,
     notes: list[str],
     card: DeviceProfile | None,
 ) -> StepProfile:

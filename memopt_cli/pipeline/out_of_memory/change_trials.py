@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
 from memopt_cli.files.outputs import output_paths
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Measured, MeasureJob
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, MeasureAnswer, MeasureJob
 from memopt_cli.pipeline.batches.recommendation import one_batch_notes, recommend_prepared
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.budget_errors import NotRunHereError
@@ -354,9 +354,9 @@ class ChangeTrials:
             raise NothingFitsError(f"needs about {format_bytes(dry_run.allocated_peak_bytes)}")
         answer = prepared.ask(MeasureJob(plan=plan))
         is_unrun = isinstance(answer, OutOfMemory) and not answer.was_tried and isinstance(dry_run, Counted)
-        if not isinstance(answer, Measured | OutOfMemory) or not (is_unrun or isinstance(answer, Measured)):
+        if not isinstance(answer, MeasureAnswer | OutOfMemory) or not (is_unrun or isinstance(answer, MeasureAnswer)):
             raise NothingFitsError(describe(answer))
-        measurement = answer.measurement if isinstance(answer, Measured) else None
+        measurement = answer.measurement if isinstance(answer, MeasureAnswer) else None
         if measurement is not None and measurement.allocated_peak_bytes > self._limit_bytes:
             raise NothingFitsError(f"needs {format_bytes(measurement.allocated_peak_bytes)}")
         return Suggestion(
@@ -367,7 +367,7 @@ class ChangeTrials:
             predicted_bytes=dry_run.allocated_peak_bytes if isinstance(dry_run, Counted) else None,
             peak_bytes=None if measurement is None else measurement.allocated_peak_bytes,
             seconds=None if measurement is None else measurement.step_s,
-            not_run="" if isinstance(answer, Measured) else describe(answer),
+            not_run="" if isinstance(answer, MeasureAnswer) else describe(answer),
         )
 
     @property

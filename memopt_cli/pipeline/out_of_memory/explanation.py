@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from memopt_cli.errors import UsageError
-from memopt_cli.measure.jobs import ORIGINAL, CallJob, SnapshotJob, Subject, Traced, TraceJob
+from memopt_cli.measure.jobs import ORIGINAL, CallJob, SnapshotJob, Subject, TraceAnswer, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.profiling import record_step
@@ -283,7 +283,7 @@ def _record_full_step(prepared: Prepared) -> tuple[StepTrace, list[str]]:
     if traced.trace.allocated_peak_bytes < _RECORDING_SHARE * runnable_bytes(device):
         limit_s = prepared.timeout_s if traced.unknown else min(prepared.timeout_s, _MAX_RECORDING_S)
         full_step = replace(prepared, timeout_s=limit_s).ask(TraceJob(plan=ORIGINAL, fake=True))
-        if isinstance(full_step, Traced):
+        if isinstance(full_step, TraceAnswer):
             return full_step.trace, [
                 *(f"{reason}." for reason in full_step.unknown),
                 *own_checkpoints_notes(full_step.checkpoints),

@@ -36,12 +36,6 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
     Raises :class:`MemoptError`, among them :class:`VerificationError` if the plan changes what the model computes.
     """
     header, plan = read_plan(request.plan_path)
-    if plan.is_empty:
-        progress.note(CHANGES_NOTHING)
-    if plan.in_backward:
-        progress.note(IN_BACKWARD_NOTE)
-    for note in heads_notes(plan):
-        progress.note(note)
     target = output_paths(request.source.location, request.output).model
     check_targets([target], force=request.force)
     if request.verify or request.confirm:
@@ -55,7 +49,9 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
     is_tried_step = facts.format == STEP and (request.verify or request.confirm)  # it has no file: the trial is all
     targets = {} if is_tried_step else {target: model_writer(source, plan, request.timeout_s)}
     files = write_all(targets, force=request.force)
-    for note in (*suspended_notes(facts.checkpoint_switches, plan), *reader_notes(facts.format, target)):
+    about_plan = [CHANGES_NOTHING] * plan.is_empty + [IN_BACKWARD_NOTE] * plan.in_backward + heads_notes(plan)
+    about_model = (*suspended_notes(facts.checkpoint_switches, plan), *reader_notes(facts.format, target))
+    for note in (*about_plan, *about_model):  # only now, as the plan may not suit the model
         progress.note(note)
     return replace(result, files=files)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
@@ -19,7 +18,7 @@ _REASON_SHARE: Final = 0.1
 _NAMED_SHARE: Final = 0.8
 """A message names modules until they account for this share of the activations at a peak."""
 _MAX_HOLDERS: Final = 8
-"""Maximum number of modules, or groups of similar modules, that a message names; beyond it, their parents are named."""
+"""Maximum number of modules, or groups of similar modules, that a message names."""
 _WEIGHTS_SHARE: Final = 0.5
 """Above this share of a peak, a message names parameters and gradients as most of the peak."""
 
@@ -119,22 +118,11 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
 
 
 def _largest_holders(smallest: Counted, named_bytes: float) -> list[tuple[str, int]]:
-    """Return the largest holders in the ``smallest`` peak, with their bytes, that add up to ``named_bytes``.
-
-    Where that takes more than :data:`_MAX_HOLDERS`, modules count for the modules that contain them, as far up as
-    needed.
-    """
-    depth = max((holder.path.count(".") + 1 for holder in smallest.holders), default=1)
-    while True:
-        bytes_by_path: Counter[str] = Counter()
-        for holder in smallest.holders:
-            bytes_by_path[".".join(holder.path.split(".")[:depth])] += holder.held_bytes
-        rows = list(gather_paths(bytes_by_path).items())
-        sums = itertools.accumulate(nbytes for _, nbytes in rows)
-        count = 1 + sum(1 for total in sums if total < named_bytes)
-        if count <= _MAX_HOLDERS or depth == 1:
-            return [(f"'{path}'" if path else "the step outside of modules", nbytes) for path, nbytes in rows[:count]]
-        depth -= 1
+    """Return the largest holders in the ``smallest`` peak, with their bytes, that add up to ``named_bytes``."""
+    rows = list(gather_paths({holder.path: holder.held_bytes for holder in smallest.holders}).items())
+    count = 1 + sum(1 for total in itertools.accumulate(nbytes for _, nbytes in rows) if total < named_bytes)
+    shown = rows[: min(count, _MAX_HOLDERS)]
+    return [(f"'{path}'" if path else "the step outside of modules", nbytes) for path, nbytes in shown]
 
 
 def require_fast(priced: PricedPlan, max_slowdown: float, verb: str = "makes") -> None:

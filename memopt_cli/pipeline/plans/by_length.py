@@ -324,7 +324,7 @@ class _ByLength:
         inner_lengths = inner_bounds(
             self.work, plain=shortest_bound, longest=longest.up_to, slowdown=max(longest.slowdowns)
         )
-        is_fake = _is_dry_run(longest.original)
+        is_fake = longest.original.predicted_tensor_peak_bytes is not None
         for length in reversed(self._lower_to_running(inner_lengths, shortest_bound, is_fake=is_fake)):
             longer, shorter = ranges[first], self._range_up_to(length)
             if shorter is not None and shorter.plan != longer.plan and shorter.may_be_faster(longer):
@@ -337,7 +337,7 @@ class _ByLength:
 
         The new range has a plan that fits at its largest length.  Both parts are then run at a few lengths themselves.
         """
-        index, is_fake = len(ranges) - 1, _is_dry_run(ranges[-1].original)
+        index, is_fake = len(ranges) - 1, ranges[-1].original.predicted_tensor_peak_bytes is not None
         while index >= 0 and not self.interrupted:
             above = ranges[index - 1].up_to if index else self.varied.low - 1
             run_already = {run.length for run in ranges[index].inside}
@@ -422,7 +422,7 @@ class _ByLength:
         self.prepared.progress.stage("the original within the budget")
         candidates = [length for length in self.work.lengths if length < longest.up_to]
         share = _allocated_share(longest.original)
-        is_fake = _is_dry_run(longest.original)
+        is_fake = longest.original.predicted_tensor_peak_bytes is not None
         with self._dry_peaks(is_fake=is_fake) as peak:
             run_near = functools.partial(self._run_near, peak, 0)
             if self.request.card is not None:
@@ -545,11 +545,6 @@ class _ByLength:
                 inside=tuple(length_range.inside),
             )
             low = length_range.up_to + 1
-
-
-def _is_dry_run(original: LevelRow) -> bool:
-    """Return whether the ``original`` was counted without data."""
-    return original.predicted_tensor_peak_bytes is not None
 
 
 def _allocated_share(original: LevelRow) -> float:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, TypeVar
 
-from memopt_cli.measure.jobs import ORIGINAL, Measured, MeasureJob
+from memopt_cli.measure.jobs import ORIGINAL, MeasureAnswer, MeasureJob
 from memopt_cli.pipeline.equivalence import StepCache
 from memopt_cli.pipeline.memory.profiling import broken_notes
 from memopt_cli.pipeline.plans.frontier import spread
@@ -185,7 +185,7 @@ class CompiledSearch(ABC):
                 prepared = self._prepared.get(plan, self.measurements.prepared)
                 prepared.progress.stage(f"timing the best steps in turns, {turn + 1} of {_TURNS}")
                 answer = prepared.ask(MeasureJob(plan=plan, steps=1))
-                if not isinstance(answer, Measured):
+                if not isinstance(answer, MeasureAnswer):
                     return
                 times[plan] += (answer.measurement.step_s,)
         for plan in times:
@@ -282,7 +282,7 @@ class CompiledSearch(ABC):
         answer = self.measurements.answer_in(prepared, plan)
         if is_first:
             self.search.findings.notes += self._notes(answer)
-        if not isinstance(answer, Measured):
+        if not isinstance(answer, MeasureAnswer):
             reason = (
                 f"it takes longer to compile and measure than `--timeout` allows, {answer.limit_s:g} s"
                 if isinstance(answer, TimedOut)
@@ -292,11 +292,11 @@ class CompiledSearch(ABC):
         dropped = self._excess_reason(answer.measurement) or self._verification_fault(plan, prepared, reference)
         return CompiledRow(plan=plan, outcome=answer.measurement, dropped=dropped)
 
-    def _notes(self, plain: Measured | Failure) -> Iterator[str]:
+    def _notes(self, plain: MeasureAnswer | Failure) -> Iterator[str]:
         """Yield notes that hold for all candidates, from ``plain``, the model compiled without a plan."""
         if isinstance(plain, StepFailed):
             yield f"{self.backend} does not compile the model: {plain.message.removesuffix('.')}. {plain.hint}".rstrip()
-        if isinstance(plain, Measured):
+        if isinstance(plain, MeasureAnswer):
             yield from broken_notes(plain)
         if off := switches_off(self.measurements.prepared):
             yield f"Compiled steps are measured with the model's own checkpointing off ({', '.join(off)})."

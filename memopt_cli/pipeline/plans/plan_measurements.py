@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memopt_cli.measure.jobs import NEAR_SHARE, ORIGINAL, Measured, MeasureJob, TimedInTurns, TimeInTurnsJob
+from memopt_cli.measure.jobs import NEAR_SHARE, ORIGINAL, MeasureAnswer, MeasureJob, TimeInTurnsAnswer, TimeInTurnsJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
@@ -30,7 +30,7 @@ class PlanMeasurements:
     prepared: Prepared
     warm_up: bool
     """Whether to take a step before the timed ones."""
-    _found: dict[Plan, Measured | Failure] = field(default_factory=dict)
+    _found: dict[Plan, MeasureAnswer | Failure] = field(default_factory=dict)
     _in_turns: tuple[Plan, ...] = ()
     """Plans that were last timed in turns with the original; the step times of their measurements are these."""
 
@@ -58,7 +58,7 @@ class PlanMeasurements:
     def known(self, plan: Plan) -> Measurement | None:
         """Return the measurement of ``plan``; ``None`` if it was not measured, or does not run."""
         answer = self._found.get(plan)
-        return answer.measurement if isinstance(answer, Measured) else None
+        return answer.measurement if isinstance(answer, MeasureAnswer) else None
 
     def _prepared_for(self, plan: Plan) -> Prepared:
         """Return the model to measure ``plan`` on.
@@ -66,7 +66,7 @@ class PlanMeasurements:
         Without a measurement of the original there is no fingerprint to compare with.  Segments then check by
         themselves that rows of different chunks do not mix.
         """
-        if plan == ORIGINAL or isinstance(self._found.get(ORIGINAL), Measured):
+        if plan == ORIGINAL or isinstance(self._found.get(ORIGINAL), MeasureAnswer):
             return self.prepared
         return replace(self.prepared, subject=replace(self.prepared.subject, tries_rows=True))
 
@@ -74,7 +74,7 @@ class PlanMeasurements:
         """Measure ``plan`` in ``session``."""
         return measurement_in(self.answer_in(session, plan))
 
-    def answer_in(self, session: Session | Prepared, plan: Plan) -> Measured | Failure:
+    def answer_in(self, session: Session | Prepared, plan: Plan) -> MeasureAnswer | Failure:
         """Measure ``plan`` in ``session``, or in a new subprocess for a :class:`Prepared`, and keep the answer."""
         answer = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
         return answer
@@ -88,7 +88,7 @@ class PlanMeasurements:
         original = self._found.get(ORIGINAL)
         if row.plan in self._in_turns:
             return replace(row, outcome=self.measure(row.plan))
-        if isinstance(original, Measured) and _is_in_doubt(row, original.measurement, max_slowdown):
+        if isinstance(original, MeasureAnswer) and _is_in_doubt(row, original.measurement, max_slowdown):
             self.prepared.progress.stage("timing the plan again, in turns with the original")
             self.time_in_turns((row.plan,), max_slowdown)
             return replace(row, outcome=self.measure(row.plan))
@@ -101,7 +101,7 @@ class PlanMeasurements:
         """
         limit = None if math.isinf(max_slowdown) else max_slowdown
         answer = self.prepared.ask(TimeInTurnsJob(plans=plans, max_slowdown=limit))
-        if not isinstance(answer, TimedInTurns):
+        if not isinstance(answer, TimeInTurnsAnswer):
             return answer
         self._in_turns = plans
         self.update_times(ORIGINAL, step_times_s=answer.original_times_s, waited=answer.waited)
@@ -113,7 +113,7 @@ class PlanMeasurements:
     def update_times(self, plan: Plan, **changes: Any) -> None:
         """Update the measurement of ``plan`` with ``changes``: field -> value from a later timing."""
         answer = self._found[plan]
-        if isinstance(answer, Measured):
+        if isinstance(answer, MeasureAnswer):
             self._found[plan] = replace(answer, measurement=replace(answer.measurement, **changes))
 
     def steps_of(self, plan: Plan) -> MeasuredSteps | None:
@@ -125,7 +125,7 @@ class PlanMeasurements:
         if plan.compile is not None:
             return None
         original, planned = self._found.get(ORIGINAL), self._found.get(plan.of_model)
-        if not isinstance(original, Measured) or not isinstance(planned, Measured):
+        if not isinstance(original, MeasureAnswer) or not isinstance(planned, MeasureAnswer):
             return None
         return MeasuredSteps(
             original=original.fingerprint, planned=planned.fingerprint, original_s=original.measurement.step_s
@@ -144,6 +144,6 @@ def _is_in_doubt(row: LevelRow, original: Measurement, max_slowdown: float) -> b
     return slowdown > (1 - NEAR_SHARE) * max_slowdown or not is_as_predicted
 
 
-def measurement_in(answer: Measured | Failure) -> Measurement | Failure:
+def measurement_in(answer: MeasureAnswer | Failure) -> Measurement | Failure:
     """Return the measurement in ``answer`` to a :class:`MeasureJob`; a failure is returned unchanged."""
-    return answer.measurement if isinstance(answer, Measured) else answer
+    return answer.measurement if isinstance(answer, MeasureAnswer) else answer

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import MeasurementError
-from memopt_cli.measure.jobs import ORIGINAL, TimedInTurns, TimeInTurnsJob, VerifyJob
+from memopt_cli.measure.jobs import ORIGINAL, TimeInTurnsAnswer, TimeInTurnsJob, VerifyJob
 from memopt_cli.pipeline.failures import SMALLER_INPUTS_HINT, raise_failure, require_answer
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.narrowing import agreeing_part
@@ -169,7 +169,7 @@ class Prover:
         subject = prepared.subject
         with_own = replace(subject, source=replace(subject.source, own_checkpoints=True))
         answer = replace(prepared, subject=with_own).ask(TimeInTurnsJob(plans=(row.plan,)))
-        if not isinstance(answer, TimedInTurns):
+        if not isinstance(answer, TimeInTurnsAnswer):
             return own
         pairs = zip(answer.original_times_s, answer.planned_times_s[0], strict=True)
         times_s = tuple(planned.step_s * own_s / planned_s for own_s, planned_s in pairs)

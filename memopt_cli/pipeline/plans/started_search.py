@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memopt_cli.measure.jobs import ORIGINAL, CountJob, Traced
+from memopt_cli.measure.jobs import ORIGINAL, CountJob, TraceAnswer
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.plans.findings import Findings
@@ -32,7 +32,7 @@ _ANY_SLOWDOWN_FACTOR = 3
 class StartedSearch:
     """A recorded step of the original, and a planner that can ask questions about it."""
 
-    traced: Traced
+    traced: TraceAnswer
     original_dry_run: Counted
     """A dry run of the original."""
     original: LevelRow

@@ -120,7 +120,7 @@ def list_operators(module: nn.Module) -> list[str]:
 
 
 def global_names(code: types.CodeType) -> set[str]:
-    """Return the names of globals and modules in ``code``, and in the functions within it."""
+    """Return the names of globals and modules in ``code`` and in its inner functions."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     named_here = {step.argval for step in dis.get_instructions(code) if step.opname in _NAMING}
     return named_here.union(*map(global_names, inner))

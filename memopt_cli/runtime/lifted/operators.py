@@ -1,4 +1,4 @@
-"""The operators of lifted programs: PyTorch's that only compute, and Python's own for numbers and containers.
+"""The operators that lifted programs may use: PyTorch operators that only compute, and Python expressions.
 
 TorchScript's operators on numbers, strings, lists and dicts mean what Python's mean, so they become Python
 expressions; an operator on tensors is called as it is (``torch.ops``), with the kernel that the original called.
@@ -38,11 +38,11 @@ class Expression:
     template: str
     """The expression, with ``{0}``, ``{1}`` … in the places of the operands, and ``{...}`` for a list of all."""
     pure: bool = False
-    """Whether its result depends on nothing that can change; it may then be computed later, where it is used."""
+    """Whether the result depends on nothing that can change, so that it may be computed later, where it is used."""
     reads: bool = False
-    """Whether it reads a list, dict or tensor; it must not move past a statement, which might change that."""
+    """Whether the operator reads a list, dict or tensor; it must not move past a statement, which might change that."""
     alias: bool = False
-    """Whether it is a statement that changes its first operand, which is also its result."""
+    """Whether the operator is a statement that changes its first operand, which is also its result."""
 
     def operands(self) -> int:
         """Return the number of operands that the operator needs."""
@@ -55,10 +55,6 @@ class Expression:
 # ``_READING``: only if no statement lies in between, which might change the list, dict or tensor that is read.
 # ``_CHANGING``: never, since it changes an operand or depends on a global mode.  ``_ALIASING``: never, and its result
 # is its first operand, which it changes.
-
-
-def _overloads(name: str, overloads: str) -> list[str]:
-    return [f"{name}.{overload}" if overload != "-" else name for overload in overloads.split()]
 
 
 _NUMBERS: Final = "int float int_float float_int -"
@@ -209,17 +205,15 @@ _ALIASING: Final = {
 }
 
 
-def _table() -> dict[str, Expression]:
-    return {
-        key: Expression(template, pure=group is _PURE, reads=group is _READING, alias=group is _ALIASING)
-        for group in (_PURE, _READING, _CHANGING, _ALIASING)
-        for (names, overloads), template in group.items()
-        for name in names.split()
-        for key in _overloads(name, overloads)
-    }
-
-
-EXPRESSIONS: Final[Mapping[str, Expression]] = _table()
+EXPRESSIONS: Final[Mapping[str, Expression]] = {
+    name if overload == "-" else f"{name}.{overload}": Expression(
+        template, pure=group is _PURE, reads=group is _READING, alias=group is _ALIASING
+    )
+    for group in (_PURE, _READING, _CHANGING, _ALIASING)
+    for (names, overloads), template in group.items()
+    for name in names.split()
+    for overload in overloads.split()
+}
 """Operator with its overload (``aten::add.int``) -> the Python expression that computes it."""
 
 # ---------------------------------------------------------------------------------------------- PyTorch's
@@ -227,7 +221,7 @@ EXPRESSIONS: Final[Mapping[str, Expression]] = _table()
 
 @functools.cache
 def find_operator(key: str) -> OpOverload | None:
-    """Return the operator on tensors named ``key`` (``aten::add.Tensor``), or ``None`` if no such one is allowed."""
+    """Return the operator on tensors named ``key`` (``aten::add.Tensor``); ``None`` if none is known and allowed."""
     name, _, overload = key.partition(".")
     namespace, _, operator = name.partition("::")
     if not is_allowed(name):
@@ -308,7 +302,7 @@ _KEYS_OF_DICTS: Final = (bool, int, float, complex, str, Tensor)
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """Return the parameter or buffer ``name``, not an identifier: a ``ParameterList`` has such names."""
+    """Return the parameter or buffer ``name``, which is no identifier, such as ``0`` in a ``ParameterList``."""
     table = parameters_of(module) if name in parameters_of(module) else buffers_of(module)
     tensor: Tensor | None = table[name]
     return tensor
@@ -357,4 +351,4 @@ FUNCTIONS: Final[Mapping[str, Any]] = {
     "is_grad_enabled": torch.is_grad_enabled,
     "set_grad_enabled": torch.set_grad_enabled,
 }
-"""Names that generated code may use, besides its own variables and operators -> their objects."""
+"""Name that generated code may use besides its own variables and operators -> the object that it stands for."""

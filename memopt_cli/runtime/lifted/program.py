@@ -217,14 +217,6 @@ def _is_data_path(path: Any) -> bool:
     return _is_path(path) and len(path) > 0 and path[-1] != "forward"
 
 
-def _is_settable(path: Any) -> bool:
-    return _is_data_path(path) and is_name(path[-1]) and path[-1] != "training"
-
-
-def _is_operator(key: Any) -> bool:
-    return type(key) is str and (key in EXPRESSIONS or find_operator(key) is not None)
-
-
 def _is_named(detail: Any) -> bool:
     if not _is_tuple(detail, 2) or not _is_tuple(detail[1], kind=str):
         return False
@@ -243,12 +235,12 @@ class _Kind:
 
 
 _KINDS: Final = {
-    "operator": _Kind(None, None, 0, _is_operator),
+    "operator": _Kind(None, None, 0, lambda d: type(d) is str and (d in EXPRESSIONS or find_operator(d) is not None)),
     "call": _Kind(None, None, 0, lambda d: _is_tuple(d, 2) and _is_path(d[0]) and is_method(d[1])),
     "function": _Kind(None, None, 0, is_method),
     "get": _Kind(0, 1, 0, _is_data_path),
     "parameter": _Kind(0, 1, 0, _is_data_path),
-    "set": _Kind(1, 0, 0, _is_settable),
+    "set": _Kind(1, 0, 0, lambda d: _is_data_path(d) and is_name(d[-1]) and d[-1] != "training"),
     "tensor": _Kind(0, 1, 0, lambda d: type(d) is int and d >= 0),
     "home": _Kind(0, 1, 0, lambda d: type(d) is str),
     "device": _Kind(0, 1, 0, lambda d: type(d) is str),
@@ -277,7 +269,7 @@ class _Checker:
         self._defined: set[int] = set()
         self._visible: dict[int, None] = {}
         self._kinds: list[str] = []
-        """The kinds of the nodes whose blocks are being checked, the outermost first."""
+        """Kinds of the nodes whose blocks are being checked, the outermost first."""
 
     def check(self, name: str, parameters: Any, hints: Any, block: Any) -> None:
         _require(_is_tuple(hints, kind=tuple), f"{name} has malformed hints")
@@ -326,9 +318,9 @@ class _Checker:
         _require(kind != "dict" or len(operands) % 2 == 0, "a dict is malformed")
         _require(not looping or len(operands) == len(outputs) + 2, "a loop is malformed")
         self._kinds.append(kind)
-        loops = len(self._kinds) - self._kinds.count("if")
+        loop_depth = len(self._kinds) - self._kinds.count("if")
         _require(
-            not blocks or (len(self._kinds) <= _MAX_BLOCK_DEPTH and loops <= _MAX_LOOP_DEPTH),
+            not blocks or (len(self._kinds) <= _MAX_BLOCK_DEPTH and loop_depth <= _MAX_LOOP_DEPTH),
             "blocks are nested too deeply",
         )
         for block in blocks:

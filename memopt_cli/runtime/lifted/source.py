@@ -335,13 +335,13 @@ class _NeededInLoop:
     variables: Variables
     position: int
     """The position in ``variables`` at which the loop starts."""
-    own: frozenset[int]
+    parameters: frozenset[int]
     """The values that are parameters of the block."""
     after: Needed
     """The values needed after the whole loop."""
 
     def __contains__(self, value: object) -> bool:
-        if value in self.own or not isinstance(value, int):
+        if value in self.parameters or not isinstance(value, int):
             return False
         return self.variables.holds_since(value, self.position) or value in self.after
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from memopt_cli.runtime.places.interface import Place, Sent, warn_once
 
 _SECTOR: Final = 4096
-"""Bytes to whose multiples addresses, offsets and sizes are rounded, as ``O_DIRECT`` requires."""
+"""Number of bytes to whose multiples addresses, offsets and sizes are rounded, as ``O_DIRECT`` requires."""
 _BLOCK: Final = 4 << 20
-"""Bytes that are copied, and written or read, at a time; a multiple of the sector."""
+"""Number of bytes that are copied, and written or read, at a time; a multiple of the sector."""
 _PAST_CACHE: Final = getattr(os, "O_DIRECT", 0)
 
 

@@ -34,7 +34,7 @@ class _Block:
         self.nbytes = nbytes
         self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         self.free_after: Any = None
-        """The event after which it may be written again; ``None`` if it was not used yet."""
+        """The event after which the block may be written again; ``None`` if it was not used yet."""
         # Pinned by CUDA directly: PyTorch's own pinned memory rounds sizes up to powers of two.
         self._is_pinned = int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), nbytes, 0)) == 0
         if not self._is_pinned:

@@ -58,7 +58,7 @@ class Place(ABC):
 
     @abstractmethod
     def refusal(self, device: torch.device) -> str:
-        """Return why tensors on ``device`` cannot be sent; empty if they can."""
+        """Return why tensors on ``device`` cannot be sent."""
 
     @abstractmethod
     def room_bytes(self) -> int:
@@ -102,7 +102,7 @@ class Elsewhere:
         self.now_bytes = 0
         """Bytes that wait elsewhere now."""
         self.peak_bytes = 0
-        """The largest :attr:`now_bytes` so far."""
+        """The maximum of :attr:`now_bytes` so far."""
         self.waited_s = 0.0
         """Seconds for which threads of the step waited for copies, out and back; on a GPU, only its streams wait."""
         # Reentrant: the garbage collector may free a tensor, which is counted, in the middle of ``add``.

@@ -37,7 +37,7 @@ from memopt_cli.runtime.private_torch import (
 )
 
 _MIN_SENT_BYTES: Final = 1 << 16
-"""A tensor with fewer bytes is not sent."""
+"""Minimum bytes of a tensor that is sent."""
 _PARCEL_SAVES: Final = 4
 """Number of tensors in a parcel of tensors that are saved outside of segments."""
 
@@ -178,7 +178,7 @@ class _Part:
         self._flat: Tensor | None = None
         """The fetched bytes, until backward has read all tensors from them.  ``None`` before and after."""
         self.uses = self._reads = 0
-        """Number of times that one backward reads it, and that this backward has read it."""
+        """Number of times that one backward reads the part, and that this backward has read it."""
         self._lock = threading.Lock()  # backward runs a thread for each device
 
     @property

@@ -3,17 +3,3 @@
 from memopt_cli.search.estimation.allocator import CachingAllocator, Lifetime, NoRoomError, lifetimes, replay
 from memopt_cli.search.estimation.roofline import add_seconds, operator_s
 from memopt_cli.search.estimation.step import estimate, library_blocks, needed_bytes, replay_lives
-
-__all__ = [
-    "CachingAllocator",
-    "Lifetime",
-    "NoRoomError",
-    "add_seconds",
-    "estimate",
-    "library_blocks",
-    "lifetimes",
-    "needed_bytes",
-    "operator_s",
-    "replay",
-    "replay_lives",
-]

@@ -9,7 +9,8 @@ alive at once.
 The seconds are the sum of the recorded operators, recomputation, and overheads that the constants below describe.
 
 All of this is arithmetic on :class:`~memopt_cli.records.StepTrace`, and takes milliseconds for a plan.  A dry run
-(:func:`memopt_cli.trace.count`) is exact but takes about a second; the cost model finds the plans that are worth one.
+(:func:`memopt_cli.trace.count_step`) is exact but takes about a second; the cost model finds the plans that are worth
+one.
 """
 
 from __future__ import annotations

@@ -150,22 +150,12 @@ class Schedule:
         """Return this schedule of the block ``solved`` for ``block``, which is equal."""
         # Equal blocks differ in the gradients that already exist when their backward starts: most for the first layer,
         # which comes last in backward.
-        more_bytes = block.resident_bytes - solved.resident_bytes
-        return Schedule(
-            self.kept_bytes,
-            self.peak_bytes + more_bytes,
-            self.added_s,
-            self.held_bytes,
-            None,
-            (self,),
-            (solved, block),
-            self.has_segments,
-            self.counts,
-        )
+        peak_bytes = self.peak_bytes + block.resident_bytes - solved.resident_bytes
+        return replace(self, peak_bytes=peak_bytes, segment=None, parts=(self,), relocation=(solved, block))
 
     def release(self) -> Schedule:
         """Return this schedule as seen by blocks that begin after its backward has ended: it keeps nothing."""
-        return Schedule(0, self.peak_bytes, self.added_s, 0, None, (self,), None, self.has_segments, self.counts)
+        return replace(self, kept_bytes=0, held_bytes=0, segment=None, parts=(self,), relocation=None)
 
     def segments(self) -> Iterator[SegmentPlan]:
         """Yield the segments in the order of execution, outer ones first."""

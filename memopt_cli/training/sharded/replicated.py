@@ -87,8 +87,8 @@ def without_reducer() -> Iterator[list[Tensor]]:
 
 def _not_predicted(what: str) -> StepError:
     return StepError(
-        f"DistributedDataParallel with {what} cannot be predicted: its effect on gradients is not counted",
-        hint="Leave it out to predict the step.",
+        f"DistributedDataParallel with {what} cannot be predicted: memopt does not know what memory that takes",
+        hint=f"Predict without {what}, or run memopt measure on a real group.",
     )
 
 
@@ -137,11 +137,6 @@ class Reducer:
         for number, parameter in enumerate(parameters):
             hook = functools.partial(self._on_gradient, number)
             parameter.register_post_accumulate_grad_hook(hook)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _not_predicted(name.strip("_"))
 
     def prepare_for_forward(self) -> None:
         """Do nothing: no forward needs preparation."""

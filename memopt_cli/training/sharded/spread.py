@@ -91,7 +91,8 @@ def _call_and_check(
             f"{layout.parallel} returns a compiled model, which cannot be {what}: {_COMPILED_REASON[what]}",
             hint="Let it return the model before torch.compile; the compiled step keeps other tensors.",
         )
-    if not _is_sharded(sharded_model):
+    has_parts = any(isinstance(module, FSDPModule | DistributedDataParallel) for module in sharded_model.modules())
+    if not has_parts and not any(isinstance(parameter, DTensor) for parameter in sharded_model.parameters()):
         raise UsageError(
             f"{layout.parallel} left every parameter of {type(sharded_model).__name__} whole: it shards nothing",
             hint="Call fully_shard, parallelize_module or DistributedDataParallel in it.",
@@ -143,11 +144,6 @@ def _refusing_fsdp1(what: str) -> contextlib.AbstractContextManager[None]:
         )
 
     return replaced(FullyShardedDataParallel, "__init__", lambda _: refuse)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    parts = any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules())
-    return parts or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

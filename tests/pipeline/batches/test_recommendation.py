@@ -23,6 +23,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline import prepare as prepare_module
 from memopt_cli.pipeline import recommend_batch
 from memopt_cli.pipeline.batches import recommendation
+from memopt_cli.pipeline.batches.batch_probes import BatchProbes
 from memopt_cli.records import (
     Accumulation,
     BatchAdvice,
@@ -32,6 +33,7 @@ from memopt_cli.records import (
     BatchRequest,
     CompilePlan,
     DimRange,
+    Failure,
     InputSpec,
     ModelSource,
     NoBatchFits,
@@ -229,6 +231,20 @@ class TestInProcess:
             assert peak_of(lstm, f"4x{row.dims['T']}x16", batches[-1]) <= MIB
         assert batches == sorted(batches, reverse=True)
         assert batches[0] > 4 * batches[-1]
+
+    def test_an_interruption_names_the_sizes_without_a_row(self, lstm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole = BatchProbes.probe
+
+        def probe(self: BatchProbes, batch: int) -> BatchProbe | Failure:
+            if self.dims["T"] == 8:
+                raise KeyboardInterrupt
+            return whole(self, batch)
+
+        monkeypatch.setattr(BatchProbes, "probe", probe)
+        symbols = DimRange(symbol="T", low=4, high=16)
+        found = recommended(lstm, "BxTx16", dims={"B": 4, "T": 4}, memory=MIB, dim_range=symbols)
+        assert [row.dims["T"] for row in found.rows] == [16]
+        assert "Nothing was run yet that fits at T=4, at T=8: this has no row." in found.notes
 
     @pytest.mark.slow
     def test_more_cases_than_runs(self, lstm: str) -> None:
@@ -450,7 +466,7 @@ def test_accumulation(asked: tuple[int, int, int], found: tuple[int, int]) -> No
     [
         ((13, 4), (13, 32), 1 << 30, False),  # time limits the plan's runs
         ((13, 16), (13, 32), 1 << 30, True),
-        ((13, 16), (26, 32), 1 << 30, False),  # memory limits neither, and the plan is slower
+        ((13, 16), (26, 32), 1 << 30, True),  # memory limits neither
         ((13, 4), (13, 32), 1 << 10, True),  # this machine is too small for the runs
     ],
 )

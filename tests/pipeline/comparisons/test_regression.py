@@ -38,6 +38,7 @@ from memopt_cli.records import (
     SegmentPlan,
     StepSettings,
     Trust,
+    to_data,
 )
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.records.progress import Progress
@@ -224,6 +225,25 @@ def test_a_plan_from_a_file_counts_as_one_that_is_carried(history: History, tmp_
     found = history.check(plan_path=str(plan))
     assert not found.exceeded
     assert found.changes[0].after == recorded.memory.tensor_peak_bytes
+
+
+@pytest.mark.slow
+def test_a_plan_that_only_one_command_names_is_not_comparable(
+    history: History, recorded: Baseline, tmp_path: Path
+) -> None:
+    plan = tmp_path / "my plan.yaml"
+    plan.write_bytes(plan_yaml(recorded.header, PLAN, 1))
+    planned = history.record(plan_path=str(plan), force=True)
+    assert read_measured(history.baseline) == planned
+    assert not history.check(plan_path=str(plan)).exceeded
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memopt_cli.pipeline.comparisons.regression._CheckedStep.session", never)
+        with pytest.raises(BaselineError, match="recorded under a plan of 2 segments, and this step has no") as said:
+            history.check()
+        assert said.value.hint.startswith(f"Give the plan: `--plan '{plan}'`.\n")
+        history.rewrite(plan_path="", memory__plan=to_data(Plan()))
+        with pytest.raises(BaselineError, match="recorded without a plan, and this step has a plan of 2 segments"):
+            history.check(plan_path=str(plan))
 
 
 def never(*_: object, **__: object) -> None:

@@ -41,7 +41,7 @@ from memopt_cli.records import (
 from memopt_cli.runtime.lengths import ConfigsByLength
 from memopt_cli.search.plan.bounds import Work, inner_bounds
 from memopt_cli.search.plan.policy import resolve
-from memopt_cli.trace import count
+from memopt_cli.trace import count_step
 from memopt_cli.training.apply import plan_of
 from tests.zoo.models import deep_net
 from tests.zoo.records import a_row, measured, summary_of, verified
@@ -108,7 +108,7 @@ def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt, me
 
     for row in rows:
         step = Step(model=model, args=(torch.randn(4, row.up_to, 64),), kwargs={}, settings=StepSettings(device="cpu"))
-        assert count(step).tensor_peak_bytes == row.outcome.tensor_peak_bytes
+        assert count_step(step).tensor_peak_bytes == row.outcome.tensor_peak_bytes
 
     # The report has a row for each range.
     lines = done.out.splitlines()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
 from memopt_cli.files.contents import read_plan, read_prediction
-from memopt_cli.measure.jobs import Measured, Subject
+from memopt_cli.measure.jobs import MeasureAnswer, Subject
 from memopt_cli.pipeline.plans.confirmation import confirm, differing_settings, with_predicted_settings
 from memopt_cli.records import (
     ApplyResult,
@@ -206,7 +206,7 @@ class Asked:
         self.subject, self.facts, self.progress = subject, SimpleNamespace(trainable_bytes=0), Progress()
         self.messages: dict[str, None] = {}
 
-    def ask(self, job: object) -> Measured:
+    def ask(self, job: object) -> MeasureAnswer:
         return answered(MEASURED)
 
 

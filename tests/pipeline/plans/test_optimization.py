@@ -33,7 +33,7 @@ from memopt_cli.errors import MeasurementError
 from memopt_cli.files.contents import read_plan
 from memopt_cli.loading import input_spec, load_model
 from memopt_cli.measure import processes
-from memopt_cli.measure.jobs import CountJob, Measured, MeasureJob, Subject, TraceJob, VerifyJob
+from memopt_cli.measure.jobs import CountJob, MeasureAnswer, MeasureJob, Subject, TraceJob, VerifyJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.plans import optimization, started_search
@@ -411,7 +411,7 @@ def address_space_without_tensors() -> int:
     spec = InputSpec(tensors=(TensorSpec(shape=(16, 2)),), source="here")
     segments = tuple(SegmentPlan(path=f"blocks.{n}") for n in range(8))
     with Session(Subject(source=source, spec=spec, settings=StepSettings()), 60) as session:
-        assert isinstance(session.ask(MeasureJob(plan=Plan(segments=segments))), Measured)
+        assert isinstance(session.ask(MeasureJob(plan=Plan(segments=segments))), MeasureAnswer)
         lines = Path(f"/proc/{session.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmPeak"))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.measure.jobs import ORIGINAL, Job, MeasureJob, TimedInTurns, TimeInTurnsJob
+from memopt_cli.measure.jobs import ORIGINAL, Job, MeasureJob, TimeInTurnsAnswer, TimeInTurnsJob
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.records import Crashed, Failure, LevelRow, Plan, SegmentPlan, slowdown_in
 from memopt_cli.records.progress import Progress
@@ -24,7 +24,7 @@ class FakePrepared:
     """Its sessions say how long a step takes, and how long in turns."""
 
     planned_s: float
-    in_turns: TimedInTurns | Failure
+    in_turns: TimeInTurnsAnswer | Failure
     asked: list[type[Job[Any]]] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
 
@@ -69,7 +69,7 @@ def confirmed(prepared: FakePrepared, predicted: float | None, max_slowdown: flo
 
 def test_what_was_timed_in_turns_is_not_timed_again_until_another_plan_was() -> None:
     """A second look at a plan that was chosen might say otherwise, and nothing would come of it but the time."""
-    prepared = FakePrepared(1.4, TimedInTurns(original_times_s=(2.0,), planned_times_s=((2.6,),)))
+    prepared = FakePrepared(1.4, TimeInTurnsAnswer(original_times_s=(2.0,), planned_times_s=((2.6,),)))
     measurements = measurements_of(prepared)
     row = measurements.confirm(row_of(measurements, PLAN, predicted=1.1), 1.33)
     again = measurements.confirm(row, 1.33)
@@ -87,7 +87,7 @@ def test_what_was_timed_in_turns_is_not_timed_again_until_another_plan_was() -> 
 def test_a_plan_whose_time_is_in_doubt_is_timed_in_turns_with_the_original(
     planned_s: float, predicted: float | None, max_slowdown: float
 ) -> None:
-    in_turns = TimedInTurns(original_times_s=(2.0, 3.0, 4.0), planned_times_s=((2.5, 3.5, 4.5),), waited=0.5)
+    in_turns = TimeInTurnsAnswer(original_times_s=(2.0, 3.0, 4.0), planned_times_s=((2.5, 3.5, 4.5),), waited=0.5)
     prepared = FakePrepared(planned_s, in_turns)
     original, planned = confirmed(prepared, predicted, max_slowdown)
     assert prepared.asked == [MeasureJob, MeasureJob, TimeInTurnsJob]
@@ -118,7 +118,7 @@ def test_several_plans_are_timed_beside_one_original_and_not_again() -> None:
     """The second one is far slower than allowed, so that it has a single step."""
     plans = PLAN, Plan(packed=True)
     prepared = FakePrepared(
-        1.4, TimedInTurns(original_times_s=(2.0, 3.0, 4.0), planned_times_s=((2.5, 3.5, 4.5), (90.0,)))
+        1.4, TimeInTurnsAnswer(original_times_s=(2.0, 3.0, 4.0), planned_times_s=((2.5, 3.5, 4.5), (90.0,)))
     )
     measurements = measurements_of(prepared)
     rows = [row_of(measurements, plan, predicted=1.1) for plan in plans]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memopt_cli.measure.jobs import ORIGINAL, Job, Subject, TimedInTurns
+from memopt_cli.measure.jobs import ORIGINAL, Job, Subject, TimeInTurnsAnswer
 from memopt_cli.pipeline.plans.proof import Prover
 from memopt_cli.records import (
     Differs,
@@ -83,9 +83,9 @@ def test_the_models_own_checkpoints_are_timed_beside_the_plan(
     made.findings.own_checkpoints = measured(500, 9.0)
     asked: list[Any] = []
 
-    def ask(job: Any, subject: Any) -> TimedInTurns:
+    def ask(job: Any, subject: Any) -> TimeInTurnsAnswer:
         asked.append((job.plans, subject.source.own_checkpoints))
-        return TimedInTurns(original_times_s=own_s, planned_times_s=((2.4, 3.6),))
+        return TimeInTurnsAnswer(original_times_s=own_s, planned_times_s=((2.4, 3.6),))
 
     source = ModelSource(location="net.pt", own_checkpoints=False)
     fake: Any = FakePrepared(Subject(source=source), ask)

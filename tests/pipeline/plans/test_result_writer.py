@@ -101,6 +101,14 @@ def test_a_model_that_cannot_be_saved(model: str, memopt: Memopt, user_code: str
     assert (done.code, f"{name}.memopt.pt" in done.changed) == (0, False), done.err
 
 
+def test_a_plan_that_does_not_suit_the_model_is_not_explained(memopt: Memopt) -> None:
+    torch.save(nn.Sequential(nn.Linear(4, 4)), "net.pt")
+    memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="head", chunks=2, through_loss=True),)).save("plan.yaml")
+    done = memopt("apply", "net.pt", "plan.yaml")
+    assert "error: the plan names module 'head', which Sequential does not have" in done.err
+    assert "runs in chunks through its loss" not in done.err
+
+
 @pytest.mark.parametrize("name", ["user_net", "profile"])  # the second is a module of Python's
 def test_a_model_of_a_file_is_saved_if_it_can_be_loaded_again(
     name: str, spawn_memopt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

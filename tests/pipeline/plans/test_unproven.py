@@ -59,7 +59,7 @@ def _differing(monkeypatch: pytest.MonkeyPatch) -> None:
             differs_in="" if plan.is_empty else "with frozen parameters",
         )
 
-    monkeypatch.setattr("memopt_cli.measure.answers.verified.verify", verify)
+    monkeypatch.setattr("memopt_cli.measure.answers.verified.verify_step", verify)
 
 
 @pytest.fixture

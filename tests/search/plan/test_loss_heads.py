@@ -19,7 +19,7 @@ from memopt_cli.search.plan.loss_heads import add_heads, loss_heads
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification.chunking import capture_call, find_rule
-from memopt_cli.verification.recorded_step import verify
+from memopt_cli.verification.recorded_step import verify_step
 from tests.search.plan.subjects import Subject
 
 VOCABULARY = 600
@@ -210,7 +210,7 @@ def test_feed_forward_blocks_run_in_chunks_where_heads_no_longer_stand_at_the_pe
     assert found.peak_bytes < whole.peak_bytes
     plan = found.plan
     assert any(s.chunks > 1 and s.path.startswith("blocks") for s in plan.segments)
-    checked = verify(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=8, full_size=True)
+    checked = verify_step(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=8, full_size=True)
     assert checked.passed, checked
     assert checked.tolerance == 1e-9
 

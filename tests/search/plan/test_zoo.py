@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
-from memopt_cli.trace import count
+from memopt_cli.trace import count_step
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.step import Step
 from memopt_cli.verification.effects import bit_equal, effects
@@ -140,7 +140,7 @@ def test_plans_save_and_gradients_are_exact(name: str) -> None:
     expected = effects(plain)
     assert {*trained} <= {*expected}
     assert all(bit_equal(expected, effects(step)) for step in planned)
-    assert count(planned[-1]).tensor_peak_bytes < count(plain).tensor_peak_bytes
+    assert count_step(planned[-1]).tensor_peak_bytes < count_step(plain).tensor_peak_bytes
 
 
 def outermost(paths: list[str]) -> list[str]:

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training script, and its baseline beside it; recorded once for all tests."""
+    """A training script and its baseline, recorded once for all tests."""
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "train.py").write_text(SCRIPT)
     with pytest.MonkeyPatch.context() as patch:

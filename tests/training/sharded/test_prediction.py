@@ -1,4 +1,4 @@
-"""One rank of many, predicted in one process, beside real processes joined by gloo: the same bytes."""
+"""One rank of many, predicted in one process, takes the same bytes as real processes joined by gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of objects that a pickled file may hold; a file next to this one for each."""
+"""The kinds of objects that a pickled file may hold: each has a file here, which says how to check and make one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind of types as values, such as ``typing.Any``, ``list[int]`` and ``int | None``, as in stored signatures."""
+"""Types as values, such as ``typing.Any``, ``list[int]`` and ``int | None``, as in stored signatures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OR: Final = ("operator.or_", "_operator.or_")
 
 
 class Annotations:
-    """The kind of types of :mod:`typing`, and of types that are made of others."""
+    """Types of :mod:`typing`, and types that are made of others."""
 
     def claims(self, use: Use) -> bool:
         """Return whether ``use`` is a type, in the form in which Python pickles one."""

@@ -1,4 +1,4 @@
-"""The kind of NumPy's arrays and numbers with plain dtypes."""
+"""NumPy's arrays and numbers with plain dtypes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SCALARS: Final = (
 
 
 class Arrays:
-    """The kind of arrays, numbers and dtypes of NumPy, and of their classes."""
+    """Arrays, numbers and dtypes of NumPy, and their classes."""
 
     def claims(self, use: Use) -> bool:
         """Return whether ``use`` is in the table of NumPy's names."""

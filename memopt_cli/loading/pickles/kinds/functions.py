@@ -1,4 +1,4 @@
-"""The kind of functions that modules keep as attributes: only functions that do nothing but compute are allowed.
+"""Functions that modules keep as attributes: only those are allowed that do nothing but compute.
 
 Of PyTorch's operators, those are allowed that a lifted program may call (:mod:`memopt_cli.runtime.lifted.allowed`),
 by any of their names in Python.
@@ -59,7 +59,7 @@ _OPERATOR: Final = frozenset(
 
 
 class Functions:
-    """The kind of functions that a module holds as values, such as ``torch.nn.functional.relu``."""
+    """Functions that a module holds as values, such as ``torch.nn.functional.relu``."""
 
     def claims(self, use: Use) -> bool:
         """Return whether ``use`` holds a function by a listed name."""
@@ -106,7 +106,7 @@ _HOOK_METHODS: Final = {"torch.nn": ("_infer_parameters", "_lazy_load_hook"), "t
 
 
 def _check_attribute(node: Built, graph: Graph) -> str:
-    """Return the reason why ``node``, a call of ``getattr``, must not be made; an empty string if it may."""
+    """Return the reason why ``node``, a call of ``getattr``, must not be made."""
     match node.argument_items():
         case Global() as owner, str(name) if str(owner) in _OPERATOR_OWNERS:
             is_permitted = is_allowed(f"aten::{name}")
@@ -186,4 +186,4 @@ ATTRIBUTES: Final = Listed(
     created={},
     held={},
 )
-"""The kind of results of ``getattr``: an operator, which Python finds in a class; a member of an enum; a method."""
+"""Results of ``getattr``: an operator, which Python finds in a class; a member of an enum; a method."""

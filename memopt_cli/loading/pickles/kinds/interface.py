@@ -98,14 +98,14 @@ class Recipe:
     is_vouched: bool = False
     """Whether the user vouched for the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
-    """Function that returns why a file must not hold an object of these parts, or "" if it may; ``None`` allows all."""
+    """Function that returns why a file must not hold an object of these parts; ``None`` allows all."""
 
 
 class ObjectKind(Protocol):
     """A kind of object that a file may hold."""
 
     def claims(self, use: Use) -> bool:
-        """Return whether ``use`` is of this kind, by its name alone, without importing anything."""
+        """Return whether ``use`` is of this kind; only its name decides, and nothing is imported."""
 
     def recipe(self, use: Use) -> Recipe | Denied | Missing:
         """Return the recipe for ``use``, or the reason to refuse it; this may import the name."""
@@ -137,7 +137,7 @@ def by_name(use: Use, target: Any) -> Trust | None:
 
 
 def is_inside(module: str, package: str) -> bool:
-    """Return whether ``module`` is ``package``, or inside it."""
+    """Return whether ``module`` is ``package`` or one of its modules."""
     return module == package or module.startswith(package + ".")
 
 
@@ -203,7 +203,7 @@ def set_attributes(target: Any, state: Any) -> None:
 
 
 def shadowing(cls: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Return the reason why an object of ``cls`` must not have the attributes ``entries``; an empty string if it may.
+    """Return the reason why an object of ``cls`` must not have the attributes ``entries``.
 
     An attribute hides the method of its name, so a callable would run in the method's place.
     """

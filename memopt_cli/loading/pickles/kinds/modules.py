@@ -88,7 +88,7 @@ _PROGRAMS: Final = (torch.fx.GraphModule, torch.jit.ScriptModule)
 _COPYING: Final = frozenset({"__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__"})
 """Methods that run when an object is copied or saved, with content from the file."""
 _PLAIN_COPIES: Final = ("builtins", "torch.ao.nn.quantized.modules.conv")
-"""Modules in whose classes these methods only copy attributes."""
+"""Modules in whose classes the :data:`_COPYING` methods only copy attributes."""
 _TRAINING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 """Base classes of optimizers and schedulers, which some models keep as attributes."""
 _KERNELS: Final = ("_use_kernels", "kernel_config")
@@ -128,7 +128,7 @@ _HOOKS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """The kind of objects and classes of known libraries."""
+    """Objects and classes of known libraries."""
 
     libraries: tuple[str, ...]
 
@@ -233,7 +233,7 @@ def _make_without_init(cls: type) -> Callable[..., Any]:
 
 
 def fill(target: Any, state: Any) -> None:
-    """Give ``target`` its state, by the ``__setstate__`` of its class if it has one."""
+    """Give ``target`` its state; the ``__setstate__`` of its class does so if there is one."""
     takes = getattr(type(target), "__setstate__", None)
     set_attributes(target, state) if takes is None else takes(target, state)
 
@@ -253,7 +253,7 @@ def _check_attributes(node: Built, graph: Graph) -> str:
 
 
 def _check_training(node: Built, graph: Graph) -> str:
-    """Return the reason why an optimizer or scheduler must not get its state; an empty string if it may.
+    """Return the reason why an optimizer or scheduler must not get its state.
 
     An optimizer walks through its parameter groups when it gets its state, so these must be plain lists.
     """
@@ -283,7 +283,7 @@ def module_recipe(cls: type[nn.Module]) -> Recipe:
 
 
 def check_module(node: Built, graph: Graph) -> str:
-    """Return the reason why the module ``node`` must not be made from its state; an empty string if it may."""
+    """Return the reason why the module ``node`` must not be made from its state."""
     kind = graph.class_of(node)
     assert kind is not None
     if not node.has_state:
@@ -295,7 +295,7 @@ def check_module(node: Built, graph: Graph) -> str:
 
 
 def _check_layers(cls: type, entries: list[tuple[Any, Any]]) -> str:
-    """Return the reason why a recurrent layer must not have this ``num_layers``; an empty string if it may.
+    """Return the reason why a recurrent layer must not have this ``num_layers``.
 
     The layer loops over that number, so it must not exceed the number of its parameters.
     """
@@ -309,7 +309,7 @@ def _check_layers(cls: type, entries: list[tuple[Any, Any]]) -> str:
 
 
 def check_attributes(cls: type, entries: list[tuple[Any, Any]], graph: Graph) -> str:
-    """Return the reason why a module of ``cls`` must not have the attributes ``entries``; an empty string: it may."""
+    """Return the reason why a module of ``cls`` must not have the attributes ``entries``."""
     for name, value in entries:
         register = REGISTERS.get(name) if isinstance(name, str) else None
         reason = register(name, value, graph) if register else shadowing(cls, [(name, value)], graph)
@@ -319,7 +319,7 @@ def check_attributes(cls: type, entries: list[tuple[Any, Any]], graph: Graph) ->
 
 
 Check = Callable[[str, Any, Graph], str]
-"""Function ``check(name, value, graph)`` that returns why a module must not have this attribute; "" if it may."""
+"""Function ``check(name, value, graph)`` that returns why a module must not have this attribute."""
 
 
 def _check_register(what: str, holds: Callable[[Any, Any, Graph], bool]) -> Check:

@@ -1,4 +1,4 @@
-"""The kind of objects in memopt's own files: segments, lifted modules, scripts, and the few classes that they need."""
+"""Objects in memopt's own files: segments, lifted modules, scripts, and the few classes that they need."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _LENGTH_FIELDS: Final = {f.name for f in fields(LengthOf)}
 
 
 class Own:
-    """The kind of the runtime's names that are a part of the format of saved models."""
+    """Names of the runtime that are a part of the format of saved models."""
 
     def claims(self, use: Use) -> bool:
         """Return whether ``use`` is a way in which saved models use a name of the runtime; no other kind claims it."""

@@ -1,4 +1,4 @@
-"""The kind of containers and values of the standard library, which hold data and run nothing.
+"""Containers and values of the standard library, which hold data and run nothing.
 
 A pickle makes such an object by a call.  Here the arguments are checked first, and then the call is made.
 """

@@ -1,4 +1,4 @@
-"""The kind of packed weights of quantized layers, which are objects of PyTorch's C++ classes."""
+"""Packed weights of quantized layers, which are objects of PyTorch's C++ classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of tensors and storages, and of the dtypes, devices and layouts that describe them.
+"""Tensors and storages, and the dtypes, devices and layouts that describe them.
 
 PyTorch's functions that rebuild a tensor trust their arguments, so they are not called.  Each has a function here that
 makes the same tensor, after a check that it lies inside its storage.
@@ -45,14 +45,14 @@ class FileStorage:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The kind of storages; a pickle names one as ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
+    """Storages; a pickle names one as ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
 
     storages: FileStorages
     nested: Callable[[bytes], tuple[Any, FileStorages]]
     """Function that reads the bytes of a :data:`NESTED` storage: its identity, and the storages of its legacy file."""
 
     def claims(self, use: Use) -> bool:
-        """Return whether ``use`` is a storage next to the pickle, or inside it."""
+        """Return whether ``use`` is a storage, whose bytes are next to the pickle or a part of it."""
         return (use.how == "stored" and use.name == PERSISTENT) or (use.how == "called" and use.name == NESTED)
 
     def recipe(self, use: Use) -> Recipe:

@@ -1,4 +1,4 @@
-"""The kind of objects that the user vouched for by a flag: a package, a single name, or code of their own."""
+"""Objects that the user vouched for by a flag: of a package, of a single name, or of code of their own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNKNOWN_SCRIPT: Final = "YOUR_SCRIPT.py"
 _MAX_SCRIPTS = 100
 """Maximum number of files of the current folder that are searched for a class."""
 _MAX_SCRIPT_BYTES = 1 << 20
-"""Maximum number of bytes in each of these files."""
+"""Maximum size in bytes of a file that is searched for a class."""
 _DEFINITION: Final = re.compile(rb"\b(?:class|def)[ \t]+(\w+)")
 """A definition, or text that looks like one.  A source without a match of the wanted name is not parsed: parsing takes
 up to seconds, and 300 bytes of memory for each byte of the source."""
@@ -79,7 +79,7 @@ class Vouched:
         own = self.code.defines(use.name.module) and not is_here
         if use.name.module == "__main__" and not own and not is_here:
             return needs_script(use.name, scripts_with([use.name])[use.name])
-        target = self.code.find(use.name) if own else resolve(use.name)
+        target = self.code.find_definition(use.name) if own else resolve(use.name)
         if isinstance(target, Denied | Missing):
             return target
         named = str(use.name) in self.trust.globals
@@ -135,7 +135,7 @@ def _defined_here(wanted: Global) -> bool:
 
 
 def scripts_with(wanted: Collection[Global]) -> dict[Global, Path]:
-    """Return name -> script or notebook of this folder to suggest, for each of ``wanted``, names of ``__main__``.
+    """Return the script or notebook of this folder to suggest for each of ``wanted``, names of ``__main__``.
 
     One script saved the file, so a source that defines all of them is preferred.  If several fit, or a name is in
     none, :data:`UNKNOWN_SCRIPT` stands for all: a source of only some names would not load the file.
@@ -184,7 +184,7 @@ def _possible_names(path: Path, mtime_ns: int, size: int) -> frozenset[bytes]:
 
 @functools.lru_cache(maxsize=2 * _MAX_SCRIPTS)
 def _definitions(path: Path, mtime_ns: int, size: int) -> dict[str, Definition]:
-    """Return name -> kind of the definitions in the source at ``path``; time and size are the cache's key."""
+    """Return the kind of each definition in the source at ``path``, by name; time and size are the cache's key."""
     source = path.read_bytes()
     cells = _cells(source) if path.suffix == ".ipynb" else [source]
     return {name: kind for cell in cells for name, kind in _defined_in(cell)}
