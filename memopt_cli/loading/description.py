@@ -81,10 +81,18 @@ def describe_file(file: ModelFile) -> Inspection:
     )
 
 
+def _sound_archive(file: ModelFile) -> Archive:
+    """Return the archive in ``file``.  Raises :class:`FileFormatError` if a record does not match its checksum."""
+    archive = Archive(file.data, file.path)
+    for record in archive.sizes:
+        archive.view(record)
+    return archive
+
+
 def _pickle(file: ModelFile) -> _Found:
     pickled = read_pickled(file)
     built = [step.node for step in pickled.pickle.steps if step.action == "make"]
-    zipped = Archive(file.data, file.path) if pickled.form == "zip" else None
+    zipped = _sound_archive(file) if pickled.form == "zip" else None
     records = {name.removeprefix("data/"): size for name, size in zipped.sizes.items()} if zipped else None
     check_tensors(built, records, len(file.data))
     contents = contents_of(pickled.pickle.root)
@@ -121,7 +129,7 @@ def _verdicts(file: ModelFile, pickled: PickledFile) -> Iterator[GlobalVerdict]:
             case None:
                 yield GlobalVerdict(name=str(wanted), verdict="allowed")
             case Missing(reason=reason):
-                yield GlobalVerdict(name=str(wanted), verdict="missing", reason=reason)
+                yield GlobalVerdict(name=str(wanted), verdict="missing", reason=reason, flag="--code-path FOLDER")
             case Denied(reason=reason, remedy=None):
                 yield GlobalVerdict(name=str(wanted), verdict="refused", reason=reason)
             case Denied(reason=reason, remedy=Trust() as remedy):
@@ -129,7 +137,7 @@ def _verdicts(file: ModelFile, pickled: PickledFile) -> Iterator[GlobalVerdict]:
 
 
 def _script(file: ModelFile) -> _Found:
-    archive = Archive(file.data, file.path)
+    archive = _sound_archive(file)
     try:
         check_script_file(file.data, file.path)
         note = "Every operator in its code is known to be harmless."
@@ -173,7 +181,7 @@ def _safetensors(file: ModelFile) -> _Found:
 
 
 def _describe_exported(file: ModelFile) -> _Found:
-    archive = Archive(file.data, file.path)
+    archive = _sound_archive(file)
     try:
         contents, versions, inputs = read_exported(archive)
     except (KeyError, TypeError, AttributeError, IndexError, json.JSONDecodeError) as err:

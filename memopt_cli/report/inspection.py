@@ -12,7 +12,7 @@ from rich.text import Text
 
 from memopt_cli.records import GlobalVerdict, Inspection, StoredModule, StoredTensor
 from memopt_cli.report.lines import plain_table
-from memopt_cli.text.units import format_bytes, format_count, format_some
+from memopt_cli.text.units import format_bytes, format_count
 
 _SHOWN = 12
 """Maximum number of listed groups of tied tensors, and of listed parts of a file that has only weights."""
@@ -37,8 +37,9 @@ class _Node:
 def headline(inspection: Inspection) -> Iterator[str]:
     """Yield the path, format and size of ``inspection``, a warning of an attack, its digest, and its versions."""
     yield f"{inspection.path}: {inspection.format}, {format_bytes(inspection.size_bytes)}"
-    if refused := [item.name for item in inspection.globals if item.verdict == "refused"]:
-        yield f"not safe: what it would call runs code or reaches outside ({format_some(refused, _MAX_LISTED)})"
+    if refused := [f"{item.name} {item.reason}" for item in inspection.globals if item.verdict == "refused"]:
+        more = f"; and {len(refused) - 1} more below" if len(refused) > 1 else ""
+        yield f"not safe: {refused[0]}{more}"
     yield f"sha256 {inspection.sha256}"
     if inspection.versions:
         yield ", ".join(f"{what} {version}" for what, version in inspection.versions.items())

@@ -44,6 +44,12 @@ SCALES = 33
 _NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
 _FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script shows where they come from."
 
+_NO_PARAMETERS_HINT = (
+    "The model has no parameters, so no loss can train it. torch.jit.freeze turns weights into constants, and "
+    "quantization into integers: give the model as it was before. A part without parameters is optimized with the "
+    "model that it belongs to, or by inputs that require gradients."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -82,7 +88,12 @@ class Step:
     def backward(self, output: Any) -> None:
         """Back-propagate from ``output`` into the ``.grad`` of parameters."""
         with _autocast(self.settings):
-            roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed, self.report)
+            try:
+                roots, cotangents = seeds_of_backward(output, self.loss, self.settings.seed, self.report)
+            except StepError as error:
+                if next(self.model.parameters(), None) is None:
+                    error.hint = _NO_PARAMETERS_HINT
+                raise
         if self.scaler is not None:
             roots, cotangents = _scale_loss(self.scaler, roots, cotangents)
         torch.autograd.backward(roots, cotangents)  # outside of autocast, as PyTorch advises

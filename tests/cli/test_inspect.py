@@ -187,9 +187,32 @@ def test_a_class_that_is_nowhere_to_be_found(memopt: Memopt, monkeypatch: pytest
     found = inspected(memopt)
     assert found["modules"][0]["class_name"] == "gone_models.Gone"
     assert found["parameters"] == 40
-    verdicts = {item["name"]: item["verdict"] for item in found["globals"]}
-    assert verdicts["gone_models.Gone"] == "missing"
-    assert verdicts["torch.nn.modules.linear.Linear"] == "allowed"
+    verdicts = {item["name"]: (item["verdict"], item["flag"]) for item in found["globals"]}
+    assert verdicts["gone_models.Gone"] == ("missing", "--code-path FOLDER")
+    assert verdicts["torch.nn.modules.linear.Linear"] == ("allowed", "")
+
+
+def test_the_first_line_has_the_reason_of_a_refusal(memopt: Memopt) -> None:
+    model = nn.Sequential()
+    model.add_module("a\nb", nn.Linear(2, 2))
+    save_pickle(model)
+    first = memopt("inspect", "model.pt").out.splitlines()[1]
+    assert first.startswith("not safe: torch.nn.modules.container.Sequential has a module named 'a")
+
+
+@pytest.mark.parametrize("save", [save_pickle, save_script, save_exported])
+def test_a_damaged_record_is_an_error(save: Callable[[nn.Module], None], memopt: Memopt) -> None:
+    model = Net()
+    with torch.no_grad():
+        model.first.weight.fill_(1.2345)
+    save(model)
+    path = Path("model.pt")
+    data, stored = path.read_bytes(), model.first.weight.detach().numpy().tobytes()
+    assert stored in data
+    path.write_bytes(data.replace(stored, bytes(len(stored))))
+    done = memopt("inspect", "model.pt")
+    assert done.code == 3
+    assert " is missing or damaged" in done.err
 
 
 def test_a_class_of_the_current_folder_is_not_missing(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memopt_cli.errors import StepError
 from memopt_cli.pipeline.batches.recommendation import recommend_prepared
 from memopt_cli.pipeline.comparisons.regression import record_prepared
 from memopt_cli.pipeline.equivalence import compare_prepared
@@ -26,7 +27,7 @@ from memopt_cli.records import (
     TensorSpec,
 )
 from memopt_cli.search.plan.policy import SearchOverrides, resolve
-from memopt_cli.training.step import seeds_of_backward
+from memopt_cli.training.step import Step, seeds_of_backward
 from tests.zoo.prepared import prepare_here
 
 LOGITS = torch.ones(2, 3, requires_grad=True)
@@ -170,3 +171,10 @@ def test_an_argument_that_no_forward_names_is_told(kind: Callable[..., nn.Module
     prepared = prepare_here(lambda: kind(8, 8), spec, 4)
     notes = profile_prepared(ProfileRequest(**{**REQUEST, "spec": spec}), prepared, prepared.carried).notes
     assert [note for note in notes if note.startswith("forward names")] == said
+
+
+def test_of_a_model_with_no_parameters_no_loss_is_asked_for() -> None:
+    step = Step(model=nn.Tanh(), args=(torch.ones(2),), kwargs={}, settings=StepSettings())
+    with pytest.raises(StepError, match="nothing to differentiate") as raised:
+        step.backward(step.forward())
+    assert raised.value.hint.startswith("The model has no parameters, so no loss can train it. torch.jit.freeze")
