@@ -37,7 +37,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
             ("allocated", "jobs", "sandbox"),
         ),
         ("channel", "conditions", "model_file", "replies"),
-        *(("answers", "runner"), ("worker",), ("local", "server")),
+        *(("answers", "runner"), ("same_code", "worker"), ("local", "server")),
     ),
     "pipeline": (
         ("failures", "heads", "renames", "terms"),

@@ -163,7 +163,7 @@ class ConditionsJob(Job[Conditions]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeRead:
-    """What the user's code is in a process."""
+    """Digests of the user's code in a process."""
 
     digests: dict[str, str]
     """Name of a method, function or constant -> a digest that is equal in a process with the same one."""
