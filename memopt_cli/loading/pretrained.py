@@ -25,7 +25,7 @@ from memopt_cli.inputs.spec_text import ADAPTER_SETTINGS, MODEL_SETTINGS, base_o
 from memopt_cli.loading.bounds import bound_memory, bound_weights
 from memopt_cli.loading.interface import Loaded
 from memopt_cli.loading.module_pickle import load_tensors
-from memopt_cli.loading.regex_cost import MAX_NAME_LENGTH, ways_to_match
+from memopt_cli.loading.regex_cost import MAX_NAME_LENGTH, ListCost, matching_steps
 from memopt_cli.loading.safetensors_file import read_safetensors
 from memopt_cli.loading.watch import watch_code
 from memopt_cli.text.documents import MAX_BYTES, read_bytes, read_json
@@ -97,10 +97,6 @@ _MAX_STEPS: Final = 4 * 10**6
 """Maximum number of steps of the regular expression engine to match all expressions of an adapter with one name."""
 _MAX_LIST_STEPS: Final = 10**10
 """Maximum number of steps, of some 10 ns each, for all lists of an adapter."""
-_STEPS: Final = 10
-"""Steps to compare two names, or to keep a character of one of the suffixes of a name, which PEFT lists at each dot."""
-_MAX_EXPRESSIONS: Final = 400
-"""Number of expressions that Python's cache is sure to hold: PEFT compiles others again for each module."""
 _MAX_FILE_NAME_LENGTH: Final = 255  # characters of a file's name, as file systems allow
 
 
@@ -299,7 +295,7 @@ def _refuse_adapter(folder: Path, settings: dict[str, Any]) -> None:
                 hint=f"Remove {shown} from {ADAPTER_SETTINGS}, or build the model in code: package.module:callable.",
             )
         for text in texts if key in _PATTERNS else ():
-            steps += 50 + len(text) + ways_to_match(text)  # the first two: to read it here
+            steps += matching_steps(text)
             if steps > _MAX_STEPS:
                 raise FileFormatError(
                     f"{folder / ADAPTER_SETTINGS} has regular expressions that may take forever, such as "
@@ -315,14 +311,11 @@ def _refuse_slow_names(folder: Path, settings: dict[str, Any], places: int) -> N
     """
     lists = {key: list(_texts(settings.get(key))) for key in _PATTERNS}
     listed = sum(map(len, lists.values()))
-    recompiles = listed > _MAX_EXPRESSIONS and settings["peft_type"] != "ADALORA"
+    cost = ListCost(places=places, listed=listed, recompiles=settings["peft_type"] != "ADALORA")
     steps = 0.0
     for key, texts in lists.items():
         for text in texts:
-            steps += _STEPS * (listed + places + len(text) * (1 + text.count(".")))
-            if key in _EXPRESSIONS:
-                steps += (10_000 + 250 * len(text)) * (places if recompiles else 1)  # to compile it
-                steps += 2 * places * ways_to_match(text, more_gaps=1)  # as in "(.*\\.)?(text)$"
+            steps += cost.steps_for(text, is_expression=key in _EXPRESSIONS)
             if steps > _MAX_LIST_STEPS:
                 raise FileFormatError(
                     f"{folder / ADAPTER_SETTINGS} has {len(texts)} names in its {key}, which take far too long to be "
