@@ -4,33 +4,106 @@ The format is described in PyTorch's documentation ("Understanding CUDA Memory U
 
 A snapshot holds plain containers, and only these are unpickled.  Such a pickle can still exhaust its reader: a tuple
 may hold the same tuple twice, thirty levels deep (a walk or a hash visits it a billion times), and the keys of a dict
-may all have one hash (time grows with their square).  Therefore the pickle is followed before, as a model's is.
+may all have one hash (time grows with their square).  Therefore keys must be strings, and there are at most as many
+visits to parts as opcodes.  Python's own unpickler is used, which can be stopped at each opcode; the one in C cannot,
+and allocates a memo as long as the largest number in the file.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from pickle import _Unpickler
+from typing import Any, Final, Self
 
 from memopt_cli.errors import FileFormatError, UnsafeFileError
 from memopt_cli.loading import read_file
-from memopt_cli.loading.pickles.charges import PickleScan
-from memopt_cli.loading.pickles.scan import scan_pickle, suspend_collection
+from memopt_cli.loading.pickles.scan import suspend_collection
 from memopt_cli.records import Holder, SnapshotFacts
 
+_PLAIN: Final = frozenset(
+    "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT "
+    "BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 EMPTY_LIST LIST APPEND "
+    "APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT DICT SETITEM SETITEMS GET BINGET LONG_BINGET PUT BINPUT "
+    "LONG_BINPUT MEMOIZE".split()
+)
+"""Opcodes that make plain containers, numbers and strings, and call nothing."""
 _MAX_HOLDERS: Final = 200
 """Maximum number of source lines that are reported."""
 _MAX_BYTES: Final = 1 << 30
 """Maximum size in bytes of a snapshot."""
-_MAX_WORK = 20_000_000
-"""Units of work (:class:`PickleScan`) that a pickle may cause, and the parts of it that are visited; a history of
-100,000 events causes some 4 million."""
+_MAX_OPCODES = 20_000_000
+"""Maximum number of opcodes of the largest pickle; a history of 100,000 events has some 3 million.
+
+Each opcode takes some 70 bytes of memory and some microseconds."""
+_MIN_OPCODES = 100_000
+"""Number of opcodes that a pickle may have however small it is."""
+_BYTES_PER_OPCODE = 2
+"""Number of bytes of a pickle that allow one further opcode; ``pickle`` writes 3 to 5 for each."""
+_MAX_STACK: Final = 100_000
+"""Maximum number of values on the unpickler's stack: ``pickle`` moves 1,000 values at a time into containers."""
 _MAX_NAME_LENGTH: Final = 4096  # of a source file
 _SNAPSHOT_HINT: Final = "Pickle what torch.cuda.memory._snapshot() returns."
+
+
+_SETTING: Final = (pickle.SETITEM[0], pickle.SETITEMS[0], pickle.DICT[0])
+"""Opcodes that set keys."""
+_NAMES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+_PLAIN_CODES: Final = frozenset(code for code, name in _NAMES.items() if name in _PLAIN)
+
+
+class _PlainUnpickler(_Unpickler):
+    """Python's pure-Python unpickler, with a check before every opcode."""
+
+    def __init__(self, data: bytes, path: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self.opcodes = 0
+        self._path = path
+        self._size = len(data)
+        self.stack: list[Any] = []
+        self.metastack: list[list[Any]] = []
+
+    @property
+    def dispatch(self) -> Self:  # type: ignore[override]
+        """The table in which ``load`` looks up each opcode: this object itself, which checks it first."""
+        return self
+
+    def __getitem__(self, code: int) -> Any:
+        """Return the function that takes the next opcode.
+
+        Raises :class:`UnsafeFileError` for an opcode other than the plain ones, for keys other than strings, for a huge
+        stack, and for more opcodes than the size explains.  Raises :class:`FileFormatError` for too many opcodes.
+        """
+        self.opcodes += 1
+        if self._reason_against(code):
+            raise UnsafeFileError(f"{self._path} is not a snapshot: {self._reason_against(code)}", hint=_SNAPSHOT_HINT)
+        if self.opcodes > _MAX_OPCODES:
+            raise FileFormatError(
+                f"{self._path} holds more than {_MAX_OPCODES} values",
+                hint="Record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000).",
+            )
+        return _Unpickler.dispatch[code]
+
+    def _reason_against(self, code: int) -> str:
+        if code not in _PLAIN_CODES:
+            return f"a pickle of plain containers does not need {_NAMES[code]}"
+        if code in _SETTING:  # the stack has the values above the last mark, keys and values in turn
+            keys = self.stack[-2:-1] if code == pickle.SETITEM[0] else self.stack[::2]
+            if not all(type(key) is str for key in keys):
+                return "a key in it is not text"
+        if len(self.stack) + len(self.metastack) > _MAX_STACK:
+            return "it makes far more values than it stores"
+        if self.opcodes > _MIN_OPCODES + self._size // _BYTES_PER_OPCODE:
+            return f"it holds far more values than fit into its {self._size} bytes"
+        return ""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse to import anything; no plain opcode gets here, so this is only a second safeguard."""
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 def read_snapshot(path: str) -> SnapshotFacts:
@@ -42,36 +115,22 @@ def read_snapshot(path: str) -> SnapshotFacts:
     Raises :class:`UnsafeFileError` for a pickle that wants more than plain containers, :class:`FileFormatError` for
     a file that is not a snapshot, or too large.
     """
-    data, work = _plain_value(read_file(path, max_bytes=_MAX_BYTES).data, path)
+    data, opcodes = _plain_value(read_file(path, max_bytes=_MAX_BYTES).data, path)
     try:
-        return _SnapshotReader(work).facts(data)
+        return _SnapshotReader(opcodes).facts(data)
     except (TypeError, ValueError, KeyError, AttributeError) as err:
         raise FileFormatError(f"{path} is not a snapshot of torch.cuda.memory", hint=_SNAPSHOT_HINT) from err
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """An unpickler that makes plain containers alone, and so calls nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise UnsafeFileError(f"is not a snapshot: it wants {module}.{name}")
-
-
 def _plain_value(data: bytes, path: str) -> tuple[Any, int]:
-    """Return the value that the pickle ``data`` holds, and the work to read it."""
-    scan = PickleScan(size=len(data))
-    scan.max_work = _MAX_WORK
+    """Return the value that the pickle ``data`` holds, and the number of its opcodes."""
+    unpickler = _PlainUnpickler(data, path)
     try:
-        scan_pickle(io.BytesIO(data), scan)
         with suspend_collection():
-            return _PlainUnpickler(io.BytesIO(data)).load(), scan.work
-    except UnsafeFileError as err:
-        raise UnsafeFileError(f"{path} {err.message}", hint=_SNAPSHOT_HINT) from err
+            return unpickler.load(), unpickler.opcodes
+    except (UnsafeFileError, FileFormatError):
+        raise
     except Exception as err:  # a damaged file can make the unpickler raise anything
-        if scan.work > _MAX_WORK:
-            raise FileFormatError(
-                f"{path} takes far too much work to read",
-                hint="Record fewer events: torch.cuda.memory._record_memory_history(max_entries=100000).",
-            ) from err
         raise FileFormatError(f"{path} is not a pickle, or a damaged one", hint="Write the snapshot again.") from err
 
 
@@ -80,7 +139,7 @@ class _SnapshotReader:
     """Reader of one snapshot, with a bound on its work: a hostile one may refer to its parts again and again."""
 
     left: int
-    """Number of parts that may still be visited: in a real snapshot, each is made once."""
+    """Number of parts that may still be visited: in a real snapshot, each has its own opcode."""
     known: dict[int, str] = field(default_factory=dict)
     """Identity of a stack, which blocks may share -> its source line."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,13 @@ class Runs:
         pytest.param({"segments": [], "x": Path("/")}, id="an object"),
         pytest.param(b"\x80\x04cbuiltins\nprint\n.", id="a name"),
         pytest.param(b"\x80\x04\x8c\x02os\x8c\x06system\x93.", id="a name from the stack"),
+        pytest.param(b"\x80\x02Vx\nQ.", id="a persistent object"),
+        pytest.param(b"\x80\x02}K\x01" + b"2\x86" * 60 + b"Ns.", id="a key that is pairs of pairs"),
+        pytest.param(b"\x80\x02}(X\x01\x00\x00\x00aNK\x01q\x000h\x00Nu.", id="a number for a key, from the memo"),
+        pytest.param(b"\x80\x02(K\x01Nd.", id="a number for a key, in a dict made at once"),
+        pytest.param(b"\x80\x02" + b"]" * 110_000 + b"." + bytes(400_000), id="values that are put nowhere"),
+        pytest.param(b"\x80\x02" + b"(" * 110_000 + b"." + bytes(400_000), id="marks of nothing"),
+        pytest.param(b"\x80\x02](" + (b"]" * 50_000 + b"e(") * 4 + b"e.", id="more values than bytes hold"),
     ],
 )
 def test_nothing_else_is_read(tmp_path: Path, data: object, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,13 +98,6 @@ def test_nothing_else_is_read(tmp_path: Path, data: object, capsys: pytest.Captu
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param(b"\x80\x02}K\x01" + b"2\x86" * 60 + b"Ns.", id="a key that is pairs of pairs"),
-        pytest.param(b"\x80\x02}(X\x01\x00\x00\x00aNK\x01q\x000h\x00Nu.", id="a number for a key, from the memo"),
-        pytest.param(b"\x80\x02(K\x01Nd.", id="a number for a key, in a dict made at once"),
-        pytest.param(b"\x80\x02" + b"]" * 110_000 + b"." + bytes(400_000), id="values that are put nowhere"),
-        pytest.param(b"\x80\x02" + b"(" * 110_000 + b"." + bytes(400_000), id="marks of nothing"),
-        pytest.param(b"\x80\x02](" + (b"]" * 50_000 + b"e(") * 4 + b"e.", id="more values than bytes hold"),
-        pytest.param(b"\x80\x02Vx\nQ.", id="a persistent object"),
         b"",
         b"text",
         b"\x80\x04",
@@ -124,12 +125,6 @@ def doubled() -> list[Any]:
 def pair(depth: int) -> Any:
     """Pairs in pairs: a hash visits 2^depth items."""
     return (0, 0) if depth == 0 else (pair_below := pair(depth - 1), pair_below)
-
-
-def keys_of_one_hash() -> dict[Any, None]:
-    """Keys that all have one hash, as -1 and -2 do, and differ only in their last items."""
-    ends = itertools.product((-1, -2), repeat=11)
-    return {((None,) * 1_000, *end): None for end in ends}
 
 
 MANY = 3000
@@ -161,31 +156,27 @@ def test_what_would_take_all_memory_or_time_is_refused(tmp_path: Path, data: obj
 
 def test_a_file_of_too_many_values_or_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, SNAPSHOT)
-    monkeypatch.setattr(memory_snapshot, "_MAX_WORK", 20)
-    with pytest.raises(FileFormatError, match="far too much work"):
+    monkeypatch.setattr(memory_snapshot, "_MAX_OPCODES", 20)
+    with pytest.raises(FileFormatError, match="more than 20 values"):
         read_snapshot(path)
     monkeypatch.setattr(memory_snapshot, "_MAX_BYTES", 20)
     with pytest.raises(UsageError, match="larger than"):
         read_snapshot(path)
 
 
-def test_long_keys_of_one_hash_are_too_much_work(tmp_path: Path) -> None:
-    with pytest.raises(FileFormatError, match="far too much work"):
-        read_snapshot(written(tmp_path, {"segments": [], "x": keys_of_one_hash()}))
-
-
 NOW = 1_700_000_000_000_000
 
 
 @pytest.mark.parametrize("protocol", [2, pickle.DEFAULT_PROTOCOL])
-def test_a_long_history_is_far_from_the_bounds(tmp_path: Path, protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_history_is_far_from_the_bounds(tmp_path: Path, protocol: int) -> None:
     stacks = [[frame(TORCH, line) for line in range(20)] for _ in range(5)]
     events = [
         {"action": "alloc", "addr": NOW + n * 512, "size": n * 512, "stream": 0, "time_us": NOW + n, "frames": stack}
         for n, stack in zip(range(4000), itertools.cycle(stacks), strict=False)
     ]
     data = pickle.dumps({"segments": [], "device_traces": [events]}, protocol)
-    monkeypatch.setattr(memory_snapshot, "_MAX_WORK", memory_snapshot._MAX_WORK // 100)
+    opcodes = sum(1 for _ in pickletools.genops(data))
+    assert opcodes < 0.8 * len(data) / memory_snapshot._BYTES_PER_OPCODE
     assert read_snapshot(written(tmp_path, data)).lines == ()
 
 

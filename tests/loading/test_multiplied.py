@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickletools
 from collections.abc import Callable, Iterator
@@ -110,3 +111,12 @@ def test_a_script_reads_its_storages_once(tmp_path: Path) -> None:
     (tmp_path / "m.ts").write_bytes(zipped({**kept, "data.pkl": data}))
     with pytest.raises(FileFormatError, match="reads its storages far too often"):
         memopt_cli.load(tmp_path / "m.ts")
+
+
+def test_long_keys_of_one_hash_are_charged(tmp_path: Path) -> None:
+    """All keys have one hash, as -1 and -2 do, and differ only in their last items."""
+    model = nn.Sequential(nn.Linear(1, 1))
+    model.keys = {((None,) * 1_000, *end): None for end in itertools.product((-1, -2), repeat=11)}  # type: ignore[assignment]
+    torch.save(model, tmp_path / "model.pt")
+    with pytest.raises(FileFormatError, match="work"):
+        memopt_cli.load(tmp_path / "model.pt")
