@@ -155,12 +155,13 @@ def memopt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiling in this process, in a tenth of the time; what is said still goes through JSON."""
+    from memopt_cli.measure import same_code
     from memopt_cli.measure.local import LocalSession
     from memopt_cli.pipeline import prepare
     from memopt_cli.pipeline.memory import inspection
     from memopt_cli.pipeline.out_of_memory import explanation
 
-    for stage in (explanation, inspection, prepare):
+    for stage in (explanation, inspection, prepare, same_code):
         monkeypatch.setattr(stage, "Session", LocalSession)
 
 

@@ -596,7 +596,7 @@ def test_ctrl_c_keeps_the_best_batch_that_was_run(tmp_path: Path, user_code: str
     with running(command, tmp_path, user_code, ASLEEP=str(asleep)) as process:
         assert wait_for(asleep.exists)
         answer = assert_interrupted(process, "interrupted; the report has what was found before")
-    assert "the largest that was run is 2, limited by the interruption\n" in answer
+    assert "batch 2 fits, the largest that was run, limited by the interruption; " in answer
     assert "\nglobal batch 64: 32 × " in answer
     kept = yaml.safe_load((tmp_path / "b.yaml").read_text())["recommended"]
     assert (kept["batch_size"], kept["limited_by"], kept["verified"]) == (2, "the interruption", True)

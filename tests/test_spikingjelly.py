@@ -416,7 +416,7 @@ def test_a_net_without_parameters_is_wrapped_unmeasured_and_refused_with_a_hint_
     assert any(note.startswith("Not verified: ") for note in summary.notes)
     with pytest.raises(StepError, match="nothing to differentiate") as caught:
         api.memory_optimization(nn.Sequential(Rooted()), Rooted, (torch.randn(2, 8),), level=1)
-    assert "a part without parameters is optimized with" in caught.value.hint
+    assert "A part without parameters is optimized with" in caught.value.hint
 
 
 class Forgetful(nn.Module):
@@ -1009,6 +1009,7 @@ def optimize():
 """
 
 
+@pytest.mark.process
 def test_a_script_is_left_alone_unless_the_model_needs_it() -> None:
     with prepared_model(blocks(), (X,), StepSettings()) as prepared:
         assert prepared.open_session is None

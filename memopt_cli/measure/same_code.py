@@ -41,7 +41,7 @@ def find_difference(source: ModelSource, names: Sequence[str], functions: Sequen
     here = _Reading([*map(pkgutil.resolve_name, names), *(function.function for function in functions)])
     if not here.digests:
         return ""
-    with Session(Subject(source=source), timeout_s=600.0) as session:
+    with Session(Subject(source=source), 600.0) as session:
         there = session.ask(CodeJob(names=tuple(names), functions=tuple(f.reference for f in functions)))
     if not isinstance(there, CodeRead):  # the first step fails likewise, and its error is shown
         return ""
