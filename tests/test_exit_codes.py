@@ -140,8 +140,8 @@ def folder(memopt: Memopt, in_process: None, monkeypatch: pytest.MonkeyPatch) ->
     """The files that the command lines name, in the current folder."""
     Path("net.py").write_text(CODE)
     Path("broken.py").write_text("def build(:\n")
-    for name in ("damaged.pt", "damaged.npz", "damaged.pickle"):
-        Path(name).write_bytes(b"PK\3\4")
+    for name, damaged in (("pt", b"PK\3\4"), ("npz", b"PK\3\4"), ("pickle", b"\x80\2}")):
+        Path(f"damaged.{name}").write_bytes(damaged)
     Path("hostile.pt").write_bytes(pickle.dumps(Hostile()))
     for name, path in (("plan", "blocks.3"), ("whole", "1")):
         Path(f"{name}.yaml").write_bytes(plan_yaml(a_header(), Plan(segments=(SegmentPlan(path=path),)), 1))
