@@ -7,9 +7,7 @@ file was edited.  What a subprocess measures is then not the model of this proce
 from __future__ import annotations
 
 import dataclasses
-import dis
 import enum
-import functools
 import hashlib
 import os
 import pkgutil
@@ -26,7 +24,7 @@ from memopt_cli.measure.reach import UserFunction
 from memopt_cli.measure.runner import Session
 from memopt_cli.records import ModelSource
 from memopt_cli.runtime.frozen import ATOMS
-from memopt_cli.runtime.variables import WRAPPED, assigned_in, is_library, names_in
+from memopt_cli.runtime.variables import WRAPPED, assigned_in, is_library, names_in, read_in
 
 _DEEPEST: Final = 8
 """Levels of containers in a value that are compared; some contain themselves."""
@@ -101,7 +99,7 @@ class _Reading:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if cell != types.CellType():
                 self._add(f"{function.__qualname__}.{name}", cell.cell_contents, file)
-        self._read_variables(function.__globals__, _globals_in(function.__code__), names_in(function.__code__))
+        self._read_variables(function.__globals__, read_in(function.__code__), names_in(function.__code__))
 
     def _read_variables(self, variables: Mapping[str, Any], names: Iterable[str], further: Iterable[str]) -> None:
         """Read ``names`` among ``variables`` of a module; ``further``: names that the code reads in other modules."""
@@ -146,14 +144,6 @@ class _Reading:
 
 def _is_users(module: str) -> bool:
     return module == "__main__" or not is_library(module)
-
-
-@functools.cache
-def _globals_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of the globals that ``code``, or a function that it defines, reads."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    read = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return frozenset(read).union(*map(_globals_in, inner))
 
 
 def _text_of_code(code: types.CodeType) -> str:

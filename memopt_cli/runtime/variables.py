@@ -167,12 +167,21 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(names_in, inner))
 
 
-@functools.cache
+def read_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of the globals that ``code``, or a function that it defines, reads."""
+    return _globals_of(code, ("LOAD_GLOBAL", "LOAD_NAME"))
+
+
 def assigned_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of the globals that ``code``, or a function that it defines, assigns or deletes."""
+    return _globals_of(code, ("STORE_GLOBAL", "DELETE_GLOBAL"))
+
+
+@functools.cache
+def _globals_of(code: types.CodeType, instructions: tuple[str, ...]) -> frozenset[str]:
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    stored = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
-    return frozenset(stored).union(*map(assigned_in, inner))
+    named = {step.argval for step in dis.get_instructions(code) if step.opname in instructions}
+    return frozenset(named).union(*(_globals_of(each, instructions) for each in inner))
 
 
 def _is_constant(function: types.FunctionType) -> bool:
