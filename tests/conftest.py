@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import subprocess
@@ -58,16 +59,20 @@ def _timed_briefly(_one_thread: None) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="session")
+def _states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """No test remembers anything among the files of whoever runs it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield
+    return (folder / str(number) for folder in [tmp_path_factory.mktemp("state")] for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def _own_state(_states: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test recalls what another one remembered."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(next(_states)))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_import(_one_thread: None, _own_state: None, request: pytest.FixtureRequest) -> Iterator[None]:
+def _one_import(_one_thread: None, request: pytest.FixtureRequest) -> Iterator[None]:
     """Of PyTorch, for all profiling subprocesses, if any test starts one."""
     from memopt_cli.measure import processes
 

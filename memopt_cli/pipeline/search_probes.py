@@ -120,12 +120,18 @@ def _rule_in(answer: object) -> ChunkRule | Refused:
 
 
 def planner_probes(
-    probes: SearchProbes, original: Counted, progress: Progress, *, fake: bool, allow_inexact: bool
+    probes: SearchProbes,
+    original: Counted,
+    progress: Progress,
+    *,
+    fake: bool,
+    allow_inexact: bool,
+    settle: Callable[[StepTrace], StepTrace],
 ) -> Probes:
     """Return the functions that try plans for a planner; they also show its progress.
 
     ``fake``: whether to count on fake tensors.  ``allow_inexact``: whether to allow chunks that change batch
-    statistics, and nothing else.
+    statistics, and nothing else.  ``settle``: replaces the times in a recorded step by remembered ones.
     """
     reporter = _Reporter(progress, original.allocated_peak_bytes)
 
@@ -135,7 +141,7 @@ def planner_probes(
 
     def trace_step(plan: Plan) -> StepTrace | Failure | NotTried:
         traced = probes.ask(TraceJob(plan=plan, fake=fake))
-        return traced.trace if isinstance(traced, TraceAnswer) else traced
+        return settle(traced.trace) if isinstance(traced, TraceAnswer) else traced
 
     return Probes(
         count=count_step,

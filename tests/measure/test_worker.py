@@ -363,7 +363,7 @@ def test_a_step_of_few_samples_that_does_not_fit_is_recorded_without_data(
     ("original_s", "planned", "max_slowdown", "expected"),
     [
         (0.5, [1.2, *[1.35] * 7], 1.33, 5),  # near the limit, the first pair to warm up
-        (0.5, [1.2, 1.45, 1.33] * 5, 1.33, 8),  # as often as it may be, where the ratios leave it open
+        (0.5, [1.2, 1.45, 1.33] * 6, 1.33, 16),  # as often as it may be, where the ratios leave it open
         (0.5, [1.2, 1.05, 1.35, 1.15, 1.15], 1.33, 4),  # until the median is known well enough
         (0.5, [1.2] * 4, 1.33, 3),
         (0.5, [1.2, *[1.35] * 3], None, 3),

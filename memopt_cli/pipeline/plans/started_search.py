@@ -11,6 +11,7 @@ from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.profiling import record_step
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.offload_place import room_notes
+from memopt_cli.pipeline.plans.operator_times import OperatorTimes
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import Counted, Failure, LevelRow, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
@@ -90,6 +91,12 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
         sessions=sessions,
         consequence="every plan is run to be counted",
     )
+    times = OperatorTimes(sessions)
+    traced = replace(traced, trace=times.settle(traced.trace))
+    if times.recalled:
+        findings.details.append(
+            "The search uses the operator times of an earlier run of this step, so that it finds the same plan."
+        )
     findings.input_shapes = {module.path: module.input_shape for module in traced.trace.modules}
     is_fake = traced.has_dry_runs
     answer = sessions().ask(CountJob(plan=ORIGINAL, fake=is_fake))
@@ -110,7 +117,9 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
     )
     progress = sessions.prepared.progress
     allow_inexact = options.allow_inexact
-    probes_of_planner = planner_probes(probes, original_count, progress, fake=is_fake, allow_inexact=allow_inexact)
+    probes_of_planner = planner_probes(
+        probes, original_count, progress, fake=is_fake, allow_inexact=allow_inexact, settle=times.settle
+    )
     original = replace(original, search_s=original.search_s + time.monotonic() - started)
     return StartedSearch(
         traced=traced,
