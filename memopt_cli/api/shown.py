@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from memopt_cli.errors import UsageError
 from memopt_cli.records import (
     BaselineResult,
     BatchRecommendation,
@@ -51,10 +52,16 @@ class Optimized(Shown):
 
     @property
     def plan(self) -> Plan:
-        """The plan that was chosen; empty for a frontier, which leaves the choice to the user.
+        """The plan that was chosen; empty if no plan was worth its time.
 
-        An optimizer in backward is part of this plan, but not yet on the model: see the notes.
+        An optimizer in backward is part of this plan, but not yet on the model: see the notes.  Raises
+        :class:`UsageError` for a frontier, which leaves the choice to the user.
         """
+        if self.summary.offers_choice:
+            raise UsageError(
+                "a frontier has several plans, and none was chosen",
+                hint="Take the plan of a row: result.summary.frontier[-1].plan is the smallest.",
+            )
         return self.result.summary.plan or Plan()
 
 

@@ -72,6 +72,17 @@ def nothing_fits(
     return error
 
 
+def require_parameters_fit(budget_bytes: int, original: Counted) -> None:
+    """Raise :class:`NothingFitsError` before a search if the parameters of the ``original`` alone exceed the budget."""
+    parameters_bytes = original.breakdown.parameters_bytes
+    if parameters_bytes > budget_bytes:
+        budget, parameters = format_apart(budget_bytes, parameters_bytes)
+        raise NothingFitsError(
+            f"the parameters alone take {parameters}, and the budget is {budget}",
+            hint="Raise `--budget`: `--budget 8GiB` is a size, and `--budget 60%` a share of the original's peak.",
+        )
+
+
 def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_gradients: bool) -> Iterator[str]:
     """Yield sentences on the parts of the ``smallest`` peak that no plan lowers, and on changes that would.
 

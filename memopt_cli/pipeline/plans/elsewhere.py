@@ -12,7 +12,7 @@ from dataclasses import replace
 from memopt_cli.errors import MemoryBudgetError, NothingFitsError
 from memopt_cli.measure.jobs import ORIGINAL, TraceJob
 from memopt_cli.pipeline.failures import require_answer
-from memopt_cli.pipeline.plans.budget_errors import nothing_fits, require_fast
+from memopt_cli.pipeline.plans.budget_errors import nothing_fits, require_fast, require_parameters_fit
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.goal import budget_in_bytes
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
@@ -66,6 +66,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
         rows.append(search.original)
         if request.goal.budget is not None:
             findings.budget_bytes = budget_in_bytes(request.goal.budget, original_count.allocated_peak_bytes)
+            require_parameters_fit(findings.budget_bytes, original_count)
         if options.level:
             prepared.progress.stage(f"searching for {device_in_words}", search.probes.time_left())
             rows.append(_search_plan(request, search))

@@ -14,6 +14,7 @@ from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, advise_by_dry_run
 from memopt_cli.pipeline.batches.batch_probes import check_varied
 from memopt_cli.pipeline.heads import heads_notes
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
+from memopt_cli.pipeline.plans.budget_errors import require_parameters_fit
 from memopt_cli.pipeline.plans.by_length import find_by_length
 from memopt_cli.pipeline.plans.climb import Climb
 from memopt_cli.pipeline.plans.compiled import Compiled, FastestCompiled, SmallestCompiled, SpreadCompiled
@@ -328,6 +329,7 @@ class _PlanSearch:
             original_outcome = search.original.outcome
             original_peak = original_outcome if isinstance(original_outcome, Measurement) else search.original_dry_run
             self.findings.budget_bytes = budget_in_bytes(goal.budget, original_peak.allocated_peak_bytes)
+            require_parameters_fit(self.findings.budget_bytes, search.original_dry_run)
             rows.append(self._find_within_or_own(goal_search, self.findings.budget_bytes))
         if has_frontier:
             self.findings.frontier, beaten_sentence = without_beaten(

@@ -545,6 +545,18 @@ def test_a_budget_chooses_from_a_frontier(optimize: Memopt) -> None:
     assert segments(memopt_cli.load("net.memopt.pt"))
 
 
+@pytest.mark.parametrize("level", ["1", "4"])
+def test_a_budget_below_the_parameters_is_refused_before_a_search(
+    level: str, optimize: Memopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GoalSearch, "within", None)
+    torch.save(small_net(), "net.pt")
+    done = optimize("net.pt", *SPEC, "--level", level, "--budget", "60B")
+    assert done.code == 6
+    assert re.search(r"the parameters alone take [\d.]+ KiB, and the budget is 60 B", done.err)
+    assert "--budget 60% a share" in done.err
+
+
 @pytest.mark.slow
 def test_the_batch_that_fits_is_counted_against_a_budget_in_bytes(optimize: Memopt) -> None:
     torch.save(small_net(), "net.pt")
