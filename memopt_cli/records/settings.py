@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,8 +9,6 @@ from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.text.optimizer_text import NoOptimizer, parse_optimizer
 
 Precision = Literal["stored", "fp32", "bf16", "fp16", "fp64"]
-
-PRECISIONS: tuple[str, ...] = typing.get_args(Precision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
