@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.plans.earlier_searches import EarlierSearches
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.search_probes import SearchProbes
@@ -112,6 +113,7 @@ def started(planner: Any, original: Measurement | Failure, options: SearchOption
         original=row.predicted(first),
         probes=SearchProbes(nobody, limit_s=None),
         planner=planner,
+        earlier=EarlierSearches(nobody),  # type: ignore[arg-type]
         findings=Findings(
             resolved=ResolvedSearch(options=options, requested_level=options.level),
             asked_compressors=(),

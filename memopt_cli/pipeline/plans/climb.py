@@ -28,17 +28,13 @@ _DOUBTFUL_SHARE = 1.3
 """If no other plan was found, a plan may be predicted to take this multiple of the allowed extra time.
 
 Predictions err by up to a quarter either way, and only a measurement shows whether the plan keeps the limit."""
-_NEXT_SHARES = (0.8, 0.5, 0.5)
-"""Maximum predicted extra time of the next plan, as a share of the last one's: one share per plan that is too slow.
+_NEXT_SHARES = (1.0, 0.5, 0.5)
+"""Extra time of the next plan as a share of what measurements suggest: one share per plan that is too slow.
 
-After a near miss the next plan is only a little faster, and may miss the limit as well, since measurements scatter.
-The later shares are so small that a model with a fast plan always gets a plan."""
-_BETWEEN_SHARE = 0.03
-"""Minimum share of a measured peak that a plan between has to save: measuring one takes as long as the search."""
-_MAX_BETWEEN = 3
-"""Maximum number of plans tried between one that is too slow and one that is fast enough."""
-_MAX_BETWEEN_SHARE = 0.75
-"""Maximum part of the way back to the plan that is too slow: next to it, a plan would miss the limit as well."""
+Measurements scatter, so a plan that is chosen by one of them may miss the limit as well.  The later shares are so small
+that a model with a fast plan always gets a plan."""
+_MIN_EXTRA = 0.001
+"""Lower bound on a predicted extra time, as a share of the original's step, by which a measured one is divided."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +71,7 @@ class Climb:
     def may_go_lower(self) -> bool:
         """Return whether a longer search might find a plan that peaks clearly lower and stays within the time limit."""
         self.search.probes.prolong()
-        max_slowdown = min(1 + PREDICTED_SHARE * (self._limit - 1), self._max_predicted_slowdown)
+        max_slowdown = min(self._limit_of_predictions(PREDICTED_SHARE), self._max_predicted_slowdown)
         plan = self.applied.plan if self.applied is not None else ORIGINAL
         return self.search.planner.may_go_lower(plan, self.search.options.level, max_slowdown)
 
@@ -152,7 +148,7 @@ class Climb:
             dry_runs_before = len(planner.dry_runs)
             search = planner.best if level == options.level else planner.least
             for share in (PREDICTED_SHARE, 1.0, _DOUBTFUL_SHARE):
-                priced = search(level, 1 + share * (self._limit - 1))
+                priced = search(level, self._limit_of_predictions(share))
                 if not priced.plan.is_empty or math.isinf(self._limit):
                     break
             row = self.search.row(level, priced, len(planner.dry_runs) - dry_runs_before, started)
@@ -190,7 +186,10 @@ class Climb:
         return judge_prediction(row.plan, priced.peak_bytes, original_bytes, row.predicted_slowdown or 1.0)
 
     def _why_dropped(self, row: LevelRow) -> Dropped | None:
-        return judge_measurement(row, self._original, self._limit)
+        if self.search.earlier.has_accepted(row.plan, self._limit):
+            self.search.findings.accepted_before.add(row.plan)
+        is_new = row.plan not in self.search.findings.accepted_before
+        return judge_measurement(row, self._original, self._limit, counts_error=is_new)
 
     def _with_measurement(self, row: LevelRow) -> tuple[LevelRow, Dropped | None]:
         """Return ``row`` with the confirmed measurement of its plan, and why the plan is dropped; ``None`` if not."""
@@ -205,23 +204,21 @@ class Climb:
 
         Return the first row that is fast enough, or the original's if no plan is.
 
-        Example: at a limit of 1.5, a plan predicted at 1.4 takes 1.8.  Its extra time is 0.8 / 0.5 = 1.6 times what is
-        allowed, so the next plan may be predicted at 1 + 0.4 / 1.6 = 1.25 at most.  Had it taken 1.52, the next one
-        may be predicted at 1 + 0.8 * 0.4 = 1.32 (see :data:`_NEXT_SHARES`).
+        Example: at a limit of 1.5, a plan predicted at 1.4 takes 1.8: twice the extra time that was predicted.  So the
+        next plan may be predicted at 1 + 0.9 * 0.5 / 2 = 1.225 at most.
         """
-        too_slow: LevelRow | None = None
+        error = self.search.earlier.extra_time_error
         for share in (*_NEXT_SHARES, None):
             row, dropped = self._with_measurement(row)
-            if dropped is None and too_slow is not None:  # look again: other plans may have had the original timed anew
-                row, dropped = self._with_measurement(self._row_between(row, too_slow))
             if dropped is None or not isinstance(dropped.why, TooSlow):
+                if dropped is None and not row.plan.is_empty:
+                    self.search.earlier.accept(row.plan, self._limit, error)
                 return row
             if share is None:
                 break
-            too_slow = row
             predicted = row.predicted_slowdown or self._limit
-            # The plan took more than predicted: ask for one whose prediction leaves room for the same error.
-            max_predicted = 1 + (predicted - 1) * min(share, (self._limit - 1) / (dropped.why.upper - 1))
+            error = (dropped.why.slowdown - 1) / max(predicted - 1, _MIN_EXTRA) / share
+            max_predicted = min(self._limit_of_predictions(PREDICTED_SHARE, error), math.nextafter(predicted, 0))
             faster = self._search_faster(row, max_predicted)
             if faster.plan.is_empty:  # the search found no plan that fast in its time: take any that is faster
                 max_predicted = math.nextafter(predicted, 0)
@@ -233,36 +230,13 @@ class Climb:
         self._max_predicted_slowdown = 1.0
         return self._with_original(row)
 
-    def _row_between(self, fast: LevelRow, slow: LevelRow) -> LevelRow:
-        """Return ``fast``, or a row between it and the row ``slow`` that is fast enough too and peaks clearly lower.
+    def _limit_of_predictions(self, share: float, error: float | None = None) -> float:
+        """Return the highest slowdown to ask for, so that ``share`` of the extra time allowed is used in truth.
 
-        The step from ``slow`` to ``fast`` was a large one.  Measurements of both say how far back to go.
+        ``error``: measured extra time of this step's plans divided by the predicted one; by default as known from
+        earlier searches.
         """
-        for _ in range(_MAX_BETWEEN):
-            max_bytes = (1 - _BETWEEN_SHARE) * _peak_bytes(fast)
-            low, high = self._upper_slowdown(fast), self._upper_slowdown(slow)
-            if _peak_bytes(slow) >= max_bytes or low >= high:
-                break
-            share = min(_MAX_BETWEEN_SHARE, (self._limit - low) / (high - low))
-            predicted = fast.predicted_slowdown or 1.0, slow.predicted_slowdown or 1.0
-            row = self._search_faster(fast, predicted[0] + share * (predicted[1] - predicted[0]))
-            if (row.predicted_allocated_peak_bytes or math.inf) > max_bytes:
-                break
-            row, dropped = self._with_measurement(row)
-            if dropped is None:
-                fast = row
-            elif isinstance(dropped.why, TooSlow):
-                slow = row
-            else:
-                break
-        self._max_predicted_slowdown = max(self._max_predicted_slowdown, fast.predicted_slowdown or 1.0)
-        return fast
-
-    def _upper_slowdown(self, row: LevelRow) -> float:
-        """Return the measured slowdown of ``row`` with its error, which counts against the limit."""
-        if not isinstance(row.outcome, Measurement) or not isinstance(self._original, Measurement):
-            return math.inf
-        return row.outcome.slowdown(self._original) + row.outcome.slowdown_error
+        return 1 + share * (self._limit - 1) / (self.search.earlier.extra_time_error if error is None else error)
 
     def _search_faster(self, row: LevelRow, max_slowdown: float) -> LevelRow:
         """Return ``row`` with the best plan that is predicted to take at most ``max_slowdown``; not measured."""

@@ -53,6 +53,8 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     details: list[str] = field(default_factory=list)
     """Sentences that change no decision; see :attr:`~memopt_cli.records.MemOptSummary.details`."""
+    accepted_before: set[Plan] = field(default_factory=set)
+    """Plans that an earlier search measured within the time limit: the error of a measurement then does not count."""
     budget_bytes: int | None = None
     frontier: list[ParetoPoint] = field(default_factory=list)
     interrupted: bool = False

@@ -436,7 +436,9 @@ class _PlanSearch:
             retimed = replace(applied, outcome=self.measurements.measure(applied.plan))
             timed_row = self.measurements.confirm(retimed, max_slowdown)
         rows[rows.index(applied)] = timed_row
-        dropped = judge_measurement(timed_row, self.measurements.measure(ORIGINAL), max_slowdown)
+        is_new = timed_row.plan not in self.findings.accepted_before
+        original = self.measurements.measure(ORIGINAL)
+        dropped = judge_measurement(timed_row, original, max_slowdown, counts_error=is_new)
         if dropped is None:
             return timed_row
         self.findings.drop(dropped)

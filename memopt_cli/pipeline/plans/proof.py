@@ -137,7 +137,8 @@ class Prover:
         rows[index] = self.measurements.confirm(rows[index], max_slowdown)
         original = self.measurements.measure(ORIGINAL)
         rows[0] = replace(rows[0], outcome=original)  # the original may have been timed again
-        dropped = judge_measurement(rows[index], original, max_slowdown)
+        is_new = rows[index].plan not in self.findings.accepted_before
+        dropped = judge_measurement(rows[index], original, max_slowdown, counts_error=is_new)
         if dropped is not None:
             self.findings.drop(dropped)
         return self._unless_own_is_better(row_to_apply(rows, rows[index] if dropped is None else None))

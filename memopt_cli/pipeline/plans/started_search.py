@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, TraceAnswer
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.profiling import record_step
+from memopt_cli.pipeline.plans.earlier_searches import EarlierSearches
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.offload_place import room_notes
-from memopt_cli.pipeline.plans.operator_times import OperatorTimes
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import Counted, Failure, LevelRow, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
@@ -40,6 +40,7 @@ class StartedSearch:
     """Row of the original as first measured; without an outcome where it is not run here."""
     probes: SearchProbes
     planner: Planner
+    earlier: EarlierSearches
     findings: Findings
     """Findings so far."""
     notes_before: int
@@ -91,11 +92,11 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
         sessions=sessions,
         consequence="every plan is run to be counted",
     )
-    times = OperatorTimes(sessions)
-    traced = replace(traced, trace=times.settle(traced.trace))
-    if times.recalled:
+    earlier = EarlierSearches(sessions)
+    traced = replace(traced, trace=earlier.settle(traced.trace))
+    if earlier.recalled:
         findings.details.append(
-            "The search uses the operator times of an earlier run of this step, so that it finds the same plan."
+            "The search uses the operator times of an earlier search for this step, so that it finds the same plan."
         )
     findings.input_shapes = {module.path: module.input_shape for module in traced.trace.modules}
     is_fake = traced.has_dry_runs
@@ -118,7 +119,7 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
     progress = sessions.prepared.progress
     allow_inexact = options.allow_inexact
     probes_of_planner = planner_probes(
-        probes, original_count, progress, fake=is_fake, allow_inexact=allow_inexact, settle=times.settle
+        probes, original_count, progress, fake=is_fake, allow_inexact=allow_inexact, settle=earlier.settle
     )
     original = replace(original, search_s=original.search_s + time.monotonic() - started)
     return StartedSearch(
@@ -127,6 +128,7 @@ def start_search(request: OptimizeRequest, findings: Findings, sessions: Session
         original=original.predicted(original_count) if is_fake else original,
         probes=probes,
         planner=Planner(traced.trace, original_count, probes_of_planner, options, place=place),
+        earlier=earlier,
         findings=findings,
         notes_before=len(findings.notes),
         details_before=len(findings.details),

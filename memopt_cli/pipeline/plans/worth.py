@@ -35,10 +35,13 @@ def judge_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdown:
     return _make_dropped(plan, reason, peak_bytes, original_bytes)
 
 
-def judge_measurement(row: LevelRow, original: Measurement | Failure, max_slowdown: float) -> Dropped | None:
+def judge_measurement(
+    row: LevelRow, original: Measurement | Failure, max_slowdown: float, *, counts_error: bool = True
+) -> Dropped | None:
     """Judge by its measurement whether the plan of ``row`` is worth its time; return ``None`` if it is.
 
-    If the original does not run, any plan that runs is worth its time.
+    If the original does not run, any plan that runs is worth its time.  ``counts_error``: whether the error of the
+    measured slowdown counts against the limit, as it does for a plan that was never measured within the limit.
     """
     outcome = row.outcome
     if row.plan.is_empty or outcome is None:
@@ -53,7 +56,7 @@ def judge_measurement(row: LevelRow, original: Measurement | Failure, max_slowdo
     peaks = outcome.allocated_peak_bytes, original.allocated_peak_bytes
     slowdown = outcome.slowdown(original)
     too_slow = TooSlow(slowdown=slowdown, most=max_slowdown, error=outcome.slowdown_error, waited=outcome.waited)
-    if too_slow.upper > max_slowdown:
+    if (too_slow.upper if counts_error else slowdown) > max_slowdown:
         return _make_dropped(row.plan, too_slow, *peaks)
     return _make_dropped(row.plan, _saves_too_little(*peaks, slowdown), *peaks)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memopt_cli.pipeline.plans.climb import Climb
+from memopt_cli.pipeline.plans.earlier_searches import EarlierSearches
 from memopt_cli.records import (
     Failure,
     LevelRow,
@@ -26,6 +28,7 @@ from memopt_cli.records import (
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from tests.pipeline import measurements
 from tests.pipeline.measurements import measurements_by, started
+from tests.pipeline.plans.test_earlier_searches import searches_on, step_of
 from tests.search.plan.subjects import drawn, without_norms
 from tests.zoo.records import measured
 
@@ -222,7 +225,7 @@ def test_a_model_that_has_a_fast_plan_is_not_left_without_any_where_several_just
     found, asked = climb({1: plans}, lambda peak: measured(peak, 1.34 if peak < 900 else 1.05))
     (row,) = found.rows()
     assert row.outcome == measured(900, 1.05)
-    assert asked == [600, 640, 900, 660]
+    assert asked == [600, 640, 900]
 
 
 @pytest.mark.parametrize("measure_all", [False, True])
@@ -237,43 +240,60 @@ def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well(
 
 
 @pytest.mark.parametrize(
-    ("slowdowns", "expected", "applied"),
+    ("slowdowns", "expected"),
     [
-        ({600: 1.36, 640: 1.3, 620: 1.32}, [600, 640, 620], 620),  # interpolated: a plan predicted at 1.27
-        ({600: 1.34, 640: 1.3, 620: 1.35}, [600, 640, 620], 640),
-        ({600: 2.0, 640: 1.3}, [600, 900], 900),  # 640 is predicted to take as much too long as 600 took
+        ({600: 1.36}, [600, 640]),  # predicted at 1.295: the error is 1.22, so the next one is predicted at 1.243
+        ({600: 1.337}, [600, 620]),  # 1.260
+        ({600: 2.0}, [600, 900]),
+        ({600: 1.36, 640: 1.34}, [600, 640, 900]),
     ],
 )
-def test_a_plan_between_one_that_is_too_slow_and_one_that_is_fast_enough_is_tried(
-    slowdowns: Mapping[int, float], expected: list[int], applied: int
+def test_the_next_plan_is_chosen_by_the_error_of_the_last_prediction(
+    slowdowns: Mapping[int, float], expected: list[int]
 ) -> None:
-    plans = {600: 1.295, 620: 1.26, 640: 1.23, 900: 1.04}
+    plans = {600: 1.295, 620: 1.255, 640: 1.23, 900: 1.04}
     found, asked = climb({1: plans}, lambda peak: measured(peak, slowdowns.get(peak, 1.05)))
     (row,) = found.rows()
     assert asked == expected
-    assert row.outcome == measured(applied, slowdowns.get(applied, 1.05))
     assert found.applied == row
+    assert row.predicted_allocated_peak_bytes == expected[-1]
 
 
-@pytest.mark.parametrize(("again_s", "applied"), [(1.3, 640), (1.63, 900)])
-def test_a_plan_is_timed_again_where_a_plan_between_changed_the_times_of_the_original(
-    again_s: float, applied: int
+@pytest.fixture
+def known_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], EarlierSearches]:
+    """A new process's knowledge of one step."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def earlier() -> EarlierSearches:
+        known = searches_on()
+        known.settle(step_of(1, 2))
+        return known
+
+    return earlier
+
+
+def test_the_next_search_begins_where_the_last_one_ended(known_step: Callable[[], EarlierSearches]) -> None:
+    plans = {600: 1.295, 620: 1.26, 640: 1.23, 900: 1.04}
+    for expected in [600, 640], [640], [640]:
+        found, asked = climb({1: plans}, lambda peak: measured(peak, 1.36 if peak == 600 else 1.3))
+        found.search = replace(found.search, earlier=known_step())
+        (row,) = found.rows()
+        assert asked == expected
+        assert row.predicted_allocated_peak_bytes == 640
+
+
+@pytest.mark.parametrize(("error", "later", "applied"), [(0.02, 1.32, 600), (0.02, 1.34, 900), (0.0, 1.32, 600)])
+def test_the_error_of_a_measurement_does_not_count_for_a_plan_that_was_accepted_before(
+    error: float, later: float, applied: int, known_step: Callable[[], EarlierSearches]
 ) -> None:
-    steps_s = {600: 1.36, 640: 1.3, 620: 1.4}
-    found, asked = climb(
-        {1: {600: 1.295, 620: 1.26, 640: 1.23, 900: 1.04}}, lambda at: measured(at, steps_s.get(at, 1.05))
-    )
-    confirm = found.measurements.confirm
-
-    def confirm_late(row: LevelRow, max_slowdown: float) -> LevelRow:
-        is_late = asked[-1] == 620 and row.plan == priced(640, 1.23).plan
-        return replace(row, outcome=measured(640, again_s)) if is_late else confirm(row, max_slowdown)
-
-    found.measurements.confirm = confirm_late  # type: ignore[method-assign]
-    (row,) = found.rows()
-    assert asked[:3] == [600, 640, 620]
-    assert row.predicted_allocated_peak_bytes == applied
-    assert found.applied == row
+    for slowdown, expected in (1.3, 600), (later, applied):
+        outcome = replace(measured(600, slowdown), slowdown_error=error)
+        found, _ = climb(
+            {1: {600: 1.29, 900: 1.04}}, lambda at, slow=outcome: slow if at == 600 else measured(at, 1.05)
+        )
+        found.search = replace(found.search, earlier=known_step())
+        (row,) = found.rows()
+        assert row.predicted_allocated_peak_bytes == expected
 
 
 @pytest.mark.parametrize(
