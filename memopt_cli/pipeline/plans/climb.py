@@ -195,6 +195,11 @@ class Climb:
         """Return ``row`` with the confirmed measurement of its plan, and why the plan is dropped; ``None`` if not."""
         row = self.measurements.confirm(self.measure_row(row), self._limit)
         dropped = self._why_dropped(row)
+        if dropped is not None and row.plan in self.search.findings.accepted_before:
+            # One measurement says yes and one says no: a third one decides.
+            self.measurements.time_in_turns((row.plan,), self._limit)
+            row = replace(row, outcome=self.measurements.measure(row.plan))
+            dropped = self._why_dropped(row)
         if dropped is not None:
             self.search.findings.drop(dropped)
         return row, dropped

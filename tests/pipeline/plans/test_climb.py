@@ -286,11 +286,10 @@ def test_the_next_search_begins_where_the_last_one_ended(known_step: Callable[[]
 def test_the_error_of_a_measurement_does_not_count_for_a_plan_that_was_accepted_before(
     error: float, later: float, applied: int, known_step: Callable[[], EarlierSearches]
 ) -> None:
+    plans = {1: {600: 1.29, 900: 1.04}}
     for slowdown, expected in (1.3, 600), (later, applied):
-        outcome = replace(measured(600, slowdown), slowdown_error=error)
-        found, _ = climb(
-            {1: {600: 1.29, 900: 1.04}}, lambda at, slow=outcome: slow if at == 600 else measured(at, 1.05)
-        )
+        outcomes = {600: replace(measured(600, slowdown), slowdown_error=error), 900: measured(900, 1.05)}
+        found, _ = climb(plans, outcomes.__getitem__)
         found.search = replace(found.search, earlier=known_step())
         (row,) = found.rows()
         assert row.predicted_allocated_peak_bytes == expected
@@ -309,6 +308,25 @@ def test_where_the_highest_level_leaves_the_model_as_it_is_so_do_those_below(
 ) -> None:
     found, _ = climb(plans, lambda peak: measured(peak, 3.0))
     assert [row.plan for row in found.rows()] == [Plan(), Plan()]
+
+
+@pytest.mark.parametrize(("third", "applied"), [(1.3, 600), (1.36, 900)])
+def test_a_third_measurement_decides_where_two_searches_disagree(
+    third: float, applied: int, known_step: Callable[[], EarlierSearches]
+) -> None:
+    for slowdown, expected in (1.3, 600), (1.35, applied):
+        outcomes = {600: measured(600, slowdown), 900: measured(900, 1.05)}
+        found, _ = climb({1: {600: 1.29, 900: 1.04}}, outcomes.__getitem__)
+        found.search = replace(found.search, earlier=known_step())
+        known = found.measurements.measure
+
+        def time_in_turns(plans: tuple[Plan, ...], limit: float, known: Any = known, found: Climb = found) -> None:
+            timed = {plan: replace(known(plan), step_times_s=(third,)) for plan in plans}
+            found.measurements.measure = lambda plan: timed.get(plan) or known(plan)  # type: ignore[method-assign]
+
+        found.measurements.time_in_turns = time_in_turns  # type: ignore[assignment,method-assign]
+        (row,) = found.rows()
+        assert row.predicted_allocated_peak_bytes == expected
 
 
 @pytest.mark.slow
