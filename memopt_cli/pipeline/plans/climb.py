@@ -35,6 +35,8 @@ Measurements scatter, so a plan that is chosen by one of them may miss the limit
 that a model with a fast plan always gets a plan."""
 _MIN_EXTRA = 0.001
 """Lower bound on a predicted extra time, as a share of the original's step, by which a measured one is divided."""
+_FAR_SHARE = 0.7
+"""An error of predictions below this share of the one that chose the plan leaves time for a plan that peaks lower."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,17 +214,14 @@ class Climb:
         Example: at a limit of 1.5, a plan predicted at 1.4 takes 1.8: twice the extra time that was predicted.  So the
         next plan may be predicted at 1 + 0.9 * 0.5 / 2 = 1.225 at most.
         """
-        error = self.search.earlier.extra_time_error
         for share in (*_NEXT_SHARES, None):
             row, dropped = self._with_measurement(row)
             if dropped is None or not isinstance(dropped.why, TooSlow):
-                if dropped is None and not row.plan.is_empty:
-                    self.search.earlier.accept(row.plan, self._limit, error)
-                return row
+                return row if dropped is not None or row.plan.is_empty else self._use_time_left(row)
             if share is None:
                 break
             predicted = row.predicted_slowdown or self._limit
-            error = (dropped.why.slowdown - 1) / max(predicted - 1, _MIN_EXTRA) / share
+            error = _extra_time_error(dropped.why.slowdown, predicted) / share
             max_predicted = min(self._limit_of_predictions(PREDICTED_SHARE, error), math.nextafter(predicted, 0))
             faster = self._search_faster(row, max_predicted)
             if faster.plan.is_empty:  # the search found no plan that fast in its time: take any that is faster
@@ -234,6 +233,31 @@ class Climb:
             row = faster
         self._max_predicted_slowdown = 1.0
         return self._with_original(row)
+
+    def _use_time_left(self, fast: LevelRow) -> LevelRow:
+        """Return ``fast``, a row that keeps the limit, or one that peaks lower, if plans before it were far too slow.
+
+        Those may have been measured while the machine was busy, or were another kind of plan.  The measurement of
+        ``fast`` says how far to go back.  What was learnt is remembered for the next search.
+        """
+        used_error = self._error_used()
+        if isinstance(fast.outcome, Measurement) and isinstance(self._original, Measurement):
+            slowdown = fast.outcome.slowdown(self._original) + fast.outcome.slowdown_error
+            error = max(1.0, _extra_time_error(slowdown, fast.predicted_slowdown or self._limit))
+            if error < _FAR_SHARE * used_error:
+                max_predicted = self._limit_of_predictions(PREDICTED_SHARE, error)
+                row, dropped = self._with_measurement(self._search_faster(fast, max_predicted))
+                if dropped is None and _peak_bytes(row) < _peak_bytes(fast):
+                    fast, used_error, self._max_predicted_slowdown = row, error, max_predicted
+        if not math.isinf(self._limit):
+            self.search.earlier.accept(fast.plan, self._limit, used_error)
+        return fast
+
+    def _error_used(self) -> float:
+        """Return the error of predictions by which the last plan was chosen."""
+        if math.isinf(self._max_predicted_slowdown) or math.isinf(self._limit):
+            return self.search.earlier.extra_time_error
+        return PREDICTED_SHARE * (self._limit - 1) / max(self._max_predicted_slowdown - 1, _MIN_EXTRA)
 
     def _limit_of_predictions(self, share: float, error: float | None = None) -> float:
         """Return the highest slowdown to ask for, so that ``share`` of the extra time allowed is used in truth.
@@ -261,6 +285,11 @@ class Climb:
         if not isinstance(original, Measurement) or row.predicted_slowdown is None or row.plan.is_empty:
             return None
         return Span(original.spent_s * row.predicted_slowdown)
+
+
+def _extra_time_error(slowdown: float, predicted: float) -> float:
+    """Return the extra time of a step with the measured ``slowdown``, divided by the ``predicted`` one's."""
+    return (slowdown - 1) / max(predicted - 1, _MIN_EXTRA)
 
 
 def _exceeds_prediction(row: LevelRow) -> bool:

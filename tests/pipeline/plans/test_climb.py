@@ -244,7 +244,7 @@ def test_no_level_is_shown_above_one_below_whose_plan_would_be_too_slow_as_well(
     [
         ({600: 1.36}, [600, 640]),  # predicted at 1.295: the error is 1.22, so the next one is predicted at 1.243
         ({600: 1.337}, [600, 620]),  # 1.260
-        ({600: 2.0}, [600, 900]),
+        ({600: 2.0}, [600, 900, 640]),  # 900 takes 1.25 times the extra time that was predicted, not 3.4 times
         ({600: 1.36, 640: 1.34}, [600, 640, 900]),
     ],
 )
