@@ -35,7 +35,7 @@ Measurements scatter, so a plan that is chosen by one of them may miss the limit
 that a model with a fast plan always gets a plan."""
 _MIN_EXTRA = 0.001
 """Lower bound on a predicted extra time, as a share of the original's step, by which a measured one is divided."""
-_FAR_SHARE = 0.7
+_FAR_SHARE = 0.8
 """An error of predictions below this share of the one that chose the plan leaves time for a plan that peaks lower."""
 
 
@@ -237,8 +237,8 @@ class Climb:
     def _use_time_left(self, fast: LevelRow) -> LevelRow:
         """Return ``fast``, a row that keeps the limit, or one that peaks lower, if plans before it were far too slow.
 
-        Those may have been measured while the machine was busy, or were another kind of plan.  The measurement of
-        ``fast`` says how far to go back.  What was learnt is remembered for the next search.
+        Those may have been measured while the machine was busy, in this search or in an earlier one.  The measurement
+        of ``fast`` says how far to go back.  What was learnt is remembered for the next search.
         """
         used_error = self._error_used()
         if isinstance(fast.outcome, Measurement) and isinstance(self._original, Measurement):

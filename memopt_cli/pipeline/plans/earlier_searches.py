@@ -109,7 +109,7 @@ class EarlierSearches:
 
     @property
     def extra_time_error(self) -> float:
-        """Measured extra time of a plan divided by the predicted one, as first learnt; 1 if predictions were right."""
+        """Measured extra time of a plan divided by the predicted one, as known so far; 1 if predictions are right."""
         return self._original[1].extra_time_error if self._original else 1.0
 
     def has_accepted(self, plan: Plan, max_slowdown: float) -> bool:
@@ -117,20 +117,22 @@ class EarlierSearches:
         return self._original is not None and _digest(plan, max_slowdown) in self._original[1].accepted
 
     def accept(self, plan: Plan, max_slowdown: float, extra_time_error: float) -> None:
-        """Remember that ``plan`` was measured within ``max_slowdown``, and the error of its prediction.
+        """Remember that ``plan`` was measured within ``max_slowdown``, and the error of predictions that chose it.
 
-        The error of the first search with this limit stays: a later one would lead to another plan.
+        Of several errors the least stays: other work of the machine only makes steps slower.
         """
-        if self._original is None or self.has_accepted(plan, max_slowdown):
+        if self._original is None:
             return
         key, step = self._original
         is_first = not any(accepted.startswith(f"{max_slowdown:g}:") for accepted in step.accepted)
-        step = replace(
+        known = [digest for digest in step.accepted if digest != _digest(plan, max_slowdown)]
+        changed = replace(
             step,
-            extra_time_error=extra_time_error if is_first else step.extra_time_error,
-            accepted=(*step.accepted, _digest(plan, max_slowdown))[-_MAX_ACCEPTED:],
+            extra_time_error=extra_time_error if is_first else min(extra_time_error, step.extra_time_error),
+            accepted=(*known, _digest(plan, max_slowdown))[-_MAX_ACCEPTED:],
         )
-        remember(_KIND, key, step, max_records=_MAX_RECORDS)
+        if changed != step:
+            remember(_KIND, key, changed, max_records=_MAX_RECORDS)
 
     @functools.cached_property
     def _conditions_text(self) -> str:

@@ -110,9 +110,9 @@ def _module(forward_s: float) -> ModuleTrace:
     return ModuleTrace(path="", class_name="Net", order=0, forward_s=forward_s)
 
 
-def test_the_error_of_the_first_search_with_a_limit_stays() -> None:
+def test_the_least_error_of_searches_with_a_limit_stays() -> None:
     first, second = Plan(segments=(SegmentPlan(path="a"),)), Plan(segments=(SegmentPlan(path="b"),))
-    for plan, error in (first, 1.2), (second, 1.5), (second, 1.6):
+    for plan, error in (first, 1.3), (second, 1.5), (second, 1.2), (second, 1.6):
         searches = searches_on()
         searches.settle(step_of(1, 2))
         searches.accept(plan, 1.33, error)
