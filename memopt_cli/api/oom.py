@@ -86,7 +86,7 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
     command = " ".join(filter(None, words))
     placeholders = "MODEL is a saved model, or net.py:build for a function that makes it"
     if model:
-        placeholders = f"{model} is made without arguments: else name your function that makes it"
+        placeholders = f"{model} is built without arguments: if it needs some, name a function that builds it"
     plan = ""
     if any(isinstance(part, Installed) for model in models for part in model.modules()):
         plan = "\nthe model carried a plan when memory ran out: the command looks for changes of the step without it"

@@ -114,7 +114,7 @@ class AdaptiveBatchSizer:
         *,
         make_input: Callable[[int], Tensor] | None = None,
     ) -> int:
-        """Return the largest batch within the limits whose step of ``model`` stays within the target, by running steps.
+        """Run steps of ``model`` to find the largest batch, within the limits, that stays within the memory target.
 
         ``input_shape`` starts with the batch, which is only the first guess.  A step is forward, and backward if the
         model is in training mode.  From the guess the size is doubled (or halved) until a step exceeds the target or

@@ -210,7 +210,7 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
             text = " ".join(str(err).split())
             return MemoptError(
                 f"unexpected {type(err).__name__}{': ' if text else ''}{text}",
-                hint="Run it again with -v to see where.",
+                hint="This is probably a bug in memopt: run it again with -v, and report the traceback.",
             )
 
 

@@ -55,7 +55,7 @@ def optimize(
     snapshot: str | None = None,
     display: DisplayOptions,
 ) -> None:
-    """Make a model train in less memory, and prove it exact.
+    """Make a model train in less memory, and verify it.
 
     Searches for the plan with the least peak, measures it, verifies it and writes the optimized model.
     """

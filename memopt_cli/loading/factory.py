@@ -259,7 +259,7 @@ def _without_prefix(prefix: str, weights: Mapping[str, Tensor], notes: list[str]
             f"The names of the weights begin with {prefix!r}: they are loaded without it, under the model's own names."
         )
     elif named.keys() != weights.keys():
-        notes.append("The weights are of a compiled model.")
+        notes.append("The weights were saved from a compiled model.")
     if others := [name for name in named if not name.startswith(prefix)]:
         notes.append(f"Weights of the file that are not the model's are left out: {format_some(others, _SHOWN)}.")
     return _under(prefix, named)

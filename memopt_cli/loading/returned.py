@@ -1,6 +1,6 @@
 """Checking the optimized model's file: the original may have taken over the subprocess that wrote it.
 
-A process that makes no object of either compares the file with the original.  The file passes the same audit, and may
+The comparison with the original runs in a process that unpickles neither file.  The file passes the same audit, and may
 use no class of a library or of the user that the original does not use.  It may hold only the model: its
 later reader may be ``torch.load``, which makes everything in a file, needed or not.
 """

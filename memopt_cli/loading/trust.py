@@ -123,14 +123,14 @@ def unknown_refusal(use: Use, scripts: Mapping[Global, Path], folder: str) -> De
         return needs_script(wanted, scripts[wanted])
     if wanted == _HANDLE:
         return Denied(
-            "is the handle of a hook: keep none in a model, and run one with lazy layers once before saving it"
+            "is the handle of a hook: remove it before saving; if the model has lazy layers, run it once first"
         )
     if folder:
-        return Denied("is code next to a file that you named, and not in it", Trust(code_paths=(folder,)))
+        return Denied("is defined in another file of the folder of the script you named", Trust(code_paths=(folder,)))
     here = _is_here(wanted)
     if wanted.package in TOO_WIDE:
         remedy = Trust(code_paths=(".",)) if here and not _is_installed(wanted.package) else None
-        return Denied("is not a name that memopt builds objects of", remedy)
+        return Denied("is not among the names from which memopt rebuilds objects", remedy)
     if not here and not _is_installed(wanted.package):
         return Missing(f"no package {printable(wanted.package)} is installed")
     if here and not _is_installed(wanted.package):

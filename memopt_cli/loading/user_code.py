@@ -38,7 +38,7 @@ _COPIED: Final[dict[str, Any]] = {}
 
 
 def import_failure(error: BaseException) -> tuple[str, str]:
-    """Return the reason why code of the user's could not be imported, with the line of ``error``, and a hint."""
+    """Return why the user's code could not be imported, with the line of ``error``, and a hint."""
     reason = first_line(error) + raised_at(error)
     if isinstance(error, ModuleNotFoundError):
         missing = str(error.name).partition(".")[0]

@@ -3,9 +3,9 @@
 This is the side of the process that asks; :mod:`memopt_cli.measure.server` is the other.  On systems whose libraries do
 not survive a fork, subprocesses start as fresh interpreters.
 
-``multiprocessing``'s fork server would not do.  A subprocess runs a stranger's model: the subprocess and everything
-that it starts must be gone when its session ends, even if the model tries to escape, and its output must not reach the
-terminal.
+The fork server of ``multiprocessing`` does not suffice.  A subprocess runs a stranger's model: the subprocess and
+everything that it starts must be gone when its session ends, even if the model tries to escape, and its output must not
+reach the terminal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Comparing each route with the loop over the models: two training steps must have the same effects.
 
-Compared are outputs, gradients and buffers of two steps on a few models and samples, in float64 if the model allows it.
+Outputs, gradients and buffers of two steps are compared on a few models and samples, in float64 if the model allows it.
 """
 
 from __future__ import annotations

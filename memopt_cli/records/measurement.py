@@ -15,7 +15,7 @@ from memopt_cli.records.trace import Phase
 from memopt_cli.text.units import format_bytes
 
 SKIPS_LAYERS = "the step that was measured runs some and skips others"
-"""Words by which a note says that the measured step skips layers, so that other steps may need more memory."""
+"""Phrase in the note that the measured step skips layers, so that other steps may need more memory."""
 _NINE_OF_TEN = 1.28
 """Standard errors above a mean below which nine of ten values lie, where they are normal."""
 _STANDARD_ERROR = 1.2533 * 1.4826

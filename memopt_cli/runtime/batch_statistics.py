@@ -319,7 +319,7 @@ class _Norms(TorchFunctionMode):
         if not self._unused:
             if running_mean is not None:
                 self._uncount(running_mean)
-            self.broken_off = "catches the exception that breaks off a pass over its chunks"
+            self.broken_off = "catches the exception by which memopt ends a pass over its chunks"
             raise _Unknown(self._reached_norm(input, running_mean, running_var))
         norm = self._unused.pop(0)
         statistics, reached = norm.statistics, norm.chunks[self._index]

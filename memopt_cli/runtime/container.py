@@ -377,7 +377,7 @@ def _run_packing(module: nn.Module, forward: Callable[..., Any], args: tuple[Any
     except RuntimeError as error:
         if forbids_hooks(error):
             raise RuntimeError(
-                f"{label_of(module)} computes gradients by torch.func in its forward, which PyTorch cannot do while "
+                f"{label_of(module)} computes gradients with torch.func in its forward, which PyTorch cannot do while "
                 "what is saved there is packed; set packed to false in the plan"
             ) from error
         raise

@@ -37,7 +37,7 @@ def refusal(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"
     if "forward" in vars(module):
-        return "its instance has its own forward, which would bypass the segment"
+        return "forward is set on the instance, not on its class, so it would bypass the segment"
     if kind.forward is nn.Module.forward:
         return f"{kind.__name__} has no forward"
     if uninitialized(module, recurse=False):

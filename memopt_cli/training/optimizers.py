@@ -92,7 +92,7 @@ def _call_maker(function: Callable[..., Any], model: nn.Module) -> Optimizer:
         if any(id(parameter) not in parameter_ids for parameter in group["params"]):
             raise UsageError(
                 f"`--optimizer`: {name} updates tensors that are not parameters of its model",
-                hint="Let it take the parameters of its argument, as in lambda model: AdamW(model.parameters()).",
+                hint="Build it from the model that is passed in, as in lambda model: AdamW(model.parameters()).",
             )
     return optimizer
 

@@ -197,7 +197,7 @@ def test_a_module_that_is_missing_is_named_with_the_flag(
 
 def test_a_module_beside_a_script_that_was_named_needs_the_folder(of_own_code: Path) -> None:
     Path("code/train.py").touch()
-    with pytest.raises(UnsafeFileError, match=r"own_net\.Net is code next to a file that you named") as error:
+    with pytest.raises(UnsafeFileError, match=r"own_net\.Net is defined in another file of the folder") as error:
         load_model(source(of_own_code, code_paths=("code/train.py",)))
     assert error.value.hint.endswith("--code-path code")
 

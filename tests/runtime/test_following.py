@@ -495,7 +495,7 @@ def test_gradients_of_functions_in_what_is_packed_are_told() -> None:
     model = nn.Sequential(Mapping("grad"))
     install_segment(model, PACKED)
     with pytest.raises(
-        RuntimeError, match=r"Sequential computes gradients by torch.func in its forward.*set packed to"
+        RuntimeError, match=r"Sequential computes gradients with torch.func in its forward.*set packed to"
     ):
         model(torch.ones(64, 64))
 

@@ -221,7 +221,7 @@ def _refuse_without_memory(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta and not is_fake(tensor):
             raise StepError(
-                f"{name} is on the meta device: it has a shape and no values",
+                f"{name} is on the meta device, so it has a shape but no values",
                 hint="Load the weights before the model is saved; or let a callable build it, and predict with "
                 "`--fake`.",
             )
