@@ -126,12 +126,13 @@ def planner_probes(
     *,
     fake: bool,
     allow_inexact: bool,
-    settle: Callable[[StepTrace], StepTrace],
+    settle: Callable[[StepTrace], StepTrace] = lambda trace: trace,
 ) -> Probes:
     """Return the functions that try plans for a planner; they also show its progress.
 
     ``fake``: whether to count on fake tensors.  ``allow_inexact``: whether to allow chunks that change batch
-    statistics, and nothing else.  ``settle``: replaces the times in a recorded step by remembered ones.
+    statistics, and nothing else.  ``settle``: replaces the times in a recorded step by remembered ones; by default
+    they stay.
     """
     reporter = _Reporter(progress, original.allocated_peak_bytes)
 
