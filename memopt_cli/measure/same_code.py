@@ -6,7 +6,6 @@ file was edited.  What a subprocess measures is then not the model of this proce
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import hashlib
@@ -29,8 +28,6 @@ from memopt_cli.runtime.variables import WRAPPED, assigned_in, is_library, names
 
 _DEEPEST: Final = 8
 """Levels of containers in a value that are compared; some contain themselves."""
-_EQUAL: Final[set[Any]] = set()
-"""Comparisons that found no difference, each with its code and files: the next call need not ask a subprocess again."""
 
 
 def find_difference(source: ModelSource, names: Sequence[str], functions: Sequence[UserFunction] = ()) -> str:
@@ -40,22 +37,17 @@ def find_difference(source: ModelSource, names: Sequence[str], functions: Sequen
     """
     functions = [function for function in functions if function.function is not None]
     here = _Reading([*map(pkgutil.resolve_name, names), *(function.function for function in functions)])
-    references = tuple(function.reference for function in functions)
-    compared = tuple(names), references, source.trust.code_paths, tuple(here.digests.items()), here.stamps()
-    if not here.digests or compared in _EQUAL:
+    if not here.digests:
         return ""
     with Session(Subject(source=source), 600.0) as session:
-        there = session.ask(CodeJob(names=tuple(names), functions=references))
+        there = session.ask(CodeJob(names=tuple(names), functions=tuple(f.reference for f in functions)))
     if not isinstance(there, CodeRead):  # the first step fails likewise, and its error is shown
         return ""
     differing = dict(here.digests.items() ^ there.digests.items())
     # A method that was replaced may name further code: the method itself is the better answer.
     first = min(differing, key=lambda name: (name not in here.digests or name not in there.digests, name), default="")
     file = os.path.basename(here.files.get(first, ""))
-    if not first:
-        _EQUAL.add(compared)
-        return ""
-    return f"{first} in this process differs from the one in {file or 'its file'}"
+    return f"{first} in this process differs from the one in {file or 'its file'}" if first else ""
 
 
 def read_code(subject: Subject, job: CodeJob) -> CodeRead:
@@ -89,10 +81,6 @@ class _Reading:
             for name, texts in self._texts.items()
             if name not in assigned  # such as a counter: state of this process
         }
-
-    def stamps(self) -> tuple[Any, ...]:
-        """Return the time of the last change and the size of each file of the code; they differ after an edit."""
-        return tuple(_stamp(file) for file in sorted({*self.files.values()}))
 
     def _read_class(self, cls: type) -> None:
         for base in cls.__mro__:
@@ -152,13 +140,6 @@ class _Reading:
         whole = [text for text in texts if text is not None]
         ordered = sorted(whole) if isinstance(value, set | frozenset) else whole
         return f"{type(value).__name__} {ordered}" if 0 < len(whole) == len(texts) else None
-
-
-def _stamp(file: str) -> tuple[str, int, int] | None:
-    with contextlib.suppress(OSError):  # a notebook has no file
-        state = os.stat(file)
-        return file, state.st_mtime_ns, state.st_size
-    return None
 
 
 def _is_users(module: str) -> bool:
