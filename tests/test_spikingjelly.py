@@ -439,7 +439,7 @@ def test_modules_that_cannot_be_segments_are_left_out_and_named() -> None:
     assert summary["gc_candidate_count"] == 1
     (note,) = summary["notes"]
     assert "'idle' (the step never calls it)" in note
-    assert "'bypassed' (its instance has its own forward" in note
+    assert "'bypassed' (forward is set on the instance" in note
 
 
 @pytest.mark.parametrize("inputs", [(), (torch.ones(2, 8),)], ids=["unmeasured", "measured"])

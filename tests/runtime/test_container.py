@@ -676,7 +676,7 @@ def _a_segment() -> nn.Module:
     ("make", "reason"),
     [
         (_a_segment, "a segment already"),
-        (_with_own_forward, "its instance has its own forward"),
+        (_with_own_forward, "forward is set on the instance"),
         (lambda: nn.ModuleList([mlp()]), "ModuleList has no forward"),
         (nn.ModuleDict, "ModuleDict has no forward"),
         (nn.ParameterList, "ParameterList has no forward"),

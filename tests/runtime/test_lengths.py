@@ -530,7 +530,7 @@ def test_two_plans_by_length_do_not_meet() -> None:
 def test_a_root_that_cannot_look_at_its_input_says_so() -> None:
     model = Net()
     model.forward = model.forward  # type: ignore[method-assign]
-    with pytest.raises(PlanError, match=r"module '\(root\)' cannot be a segment: its instance has its own forward"):
+    with pytest.raises(PlanError, match=r"module '\(root\)' cannot be a segment: forward is set on the instance"):
         apply_plan(model, PLAN)
 
 

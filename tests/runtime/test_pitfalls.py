@@ -428,7 +428,7 @@ def test_pitfall_39_lazy_parametrized_and_own_forward() -> None:
 
     block = mlp()
     block.forward = block[0].forward  # type: ignore[method-assign]
-    assert "its instance has its own forward" in refusal(block)
+    assert "forward is set on the instance" in refusal(block)
 
 
 @pytest.mark.slow

@@ -23,6 +23,10 @@ _WEIGHTS_SHARE: Final = 0.5
 """Above this share of a peak, a message names parameters and gradients as most of the peak."""
 
 
+class ParametersTooLargeError(NothingFitsError):
+    """The parameters alone exceed the budget, so that neither a plan nor smaller inputs help."""
+
+
 class NotRunHereError(NothingFitsError):
     """A plan is predicted to fit into the budget, but this machine has too little memory to run its step."""
 
@@ -73,11 +77,11 @@ def nothing_fits(
 
 
 def require_parameters_fit(budget_bytes: int, original: Counted) -> None:
-    """Raise :class:`NothingFitsError` before a search if the parameters of the ``original`` alone exceed the budget."""
+    """Raise :class:`ParametersTooLargeError` if the parameters of the ``original`` alone exceed the budget."""
     parameters_bytes = original.breakdown.parameters_bytes
     if parameters_bytes > budget_bytes:
         budget, parameters = format_apart(budget_bytes, parameters_bytes)
-        raise NothingFitsError(
+        raise ParametersTooLargeError(
             f"the parameters alone take {parameters}, and the budget is {budget}",
             hint="Raise `--budget`: `--budget 8GiB` is a size, and `--budget 60%` a share of the original's peak.",
         )

@@ -32,6 +32,7 @@ from memopt_cli.inputs.batch_axis import BATCH
 from memopt_cli.inputs.spec_text import format_tensor
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, MeasureJob
 from memopt_cli.pipeline.failures import raise_failure
+from memopt_cli.pipeline.plans.budget_errors import ParametersTooLargeError
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.plan_measurements import measurement_in
 from memopt_cli.pipeline.prepare import Prepared
@@ -293,6 +294,8 @@ class _ByLength:
         longest = f"{self.varied.symbol}={self.varied.high}"
         try:
             return self.find_at(self.varied.high)
+        except ParametersTooLargeError:
+            raise
         except NothingFitsError as err:
             hint = f"End the range at a different {self.varied.symbol}, usually a smaller one. {err.hint}"
             raise NothingFitsError(f"at {longest} {err.message}", hint=hint) from err

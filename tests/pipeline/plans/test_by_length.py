@@ -290,12 +290,18 @@ def test_a_length_with_none_shorter_to_try_is_named_alone() -> None:
 @pytest.mark.slow
 def test_what_does_not_fit_is_the_longest(optimize: Memopt) -> None:
     torch.save(deep_net(1), "net.pt")
-    done = optimize(*RANGE, "--budget", "1KiB", "--level", "1")
+    done = optimize(*RANGE, "--budget", "1MiB", "--level", "1")
     assert done.code == 6
-    assert f"error: at S={HIGH} no plan found takes 1.0 KiB or less" in done.err
+    assert f"error: at S={HIGH} no plan found takes 1.0 MiB or less" in done.err
     assert "hint: End the range at a different S, usually a smaller one. Raise --budget" in done.err
     assert "No plan can make these parts of its peak smaller: " in done.err
-    assert f"memopt explain net.pt --input BxSx64 --dim B=4 --dim S={HIGH} --memory 1KiB" in done.err
+    assert f"memopt explain net.pt --input BxSx64 --dim B=4 --dim S={HIGH} --memory 1MiB" in done.err
+
+    done = optimize(*RANGE, "--budget", "1KiB", "--level", "1")
+    assert done.code == 6
+    assert "error: the parameters alone take" in done.err
+    assert f"S={HIGH} the" not in done.err
+    assert "End the range" not in done.err
 
 
 def test_a_script_does_not_say_which_dimension_it_is(optimize: Memopt) -> None:
