@@ -32,7 +32,7 @@ from memopt_cli.errors import NothingFitsError
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import MeasureAnswer, MeasureJob
 from memopt_cli.pipeline import optimize
-from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
 from memopt_cli.pipeline.verification import verify_plan
 from memopt_cli.records import (
     Budget,
@@ -278,8 +278,10 @@ def run(
                 continue
             if name not in benches:
                 asked = request_of(name, options.backend, settings)
-                opening = Opening(source=asked.source, spec=asked.spec, settings=settings, timeout_s=TIMEOUT_S)
-                benches[name] = Bench(name, options.backend, prepare(opening, progress=Progress(), ask=None), folders)
+                load_request = LoadRequest(source=asked.source, spec=asked.spec, settings=settings, timeout_s=TIMEOUT_S)
+                benches[name] = Bench(
+                    name, options.backend, prepare(load_request, progress=Progress(), ask=None), folders
+                )
             rows.append(rows_of(benches[name], settings, float(share) / 100, theirs))
             longest_s = max(longest_s, time.monotonic() - begun)
             print(" | ".join(rows[-1]), flush=True)

@@ -27,11 +27,11 @@ from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.trace import resident_bytes
-from memopt_cli.training.step import Step, place, seed_everything
+from memopt_cli.training.step import TrainingStep, move_model, seed_everything
 
 HEAT = 5
 """Most contestants at a time besides the first: each takes up to 3 GiB of memory on SpikingJelly's VGG."""
-Prepare = Callable[[Step], nn.Module]
+Prepare = Callable[[TrainingStep], nn.Module]
 """Function from a step to the model that is run; it must pickle, to reach the contestant's process."""
 
 
@@ -99,15 +99,15 @@ class Contestant:
         self._process.join()
 
 
-def make_step(subject: Subject) -> Step:
+def make_step(subject: Subject) -> TrainingStep:
     """Return a step of the model of ``subject``, loaded in this process."""
-    model = place(load_model(subject.source).module, subject.settings)
+    model = move_model(load_model(subject.source).module, subject.settings)
     args, kwargs = make_inputs(subject.spec, seed=subject.settings.seed, device=subject.settings.device, dtype=None)
     loss = user_function(subject.settings.loss, "--loss") if subject.settings.loss else None
-    return Step(model=model, args=args, kwargs=kwargs, settings=subject.settings, loss=loss)
+    return TrainingStep(model=model, args=args, kwargs=kwargs, settings=subject.settings, loss=loss)
 
 
-def take(step: Step) -> None:
+def take(step: TrainingStep) -> None:
     """Run forward and backward; gradients are ``None`` before and after."""
     seed_everything(step.settings.seed)
     step.backward(step.forward())

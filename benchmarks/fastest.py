@@ -33,7 +33,7 @@ from memopt_cli.pipeline.batches.batch_probes import BatchProbes
 from memopt_cli.pipeline.batches.fastest import fastest_prepared
 from memopt_cli.pipeline.batches.trials import Pair, Trials
 from memopt_cli.pipeline.plans.optimization import find_plan
-from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     BatchProbe,
@@ -178,8 +178,8 @@ def rows(case: Case, optimizer: str, samples: list[int]) -> Iterator[list[str]]:
     """Yield a row of ``case`` for each number of ``samples``, which sets the memory limit."""
     source = ModelSource(location=case.model, trust=Trust(code_paths=(".",)))
     settings = StepSettings(device="cuda:0" if torch.cuda.is_available() else "cpu", optimizer=optimizer)
-    opening = Opening(source=source, spec=case.spec, settings=settings, timeout_s=TIME_LIMIT_S)
-    prepared = prepare(opening, progress=Progress(), ask=None)
+    load_request = LoadRequest(source=source, spec=case.spec, settings=settings, timeout_s=TIME_LIMIT_S)
+    prepared = prepare(load_request, progress=Progress(), ask=None)
     prepared = replace(prepared, subject=replace(prepared.subject, layer_runs=True))
     for batch in samples:
         run = _trials(prepared, 1 << 60).run(ORIGINAL, batch)

@@ -32,7 +32,7 @@ from memopt_cli.records import BatchAdvice, BatchRequest, ModelSource, StepSetti
 from memopt_cli.records.progress import Progress
 from memopt_cli.text.units import format_bytes, parse_bytes
 from memopt_cli.trace.log import resident_bytes
-from memopt_cli.training.step import Step, seeds_of_backward
+from memopt_cli.training.step import TrainingStep, seeds_of_backward
 
 SAMPLES = Path(__file__).parents[1] / "sample_models"
 CASES = {
@@ -147,7 +147,7 @@ def trained_peak_bytes(model: str, optimizer: str, batch: int, micro_batches: in
             updates.step()
             updates.zero_grad()
 
-    held = resident_bytes(Step(model=net, args=args, kwargs=kwargs, settings=StepSettings()))
+    held = resident_bytes(TrainingStep(model=net, args=args, kwargs=kwargs, settings=StepSettings()))
     return measure_allocated(lambda entered: train(), "cpu", held).peak_bytes
 
 

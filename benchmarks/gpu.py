@@ -41,7 +41,7 @@ from memopt_cli.report.optimization import in_words
 from memopt_cli.text.units import format_bytes
 from memopt_cli.trace import resident_bytes
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step, synchronize
+from memopt_cli.training.step import TrainingStep, synchronize
 from sample_models.gpt import GPT, Block
 from sample_models.resnet import Bottleneck, ResNet
 
@@ -309,12 +309,14 @@ def offloaded(bench: Bench, name: str, case: Case) -> None:
         bench.row("offload", row)
 
 
-def _step(model: nn.Module, case: Case, device: str) -> Step:
+def _step(model: nn.Module, case: Case, device: str) -> TrainingStep:
     inputs = tuple(tensor.to(device) for tensor in case.make())
-    return Step(model=model.train(), args=inputs, kwargs={}, settings=StepSettings(device=device, precision="bf16"))
+    return TrainingStep(
+        model=model.train(), args=inputs, kwargs={}, settings=StepSettings(device=device, precision="bf16")
+    )
 
 
-def _peak(step: Step) -> int:
+def _peak(step: TrainingStep) -> int:
     for _ in range(2):
         _seconds(step)
     found = measure_allocated(lambda _: step.take(), step.settings.device, resident_bytes(step))
@@ -322,7 +324,7 @@ def _peak(step: Step) -> int:
     return found.peak_bytes
 
 
-def _seconds(step: Step) -> float:
+def _seconds(step: TrainingStep) -> float:
     synchronize(step.settings.device)
     started = time.perf_counter()
     step.take()

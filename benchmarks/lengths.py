@@ -51,7 +51,7 @@ from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import format_bytes, format_seconds, parse_bytes
 from memopt_cli.trace import resident_bytes
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from sample_models import gpt
 
 LOW, HIGH, UNIT = 32, 256, 16
@@ -125,7 +125,7 @@ def epochs(lengths: list[int], plans: list[Plan], batch: int) -> list[float]:
 
 def peak_bytes(model: nn.Module, length: int, batch: int) -> int:
     """Return the allocated peak in bytes of a step that adds to gradients, as memopt measures it."""
-    step = Step(model=model, args=inputs_of(length, batch), kwargs={}, settings=StepSettings(device="cpu"))
+    step = TrainingStep(model=model, args=inputs_of(length, batch), kwargs={}, settings=StepSettings(device="cpu"))
     step.reset_gradients()
     return measure_allocated(step.take, "cpu", resident_bytes(step)).peak_bytes
 

@@ -46,7 +46,7 @@ from memopt_cli.report.optimization import in_words
 from memopt_cli.runtime.places.interface import counted_elsewhere
 from memopt_cli.text.units import format_bytes, format_seconds
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step, synchronize
+from memopt_cli.training.step import TrainingStep, synchronize
 
 MODELS = ("gpt", "resnet", "spiking_vgg", "unet")
 SEARCH_S = 20.0
@@ -89,7 +89,7 @@ def _raw(tensor: Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def saved_bytes(step: Step) -> int:
+def saved_bytes(step: TrainingStep) -> int:
     """Return the bytes of all tensors that autograd saves in ``step``, each as often as it is saved."""
     sizes: list[int] = []
 
@@ -203,7 +203,7 @@ def take_turns(ways: Sequence[Way], subject: Subject, rounds: int) -> None:
             _take(way, step)
 
 
-def _take(way: Way, step: Step) -> None:
+def _take(way: Way, step: TrainingStep) -> None:
     device = step.settings.device
     synchronize(device)
     started = time.perf_counter()
@@ -215,7 +215,7 @@ def _take(way: Way, step: Step) -> None:
     way.elsewhere_bytes = max(way.elsewhere_bytes, elsewhere.peak_bytes)
 
 
-def _peak(way: Way, step: Step) -> int:
+def _peak(way: Way, step: TrainingStep) -> int:
     device = step.settings.device
     if device == "cpu":
         with way.hooks():

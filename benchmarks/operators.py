@@ -34,7 +34,7 @@ from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime.compressor import same_bits
 from memopt_cli.trace import FakeStep, count_step, resident_bytes
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step, seed_everything
+from memopt_cli.training.step import TrainingStep, seed_everything
 from memopt_cli.verification.effects import effects
 
 _COPIES = {"aten::resolve_conj", "aten::resolve_neg"}
@@ -138,7 +138,7 @@ def scaled(factor: int) -> Iterator[None]:
             setattr(module, name, size)
 
 
-def samples(operator: Any, factor: int) -> Iterator[Step]:
+def samples(operator: Any, factor: int) -> Iterator[TrainingStep]:
     """Yield a step of ``operator`` for each input of its tests that has a tensor to differentiate."""
     seed_everything(0)
     with scaled(factor):
@@ -151,12 +151,12 @@ def samples(operator: Any, factor: int) -> Iterator[Step]:
                 first, args, kwargs = tree_unflatten(list(leaves), spec)
                 return sample.output_process_fn_grad(operator(first, *args, **kwargs))
 
-            yield Step(model=OneOperator(call, leaves).train(), args=(), kwargs={}, settings=StepSettings())
+            yield TrainingStep(model=OneOperator(call, leaves).train(), args=(), kwargs={}, settings=StepSettings())
 
 
-def step_of(operator: Any) -> Step:
+def step_of(operator: Any) -> TrainingStep:
     """Return the first step of at least :data:`MIN_BYTES`, at the smallest scale that has one; else the largest."""
-    best: tuple[int, Step] | None = None
+    best: tuple[int, TrainingStep] | None = None
     before = 0
     for factor in SCALES:
         found = [(resident_bytes(step), step) for step in islice(samples(operator, factor), _MAX_SAMPLES)]
@@ -174,7 +174,7 @@ def step_of(operator: Any) -> Step:
     return best[1]
 
 
-def tensors_allocated(step: Step) -> int:
+def tensors_allocated(step: TrainingStep) -> int:
     """Return the allocator's peak in a step without dispatch modes, less the workspace of kernels, in bytes."""
     held = resident_bytes(step)
     seed_everything(0)
@@ -255,7 +255,7 @@ def compare(operator: Any) -> Compared:
     )
 
 
-def is_equal(step: Step, plan: Plan) -> bool:
+def is_equal(step: TrainingStep, plan: Plan) -> bool:
     """Return whether outputs and gradients under ``plan`` equal those of the plain step to the bit."""
     wanted = effects(replace(step, model=copy.deepcopy(step.model)))
     found = effects(replace(step, model=apply_plan(copy.deepcopy(step.model), plan)))

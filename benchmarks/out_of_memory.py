@@ -26,7 +26,7 @@ from memopt_cli.inputs.spec_text import parse_dims, parse_tensor
 from memopt_cli.measure.jobs import ORIGINAL, Job, ProbeJob, Subject, TraceAnswer, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.memory.step_peaks import live_bytes
-from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
 from memopt_cli.records import BatchProbe, InputSpec, ModelSource, Plan, StepSettings, StepTrace, Trust, from_data
 from memopt_cli.records.progress import Progress
 
@@ -161,8 +161,8 @@ def _prepared(case: Case) -> Prepared:
     tensors = tuple(map(parse_tensor, case.inputs))
     spec = InputSpec(tensors=tensors, dims=parse_dims(case.dims), source="--input")
     source = ModelSource(location=case.model, trust=Trust(packages=("sample_models",)))
-    opening = Opening(source=source, spec=spec, settings=StepSettings(), timeout_s=600)
-    return prepare(opening, progress=Progress(), ask=None)
+    load_request = LoadRequest(source=source, spec=spec, settings=StepSettings(), timeout_s=600)
+    return prepare(load_request, progress=Progress(), ask=None)
 
 
 def _ask(prepared: Prepared, job: Job[Any]) -> Any:

@@ -40,12 +40,12 @@ from memopt_cli.search.plan.cost_model import (
     SEGMENT_S,
     CostModel,
     Passes,
-    Rerun,
+    Recomputation,
 )
 from memopt_cli.search.plan.replay import MIN_PACKED_BYTES
 from memopt_cli.trace import FakeStep
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step, synchronize
+from memopt_cli.training.step import TrainingStep, synchronize
 
 _LAYERS = 20
 """Layers of the models on which keeping products is measured."""
@@ -124,10 +124,10 @@ class _Segments:
 
     def __init__(self, module: nn.Module, x: Tensor, segments: Sequence[SegmentPlan], rounds: int) -> None:
         plain = nn.Sequential(module)
-        step = Step(model=plain, args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
+        step = TrainingStep(model=plain, args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
         trace = FakeStep(step).record(batch=len(x))
         call = next(call for call in trace.calls if call.path == "0")
-        self.rerun = CostModel(trace).rerun(call)
+        self.recomputation = CostModel(trace).recomputation(call)
         operators = [trace.ops[index] for index in call.forward]
         self.convolutions = sum("convolution" in op.name for op in operators)
         """Number of convolutions in the module."""
@@ -158,11 +158,11 @@ _WARM_UP = 17
 
 def _terms(chunks: int, segments: _Segments) -> list[int]:
     """Return how many times each of :data:`_FITTED` is in the time of a segment."""
-    rerun = segments.rerun
+    recomputation = segments.recomputation
     # The first chunk takes the place of the plain run; others add one in forward, recomputation and backward each.
     again = 3 * (chunks - 1)
-    chunked = [again * rerun.ops, again * segments.products, again * segments.convolutions]
-    return [chunks, chunks * rerun.modules, chunks * rerun.ops, *chunked]
+    chunked = [again * recomputation.ops, again * segments.products, again * segments.convolutions]
+    return [chunks, chunks * recomputation.modules, chunks * recomputation.ops, *chunked]
 
 
 _FITTED = {
@@ -210,7 +210,7 @@ def _keep_row(name: str, product: str, rounds: int) -> list[str]:
     segments = _Segments(make(_LAYERS), x, plans, rounds)
     whole_s, keeping_s = segments.added_s
     # Divided by 2, since each operator runs in forward and in the recomputation.
-    return [name, f"{(keeping_s - whole_s) / (2 * segments.rerun.ops) * 1e6:.0f} µs"]
+    return [name, f"{(keeping_s - whole_s) / (2 * segments.recomputation.ops) * 1e6:.0f} µs"]
 
 
 class _Saves(nn.Module):
@@ -256,10 +256,10 @@ def _chunked_row(norms: int, rounds: int) -> list[str]:
     # A layer is three operators; the pass up to norm number ``before`` ends with a convolution and that norm.
     passes = Passes(norms=norms, ops=sum(3 * before + 2 for before in range(norms)))
     min_s = len(layers) * OP_S + norms * CONVOLUTION_S
-    rerun = Rerun(ops=len(layers), min_s=min_s, modules=len(layers) + 1, passes=passes)
+    recomputation = Recomputation(ops=len(layers), min_s=min_s, modules=len(layers) + 1, passes=passes)
     # Norms run in all passes: 1 + 2 + ... + n in those that gather statistics, and n in the last.
     met = norms * (norms + 3) / 2
-    left_s = chunk_s - rerun.overhead_s(segment) / _CHUNKS + met * NORM_S
+    left_s = chunk_s - recomputation.overhead_s(segment) / _CHUNKS + met * NORM_S
     return [f"{norms}", f"{chunk_s * 1e3:.1f} ms", f"{left_s / met * 1e6:.0f} µs"]
 
 

@@ -29,7 +29,7 @@ from memopt_cli.text.units import format_bytes
 from memopt_cli.trace import FakeStep
 from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.optimizers import optimizer_maker
-from memopt_cli.training.step import Step, make_scaler
+from memopt_cli.training.step import TrainingStep, make_scaler
 
 ALLOWED = 0.01
 """Largest relative error that is allowed."""
@@ -80,10 +80,10 @@ def lora() -> tuple[nn.Module, dict[str, Any]]:
 MODELS = {"gpt": gpt, "resnet": resnet, "lora": lora}
 
 
-def step_of(model: nn.Module, inputs: dict[str, Any], settings: StepSettings) -> Step:
+def step_of(model: nn.Module, inputs: dict[str, Any], settings: StepSettings) -> TrainingStep:
     """Return a step of ``model`` whose optimizer has its state already, and whose gradients are reset."""
     make = optimizer_maker(parse_optimizer(settings.optimizer))
-    step = Step(
+    step = TrainingStep(
         model=model.train(),
         args=(),
         kwargs=inputs,
@@ -101,7 +101,7 @@ def step_of(model: nn.Module, inputs: dict[str, Any], settings: StepSettings) ->
     return step
 
 
-def peaks(step: Step) -> tuple[Mapping[Phase, int], Mapping[Phase, int]]:
+def peaks(step: TrainingStep) -> tuple[Mapping[Phase, int], Mapping[Phase, int]]:
     """Return the measured and the predicted peaks of every phase, in bytes."""
     measured = measure_allocated(step.take, "cpu", resident_bytes(step))
     predicted = FakeStep(step).count(measured.workspaces).phases

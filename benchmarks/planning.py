@@ -16,7 +16,7 @@ from memopt_cli.loading.input_spec import read_spec_file
 from memopt_cli.measure.jobs import MeasureAnswer, MeasureJob
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
-from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
 from memopt_cli.pipeline.search_probes import planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
@@ -62,8 +62,8 @@ def prepared(name: str, device: str = "cpu") -> Prepared:
 
 def opened(location: str, spec: InputSpec, settings: StepSettings) -> Prepared:
     """Open the model that the function at ``location`` makes, with runs of layers in Sequentials as candidates."""
-    opening = Opening(source=ModelSource(location=location), spec=spec, settings=settings, timeout_s=TIMEOUT_S)
-    ready = prepare(opening, progress=Progress(), ask=None)
+    load_request = LoadRequest(source=ModelSource(location=location), spec=spec, settings=settings, timeout_s=TIMEOUT_S)
+    ready = prepare(load_request, progress=Progress(), ask=None)
     return replace(ready, subject=replace(ready.subject, layer_runs=True))
 
 

@@ -67,7 +67,7 @@ from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.trace import FakeStep
 from memopt_cli.training.apply import apply_plan, remove_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 BLOCKS = {
     "gpt": "Block",
@@ -94,12 +94,12 @@ LAYERS = (64, 256, 1024)
 # ---------------------------------------------------------------------------------------------- contest
 
 
-def as_it_is(step: Step) -> nn.Module:
+def as_it_is(step: TrainingStep) -> nn.Module:
     """Return the model of ``step`` unchanged."""
     return step.model
 
 
-def every_block(step: Step, class_name: str) -> nn.Module:
+def every_block(step: TrainingStep, class_name: str) -> nn.Module:
     """Checkpoint every module of class ``class_name``, as users do by hand."""
     for module in step.model.modules():
         if type(module).__name__ == class_name:
@@ -107,7 +107,7 @@ def every_block(step: Step, class_name: str) -> nn.Module:
     return step.model
 
 
-def compiled(step: Step, budget: float) -> nn.Module:
+def compiled(step: TrainingStep, budget: float) -> nn.Module:
     """Compile the model with PyTorch's activation memory ``budget``, and take the first step, which compiles."""
     import torch._functorch.config as functorch
 
@@ -118,12 +118,12 @@ def compiled(step: Step, budget: float) -> nn.Module:
     return model
 
 
-def planned(step: Step, plan: Plan) -> nn.Module:
+def planned(step: TrainingStep, plan: Plan) -> nn.Module:
     """Apply memopt's ``plan`` to the model."""
     return apply_plan(step.model, plan)
 
 
-def spikingjelly(step: Step, level: int) -> nn.Module:
+def spikingjelly(step: TrainingStep, level: int) -> nn.Module:
     """Return the model that SpikingJelly's search makes at ``level``."""
     from benchmarks.spikingjelly_vgg import search
 
@@ -353,7 +353,7 @@ def steps(names: Sequence[str], options: argparse.Namespace) -> None:
         )
 
 
-def _times(step: Step, plans: Sequence[Plan], rounds: int) -> dict[Plan, float]:
+def _times(step: TrainingStep, plans: Sequence[Plan], rounds: int) -> dict[Plan, float]:
     """Return the median seconds of a step under each plan, taken in turns."""
     times: dict[Plan, list[float]] = {plan: [] for plan in plans}
     for turn in range(rounds + 1):
@@ -366,7 +366,7 @@ def _times(step: Step, plans: Sequence[Plan], rounds: int) -> dict[Plan, float]:
     return {plan: statistics.median(taken) for plan, taken in times.items()}
 
 
-def _step_s(step: Step) -> float:
+def _step_s(step: TrainingStep) -> float:
     """Return the mean seconds of as many steps as :data:`TURN_S` allows, at least one."""
     started, steps, spent_s = time.perf_counter(), 0, 0.0
     while spent_s < TURN_S:
@@ -398,7 +398,7 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
     for layers in LAYERS:
         started = time.perf_counter()
         model = nn.Sequential(*(Layer(64) for _ in range(layers))).train()
-        fake = FakeStep(Step(model=model, args=(torch.randn(512, 64),), kwargs={}, settings=StepSettings()))
+        fake = FakeStep(TrainingStep(model=model, args=(torch.randn(512, 64),), kwargs={}, settings=StepSettings()))
         trace = fake.record(512)
         original = fake.count()
         recorded_s = time.perf_counter() - started

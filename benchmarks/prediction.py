@@ -26,7 +26,7 @@ from memopt_cli.errors import first_line
 from memopt_cli.inputs.batch_axis import with_batch
 from memopt_cli.loading.input_spec import make_inputs, read_spec_file
 from memopt_cli.records import ChunkRule, InputSpec, Plan, SegmentPlan, StepSettings
-from memopt_cli.training.step import Step, seed_everything
+from memopt_cli.training.step import TrainingStep, seed_everything
 from memopt_cli.verification.chunking import capture_call, find_rule
 from sample_models.__main__ import NAMES, write_sample
 from tests.search.plan.subjects import Subject, drawn
@@ -55,7 +55,7 @@ class Predicted:
 class Draws:
     """Source of random plans for one step."""
 
-    def __init__(self, step: Step, small: Step, seed: str) -> None:
+    def __init__(self, step: TrainingStep, small: TrainingStep, seed: str) -> None:
         """Record ``step``; ``small`` is the same step with a small batch, on which chunks are tried."""
         self.subject = Subject(step.model, *step.args, **step.kwargs)
         self._small = small
@@ -91,7 +91,7 @@ class Draws:
         return self._rules[kind]
 
 
-def steps(name: str, drawn_steps: int) -> Iterator[tuple[str, Step, Step]]:
+def steps(name: str, drawn_steps: int) -> Iterator[tuple[str, TrainingStep, TrainingStep]]:
     """Yield the steps of model ``name``: a name, the step, and the step with a small batch."""
     if name == DRAWN:
         for seed in range(drawn_steps):
@@ -105,13 +105,13 @@ def steps(name: str, drawn_steps: int) -> Iterator[tuple[str, Step, Step]]:
     yield name, whole, small
 
 
-def _step(name: str, spec: InputSpec) -> Step:
+def _step(name: str, spec: InputSpec) -> TrainingStep:
     args, kwargs = make_inputs(spec, seed=0, device="cpu", dtype=None)
     model = importlib.import_module(f"sample_models.{name}").build()
-    return Step(model=model, args=args, kwargs=kwargs, settings=StepSettings())
+    return TrainingStep(model=model, args=args, kwargs=kwargs, settings=StepSettings())
 
 
-def predicted(name: str, step: Step, small: Step, plans: int, seed: int) -> Iterator[Predicted]:
+def predicted(name: str, step: TrainingStep, small: TrainingStep, plans: int, seed: int) -> Iterator[Predicted]:
     """Yield the prediction and dry run of each different plan among ``plans`` random ones."""
     draws = Draws(step, small, f"{seed} {name}")
     for plan in dict.fromkeys(draws.plan() for _ in range(plans)):

@@ -27,7 +27,7 @@ import torch
 from benchmarks.results import table, write_section
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline import recommend_batch
-from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
 from memopt_cli.records import BatchProbe, BatchRequest, ModelSource, StepSettings, Trust
 from memopt_cli.records.progress import Progress
 from memopt_cli.text.units import exact_bytes, parse_bytes
@@ -122,8 +122,8 @@ def run(model: str, limit_bytes: int) -> Case:
     started, cpu_started = time.perf_counter(), cpu_seconds()
     found = recommend_batch(request, progress=Progress(), ask=None)
     between, cpu_between = time.perf_counter(), cpu_seconds()
-    opening = Opening(source=source, spec=None, settings=settings, timeout_s=TIME_LIMIT_S)
-    prepared = prepare(opening, progress=Progress(), ask=None)
+    load_request = LoadRequest(source=source, spec=None, settings=settings, timeout_s=TIME_LIMIT_S)
+    prepared = prepare(load_request, progress=Progress(), ask=None)
     largest, trials = find(prepared, limit_bytes)
     return Case(
         model=model,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.records import InputSpec
 from memopt_cli.trace import count_step
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 WIDTHS = (64, 128, 256, 256, 512, 512, 512, 512)
 POOLED = (2, 4, 6)
@@ -75,7 +75,7 @@ def total(output: Tensor) -> Tensor:
     return output.sum()
 
 
-def search(step: Step, level: int) -> nn.Module:
+def search(step: TrainingStep, level: int) -> nn.Module:
     """Return the model of ``step`` after SpikingJelly's search at ``level``, called as in its tutorial."""
     pipeline._measure_peak = lambda model, example: _peak(step)
     pipeline._forward_costs = _forward_seconds
@@ -90,7 +90,7 @@ def search(step: Step, level: int) -> nn.Module:
     return found
 
 
-def _peak(step: Step) -> float:
+def _peak(step: TrainingStep) -> float:
     peak = count_step(step).tensor_peak_bytes
     functional.reset_net(step.model)
     return float(peak)

@@ -16,7 +16,7 @@ from fuzz.training import Outcome, told
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.records import StepSettings
 from memopt_cli.trace import FakeStep, count_step, resident_bytes
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 _BATCH: Final = 64
 _TOLERANCE: Final = 0.05
@@ -78,12 +78,12 @@ def outcome(case: Case) -> Outcome:
     return Outcome("same") if found.agree else Outcome("differs", str(found))
 
 
-def _step(case: Case) -> Step:
+def _step(case: Case) -> TrainingStep:
     model = build(case)
     x = torch.randn(_BATCH, STEPS, WIDTH).to(model.scale.dtype)
-    return Step(model=model, args=(x,), kwargs={}, settings=StepSettings())
+    return TrainingStep(model=model, args=(x,), kwargs={}, settings=StepSettings())
 
 
-def _take(step: Step) -> None:
+def _take(step: TrainingStep) -> None:
     step.backward(step.forward())
     step.model.zero_grad(set_to_none=True)

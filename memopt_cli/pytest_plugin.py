@@ -145,11 +145,11 @@ def _count(
     from memopt_cli.runtime.state import StartingState
     from memopt_cli.trace import count_step
     from memopt_cli.training.optimizers import optimizer_maker
-    from memopt_cli.training.step import Step, begin
+    from memopt_cli.training.step import TrainingStep, reset_step
 
     messages: dict[str, None] = {}
     settings = StepSettings(device=_device(model), optimizer=optimizer, seed=seed)
-    step = Step(
+    step = TrainingStep(
         model=model,
         args=args,
         kwargs=dict(inputs),
@@ -160,11 +160,11 @@ def _count(
     )
     start = StartingState(model)
     with isolate_state():
-        begin(step, start)
+        reset_step(step, start)
         # Adam and others make their state in their first update: a second step is counted, which has the state.
         step.run_checked()
         step.update()
-        begin(step, start)
+        reset_step(step, start)
         counted = count_step(step)
         start.restore()
     return counted, list(messages)

@@ -51,12 +51,12 @@ def explain_oom(path: str | os.PathLike[str] = "memopt-oom") -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if is_out_of_memory(error) or _is_of_loading(error):
+            if is_out_of_memory(error) or _came_from_data_loader(error):
                 error.add_note(_keep_files(error, base, sizes_before))
             raise
 
 
-def _is_of_loading(error: BaseException | None) -> bool:
+def _came_from_data_loader(error: BaseException | None) -> bool:
     """Return whether ``error``, or an error that it was raised from, is of a DataLoader's workers without memory."""
     while error is not None:
         report = read_oom(str(error))
@@ -74,7 +74,7 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
     except Exception as failed:  # such as a full disk, which must not hide the out-of-memory error
         return f"memopt could not write the files that explain it: {failed}"
     flags = " ".join(f"{flag} {quoted_path(str(path))}" for path, (flag, _) in files.items())
-    if _is_of_loading(error):
+    if _came_from_data_loader(error):
         return f"memopt explain {flags}"
     # The frame of an ``__init__`` may hold a module that cannot list its parameters yet: ``nn.Module``'s has not run.
     models = [v for v in _local_values(error) if isinstance(v, torch.nn.Module) and "_modules" in vars(v)]

@@ -22,15 +22,14 @@ from memopt_cli.text.spelling import warn_if_unchanged, with_python_spelling
 from memopt_cli.text.units import format_shape
 from memopt_cli.training import apply
 from memopt_cli.training.module_calls import InputsRejectedError
-from memopt_cli.training.step import Step
-from memopt_cli.training.user_step import Step as UserStep
-from memopt_cli.training.user_step import join_models
+from memopt_cli.training.step import TrainingStep
+from memopt_cli.training.user_step import Step, join_models
 from memopt_cli.training.wrappers import unwrap
 from memopt_cli.verification.effects import generators_kept, gradients_kept
 from memopt_cli.verification.further_steps import first_samples
 from memopt_cli.verification.recorded_step import verify_step as compared
 
-Applied = TypeVar("Applied", bound=nn.Module | UserStep | Mapping[str, nn.Module])
+Applied = TypeVar("Applied", bound=nn.Module | Step | Mapping[str, nn.Module])
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """One argument of ``forward``, its positional arguments, or its keyword arguments."""
@@ -61,7 +60,7 @@ def apply_plan(
     as they are.  Warns if the plan changes nothing.
     """
     plan = load_plan(plan)
-    if not isinstance(model, nn.Module | UserStep | Mapping):
+    if not isinstance(model, nn.Module | Step | Mapping):
         check_model(model)
     if not isinstance(model, nn.Module):
         _apply_to_step(model, plan, is_plain=verify is None and loss is None and optimizer is None)
@@ -78,7 +77,7 @@ def apply_plan(
     return model
 
 
-def _apply_to_step(step: UserStep | Mapping[str, nn.Module], plan: Plan, *, is_plain: bool) -> None:
+def _apply_to_step(step: Step | Mapping[str, nn.Module], plan: Plan, *, is_plain: bool) -> None:
     if not is_plain:
         raise OptionError(
             "verify, loss and optimizer are for a model, not for a step",
@@ -123,7 +122,7 @@ def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any],
         args, kwargs = (), dict(inputs)
     tensors = [*tensors_of((args, kwargs)), *model.parameters()]
     device = str(tensors[0].device) if tensors else "cpu"
-    step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(device=device), loss=loss)
+    step = TrainingStep(model=model, args=args, kwargs=kwargs, settings=StepSettings(device=device), loss=loss)
     batch = next((len(t) for t in tensors if t.dim()), 1)
     with gradients_kept(model), generators_kept(), _detached_from_last_step(model), _hint_on_verify(args):
         install = functools.partial(apply.apply_plan, plan=plan)

@@ -9,8 +9,8 @@ import typer
 from memopt_cli.cli.options import (
     DisplayOptions,
     InputOptions,
+    LayoutOptions,
     LoadingOptions,
-    SpreadOptions,
     StepOptions,
     with_options,
 )
@@ -26,7 +26,7 @@ def baseline(
     inputs: InputOptions,
     plan: str | None = None,
     step: StepOptions,
-    spread: SpreadOptions,
+    spread: LayoutOptions,
     timeout: float = 600.0,
     loading: LoadingOptions,
     output: str = "memopt-baseline.json",

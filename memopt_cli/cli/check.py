@@ -9,11 +9,11 @@ import typer
 
 from memopt_cli.cli.formats import SHOWN, report_in
 from memopt_cli.cli.options import (
-    DESCRIBING,
+    REPEATED_IN_SUGGESTIONS,
     DisplayOptions,
     InputOptions,
+    LayoutOptions,
     LoadingOptions,
-    SpreadOptions,
     with_options,
 )
 from memopt_cli.cli.typed_flags import typed_flags
@@ -39,7 +39,7 @@ def check(
     loss: str | None = None,
     optimizer: str | None = None,
     seed: int | None = None,
-    spread: SpreadOptions,
+    spread: LayoutOptions,
     timeout: float = 600.0,
     loading: LoadingOptions,
     display: DisplayOptions,
@@ -60,7 +60,7 @@ def check(
         optimizer=optimizer,
         seed=seed,
         plan_path=plan,
-        flags=typed_flags(context, only=DESCRIBING | {"plan", *(f.name for f in fields(SpreadOptions))}),
+        flags=typed_flags(context, only=REPEATED_IN_SUGGESTIONS | {"plan", *(f.name for f in fields(LayoutOptions))}),
         layout=spread.layout(),
         timeout_s=timeout,
     )

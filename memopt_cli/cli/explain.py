@@ -6,7 +6,14 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import DESCRIBING, DisplayOptions, InputOptions, LoadingOptions, StepOptions, with_options
+from memopt_cli.cli.options import (
+    REPEATED_IN_SUGGESTIONS,
+    DisplayOptions,
+    InputOptions,
+    LoadingOptions,
+    StepOptions,
+    with_options,
+)
 from memopt_cli.cli.typed_flags import typed_flags
 from memopt_cli.errors import NothingFitsError
 from memopt_cli.measure import processes
@@ -42,7 +49,7 @@ def explain(
         snapshot_path=snapshot,
         timeout_s=timeout,
         optimizer_in_backward=optimizer_in_backward,
-        flags=typed_flags(context, only=DESCRIBING),
+        flags=typed_flags(context, only=REPEATED_IN_SUGGESTIONS),
     )
     context.with_resource(processes.keep_server(early=True))
     from memopt_cli import pipeline  # not before the arguments are known to be right

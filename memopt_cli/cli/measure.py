@@ -6,7 +6,14 @@ import sys
 
 import typer
 
-from memopt_cli.cli.options import DisplayOptions, InputOptions, LoadingOptions, RealOptions, StepOptions, with_options
+from memopt_cli.cli.options import (
+    DisplayOptions,
+    InputOptions,
+    LoadingOptions,
+    ProcessGroupOptions,
+    StepOptions,
+    with_options,
+)
 from memopt_cli.cli.ranks import find_launch
 from memopt_cli.cli.terminal import shown_progress
 from memopt_cli.measure import processes
@@ -21,7 +28,7 @@ def measure(
     inputs: InputOptions,
     plan: str | None = None,
     step: StepOptions,
-    spread: RealOptions,
+    spread: ProcessGroupOptions,
     timeout: float = 600.0,
     loading: LoadingOptions,
     output: str | None = None,

@@ -7,11 +7,11 @@ import sys
 import typer
 
 from memopt_cli.cli.options import (
-    DESCRIBING,
+    REPEATED_IN_SUGGESTIONS,
     DisplayOptions,
     InputOptions,
+    LayoutOptions,
     LoadingOptions,
-    SpreadOptions,
     StepOptions,
     with_options,
 )
@@ -41,7 +41,7 @@ def optimize(
     compile: str | None = None,
     card: DeviceProfile | None = None,
     step: StepOptions,
-    spread: SpreadOptions,
+    spread: LayoutOptions,
     timeout: float = 600.0,
     recommend_batch: bool | None = None,
     longest_step: float | None = None,
@@ -85,7 +85,7 @@ def optimize(
         record_steps=files.wanted,
         search_limit_s=search_time,
         measure_levels=measure_levels,
-        flags=typed_flags(context, only=DESCRIBING),
+        flags=typed_flags(context, only=REPEATED_IN_SUGGESTIONS),
         backend=compile,
         interruptible=True,
     )

@@ -145,7 +145,7 @@ class StepOptions:
         )
 
 
-DESCRIBING: Final = {
+REPEATED_IN_SUGGESTIONS: Final = {
     "timeout",
     *(f.name for group in (InputOptions, LoadingOptions, StepOptions) for f in fields(group)),
 }
@@ -170,7 +170,7 @@ class DisplayOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpreadOptions:
+class LayoutOptions:
     """Options for a prediction of one rank: the number of ranks, and how the model is spread over them."""
 
     ranks: int | None = None
@@ -183,7 +183,7 @@ class SpreadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RangeOptions:
+class LayoutRangeOptions:
     """Options for predictions of several numbers of ranks, and how the model is spread over each."""
 
     ranks: DimRange | None = None
@@ -199,7 +199,7 @@ class RangeOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RealOptions:
+class ProcessGroupOptions:
     """Options for sharding a model over the ranks of a real group, whose number the launcher knows."""
 
     parallel: str | None = None
@@ -217,7 +217,7 @@ class RealOptions:
         return layout_of(ranks, self.parallel, None if self.mesh is None else parse_mesh(self.mesh))
 
 
-def _layouts(asked: SpreadOptions | RangeOptions, numbers: Sequence[int]) -> tuple[RankLayout, ...]:
+def _layouts(asked: LayoutOptions | LayoutRangeOptions, numbers: Sequence[int]) -> tuple[RankLayout, ...]:
     """Return a layout for each of the ``numbers`` of ranks.
 
     Raises :class:`UsageError` if one of the flags in ``asked`` lacks another.
@@ -236,7 +236,7 @@ def _layouts(asked: SpreadOptions | RangeOptions, numbers: Sequence[int]) -> tup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions(SpreadOptions):
+class RankOptions(LayoutOptions):
     """Options for sharding a model, and for the rank that is predicted."""
 
     rank: int | None = None

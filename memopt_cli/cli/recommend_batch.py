@@ -9,9 +9,9 @@ import typer
 from memopt_cli.cli.options import (
     DisplayOptions,
     InputOptions,
+    LayoutRangeOptions,
     LoadingOptions,
     PairSearchOptions,
-    RangeOptions,
     StepOptions,
     with_options,
 )
@@ -53,7 +53,7 @@ def recommend_batch(
     fake: bool = False,
     compile: str | None = None,
     step: StepOptions,
-    spread: RangeOptions,
+    spread: LayoutRangeOptions,
     timeout: float = 600.0,
     longest_step: float = LONGEST_STEP_S,
     card: DeviceProfile | None = None,

@@ -54,7 +54,7 @@ class OutputPaths:
         others = self.summary, self.plan, self.batch
         return others if self.plan_only else (self.model, *others)
 
-    def free(self) -> OutputPaths:
+    def with_free_names(self) -> OutputPaths:
         """Return these paths or, if one is taken, the first free ones with a number: ``model.memopt-2.pt``."""
         numbered = (self.model.with_stem(f"{self.model.stem}-{number}") for number in itertools.count(2))
         candidates = (replace(self, model=model) for model in itertools.chain([self.model], numbered))

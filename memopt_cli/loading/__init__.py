@@ -25,7 +25,7 @@ from memopt_cli.loading.pickles.kinds.vouched import UNKNOWN_SCRIPT
 from memopt_cli.loading.pretrained import load_pretrained
 from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript
-from memopt_cli.loading.trust import UnvouchedError, merge_trusts
+from memopt_cli.loading.trust import UntrustedNamesError, merge_trusts
 from memopt_cli.loading.user_code import UserCode, make_importable
 from memopt_cli.records import STEP, LoadedModel, ModelSource, Trust
 from memopt_cli.runtime.private_torch import reserve_hook_numbers
@@ -120,7 +120,7 @@ def load(path: str | os.PathLike[str], *, key: str | None = None, trust: Trust =
         compile_again(unwrap(model))
         warn_if_on(unwrap(model))
         return model
-    except UnvouchedError as err:
+    except UntrustedNamesError as err:
         if err.remedy == Trust():
             raise
         hint = f"If you trust where it came from: load(path, trust={merge_trusts((trust, err.remedy)).in_python})"

@@ -228,7 +228,7 @@ class _SnapshotReader:
             name = _text(frame["filename"])[-_MAX_NAME_LENGTH:]
             if name.endswith(".py"):
                 line = f"{name}:{_amount(frame['line'])}"
-                if not _is_of_library(name):
+                if not _is_library_file(name):
                     return line
                 library_line = library_line or line
         return library_line
@@ -263,6 +263,6 @@ def _amount(value: Any) -> int:
     return value
 
 
-def _is_of_library(name: str) -> bool:
+def _is_library_file(name: str) -> bool:
     is_in_packages = "-packages/torch/" in name or "-packages/memopt_cli/" in name
     return is_in_packages or ("/lib/python3" in name and "-packages/" not in name)

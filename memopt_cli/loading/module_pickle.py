@@ -34,7 +34,7 @@ from memopt_cli.loading.pickles.nodes import PERSISTENT, Global
 from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read_pickled
 from memopt_cli.loading.pickles.scan import suspend_collection
 from memopt_cli.loading.trust import (
-    UnvouchedError,
+    UntrustedNamesError,
     attack_refusal,
     how_to_install,
     is_attack,
@@ -288,13 +288,13 @@ def _refuse_libraries(file: ModelFile, claims: Iterable[tuple[Use, ObjectKind]])
 
 
 def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
-    """Raise :class:`UnvouchedError` for names that run code, even if the model does not use them.
+    """Raise :class:`UntrustedNamesError` for names that run code, even if the model does not use them.
 
     Another reader of the file, such as ``torch.load``, would run them.
     """
     attacks = sorted((name for name in scan.wanted if is_attack(name) and not code.defines(name.module)), key=str)
     if attacks and (saver := stores_code(scan.wanted)):
-        raise UnvouchedError(
+        raise UntrustedNamesError(
             f"{file.path} was not loaded: it was saved with {saver}, which stores functions as code",
             hint="Save the model with torch.save(model, path) alone, or its weights. " + TRUST_PICKLE_HINT,
             remedy=Trust(),
@@ -304,7 +304,7 @@ def refuse_attacks(file: ModelFile, scan: PickleScan, code: UserCode) -> None:
         names = ", ".join(map(str, attacks[:_SHOWN]))
         reasons = {name: attack_refusal(name) for name in attacks}
         is_run = any(name in scan.called for name in attacks)
-        raise UnvouchedError(
+        raise UntrustedNamesError(
             f"{file.path} was not loaded: {list_names(reasons)}",
             hint=f"No model needs {names}: the file is likely an attack (`--trust-pickle` turns the check off)."
             if is_run
@@ -335,7 +335,7 @@ def _refuse_denied(file: ModelFile, verdicts: Iterable[tuple[Global, Denied | Mi
             )
 
 
-def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> UnvouchedError:
+def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> UntrustedNamesError:
     remedies = [verdict.remedy for verdict in denied.values()]
     has_remedy = None not in remedies  # flags for only some of the names would not load the file
     all_remedies = merge_trusts(remedy for remedy in remedies if remedy is not None)
@@ -349,7 +349,7 @@ def _refusal(file: ModelFile, denied: Mapping[Global, Denied], trust: Trust) -> 
     )
     beyond_help = {name: verdict for name, verdict in denied.items() if verdict.remedy is None}
     message = f"{file.path} was not loaded: {list_names(beyond_help or denied)}"
-    return UnvouchedError(message, hint=hint, remedy=remedy, denied=denied)
+    return UntrustedNamesError(message, hint=hint, remedy=remedy, denied=denied)
 
 
 def list_names(denied: Mapping[Global, Denied]) -> str:

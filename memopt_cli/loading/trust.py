@@ -22,22 +22,34 @@ from memopt_cli.loading.user_code import file_in
 from memopt_cli.records import Trust, WantedGlobal
 from memopt_cli.text.documents import printable
 
-_ATTACKS: Final = frozenset(
-    "posix nt os sys subprocess runpy importlib shutil pty code codeop timeit cProfile profile pdb bdb trace doctest "
-    "ctypes _ctypes multiprocessing socket pickle _pickle marshal webbrowser asyncio builtins.eval builtins.exec "
-    "builtins.compile builtins.open builtins.__import__ builtins.breakpoint builtins.input builtins.globals "
-    "builtins.setattr builtins.map builtins.filter operator.methodcaller _operator.methodcaller "
-    "types.CodeType types.FunctionType io.open _io.open "
-    "io.FileIO _io.FileIO torch.load torch.save torch.serialization.load torch.serialization.save torch.hub "
-    "torch.jit torch.package torch.utils.cpp_extension memopt_cli.loading memopt_cli.cli "
-    "numpy.load numpy.fromfile numpy.loadtxt numpy.genfromtxt numpy.memmap numpy.save numpy.savez numpy.savetxt "
-    "numpy.savez_compressed numpy.lib.npyio numpy.lib._npyio_impl numpy.lib.format numpy.testing numpy.f2py "
-    "numpy.ctypeslib numpy.distutils yaml.load yaml.load_all yaml.unsafe_load yaml.unsafe_load_all yaml.full_load "
-    "yaml.full_load_all joblib.load joblib.dump pandas.read_pickle pandas.eval numexpr.evaluate jsonpickle "
-    "pip setuptools pkg_resources distutils pytest _pytest IPython ipykernel pexpect ptyprocess sh plumbum paramiko "
-    "fabric invoke execnet cffi pyximport Cython requests urllib3 httpx httpcore aiohttp fsspec huggingface_hub "
-    "torchvision.io torchvision.datasets torch.utils.model_zoo transformers.utils.hub "
-    "transformers.dynamic_module_utils timm.models._hub sklearn.datasets".split()
+_ATTACK_NAMES: Final = frozenset(
+    (
+        # processes, imports and code
+        "posix nt os sys subprocess runpy importlib shutil pty code codeop timeit cProfile profile pdb bdb trace "
+        "doctest ctypes _ctypes multiprocessing types.CodeType types.FunctionType operator.methodcaller "
+        "_operator.methodcaller "
+        # built-in functions
+        "builtins.eval builtins.exec builtins.compile builtins.open builtins.__import__ builtins.breakpoint "
+        "builtins.input builtins.globals builtins.setattr builtins.map builtins.filter "
+        # files and pickles
+        "io.open _io.open io.FileIO _io.FileIO pickle _pickle marshal jsonpickle joblib.load joblib.dump "
+        # network
+        "socket asyncio webbrowser requests urllib3 httpx httpcore aiohttp fsspec huggingface_hub "
+        # PyTorch, libraries of models, and memopt
+        "torch.load torch.save torch.serialization.load torch.serialization.save torch.hub torch.jit torch.package "
+        "torch.utils.cpp_extension torch.utils.model_zoo torchvision.io torchvision.datasets transformers.utils.hub "
+        "transformers.dynamic_module_utils timm.models._hub sklearn.datasets memopt_cli.loading memopt_cli.cli "
+        # NumPy
+        "numpy.load numpy.fromfile numpy.loadtxt numpy.genfromtxt numpy.memmap numpy.save numpy.savez numpy.savetxt "
+        "numpy.savez_compressed numpy.lib.npyio numpy.lib._npyio_impl numpy.lib.format numpy.testing numpy.f2py "
+        "numpy.ctypeslib numpy.distutils "
+        # YAML, tables and expressions
+        "yaml.load yaml.load_all yaml.unsafe_load yaml.unsafe_load_all yaml.full_load yaml.full_load_all "
+        "pandas.read_pickle pandas.eval numexpr.evaluate "
+        # tools that install, test, compile or run programs
+        "pip setuptools pkg_resources distutils pytest _pytest IPython ipykernel pexpect ptyprocess sh plumbum "
+        "paramiko fabric invoke execnet cffi pyximport Cython"
+    ).split()
 )
 """Modules and names that run their arguments as code, or reach out of the process: no saved model refers to them."""
 
@@ -57,7 +69,7 @@ _DISTRIBUTIONS: Final = {
 """Package -> the distribution that installs it, if its name is another."""
 
 
-class UnvouchedError(UnsafeFileError):
+class UntrustedNamesError(UnsafeFileError):
     """The file uses names that the user did not allow; ``remedy``: the flags that allow them, or an empty trust."""
 
     def __init__(self, message: str, *, hint: str, remedy: Trust, denied: Mapping[Global, Denied]) -> None:
@@ -91,7 +103,7 @@ def merge_trusts(trusts: Iterable[Trust]) -> Trust:
 def is_attack(wanted: Global) -> bool:
     """Return whether no model needs ``wanted``, so that only ``Trust(pickle=True)`` allows it."""
     parts = f"{wanted.module}.{wanted.name}".split(".")
-    if not any(".".join(parts[:length]) in _ATTACKS for length in range(1, len(parts) + 1)):
+    if not any(".".join(parts[:length]) in _ATTACK_NAMES for length in range(1, len(parts) + 1)):
         return wanted == COMPUTED
     # A file of that name in the current folder is the user's own: many people have a test.py or a code.py.
     return wanted.package in sys.builtin_module_names or not _is_here(wanted)

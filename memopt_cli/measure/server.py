@@ -40,6 +40,7 @@ from memopt_cli.measure import sandbox
 from memopt_cli.measure.folder import Folder
 from memopt_cli.measure.processes import IMPORT_FOR_STEPS, IMPORT_LIBRARIES, encode_number
 
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl.h
 _SWEEPS = 100
 """Maximum number of searches for orphans: a process that is not confined can keep starting others."""
 _SWEEP_S = 0.01
@@ -61,8 +62,7 @@ class _Server:
         signal.set_wakeup_fd(self._wake_up.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: self._end())
         if sys.platform == "linux":
-            become_subreaper = 36
-            ctypes.CDLL(None).prctl(become_subreaper, 1, 0, 0, 0)
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def serve(self) -> NoReturn:
         self._selector.register(self._control, selectors.EVENT_READ)
@@ -103,7 +103,7 @@ class _Server:
             os.write(streams[-1], f"no process could be started: {error.strerror}".encode())
             pid = -1
         if pid == 0:
-            self._leave()
+            self._clean_up_child()
             status.close()
             _run(server, *streams, has_imported=self._has_imported)
         for stream in streams:
@@ -116,7 +116,7 @@ class _Server:
         _send_number(status, pid)
         self._reap()
 
-    def _leave(self) -> None:
+    def _clean_up_child(self) -> None:
         """Undo in a child the settings of the server, and close its files."""
         gc.enable()
         signal.set_wakeup_fd(-1)
@@ -311,8 +311,7 @@ def _die_with(parent_pid: int, by: signal.Signals, *, first: bool = False) -> No
     ``first``: also make this process the first that the kernel kills when memory runs out.
     """
     if sys.platform == "linux":
-        parent_death_signal = 1
-        ctypes.CDLL(None).prctl(parent_death_signal, by)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
         if first:
             with contextlib.suppress(OSError):  # refused in a hardened container
                 Path("/proc/self/oom_score_adj").write_text("1000")

@@ -23,7 +23,7 @@ from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError, Us
 from memopt_cli.inputs.spec_text import format_tensor, is_pretrained, with_sizes
 from memopt_cli.loading import bounds
 from memopt_cli.loading.input_spec import guessed_spec, unnamed_arguments
-from memopt_cli.loading.trust import UnvouchedError
+from memopt_cli.loading.trust import UntrustedNamesError
 from memopt_cli.measure import sandbox
 from memopt_cli.measure.answers import without_steps
 from memopt_cli.measure.answers.bench import Bench
@@ -191,6 +191,6 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):
-        requests = error.requests if isinstance(error, UnvouchedError) else ()
+        requests = error.requests if isinstance(error, UntrustedNamesError) else ()
         return StepFailed.from_error(error, hint, wanted=requests)
     return StepFailed(message=": ".join(filter(None, [type(error).__name__, str(error)])), hint=hint)

@@ -24,7 +24,7 @@ from memopt_cli.model_batching.stacked import first_models, list_slots
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime.private_torch import TorchDispatchMode, schema_of
 from memopt_cli.runtime.tree import map_leaves, tensors_of
-from memopt_cli.training.step import Step, seed_everything, seed_torch, seeds_of_backward
+from memopt_cli.training.step import TrainingStep, seed_everything, seed_torch, seeds_of_backward
 from memopt_cli.verification.effects import difference, effects, generator_state, generators_kept, in_double
 
 ROUTES: dict[RouteName, Callable[[nn.Module, int], Route]] = {
@@ -101,7 +101,7 @@ class TrialInputs:
 
 
 class RouteModel(nn.Module):
-    """A route on a stacked model as an ``nn.Module``, so that :class:`Step` can take steps with it."""
+    """A route on a stacked model as an ``nn.Module``, so that :class:`TrainingStep` can take steps with it."""
 
     def __init__(self, name: RouteName, tree: nn.Module, models: int) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Reference:
         """Return the effects of two steps; the second starts from the buffers and the state after the first."""
         model = RouteModel(name, self._different_models(), self.inputs.models)
         args, kwargs = self._arguments
-        step = Step(model=model, args=args, kwargs=kwargs, settings=settings_for(args, kwargs), loss=make_loss)
+        step = TrainingStep(model=model, args=args, kwargs=kwargs, settings=settings_for(args, kwargs), loss=make_loss)
         return {f"{key} of step {number}": tensor for number in (1, 2) for key, tensor in effects(step).items()}
 
     def _different_models(self) -> nn.Module:

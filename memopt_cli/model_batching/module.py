@@ -12,7 +12,7 @@ from memopt_cli.errors import UsageError, type_in_words
 from memopt_cli.model_batching.comparison import RouteTrial
 from memopt_cli.model_batching.layout import DataOrder, check_models, check_order, in_order, models_first
 from memopt_cli.model_batching.routes.interface import Route, RouteName
-from memopt_cli.model_batching.selection import select
+from memopt_cli.model_batching.selection import choose_route
 from memopt_cli.model_batching.stacked import StateDict, load_stacked, share_first, stack_model, unstack
 from memopt_cli.runtime import named_parts
 from memopt_cli.runtime.tree import map_leaves
@@ -146,7 +146,9 @@ class BatchModule(nn.Module):
         return tuple((m.training, type(m)) for _, m in named_parts(self.models))
 
     def _select(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Route:
-        route, self._trials = select(self.models, self.batch, self._route_name, args, dict(kwargs), check=self._check)
+        route, self._trials = choose_route(
+            self.models, self.batch, self._route_name, args, dict(kwargs), check=self._check
+        )
         self._routes[self._mode()] = route
         return route
 

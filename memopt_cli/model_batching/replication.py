@@ -12,10 +12,10 @@ from torch import Tensor
 
 from memopt_cli.model_batching.module import BatchModule
 from memopt_cli.runtime.tree import join_tensors, map_leaves, split_tensors
-from memopt_cli.training.step import Step, loss_entry
+from memopt_cli.training.step import TrainingStep, loss_entry
 
 
-def replicated_step(step: Step, models: int, example: Step) -> tuple[Step, str]:
+def replicated_step(step: TrainingStep, models: int, example: TrainingStep) -> tuple[TrainingStep, str]:
     """Return ``step`` as taken by ``models`` copies of its model at once, and the name of the route that runs them.
 
     Each copy gets the step's inputs and has its own loss; the sum of the losses is differentiated.  The route is chosen

@@ -39,7 +39,7 @@ def candidates(route: str) -> list[RouteName]:
     return [name for name in ROUTES if route in ("auto", name)]
 
 
-def select(
+def choose_route(
     tree: nn.Module, models: int, route: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, check: bool = True
 ) -> tuple[Route, list[RouteTrial]]:
     """Return the route that runs ``tree``, the stacked model, from now on, and a trial for each candidate.

@@ -15,7 +15,7 @@ from memopt_cli.errors import first_line
 from memopt_cli.model_batching.comparison import RouteModel, RouteTrial, TrialInputs, make_loss, settings_for
 from memopt_cli.model_batching.routes.interface import RouteName
 from memopt_cli.runtime.tree import map_leaves
-from memopt_cli.training.step import Step, synchronize
+from memopt_cli.training.step import TrainingStep, synchronize
 
 _MAX_ROUNDS = 30
 """Maximum number of timed steps of each route."""
@@ -100,7 +100,7 @@ def _timer(name: RouteName, inputs: TrialInputs) -> Timer:
         (inputs.args, inputs.kwargs),
     )
     model = RouteModel(name, copy.deepcopy(inputs.tree), inputs.models)
-    step = Step(model=model, args=args, kwargs=kwargs, settings=settings, loss=make_loss)
+    step = TrainingStep(model=model, args=args, kwargs=kwargs, settings=settings, loss=make_loss)
 
     def run() -> float:
         step.model.zero_grad()

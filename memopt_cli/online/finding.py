@@ -63,7 +63,7 @@ def find_structure(model: nn.Module, inputs: Sequence[Tensor], *, batched: bool)
 
 def _structure(reach: Reach) -> Structure:
     """Return the structure that ``reach`` shows.  Raises :class:`MemoptError` if traces cannot follow it."""
-    outs = [out for out in reach.outs if out in reach.followed]
+    outs = [out for out in reach.cell_outputs if out in reach.followed_outputs]
     for out in outs:
         check_neuron_by_neuron(reach, out)
     check_tagged(reach)
@@ -87,9 +87,9 @@ def _structure(reach: Reach) -> Structure:
         doubled_uses=connected & read_by_attached,
         exposed_states=exposed,
         attached_outputs=attached,
-        source_states={out: states for out, states in reach.probe.derived.items() if out in reach.followed},
+        source_states={out: states for out, states in reach.probe.derived.items() if out in reach.followed_outputs},
         plain_parameters=tuple(
-            sorted({name for h in reach.followed_states for name in reach.reads[reach.new[h]].plain})
+            sorted({name for h in reach.followed_states for name in reach.reads[reach.output_of_new_state[h]].plain})
         ),
         untraced_reasons={path: reason for path in reach.probe.weights if path not in reach.traced},
         call_counts=reach.probe.calls,
@@ -105,7 +105,7 @@ def _unfollowed_sources(reach: Reach) -> dict[PastState, frozenset[Source]]:
     """Map each state that does not depend on traced weights to all parts that its cell's outputs were computed from."""
     sources_of: dict[PastState, frozenset[Source]] = {}
     for cell in reach.probe.cells.keys() - reach.cells:
-        outs = [out for out in reach.outs if out.cell == cell]
+        outs = [out for out in reach.cell_outputs if out.cell == cell]
         sources = frozenset[Source]().union(*map(reach.known_sources, outs))
         sources_of |= {PastState(cell, state.name): sources for state in reach.probe.states[cell]}
     return sources_of
@@ -116,21 +116,23 @@ def _unread_parts(
 ) -> frozenset[PastState | ModuleUse]:
     """Return the states and the uses of traced weights that only the cells tied to them read."""
     inputs = [reach.reads[use] for use in reach.uses if use not in constant]
-    unfollowed = [reach.reads[out] for out in reach.outs if out not in reach.followed]
+    unfollowed = [reach.reads[out] for out in reach.cell_outputs if out not in reach.followed_outputs]
     read = set[Source](reach.probe.overwritten | reach.probe.read_outside).union(
         *(reach.sources_behind(r)[1] for r in (*inputs, *unfollowed, *reach.probe.output_reads))
     )
-    for out in reach.followed:
+    for out in reach.followed_outputs:
         reads = reach.reads[out]
         read |= reads.weighted | {s for s in reads.direct if isinstance(s, PastState) and s.cell != out.cell}
     uses = reach.reached.keys() - connected - read_by_attached
-    return frozenset((reach.new.keys() | uses) - read)
+    return frozenset((reach.output_of_new_state.keys() | uses) - read)
 
 
 def _sources_by_weight(reach: Reach) -> dict[CellOutput | PastState, frozenset[Source]]:
     """Map outputs of cells, and states not followed, to the traced parts that reach them only through weights."""
     sources_of: list[tuple[CellOutput | PastState, frozenset[Source]]] = [
-        (out, reach.known_sources(out) - reach.reads[out].direct) for out in reach.outs if out in reach.followed
+        (out, reach.known_sources(out) - reach.reads[out].direct)
+        for out in reach.cell_outputs
+        if out in reach.followed_outputs
     ]
     sources_of += _unfollowed_sources(reach).items()  # a state that a traced part reaches without a weight is followed
     carrying = {key: frozenset(filter(reach.carries, sources)) for key, sources in sources_of}

@@ -36,9 +36,9 @@ def check_tagged(reach: Reach) -> None:
     Such a use of the weight carries no trace, so its gradient would leave out the past.
     """
     tagged: dict[Source, set[str]] = {}
-    for out in reach.outs:
+    for out in reach.cell_outputs:
         tagged[out] = reach.reads[out].tagged.union(*(tagged.get(s, ()) for s in reach.reads[out].direct))
-    for past_state, out in reach.new.items():
+    for past_state, out in reach.output_of_new_state.items():
         for path in sorted(tagged[out]):
             raise MemoptError(
                 f"the weight of {path} reaches {_name(reach, past_state)} without a call of {path}, by its attribute "
@@ -52,7 +52,7 @@ def check_exposed(reach: Reach, past_state: PastState, constant: frozenset[Modul
     """Raise :class:`MemoptError` if ``past_state``, read outside its cell, is read with and without a weight."""
     entering = [reach.reads[use] for use in reach.uses if use.path in reach.traced and use not in constant]
     weighted = [
-        reads for out in reach.followed if past_state not in (reads := reach.reads[out]).direct - reads.weighted
+        reads for out in reach.followed_outputs if past_state not in (reads := reach.reads[out]).direct - reads.weighted
     ]
     if any(past_state in reach.sources_behind(reads)[1] for reads in (*entering, *weighted)):
         raise MemoptError(

@@ -14,7 +14,7 @@ from memopt_cli.online.over_time import step_model
 from memopt_cli.online.states import Batching, State, states_of
 from memopt_cli.records import TOLERANCE, GradientAgreement, OnlineRule
 from memopt_cli.runtime.private_torch import tree_map
-from memopt_cli.training.step import Step, seeds_of_backward
+from memopt_cli.training.step import TrainingStep, seeds_of_backward
 from memopt_cli.verification.effects import step_in_double
 
 DECAY = 0.9
@@ -29,7 +29,7 @@ class OnlineSequence:
     """A sequence that an online algorithm learns step by step."""
 
     algorithm: OnlineAlgorithm
-    step: Step
+    step: TrainingStep
     """Training step of the whole sequence, whose settings and loss each time step uses."""
     inputs: StepInputs
 
@@ -54,7 +54,7 @@ class OnlineSequence:
         self.algorithm.reset_state(self.inputs(0)[0].shape[0])
 
 
-def learn_online(step: Step, rule: OnlineRule, inputs: StepInputs) -> OnlineSequence:
+def learn_online(step: TrainingStep, rule: OnlineRule, inputs: StepInputs) -> OnlineSequence:
     """Return a sequence that the model of ``step`` learns by ``rule``; the model is changed.
 
     Raises :class:`MemoptError` if the model cannot be run online.
@@ -65,7 +65,7 @@ def learn_online(step: Step, rule: OnlineRule, inputs: StepInputs) -> OnlineSequ
     return OnlineSequence(algorithm, step, inputs)
 
 
-def compare_gradients(step: Step, rule: OnlineRule) -> GradientAgreement:
+def compare_gradients(step: TrainingStep, rule: OnlineRule) -> GradientAgreement:
     """Compare the online gradient of the sequence ``step.args``, ``[T, B, ...]``, with backpropagation, in float64.
 
     Backpropagation through time takes the loss of the whole sequence, as in training; online learning takes the loss of
@@ -84,7 +84,7 @@ def compare_gradients(step: Step, rule: OnlineRule) -> GradientAgreement:
     )
 
 
-def _gradient_through_time(step: Step, steps: int) -> Tensor:
+def _gradient_through_time(step: TrainingStep, steps: int) -> Tensor:
     output = step.forward()
     if step.loss is not None:
         step.backward(output)
@@ -96,7 +96,7 @@ def _gradient_through_time(step: Step, steps: int) -> Tensor:
     return _take_gradients(step.model)
 
 
-def _backward_seeds(output: Any, step: Step, number: int) -> tuple[list[Tensor], list[Tensor | None]]:
+def _backward_seeds(output: Any, step: TrainingStep, number: int) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the tensors at which backward of one time step starts, and their gradients.
 
     The user's loss is written for sequences, so it is called with a sequence of one step.

@@ -18,16 +18,16 @@ class Reach:
 
     def __init__(self, probe: Probe) -> None:
         self.probe, self.reads = probe, probe.reads
-        self.outs = [part for part in self.reads if isinstance(part, CellOutput)]
+        self.cell_outputs = [part for part in self.reads if isinstance(part, CellOutput)]
         self.uses = [part for part in self.reads if isinstance(part, ModuleUse)]
         self.sources: dict[CellOutput, set[Source]] = {}
         """Output of a cell -> the uses and states that it was computed from, through other cells as well."""
-        for out in self.outs:
+        for out in self.cell_outputs:
             sources = (self.sources[s] if isinstance(s, CellOutput) else {s} for s in self.reads[out].direct)
             self.sources[out] = set[Source]().union(*sources)
-        self.new = {
+        self.output_of_new_state = {
             PastState(out.cell, names[out.number].name): out
-            for out in self.outs
+            for out in self.cell_outputs
             if out.number < len(names := probe.states[out.cell])
             and PastState(out.cell, names[out.number].name) not in probe.forgotten
         }
@@ -37,16 +37,18 @@ class Reach:
         self.followed_states: set[PastState] = set().union(*self.reached.values())
         needed = self._needed_outputs()
         self.cells = {out.cell for out in needed if self.carries(out)}
-        self.followed = {out for out in needed if out.cell in self.cells}
+        self.followed_outputs = {out for out in needed if out.cell in self.cells}
         self.traced = {use.path for use in self.reached}
         untraced = {use for use in self.uses if use.path not in self.traced}
-        self.skipped: set[Source] = set[Source](untraced).union(self.outs) - self.followed
+        self.skipped: set[Source] = set[Source](untraced).union(self.cell_outputs) - self.followed_outputs
         """Parts that are not followed: a reader of such a part counts as a reader of all its parts."""
 
     def _states_reached(self, use: ModuleUse) -> set[PastState]:
         """Return the states that ``use`` reaches, in its own step and from there in later ones."""
-        reached = {past_state for past_state, out in self.new.items() if use in self.sources[out]}
-        while more := {h for h, out in self.new.items() if h not in reached and self.sources[out] & reached}:
+        reached = {past_state for past_state, out in self.output_of_new_state.items() if use in self.sources[out]}
+        while more := {
+            h for h, out in self.output_of_new_state.items() if h not in reached and self.sources[out] & reached
+        }:
             reached |= more
         return reached
 
@@ -60,7 +62,7 @@ class Reach:
         """Return the outputs to follow: new states, other outputs of cells with traced states, outputs before both."""
         needed: set[CellOutput] = set()
         stateful_cells = {past_state.cell for past_state in self.followed_states}
-        for out in reversed(self.outs):
+        for out in reversed(self.cell_outputs):
             if out.number < len(self.probe.states[out.cell]) or out.cell in stateful_cells or out in needed:
                 needed |= {out, *(s for s in self.reads[out].direct if isinstance(s, CellOutput))}
         return needed
@@ -77,11 +79,15 @@ class Reach:
     def groups(self, reached: set[PastState]) -> tuple[Group, ...]:
         """Return the states in ``reached`` by cell."""
         by_cell: dict[str, list[PastState]] = {}
-        for past_state in self.new:
+        for past_state in self.output_of_new_state:
             if past_state in reached:
                 by_cell.setdefault(past_state.cell, []).append(past_state)
         return tuple(
-            Group(cell, tuple(past_state.name for past_state in states), self.probe.shapes[self.new[states[0]]])
+            Group(
+                cell,
+                tuple(past_state.name for past_state in states),
+                self.probe.shapes[self.output_of_new_state[states[0]]],
+            )
             for cell, states in by_cell.items()
         )
 
@@ -115,7 +121,7 @@ class Reach:
 
         Other readers are the model's output, weights, and outputs of cells that are not followed.
         """
-        readers = ((part in self.followed, reads) for part, reads in self.reads.items())
+        readers = ((part in self.followed_outputs, reads) for part, reads in self.reads.items())
         return any(use in reads.sources for reads in self.probe.output_reads) or any(
             use in (reads.weighted if is_followed else reads.sources) for is_followed, reads in readers
         )
@@ -128,7 +134,7 @@ class Reach:
         return (
             past_state in self.probe.overwritten
             or any(past_state in self.sources_behind(reads)[1] for reads in self.probe.output_reads)
-            or any(past_state in self.reads[out].direct for out in self.followed if out.cell != past_state.cell)
+            or any(past_state in self.reads[out].direct for out in self.followed_outputs if out.cell != past_state.cell)
         )
 
     def known_sources(self, out: CellOutput) -> frozenset[Source]:

@@ -44,7 +44,7 @@ from memopt_cli.pipeline.fingerprints.gaps import (
 )
 from memopt_cli.pipeline.fingerprints.imports import import_notes
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS
-from memopt_cli.pipeline.prepare import Opening, Prepared, import_libraries, prepare_without_libraries
+from memopt_cli.pipeline.prepare import LoadRequest, Prepared, import_libraries, prepare_without_libraries
 from memopt_cli.records import (
     STEP,
     TOLERANCE,
@@ -62,19 +62,19 @@ from memopt_cli.records.progress import Ask, Progress
 def verify(request: EquivalenceRequest, *, progress: Progress, ask: Ask | None = None) -> Equivalence:
     """Train the reference and the candidate of ``request`` for a few steps, and compare all that the steps leave."""
     started = time.monotonic()
-    opening = Opening(
+    load_request = LoadRequest(
         source=replace(request.reference, keeps_compiled=True),
         spec=request.spec,
         settings=request.settings,
         timeout_s=request.timeout_s,
     )
-    reference = prepare_without_libraries(opening, progress=progress, ask=ask)
+    reference = prepare_without_libraries(load_request, progress=progress, ask=ask)
     # Two checkouts have modules of one name: the reference imports them from the first of the code paths, the candidate
     # from the last.
     trust = replace(request.candidate.trust, code_paths=request.candidate.trust.code_paths[::-1])
     source = replace(request.candidate, keeps_compiled=True, trust=trust)
-    candidate_opening = replace(opening, source=source, spec=reference.subject.spec)
-    candidate = prepare_without_libraries(candidate_opening, progress=progress, ask=ask)
+    candidate_request = replace(load_request, source=source, spec=reference.subject.spec)
+    candidate = prepare_without_libraries(candidate_request, progress=progress, ask=ask)
     import_libraries(reference, [name for name in reference.facts.libraries if name in candidate.facts.libraries])
     comparison = compare_prepared(reference, candidate, request.steps)
     return replace(comparison, spent_s=time.monotonic() - started)

@@ -143,8 +143,8 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening(StepRequest):
-    """A request to open a model: where it is, its step, and the checks to make while it is loaded."""
+class LoadRequest(StepRequest):
+    """A request to load a model: where it is, its step, and the checks to make while it is loaded."""
 
     settings: StepSettings
     plan: Plan = ORIGINAL
@@ -156,7 +156,7 @@ class Opening(StepRequest):
     data: Data = "full size"
 
 
-def opening_of(
+def load_request_for(
     request: StepRequest,
     settings: StepSettings,
     *,
@@ -164,8 +164,8 @@ def opening_of(
     layout: RankLayout | None = None,
     fake: bool = False,
     backend: str | None = None,
-) -> Opening:
-    """Return how to open the model of ``request``: on which data and device, for a step here or elsewhere.
+) -> LoadRequest:
+    """Return how to load the model of ``request``: on which data and device, for a step here or elsewhere.
 
     For a ``card``, and for one rank of a ``layout``, the step is recorded on the CPU.  For a card, and if ``fake``,
     only a few samples run.  For a layout, and for a fake step of a model that code builds, nothing runs on data, and
@@ -199,7 +199,7 @@ def opening_of(
     is_run = card is None and layout is None
     has_no_data = layout is not None or (fake and is_code)
     data: Data = "full size" if is_run and not fake else "small batch"
-    return Opening(
+    return LoadRequest(
         source=request.source,
         spec=request.spec,
         settings=settings if is_run else replace(settings, device="cpu"),
@@ -247,40 +247,42 @@ def typed_inputs(header: FileHeader, path: Path) -> InputSpec | None:
     return inputs_of_file(header.spec, f"{REMEMBERED}{path}") if is_typed else None
 
 
-def prepare(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
-    """Load the model of ``opening`` in a subprocess, without the plan that it may carry; find its inputs and device.
+def prepare(load_request: LoadRequest, *, progress: Progress, ask: Ask | None) -> Prepared:
+    """Load a model in a subprocess, without the plan that it may carry; find its inputs and device.
 
     Names that the user allows when ``ask`` asks are allowed in later subprocesses too.
     Raises :class:`MemoptError` if the model cannot be loaded or its inputs are not known.
     """
-    return prepare_with_plan(opening, progress=progress, ask=ask).without_carried(TAKEN_OFF_NOTE)
+    return prepare_with_plan(load_request, progress=progress, ask=ask).without_carried(TAKEN_OFF_NOTE)
 
 
-def prepare_with_plan(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
-    """Load the model of ``opening`` as :func:`prepare` does, and keep the plan that its file carries."""
-    prepared = prepare_without_libraries(opening, progress=progress, ask=ask)
+def prepare_with_plan(load_request: LoadRequest, *, progress: Progress, ask: Ask | None) -> Prepared:
+    """Load a model as :func:`prepare` does, and keep the plan that its file carries."""
+    prepared = prepare_without_libraries(load_request, progress=progress, ask=ask)
     import_libraries(prepared, prepared.facts.libraries)
     return prepared
 
 
-def prepare_without_libraries(opening: Opening, *, progress: Progress, ask: Ask | None) -> Prepared:
-    """Load the model of ``opening`` as :func:`prepare_with_plan` does, and import no libraries for all subprocesses.
+def prepare_without_libraries(load_request: LoadRequest, *, progress: Progress, ask: Ask | None) -> Prepared:
+    """Load a model as :func:`prepare_with_plan` does, and import no libraries for all subprocesses.
 
     For a model that runs next to another one: libraries in the two folders may have the same names.
     """
     progress.stage("loading")
-    settings = replace(opening.settings, device=resolve_device(opening.settings.device))
-    has_inputs = opening.spec is not None and opening.spec.has_inputs
-    remembered = None if has_inputs else remembered_inputs(opening.source.location)
-    job = DescribeJob(spec=opening.spec, remembered=remembered, plan=opening.plan, replicas=opening.replicas)
-    source, facts = open_model(opening.source, job, opening.timeout_s, ask=ask, data=opening.data)
+    settings = replace(load_request.settings, device=resolve_device(load_request.settings.device))
+    has_inputs = load_request.spec is not None and load_request.spec.has_inputs
+    remembered = None if has_inputs else remembered_inputs(load_request.source.location)
+    job = DescribeJob(
+        spec=load_request.spec, remembered=remembered, plan=load_request.plan, replicas=load_request.replicas
+    )
+    source, facts = open_model(load_request.source, job, load_request.timeout_s, ask=ask, data=load_request.data)
     assert facts.spec is not None
     if facts.format == STEP:
         _refuse_settings(settings, source.location)
-    notes = (*facts.notes, inputs_note(facts.spec, opening.dim_range))
-    subject = Subject(source=source, spec=facts.spec, settings=settings, data=opening.data)
+    notes = (*facts.notes, inputs_note(facts.spec, load_request.dim_range))
+    subject = Subject(source=source, spec=facts.spec, settings=settings, data=load_request.data)
     prepared = Prepared(subject=subject, facts=facts, notes=notes, carried=facts.carried)
-    return prepared.with_progress(progress, opening.timeout_s)
+    return prepared.with_progress(progress, load_request.timeout_s)
 
 
 def import_libraries(prepared: Prepared, names: Sequence[str]) -> None:

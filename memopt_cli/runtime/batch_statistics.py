@@ -213,7 +213,7 @@ class BatchStatistics:
             try:
                 with norms:
                     output = forward(*args, **kwargs)
-            except _Unknown as unknown:
+            except _ReachedUnknownNorm as unknown:
                 output = unknown.reached
             else:
                 if norms.broken_off:
@@ -239,7 +239,9 @@ def merge_statistics(parts: Sequence[Statistics]) -> Statistics:
     return Statistics(mean, torch.stack(shares).sum(0), count)
 
 
-class _Unknown(Exception):  # no BaseException: ``nn.Module`` calls its ``always_call`` hooks for an Exception only
+class _ReachedUnknownNorm(
+    Exception
+):  # no BaseException: ``nn.Module`` calls its ``always_call`` hooks for an Exception only
     """The signal that breaks off a forward at a norm without known statistics."""
 
     def __init__(self, reached: ReachedNorm) -> None:
@@ -320,7 +322,7 @@ class _Norms(TorchFunctionMode):
             if running_mean is not None:
                 self._uncount(running_mean)
             self.broken_off = "catches the exception by which memopt ends a pass over its chunks"
-            raise _Unknown(self._reached_norm(input, running_mean, running_var))
+            raise _ReachedUnknownNorm(self._reached_norm(input, running_mean, running_var))
         norm = self._unused.pop(0)
         statistics, reached = norm.statistics, norm.chunks[self._index]
         if reached.source not in (None, self._source_index(input, reached.link)):

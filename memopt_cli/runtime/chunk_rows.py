@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from memopt_cli.runtime.chunk_state import StateChanges, largest
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.module_state import Complaint
-from memopt_cli.runtime.norms import OtherNormsError
+from memopt_cli.runtime.norms import NormChannelsDifferError
 from memopt_cli.runtime.private_torch import unseen
 from memopt_cli.runtime.this_thread import set_in_block, this_thread
 
@@ -123,7 +123,7 @@ def _why_mixed(piece: Piece, *, is_short: bool) -> Complaint | None:
         with torch.no_grad(), unseen(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the module may warn of a piece that is not the user's
             return _try(piece)
-    except OtherNormsError as error:  # cutting a piece short may cut the channels of its norms
+    except NormChannelsDifferError as error:  # cutting a piece short may cut the channels of its norms
         return None if is_short else str(error)
     except Exception:
         return None

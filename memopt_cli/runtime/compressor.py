@@ -44,7 +44,7 @@ _PACK_MAGIC = 0x0102040810204080 if sys.byteorder == "little" else 0x80402010080
 product has their eight bits, the first one lowest."""
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0
 """Index in memory of the top byte of an integer of eight bytes."""
-_FIRST_SEARCHED = 2**10
+_FIRST_PIECE_SIZE = 2**10
 """Number of elements in the first piece that is searched for a value other than zero."""
 _MAX_INDEXED_SPAN = 2**20
 """Maximum span for which the distinct values are looked for, to store one-byte indices into a table of them."""
@@ -598,7 +598,7 @@ def _first_nonzero(flat: Tensor) -> Tensor:
 
     Most tensors have such an element at their very beginning, so the pieces that are searched grow.
     """
-    start, size = 0, _FIRST_SEARCHED
+    start, size = 0, _FIRST_PIECE_SIZE
     while start < flat.numel() and not is_fake(flat):
         piece = flat[start : start + size]
         nonzero = _bits(piece) != 0

@@ -201,19 +201,19 @@ class _SegmentClass(type):
     """
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        if _is_of_segment(cls, name):
+        if _belongs_to_segment(cls, name):
             super().__setattr__(name, value)
         else:
             setattr(vars(cls)["_original"], name, value)
 
     def __delattr__(cls, name: str) -> None:
-        if _is_of_segment(cls, name):
+        if _belongs_to_segment(cls, name):
             super().__delattr__(name)
         else:
             delattr(vars(cls)["_original"], name)
 
 
-def _is_of_segment(cls: type, name: str) -> bool:
+def _belongs_to_segment(cls: type, name: str) -> bool:
     """Return whether the attribute ``name`` of ``cls`` is its own, not one of the class of the module.
 
     It is while ``cls`` is being made (``__init_subclass__``), and in a class that others derive from a segment's.

@@ -27,7 +27,7 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if isinstance(m, BatchNorm) or "aten::batch_norm" in list_operators(m)]
 
 
-class OtherNormsError(Exception):
+class NormChannelsDifferError(Exception):
     """A batch norm gets different channels on a part of the input from those on all of it.
 
     The message is a ``Complaint``.
@@ -38,7 +38,8 @@ class SameStatistics(TorchFunctionMode):
     """A mode in which each call of a batch norm uses the statistics of the same call in the first run.
 
     In later runs, a module may run on several parts in turn, and the norms' calls repeat for each part.  No weights are
-    applied: weights of zero would hide differences.  Raises :class:`OtherNormsError` if a call gets other channels.
+    applied: weights of zero would hide differences.  Raises :class:`NormChannelsDifferError` if a call gets
+    other channels.
     """
 
     def __init__(self) -> None:
@@ -70,5 +71,5 @@ class SameStatistics(TorchFunctionMode):
         statistics = self._statistics[call % len(self._statistics)] if self._statistics else ()
         vectors = [arguments.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
         if not statistics or any(v is not None and v.shape != x.shape[1:2] for v in (*statistics, *vectors)):
-            raise OtherNormsError("gives its batch norms other channels on a part of its input")
+            raise NormChannelsDifferError("gives its batch norms other channels on a part of its input")
         return F.batch_norm(x, *statistics, eps=arguments.get("eps", 1e-5))

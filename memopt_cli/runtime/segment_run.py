@@ -72,7 +72,7 @@ class UnrepeatableError(RuntimeError):
     """A forward cannot run in a segment, or computes other values there; the message is a :data:`Complaint`."""
 
 
-class _Complete(Exception):
+class _StopRecomputation(Exception):
     """The signal that ends a recomputation: everything that forward saved has been recomputed.
 
     It is an ``Exception``, since ``nn.Module`` calls its ``always_call`` hooks only for those.
@@ -381,7 +381,7 @@ class _Repetition:
         if index >= len(refs):
             if self._runs_to_end:
                 return leaf
-            raise _Complete  # once more: an ``except Exception`` in the module's own code has caught the first
+            raise _StopRecomputation  # once more: an ``except Exception`` in the module's own code has caught the first
         saved = refs[index]()
         if saved is not None:
             shape = self._shapes[index]
@@ -396,7 +396,7 @@ class _Repetition:
         if index == self._compared_index and not matches_few_bytes(self._compared_bytes, leaf):
             self._differing = leaf
         if index + 1 == len(refs) and not self._runs_to_end:
-            raise _Complete
+            raise _StopRecomputation
         return leaf
 
     hold_input = pack
@@ -406,9 +406,9 @@ class _Repetition:
         try:
             with saved_tensors_hooks(self.pack, unchanged):
                 repeat()
-        except _Complete:
+        except _StopRecomputation:
             pass
-        except RuntimeError:  # TorchScript's interpreter raises one in place of ``_Complete``
+        except RuntimeError:  # TorchScript's interpreter raises one in place of ``_StopRecomputation``
             if self._count < len(self._refs):
                 raise
         if self._count < len(self._refs):

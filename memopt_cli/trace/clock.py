@@ -22,7 +22,7 @@ from memopt_cli.runtime.places.schedule import place_named
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace.operators import is_bookkeeping, operator_name
-from memopt_cli.training.step import Step, begin, synchronize
+from memopt_cli.training.step import TrainingStep, reset_step, synchronize
 
 _MAX_TIMED_S = 1.0
 """Seconds of timed steps after which no further step is taken."""
@@ -82,7 +82,7 @@ class Clock(TorchDispatchMode):
         return output
 
 
-def time_operators(step: Step) -> tuple[OperatorTime, ...]:
+def time_operators(step: TrainingStep) -> tuple[OperatorTime, ...]:
     """Time the operators of ``step``, and return them in their order; gradients are removed.
 
     A short step is taken several times, and each operator gets its shortest time.  On a GPU, a step takes less than its
@@ -117,8 +117,8 @@ def scale_to(times: Sequence[OperatorTime], step_s: float) -> tuple[OperatorTime
     return tuple(replace(timed, seconds=timed.seconds * share) for timed in times)
 
 
-def _step_s(step: Step, start: StartingState, clock: Clock | None = None) -> float:
-    begin(step, start)
+def _step_s(step: TrainingStep, start: StartingState, clock: Clock | None = None) -> float:
+    reset_step(step, start)
     with clock or contextlib.nullcontext():
         _, seconds = _time_run(step.take, step.settings.device)
     step.model.zero_grad(set_to_none=True)

@@ -15,7 +15,7 @@ from memopt_cli.runtime.stand_ins import StandIns
 from memopt_cli.trace.log import Compressors, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.trace.storages import Storage
 from memopt_cli.trace.workspace import Workspaces
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 Life = tuple[int, int, int | None]
 """Bytes of a storage, the operator that made it (-1 if it existed before the step), and the first operator that ran
@@ -25,7 +25,7 @@ AllocatedPeak = Callable[[Iterable[Life]], int]
 
 
 def count_step(
-    step: Step,
+    step: TrainingStep,
     workspaces: Workspaces | None = None,
     compressors: Compressors | None = None,
     allocated: AllocatedPeak | None = None,

@@ -38,7 +38,7 @@ from memopt_cli.trace.log import Compressors
 from memopt_cli.trace.recording import record
 from memopt_cli.trace.remembered import RememberingDryRun
 from memopt_cli.trace.workspace import Workspaces
-from memopt_cli.training.step import Step, dtype_in, input_dtype
+from memopt_cli.training.step import TrainingStep, dtype_in, input_dtype
 from memopt_cli.training.user_step import StepModels
 
 
@@ -55,7 +55,7 @@ def built_without_data(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def place_fake(model: nn.Module, settings: StepSettings) -> nn.Module:
+def move_fake_model(model: nn.Module, settings: StepSettings) -> nn.Module:
     """Place ``model``, without data, like :func:`~memopt_cli.training.step.place`; ``Module.to`` cannot do that."""
     placed: dict[int, Tensor] = {}
     for module in model.modules():
@@ -94,7 +94,9 @@ class FakeStep:
     instead of a copy of the step's.  An error of a model that needs data is passed on: fake tensors have none.
     """
 
-    def __init__(self, step: Step, mode: FakeTensorMode | None = None, sharded: nn.Module | None = None) -> None:
+    def __init__(
+        self, step: TrainingStep, mode: FakeTensorMode | None = None, sharded: nn.Module | None = None
+    ) -> None:
         self._mode = mode or fake_mode()
         self._frees = sharded is None  # a forward without its backward leaves parameters gathered
         self._valued_inputs: list[tuple[Tensor, Tensor]] = []
@@ -113,7 +115,7 @@ class FakeStep:
             self.count()  # a first step makes the optimizer's state, which all later steps have
 
     @contextlib.contextmanager
-    def using_inputs(self, step: Step) -> Iterator[FakeStep]:
+    def using_inputs(self, step: TrainingStep) -> Iterator[FakeStep]:
         """Use the inputs of another ``step`` in the ``with`` block."""
         own = self.step, self._valued_inputs
         self._take_inputs(step)
@@ -122,13 +124,13 @@ class FakeStep:
         finally:
             self.step, self._valued_inputs = own
 
-    def set_inputs(self, step: Step) -> None:
+    def set_inputs(self, step: TrainingStep) -> None:
         """Use the inputs of another ``step`` from now on; for a sharded model."""
         self._take_inputs(step)
         self._start.restore()
         self._warm_up()
 
-    def _take_inputs(self, step: Step) -> None:
+    def _take_inputs(self, step: TrainingStep) -> None:
         args, kwargs = self._without_data(step)
         self.step = replace(self.step, args=args, kwargs=kwargs)
 
@@ -172,7 +174,7 @@ class FakeStep:
         with self._mode, numbers, numbers.readable_by_libraries():
             yield
 
-    def _without_data(self, step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _without_data(self, step: TrainingStep) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs of ``step`` without data, and remember the values that the model may read."""
         self._valued_inputs = []
 

@@ -15,10 +15,10 @@ from memopt_cli.trace.contents import ContentsReader
 from memopt_cli.trace.log import StorageLog, active, module_stack
 from memopt_cli.trace.modules import ModuleNotes, requested_compressor, taking_notes
 from memopt_cli.training.module_calls import module_hooks
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 
-def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
+def record_inputs(step: TrainingStep) -> tuple[ModuleTrace, ...]:
     """Record the modules called in one forward of ``step``, each with the compressor that holds its inputs exactly.
 
     The forward advances the model's state.  It runs without gradients, so the records have no saved bytes.
@@ -37,7 +37,7 @@ def record_inputs(step: Step) -> tuple[ModuleTrace, ...]:
     )
 
 
-def compressors_failing_on_zeros(step: Step) -> dict[str, str]:
+def compressors_failing_on_zeros(step: TrainingStep) -> dict[str, str]:
     """Return how each ``x_compressor`` fails on zeros with the shape and dtype of its module's inputs, by module path.
 
     Every compressor can hold zeros, so a compressor that fails on them fits no input of this shape and dtype.  The

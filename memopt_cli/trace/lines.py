@@ -24,14 +24,14 @@ def line_of_the_model() -> str:
     """Return the innermost line of the model's code on the stack, ``model.py:31``; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (name := frame.f_code.co_filename) not in _STEP_FILES:
-        if _is_of_model(name):
+        if _is_model_file(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_of_model(name: str) -> bool:
+def _is_model_file(name: str) -> bool:
     if name.startswith(_TOOLS):
         return False
     return name.startswith(_INSTALLED) or not name.startswith(_STANDARD_LIBRARY)

@@ -37,7 +37,7 @@ from memopt_cli.trace.storages import Peaks, Storage, Storages, has_storage, uni
 from memopt_cli.trace.workspace import Shapes, Workspaces, argument_shapes
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep, guessed_number
-from memopt_cli.training.step import Step, seed_everything
+from memopt_cli.training.step import TrainingStep, seed_everything
 
 _PRELIMINARY_KINDS = frozenset(("activations", "temporaries"))
 """Kinds that a storage gets by the phase in which it is made, until its purpose is known."""
@@ -225,7 +225,7 @@ def packed_as(log: StorageLog, compressors: Compressors | None) -> Iterator[None
 
 
 @contextmanager
-def active(log: StorageLog, step: Step) -> Iterator[None]:
+def active(log: StorageLog, step: TrainingStep) -> Iterator[None]:
     """Let ``log`` count the ``with`` block, from the tensors that exist before ``step`` on; seed all generators."""
     seed_everything(step.settings.seed)
     log.is_own = isinstance(step, OwnStep)
@@ -246,7 +246,7 @@ def active(log: StorageLog, step: Step) -> Iterator[None]:
         yield
 
 
-def run_step(step: Step, log: StorageLog) -> None:
+def run_step(step: TrainingStep, log: StorageLog) -> None:
     """Take one ``step`` under an active ``log``; its gradients stay."""
 
     def enter(phase: Phase) -> None:
@@ -259,7 +259,7 @@ def run_step(step: Step, log: StorageLog) -> None:
     _label_gradients(log, step.model)
 
 
-def resident_bytes(step: Step) -> int:
+def resident_bytes(step: TrainingStep) -> int:
     """Return the bytes of parameters, gradients if there are any, buffers, inputs and optimizer state of ``step``.
 
     Targets that the loss holds are counted with the inputs: the step reads them, wherever they were made.
@@ -277,7 +277,7 @@ def resident_bytes(step: Step) -> int:
     )
 
 
-def _held_by_loss(step: Step) -> list[Tensor]:
+def _held_by_loss(step: TrainingStep) -> list[Tensor]:
     """Return the tensors that the loss of ``step`` holds on the devices of the model; in a dry run without data."""
     parameters = list(step.model.parameters())
     devices = {p.device for p in parameters}
@@ -303,7 +303,7 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return [part for some in parts for part in some if isinstance(part, Tensor)]
 
 
-def optimizer_tensors(step: Step) -> list[Tensor]:
+def optimizer_tensors(step: TrainingStep) -> list[Tensor]:
     """Return the tensors in the current state of the optimizers of ``step``."""
     states = (state for optimizer in step.optimizers() for state in optimizer.state.values())
     return [t for state in states for t in state.values() if isinstance(t, Tensor)]

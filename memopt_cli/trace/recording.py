@@ -23,11 +23,11 @@ from memopt_cli.trace.step_log import StepLog
 from memopt_cli.trace.storages import Storage
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 
 def record(
-    step: Step,
+    step: TrainingStep,
     batch: int,
     *,
     contents: bool,
@@ -90,7 +90,7 @@ def _own_root(saved_bytes: int) -> ModuleTrace:
     return ModuleTrace(path="", class_name="Step", calls=1, order=0, saved_bytes=saved_bytes, refusal=reason)
 
 
-def _lives_without_autograd(step: Step) -> list[tuple[int, int, int | None]]:
+def _lives_without_autograd(step: TrainingStep) -> list[tuple[int, int, int | None]]:
     """Run a forward in which autograd saves nothing; return birth, bytes and death of its storages."""
     with (
         module_stack(step.unwrapped_model) as running,

@@ -189,7 +189,7 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
         )
     last = stack[-1]
     path, kind = _own_path(last, model), type(last.module).__name__
-    if not (_OF_INPUTS.search(str(error)) or _is_of_torch(type(last.module).__module__)):
+    if not (_OF_INPUTS.search(str(error)) or _is_in_torch(type(last.module).__module__)):
         where = f"module '{path}' ({kind})" if path else kind
         return StepError(
             f"forward of {where} raised {first_line(error)}{raised_at(error)}",
@@ -250,10 +250,10 @@ def raised_at(error: BaseException) -> str:
 
 def _is_ours(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
-    return _is_of_torch(name) or name.partition(".")[0] in ("memopt_cli", "importlib")
+    return _is_in_torch(name) or name.partition(".")[0] in ("memopt_cli", "importlib")
 
 
-def _is_of_torch(module: str) -> bool:
+def _is_in_torch(module: str) -> bool:
     return module.partition(".")[0] == "torch"
 
 

@@ -26,7 +26,7 @@ from memopt_cli.runtime.private_torch import TorchDispatchMode, engine_watched, 
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.training.optimizers import closure_refusal
-from memopt_cli.training.step import SCALES, Step, check_finite, failure_named, give_zero_gradient
+from memopt_cli.training.step import MAX_SCALE_TRIES, TrainingStep, check_finite, failure_named, give_zero_gradient
 from memopt_cli.training.user_step import StepModels
 
 OnPhase = Callable[[Phase], object]
@@ -35,11 +35,11 @@ OnUpdate = Callable[[Optimizer], object]
 
 NUMBER_READ = torch.ops.aten._local_scalar_dense.default
 """Operator that reads a number out of a tensor."""
-NEVER_STEPPED = f"none of the step's optimizers has stepped in {SCALES} steps"
+NEVER_STEPPED = f"none of the step's optimizers has stepped in {MAX_SCALE_TRIES} steps"
 LIST_OPTIMIZERS = "List the optimizers that it uses. A GradScaler skips updates whose gradients hold NaN or infinity."
 
 
-class OwnStep(Step):
+class OwnStep(TrainingStep):
     """A step whose model is a :class:`StepModels`."""
 
     __slots__ = ()
@@ -110,14 +110,14 @@ class OwnStep(Step):
         The steps follow one another, as in the user's script, and do not begin from ``start``: a scaler that begins
         again each time would never find its scale.
         """
-        for _ in range(SCALES):
-            if self.has_scale():
+        for _ in range(MAX_SCALE_TRIES):
+            if self.has_usable_scale():
                 return
             self.run()
         if not self.models.has_updated:
             raise StepError(NEVER_STEPPED, hint=LIST_OPTIMIZERS)
 
-    def has_scale(self) -> bool:
+    def has_usable_scale(self) -> bool:
         return self.models.leaves is not None and not self.models.waiting
 
     def run_checked(self) -> Any:
@@ -128,7 +128,7 @@ class OwnStep(Step):
         with failure_named(self.model):
             output = self.run(on_update=on_update)
         check_finite(output, "what the step returned")
-        if self.has_scale():  # otherwise a scaler skips updates with gradients that are not finite
+        if self.has_usable_scale():  # otherwise a scaler skips updates with gradients that are not finite
             for name, parameter in self.models.named_parameters():
                 if parameter.grad is not None:
                     check_finite(parameter.grad, f"the gradient of '{name}'")

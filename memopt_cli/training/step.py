@@ -39,7 +39,7 @@ from memopt_cli.training.wrappers import unwrap
 
 _CASTS = {"fp32": torch.float32, "fp64": torch.float64}
 _AUTOCASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SCALES = 33
+MAX_SCALE_TRIES = 33
 """Number of scales that are tried, from 2^16 down to 2^-16; a loss that is a sum may need one below 1."""
 _NEVER_FINITE = "the gradients hold NaN or infinity, however small the loss is scaled: a GradScaler skips every update"
 _FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script shows where they come from."
@@ -52,7 +52,7 @@ _NO_PARAMETERS_HINT = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TrainingStep:
     """A model ready to take training steps on fixed inputs."""
 
     model: nn.Module
@@ -172,16 +172,16 @@ class Step:
         """
         if self.scaler is None:
             return
-        for _ in range(SCALES):
-            begin(self, start)
+        for _ in range(MAX_SCALE_TRIES):
+            reset_step(self, start)
             self.backward(self.forward())
-            if self.has_scale():
+            if self.has_usable_scale():
                 return
             self.scaler.update(self.scaler.get_scale() / 2)
         raise StepError(_NEVER_FINITE, hint=_FIND_NAN)
 
-    def has_scale(self) -> bool:
-        """Return whether all current gradients are finite, so that the scaler lets the optimizer step."""
+    def has_usable_scale(self) -> bool:
+        """Return whether the scale lets the optimizer step: all current gradients are finite."""
         gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
         return self.scaler is None or all(bool(torch.isfinite(g.to_dense()).all()) for g in gradients)
 
@@ -301,7 +301,7 @@ def _by_keys(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from _by_keys(part, f"{name}.{key}".removeprefix("."))
 
 
-def begin(step: Step, start: StartingState) -> None:
+def reset_step(step: TrainingStep, start: StartingState) -> None:
     """Give ``step`` the state ``start``, fresh gradients and seeds, as every step begins.
 
     Otherwise the membrane of a spiking neuron, for example, would still be part of the last step's graph.  Backward
@@ -317,7 +317,7 @@ def input_dtype(settings: StepSettings) -> torch.dtype | None:
     return _CASTS.get(settings.precision)
 
 
-def place(model: nn.Module, settings: StepSettings) -> nn.Module:
+def move_model(model: nn.Module, settings: StepSettings) -> nn.Module:
     """Move ``model`` to the device and dtype of ``settings``, and set it to training mode."""
     model.to(torch.device(settings.device))
     dtype = input_dtype(settings)
@@ -406,7 +406,7 @@ def _call_loss(loss: Callable[[Any], Any], output: Any) -> Any:
         ) from error
 
 
-def is_of_loss(error: BaseException) -> bool:
+def was_raised_in_loss(error: BaseException) -> bool:
     """Return whether ``error`` was raised in the user's loss."""
     return any(frame.f_code is _call_loss.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 

@@ -26,7 +26,7 @@ from memopt_cli.runtime.chunk_rows import rows_untried
 from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.runtime.unsafe import why_whole
-from memopt_cli.training.step import Step, seed_everything
+from memopt_cli.training.step import TrainingStep, seed_everything
 from memopt_cli.verification.effects import (
     DoubleThroughout,
     clone_tensors,
@@ -49,7 +49,7 @@ class _ReachedError(Exception):
     """Raised to end the step when the module whose inputs are captured is about to run."""
 
 
-def capture_call(step: Step, path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def capture_call(step: TrainingStep, path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Return a copy of the module at ``path`` when ``step`` first calls it, and copies of the arguments of that call.
 
     Raises :class:`LookupError` if the step does not call it.
@@ -209,7 +209,7 @@ def _in_chunks(module: nn.Module, rule: ChunkRule, chunks: int) -> nn.Module:
 
 def _compute_effects(module: nn.Module, inputs: Any, seed: int) -> dict[str, Tensor]:
     args, kwargs = inputs
-    return effects(Step(model=module, args=args, kwargs=kwargs, settings=StepSettings(seed=seed)))
+    return effects(TrainingStep(model=module, args=args, kwargs=kwargs, settings=StepSettings(seed=seed)))
 
 
 def _uneven_number(length: int) -> int:

@@ -26,7 +26,7 @@ from memopt_cli.runtime.private_torch import TorchDispatchMode, compiled_again, 
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import LIST_OPTIMIZERS, NEVER_STEPPED, OwnStep
-from memopt_cli.training.step import SCALES, Step, failure_named, seed_everything
+from memopt_cli.training.step import MAX_SCALE_TRIES, TrainingStep, failure_named, seed_everything
 from memopt_cli.verification.effects import UpdateGradients, as_leaf, copy_tensors, generators_kept, parameters_kept
 from memopt_cli.verification.fingerprint import fingerprint
 from memopt_cli.verification.named import (
@@ -43,7 +43,9 @@ _LIBRARIES = ("torch", "memopt_cli")
 """Packages whose hooks are not the user's."""
 
 
-def take_steps(step: Step, count: int, watched: int | None, between: Callable[[nn.Module], object]) -> FollowedSteps:
+def take_steps(
+    step: TrainingStep, count: int, watched: int | None, between: Callable[[nn.Module], object]
+) -> FollowedSteps:
     """Take ``count`` steps on the same inputs, record what each leaves, and restore the parameters afterwards.
 
     The steps use the optimizer of ``step``, or SGD.  ``between`` is called with the model before each step, but not for
@@ -82,7 +84,7 @@ def take_steps(step: Step, count: int, watched: int | None, between: Callable[[n
 
 def _take_first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
     """Call ``take`` until a step updates: the scaler of the user's own step skips updates until it finds its scale."""
-    for _ in range(SCALES):
+    for _ in range(MAX_SCALE_TRIES):
         record = take()
         if record.updated or record.failed:
             return record
@@ -91,7 +93,7 @@ def _take_first(take: Callable[[], StepPrint], seed: int) -> StepPrint:
 
 
 @contextlib.contextmanager
-def _trainable(step: Step) -> Iterator[Step]:
+def _trainable(step: TrainingStep) -> Iterator[TrainingStep]:
     """Yield ``step`` with an optimizer that moves parameters, and restore the parameters afterwards."""
     if isinstance(step, OwnStep):  # a copy, since its function holds its own optimizers; the copy makes new ones
         yield replace(step, model=copy_module(step.model))
@@ -100,7 +102,7 @@ def _trainable(step: Step) -> Iterator[Step]:
         yield replace(step, optimizer=_optimizer(step))
 
 
-def _optimizer(step: Step) -> Optimizer:
+def _optimizer(step: TrainingStep) -> Optimizer:
     """Make the optimizer of ``step`` with a learning rate, which is zero in measured steps."""
     optimizer = step.make_optimizer(step.model)
     if optimizer is None:
@@ -110,7 +112,7 @@ def _optimizer(step: Step) -> Optimizer:
 
 
 def _record_step(
-    step: Step, start: AttributeValues, between: Callable[[nn.Module], object], *, watched: bool
+    step: TrainingStep, start: AttributeValues, between: Callable[[nn.Module], object], *, watched: bool
 ) -> StepPrint:
     """Take one step on fresh copies of the inputs, and return its record; ``start`` is from before the first step."""
     leaves = map_leaves(as_leaf, (step.args, step.kwargs))
@@ -140,7 +142,7 @@ def _named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str,
     return tensors_by_name("input", args) | tensors_by_name("input", kwargs)
 
 
-def _take_recorded(step: Step, start: AttributeValues, between: Callable[[nn.Module], object]) -> StepPrint:
+def _take_recorded(step: TrainingStep, start: AttributeValues, between: Callable[[nn.Module], object]) -> StepPrint:
     """Return a record of the tensors that ``step`` leaves, or of why it failed; hooks and calls are added later."""
     try:
         with failure_named(step.model):
@@ -152,7 +154,7 @@ def _take_recorded(step: Step, start: AttributeValues, between: Callable[[nn.Mod
     return replace(record, effects=record.effects + after, others=record.others + changes)
 
 
-def _take_plain(step: Step, between: Callable[[nn.Module], object]) -> StepPrint:
+def _take_plain(step: TrainingStep, between: Callable[[nn.Module], object]) -> StepPrint:
     """Take ``step``, and return fingerprints of its outputs, gradients and state, taken before the update."""
     between(step.model)
     step.reset_gradients()
@@ -203,7 +205,7 @@ def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
     for path, module in model.named_modules():
         for table in hook_tables(module):
             for key, hook in table.items():
-                if callable(hook) and not _is_of_library(hook):
+                if callable(hook) and not _is_library_hook(hook):
                     replaced_hooks.append((table, key, hook))
                     table[key] = _log_calls(hook, f"{getattr(hook, '__name__', type(hook).__name__)} of {path}", log)
     try:
@@ -214,7 +216,7 @@ def _hooks_logged(model: nn.Module, log: list[str]) -> Iterator[None]:
                 table[key] = hook
 
 
-def _is_of_library(hook: Callable[..., Any]) -> bool:
+def _is_library_hook(hook: Callable[..., Any]) -> bool:
     module = getattr(hook, "__module__", None) or type(hook).__module__
     return module.partition(".")[0] in _LIBRARIES
 

@@ -24,7 +24,7 @@ from memopt_cli.runtime.private_torch import TorchDispatchMode, schema_of
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, cast, dtype_in, is_out_of_memory, seed_everything
+from memopt_cli.training.step import TrainingStep, cast, dtype_in, is_out_of_memory, seed_everything
 
 _ROUNDING_SCALE = 1e-3
 """Share of the step's largest gradient below which a gradient may be nothing but rounding.  Examples are the gradients
@@ -53,7 +53,7 @@ class EffectDifference:
     """Number of tensors that were compared."""
 
 
-def effects(step: Step) -> dict[str, Tensor]:
+def effects(step: TrainingStep) -> dict[str, Tensor]:
     """Run one step and collect its effects: outputs, gradients of parameters and of floating inputs, buffers, state.
 
     For a user's own step, these are the gradients that it passes to its optimizers, and the gradients that it leaves.
@@ -74,7 +74,7 @@ def effects(step: Step) -> dict[str, Tensor]:
         step.model.zero_grad(set_to_none=True)
 
 
-def _plain_effects(step: Step) -> dict[str, Tensor]:
+def _plain_effects(step: TrainingStep) -> dict[str, Tensor]:
     inputs = map_leaves(_fresh_leaf if step.compares_inputs else as_leaf, (step.args, step.kwargs))
     args, kwargs = copy_tensors(inputs)
     step = replace(step, args=args, kwargs=kwargs)
@@ -252,14 +252,14 @@ class DoubleThroughout(TorchDispatchMode):
 
 
 @contextmanager
-def step_in_double(step: Step) -> Iterator[Step]:
+def step_in_double(step: TrainingStep) -> Iterator[TrainingStep]:
     """Yield ``step`` in float64, including the model's own casts to float32; restore its tensors afterwards."""
     with step_cast_to_double(step) as double_step, DoubleThroughout():  # type: ignore[no-untyped-call]
         yield double_step
 
 
 @contextmanager
-def step_cast_to_double(step: Step) -> Iterator[Step]:
+def step_cast_to_double(step: TrainingStep) -> Iterator[TrainingStep]:
     """Yield ``step`` with parameters, buffers and inputs in float64; restore these afterwards.
 
     The model's own casts to float32 stay.  The step can be compiled, unlike one under a dispatch mode.

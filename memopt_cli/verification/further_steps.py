@@ -22,7 +22,7 @@ from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.text.units import format_seconds
-from memopt_cli.training.step import Step, is_out_of_memory, synchronize
+from memopt_cli.training.step import TrainingStep, is_out_of_memory, synchronize
 from memopt_cli.verification.effects import (
     CannotCopyError,
     EffectDifference,
@@ -51,7 +51,7 @@ _NOISE_RATIO = 10.0
 class RecordedStep:
     """The recorded step, and how it was compared."""
 
-    step: Step
+    step: TrainingStep
     batch: int
     """Number of samples in the step."""
     gradients: dict[str, Tensor]
@@ -183,7 +183,7 @@ class _SteppingCopy:
     has changed it meanwhile.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: TrainingStep) -> None:
         self.model = copy_model(step.model)
         self._step = replace(step, model=self.model, optimizer=None)
         self._start = self._reached = StartingState(self.model)

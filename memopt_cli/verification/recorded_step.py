@@ -17,7 +17,7 @@ from memopt_cli.runtime.norms import batch_norms
 from memopt_cli.runtime.samples import sampling_off
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import why_whole
-from memopt_cli.training.step import Step, failure_named, synchronize
+from memopt_cli.training.step import TrainingStep, failure_named, synchronize
 from memopt_cli.verification.effects import (
     EffectDifference,
     difference,
@@ -32,7 +32,7 @@ Transform = Callable[[nn.Module], object]
 
 
 def verify_step(
-    step: Step,
+    step: TrainingStep,
     plan: Plan,
     install: Transform,
     remove: Transform,
@@ -98,7 +98,7 @@ class _Compared:
 
 
 def _compare(
-    step: Step, install: Transform, remove: Transform, *, batch: int, original_step_s: float, chunked: bool
+    step: TrainingStep, install: Transform, remove: Transform, *, batch: int, original_step_s: float, chunked: bool
 ) -> _Compared:
     """Return the difference of ``step`` with the plan and without it, which is taken twice if not ``chunked``."""
     start = StartingState(step.model)
@@ -150,14 +150,14 @@ def _fixed_statistics(modules: Sequence[nn.Module]) -> Iterator[None]:
             norm.train()
 
 
-def _timed_effects(step: Step, start: StartingState) -> tuple[dict[str, Tensor], float]:
+def _timed_effects(step: TrainingStep, start: StartingState) -> tuple[dict[str, Tensor], float]:
     began = time.monotonic()
     collected = _effects(step, start)
     synchronize(step.settings.device)
     return collected, time.monotonic() - began
 
 
-def _effects(step: Step, start: StartingState) -> dict[str, Tensor]:
+def _effects(step: TrainingStep, start: StartingState) -> dict[str, Tensor]:
     start.restore()
     with failure_named(step.model):
         return effects(step)

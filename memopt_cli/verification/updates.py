@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from memopt_cli.errors import StepError
 from memopt_cli.records import FurtherCheck
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.training.step import Step, begin
+from memopt_cli.training.step import TrainingStep, reset_step
 from memopt_cli.verification.effects import clone_tensors, copy_model, copy_state, difference, generators_kept
 from memopt_cli.verification.further_steps import CheckResult
 
@@ -25,7 +25,7 @@ NAME = f"in {_UPDATES} updates in backward"
 
 
 def compare_updates(
-    step: Step, plain: Install, in_backward: Install, *, batch: int
+    step: TrainingStep, plain: Install, in_backward: Install, *, batch: int
 ) -> tuple[FurtherCheck, CheckResult]:
     """Compare parameters, buffers and the optimizer's state after a few steps with ``plain`` and with ``in_backward``.
 
@@ -37,7 +37,7 @@ def compare_updates(
     return FurtherCheck(name=NAME, batch=batch, compared=worst.compared), CheckResult(NAME, worst)
 
 
-def _state_after_updates(step: Step, install: Install) -> dict[str, Tensor]:
+def _state_after_updates(step: TrainingStep, install: Install) -> dict[str, Tensor]:
     """Return parameters, optimizer state, buffers and other module state after a few steps, by name.
 
     A copy of the model takes the steps, on which ``install`` puts a plan.
@@ -53,7 +53,7 @@ def _state_after_updates(step: Step, install: Install) -> dict[str, Tensor]:
         for _ in range(_UPDATES):
             args, kwargs = clone_tensors((step.args, step.kwargs))
             copied = replace(step, model=model, optimizer=optimizer, args=args, kwargs=kwargs)
-            begin(copied, start)
+            reset_step(copied, start)
             copied.take()
     parameters = {f"parameter {name}": p.detach() for name, p in model.named_parameters()}
     return parameters | _optimizer_state(optimizer) | copy_state(model)

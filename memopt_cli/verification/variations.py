@@ -13,14 +13,14 @@ from torch import Tensor
 from memopt_cli.errors import StepError, first_line
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.effects import in_double
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 Resize = Callable[[int], Arguments]
 """Function that makes the inputs at another batch size; it raises an error if they have only one."""
-Vary = Callable[[Step], AbstractContextManager[Step]]
+Vary = Callable[[TrainingStep], AbstractContextManager[TrainingStep]]
 """Function that returns a context manager: it yields a step with one thing changed, and undoes the change after."""
 
 
@@ -61,19 +61,19 @@ def variations(batch: int, size: int, resize: Resize) -> Iterator[Variation]:
 
 def _combine(first: Vary, second: Vary) -> Vary:
     @contextlib.contextmanager
-    def varied(step: Step) -> Iterator[Step]:
+    def varied(step: TrainingStep) -> Iterator[TrainingStep]:
         with first(step) as once, second(once) as twice:
             yield twice
 
     return varied
 
 
-def _as_recorded(step: Step) -> AbstractContextManager[Step]:
+def _as_recorded(step: TrainingStep) -> AbstractContextManager[TrainingStep]:
     return contextlib.nullcontext(step)
 
 
 def _resized_to(resize: Resize, size: int) -> Vary:
-    def varied(step: Step) -> AbstractContextManager[Step]:
+    def varied(step: TrainingStep) -> AbstractContextManager[TrainingStep]:
         try:
             args, kwargs = resize(size) if step.settings.precision != "fp64" else in_double(resize(size))
         except Exception as error:  # the function of a script may raise anything
@@ -83,7 +83,7 @@ def _resized_to(resize: Resize, size: int) -> Vary:
     return varied
 
 
-def _masks(step: Step) -> AbstractContextManager[Step]:
+def _masks(step: TrainingStep) -> AbstractContextManager[TrainingStep]:
     """Flip masks among the inputs in the last half of their last dimension."""
     if not any(map(_is_mask, tensors_of((step.args, step.kwargs)))):
         raise CannotVaryError("no input is a mask")
@@ -108,7 +108,7 @@ def _flip_half(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _eval(step: Step) -> Iterator[Step]:
+def _eval(step: TrainingStep) -> Iterator[TrainingStep]:
     modes = [(module, module.training) for module in step.model.modules()]
     step.model.eval()
     try:
@@ -119,14 +119,14 @@ def _eval(step: Step) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def _frozen(step: Step) -> Iterator[Step]:
+def _frozen(step: TrainingStep) -> Iterator[TrainingStep]:
     with _freezing(step) as freeze:
         freeze()
         yield step
 
 
 @contextlib.contextmanager
-def _freeze_before_backward(step: Step) -> Iterator[Step]:
+def _freeze_before_backward(step: TrainingStep) -> Iterator[TrainingStep]:
     """Freeze parameters between forward and backward: when the loss is computed."""
     if isinstance(step, OwnStep):
         raise CannotVaryError("its function forms the loss")
@@ -140,7 +140,7 @@ def _freeze_before_backward(step: Step) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def _freezing(step: Step) -> Iterator[Callable[[], None]]:
+def _freezing(step: TrainingStep) -> Iterator[Callable[[], None]]:
     """Yield a function that freezes the first half of the parameters, in the model's order, in the ``with`` block."""
     parameters = [p for p in step.model.parameters() if p.requires_grad]
     frozen = parameters[: len(parameters) // 2]

@@ -16,7 +16,7 @@ import memopt_cli
 from memopt_cli.errors import OptionError
 from memopt_cli.records import StepSettings
 from memopt_cli.trace import count_step
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Parts
 
 PLAN_OR_PATH = "Give a memopt_cli.Plan, such as the .plan of a result, or the path of its file."
@@ -99,7 +99,7 @@ def test_it_computes_the_same_twice(name: str) -> None:
 @pytest.mark.parametrize("name", ["modules", "root", "runs"])
 def test_its_peak_is_about_that_of_the_plan(name: str) -> None:
     def peak(model: nn.Module) -> int:
-        step = Step(model=model, args=(torch.randn(4096, 16),), kwargs={}, settings=StepSettings())
+        step = TrainingStep(model=model, args=(torch.randn(4096, 16),), kwargs={}, settings=StepSettings())
         return count_step(step).tensor_peak_bytes
 
     plain, planned = exported(PLANS[name])["checkpoint_segments"](made()), memopt_cli.apply_plan(made(), PLANS[name])

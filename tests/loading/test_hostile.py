@@ -162,7 +162,7 @@ def test_the_payloads_are_live(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_yes_does_not_excuse_an_attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model.pt").write_bytes(files()["os.system, zip"].data)
-    with pytest.raises(trust.UnvouchedError, match="attack") as refusal:
+    with pytest.raises(trust.UntrustedNamesError, match="attack") as refusal:
         load_model(ModelSource(location="model.pt", trust=Trust(globals=("posix.system",))))
     assert refusal.value.requests == ()
     assert not Path(CANARY).exists()

@@ -39,7 +39,7 @@ from memopt_cli.loading import load, load_model
 from memopt_cli.loading.pickles.charges import PickleScan
 from memopt_cli.loading.pickles.nodes import Built, Global
 from memopt_cli.loading.pickles.scan import scan_pickle
-from memopt_cli.loading.trust import UnvouchedError
+from memopt_cli.loading.trust import UntrustedNamesError
 from memopt_cli.loading.user_code import ClassNotFoundError
 from memopt_cli.records import ModelSource, Trust
 from memopt_cli.runtime import GCContainer, SegmentConfig, TCGCContainer, install_segment
@@ -381,7 +381,7 @@ def test_a_vouched_library_s_constructors_are_not_called(library: str, tmp_path:
 
 
 def test_the_question_is_for_all_names_at_once_and_all_are_needed(foreign: Path) -> None:
-    with pytest.raises(UnvouchedError) as refusal:
+    with pytest.raises(UntrustedNamesError) as refusal:
         load_model(source(foreign))
     requests = sorted((request.name, request.package) for request in refusal.value.requests)
     assert requests == [("foreign_models.Net", "foreign_models"), ("foreign_models.Settings", "foreign_models")]
@@ -649,7 +649,7 @@ def two_classes_of_main(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("trust", [{}, {"globals": ("__main__.Net",)}, {"packages": ("__main__",)}])
 def test_a_class_of_the_training_script_needs_the_script(trust: dict[str, Any], trained: Path) -> None:
     with pytest.raises(
-        UnvouchedError, match=r"__main__\.Net was defined in the script or session that saved the file"
+        UntrustedNamesError, match=r"__main__\.Net was defined in the script or session that saved the file"
     ) as error:
         load_model(source(trained / "model.pt", **trust))
     assert "--code-path YOUR_SCRIPT.py" in error.value.hint

@@ -12,7 +12,7 @@ from torch import nn
 from memopt_cli.measure.allocated import least_growth, measure_allocated
 from memopt_cli.records import StepSettings
 from memopt_cli.trace import record
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 MIB = 1 << 20
 
@@ -92,7 +92,7 @@ def test_looking_into_tensors_does_not_count() -> None:
         nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Unflatten(1, (4, 16)), First(), nn.Conv2d(16, 64, 3)
     )
     spikes = (torch.rand(4, 3, 40, 40) > 0.5).float()
-    step = Step(model=model, args=(spikes,), kwargs={}, settings=StepSettings(device="cpu"))
+    step = TrainingStep(model=model, args=(spikes,), kwargs={}, settings=StepSettings(device="cpu"))
     plain = measure_allocated(lambda _: step.backward(step.forward()), "cpu", 0)
     model.zero_grad(set_to_none=True)
     recorded = measure_allocated(lambda _: record(step, 4, contents=True, frees=False), "cpu", 0)

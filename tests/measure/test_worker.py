@@ -679,7 +679,9 @@ def test_a_step_that_does_not_fit_here_is_not_run(
     own = sum(tensor.nbytes for tensor in one.bench.model.state_dict().values())
     monkeypatch.setattr(without_data, "runnable_bytes", lambda device: free - own)
     ran = []
-    monkeypatch.setattr(Bench, "begin", lambda self, step, begin=Bench.begin: (ran.append(step), begin(self, step)))
+    monkeypatch.setattr(
+        Bench, "reset_step", lambda self, step, reset_step=Bench.reset_step: (ran.append(step), reset_step(self, step))
+    )
     for job in (MeasureJob(plan=ORIGINAL), ProbeJob(plan=ORIGINAL, batch=8)):
         with pytest.raises(StepTooLargeError) as raised:
             one.answer(job)

@@ -35,14 +35,14 @@ from memopt_cli.model_batching.routes.fused import FusedRoute
 from memopt_cli.model_batching.routes.interface import RouteName
 from memopt_cli.model_batching.routes.vmap import VmapRoute
 from memopt_cli.pipeline.plans.application import apply
-from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, Prepared, file_header, prepare
 from memopt_cli.records import ApplyRequest, ModelSource, Plan, SegmentPlan, StepSettings, Trust
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.records.progress import Progress
 from memopt_cli.spikingjelly import memory_optimization
 from memopt_cli.trace import count_step
 from memopt_cli.training.apply import plan_of, remove_segments
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Parts
 
 ROUTES: tuple[RouteName, ...] = ("fused", "vmap", "loop")
@@ -634,7 +634,7 @@ FEWER_RUNS = Plan(segments=(SegmentPlan(path="features.0-2"),))
 def step_of(batched: BatchModule) -> tuple[list[Tensor], int]:
     """What one step leaves, in float64, and its tensor peak."""
     given = images(3, 12, 12).double().requires_grad_()
-    step = Step(model=batched, args=(given,), kwargs={}, settings=StepSettings(device="cpu"))
+    step = TrainingStep(model=batched, args=(given,), kwargs={}, settings=StepSettings(device="cpu"))
     batched.zero_grad()
     output = batched(given)
     output.square().sum().backward()
@@ -736,7 +736,7 @@ def test_a_file_of_a_batched_model_is_refused(tmp_path: Path) -> None:
     torch.save(nn.Sequential(BatchModule(small(), G)), tmp_path / "batched.pt")
     source = ModelSource(location=str(tmp_path / "batched.pt"), trust=Trust(pickle=True))
     with pytest.raises(UsageError, match="module '0' is a BatchModule"):
-        prepare(opening(source), progress=Progress(), ask=None)
+        prepare(load_request(source), progress=Progress(), ask=None)
 
 
 @pytest.mark.process
@@ -758,14 +758,14 @@ def test_a_plan_of_one_model_goes_onto_a_file_of_a_batched_model(ran: bool, tmp_
     assert {trial.name for trial in carrying.trials if not trial.refused} == {"fused", "loop"}
 
 
-def opening(source: ModelSource) -> Opening:
-    return Opening(source=source, spec=None, settings=StepSettings(device="cpu"), timeout_s=300)
+def load_request(source: ModelSource) -> LoadRequest:
+    return LoadRequest(source=source, spec=None, settings=StepSettings(device="cpu"), timeout_s=300)
 
 
 def prepare_small(folder: Path) -> Prepared:
     torch.save(small(), folder / "one.pt")
     source = ModelSource(location=str(folder / "one.pt"))
-    return prepare(opening(source), progress=Progress(), ask=None)
+    return prepare(load_request(source), progress=Progress(), ask=None)
 
 
 class Scale(Parts, factor=lambda: nn.Parameter(torch.ones(())), offset=lambda: nn.Buffer(torch.full((5,), 2.0))):

@@ -16,7 +16,7 @@ from memopt_cli.model_batching.replication import replicated_step
 from memopt_cli.records import StepSettings
 from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.training.optimizers import optimizer_maker
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Parts
 
 
@@ -28,12 +28,12 @@ class WithLoss(Parts, linear=lambda: nn.Linear(5, 2)):
         return {"loss": scores.square().mean(), "scores": scores}
 
 
-def step_of(model: nn.Module, **more: Any) -> Step:
+def step_of(model: nn.Module, **more: Any) -> TrainingStep:
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
-    return Step(model=model, args=(inputs,), kwargs={}, settings=StepSettings(device="cpu"), **more)
+    return TrainingStep(model=model, args=(inputs,), kwargs={}, settings=StepSettings(device="cpu"), **more)
 
 
-def gradients(step: Step) -> list[Tensor]:
+def gradients(step: TrainingStep) -> list[Tensor]:
     step.backward(step.forward())
     return [p.grad for p in step.model.parameters() if p.grad is not None]
 

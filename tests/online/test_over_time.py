@@ -21,7 +21,7 @@ from memopt_cli.online.operations import trace_kind
 from memopt_cli.online.over_time import step_model
 from memopt_cli.records import ONLINE_RULES, ChunkRule, OnlineRule, Plan, SegmentPlan, StepSettings
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.chunking import find_rule
 from memopt_cli.verification.effects import difference, effects
 from sample_models import spiking_vgg
@@ -38,8 +38,8 @@ def leaky() -> nn.Module:
     return snntorch.Leaky(0.8, init_hidden=True)
 
 
-def step_of(model: nn.Module, inputs: Tensor) -> Step:
-    return Step(model=model, args=(inputs,), kwargs={}, settings=StepSettings())
+def step_of(model: nn.Module, inputs: Tensor) -> TrainingStep:
+    return TrainingStep(model=model, args=(inputs,), kwargs={}, settings=StepSettings())
 
 
 def test_a_sequence_is_its_steps_from_fresh_states() -> None:
@@ -106,7 +106,7 @@ def test_a_loss_of_sequences_is_given_one_step_at_a_time_online() -> None:
         return output.square().sum()
 
     step = step_of(OverTime(feedforward(LIF(HIDDEN))), sequence()[0])
-    step = Step(model=step.model, args=step.args, kwargs={}, settings=step.settings, loss=loss)
+    step = TrainingStep(model=step.model, args=step.args, kwargs={}, settings=step.settings, loss=loss)
     assert compare_gradients(step, "D-RTRL").relative_error <= 1e-12
     assert shapes == [(8, BATCH, CLASSES)] + 8 * [(1, BATCH, CLASSES)]
 

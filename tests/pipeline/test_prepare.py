@@ -1,4 +1,4 @@
-"""Where a step runs, and on what data, is said once: in the opening of its model."""
+"""Where a step runs, and on what data, is said once: in the request to load its model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.prepare import opening_of
+from memopt_cli.pipeline.prepare import load_request_for
 from memopt_cli.records import ModelSource, RankLayout, StepRequest, StepSettings, Trust
 from memopt_cli.search.estimation.cards import CARDS
 
@@ -43,8 +43,8 @@ AUTO = replace(GPU, device="auto")
 def test_where_a_step_runs_and_on_what_data(
     request_: StepRequest, place: dict[str, Any], settings: StepSettings, data: str, device: str
 ) -> None:
-    opening = opening_of(request_, settings, **place)
-    assert (opening.data, opening.settings) == (data, replace(settings, device=device))
+    load_request = load_request_for(request_, settings, **place)
+    assert (load_request.data, load_request.settings) == (data, replace(settings, device=device))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_place_that_does_not_go_with_the_model_or_its_device(
     request_: StepRequest, place: dict[str, Any], settings: StepSettings, refusal: str
 ) -> None:
     with pytest.raises(UsageError, match=refusal):
-        opening_of(request_, settings, **place)
+        load_request_for(request_, settings, **place)
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
@@ -71,4 +71,4 @@ def test_no_compiler_is_waited_for_where_the_sandbox_lets_none_start(
         UsageError, match=r"inductor starts a compiler, but the model of model\.pt runs in a sandbox"
     )
     with refused if platform == "linux" else contextlib.nullcontext():  # elsewhere there is no sandbox
-        opening_of(FILE, AUTO, **INDUCTOR)
+        load_request_for(FILE, AUTO, **INDUCTOR)

@@ -32,7 +32,7 @@ from memopt_cli.runtime.batch_statistics import ReachedNorm, Statistics, _measur
 from memopt_cli.trace import count_step
 from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from sample_models.spiking_vgg import ConvBlock, MultiStep
 from tests.rows import quick
 from tests.zoo.models import GIVEN, Parts
@@ -509,7 +509,7 @@ def test_less_memory_than_a_plain_segment() -> None:
         net = Resetting(ConvBlock(2, 32, pool=False))
         if config is not None:
             install_segment(net.blocks[0], config)
-        step = Step(model=net, args=(x,), kwargs={}, settings=StepSettings())
+        step = TrainingStep(model=net, args=(x,), kwargs={}, settings=StepSettings())
         dry = FakeStep(step).count().tensor_peak_bytes
         peaks.append(count_step(step).tensor_peak_bytes)
         assert dry == peaks[-1]
@@ -521,7 +521,7 @@ def test_a_dry_run_lets_go_of_what_one_pass_ran_aside() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(*layers))
     install_segment(net[1], SegmentConfig(chunks=2, batch_statistics=True))
-    step = Step(model=net, args=(torch.randn(4, 3, 12, 12),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=net, args=(torch.randn(4, 3, 12, 12),), kwargs={}, settings=StepSettings())
     assert FakeStep(step).count().phases == count_step(step).phases
 
 
@@ -542,7 +542,7 @@ def test_a_dry_run_leaves_out_chunks_of_a_segment_within() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), inner)
     install_segment(net, SegmentConfig(chunks=2, batch_statistics=True))
     install_segment(inner, SegmentConfig(chunks=8))
-    step = Step(model=net, args=(torch.randn(64, 8),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=net, args=(torch.randn(64, 8),), kwargs={}, settings=StepSettings())
     assert FakeStep(step).count().tensor_peak_bytes == count_step(step).tensor_peak_bytes
 
 

@@ -16,7 +16,7 @@ from memopt_cli.runtime.module_state import find_matrices
 from memopt_cli.trace import count_step
 from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from sample_models.spiking_vgg import ConvBlock, MultiStep
 from tests.zoo.models import GIVEN, Parts
 
@@ -159,7 +159,7 @@ def test_forwards_and_states_grow_with_the_logarithm(chunks: int, monkeypatch: p
 def test_states_are_not_held_between_forward_and_backward() -> None:
     peaks = []
     for recompute_states in (False, True):
-        step = Step(
+        step = TrainingStep(
             model=nn.Sequential(Membrane(), Membrane()),
             args=((torch.rand(16, 64, 64) < 0.5).float().requires_grad_(),),
             kwargs={},

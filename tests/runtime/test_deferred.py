@@ -26,7 +26,7 @@ from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.runtime import LossContainer, SegmentConfig, install_segment, remove_segment
 from memopt_cli.runtime.deferred import DeferredLinear, _LinearCrossEntropy
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.effects import difference, effects
 from memopt_cli.verification.recorded_step import verify_step
 from tests.zoo.watching import silent
@@ -392,9 +392,9 @@ class Scriptable(LanguageModel):
 PLAN = Plan(segments=(SegmentPlan(path="head", chunks=8, through_loss=True),))
 
 
-def step_of(model: nn.Module) -> Step:
+def step_of(model: nn.Module) -> TrainingStep:
     ids = torch.randint(512, (4, 16))
-    return Step(model=model, args=(ids, ids), kwargs={}, settings=StepSettings())
+    return TrainingStep(model=model, args=(ids, ids), kwargs={}, settings=StepSettings())
 
 
 def test_a_plan_with_a_head_through_its_loss_is_verified() -> None:
@@ -428,7 +428,7 @@ class Headed(nn.Sequential):
 def test_a_loss_outside_the_model_is_verified_in_chunks(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(segments=(SegmentPlan(path="2", chunks=8, through_loss=True),))
     target = torch.randint(64, (8,))
-    step = Step(
+    step = TrainingStep(
         model=Headed(),
         args=(torch.randn(8, 16),),
         kwargs={},
@@ -450,7 +450,7 @@ def test_a_step_that_looks_for_nan_reads_no_logits() -> None:
     target = torch.randint(64, (8,))
     model = apply_plan(Headed(), replace(PLAN, segments=(replace(PLAN.segments[0], path="2"),)))
     x, loss = torch.randn(8, 16), lambda logits: F.cross_entropy(logits, target)
-    outside = Step(model=model, args=(x,), kwargs={}, settings=StepSettings(), loss=loss).run_checked()
+    outside = TrainingStep(model=model, args=(x,), kwargs={}, settings=StepSettings(), loss=loss).run_checked()
     assert not inside.is_computed
     assert not outside.is_computed
 
@@ -547,7 +547,7 @@ def test_hugging_face(config: str, kind: str, path: str) -> None:
         model = getattr(transformers, kind)(settings)
     plan = Plan(segments=(SegmentPlan(path=path, chunks=4, through_loss=True),))
     ids = torch.randint(300, (4, 16))
-    step = Step(model=model.train(), args=(), kwargs={"input_ids": ids, "labels": ids}, settings=StepSettings())
+    step = TrainingStep(model=model.train(), args=(), kwargs={"input_ids": ids, "labels": ids}, settings=StepSettings())
     whole = trace.count_step(step)
     found = verify_step(step, plan, lambda m: apply_plan(m, plan), remove_plan, batch=4, full_size=True)
     assert found.passed, found

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.trace import count_step
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Parts
 
 
@@ -42,5 +42,5 @@ def test_the_first_forward_takes_no_more_than_without_a_segment() -> None:
 
 
 def forward_peak(model: nn.Module) -> int:
-    step = Step(model=model, args=(torch.randn(64, 64),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=model, args=(torch.randn(64, 64),), kwargs={}, settings=StepSettings())
     return next(phase.tensor_peak_bytes for phase in count_step(step).phases if phase.phase == "forward")

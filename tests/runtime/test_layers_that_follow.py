@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.trace import count_step
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Checkpointed, Parts
 
 
@@ -91,7 +91,7 @@ class Graphs(Parts, first=OnGraph, second=OnGraph):
 def test_sparse_inputs(plan: Plan, sparse: Callable[[Tensor], Tensor]) -> None:
     edges = sparse((torch.rand(6, 6) < 0.4).float())
     assert_same(Graphs(), plan, edges, torch.randn(6, 6))
-    step = Step(model=Graphs(), args=(edges, torch.randn(6, 6)), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=Graphs(), args=(edges, torch.randn(6, 6)), kwargs={}, settings=StepSettings())
     assert count_step(step).tensor_peak_bytes > 0
 
 

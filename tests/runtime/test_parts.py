@@ -17,7 +17,7 @@ from memopt_cli.runtime.compressor import COMPRESSORS, Packed, note_stored, stor
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.trace import FakeStep, count_step
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Parts
 
 PARTS = COMPRESSORS["parts"]
@@ -92,7 +92,7 @@ def test_takes_less_memory_and_as_much_as_a_dry_run_says(make: Callable[[], nn.M
     assert kept[1] < 0.8 * kept[0]
     net = make()
     apply_plan(net, raw)
-    step = Step(model=net, args=(torch.randn(4, 3, 8, 8),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=net, args=(torch.randn(4, 3, 8, 8),), kwargs={}, settings=StepSettings())
     dry = FakeStep(step).count().tensor_peak_bytes
     step.take()
     assert count_step(step).tensor_peak_bytes == dry

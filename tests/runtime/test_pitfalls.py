@@ -41,7 +41,7 @@ from memopt_cli.runtime import (
 from memopt_cli.runtime.compressor import COMPRESSORS, Packed, SpikeCompressor
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.trace import record
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.effects import effects
 from tests.zoo.models import Before, Parts, mlp
 
@@ -234,7 +234,7 @@ def test_pitfall_18_overlapping_views_are_not_packed_where_that_raises_memory() 
 
     spikes = (torch.rand(240, 4) < 0.5).float()
     windows = tuple(spikes[i : i + 120] for i in range(120))
-    step = Step(model=Windows(), args=(windows,), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=Windows(), args=(windows,), kwargs={}, settings=StepSettings())
     root = record(step, 240, contents=True).modules[0]
     packed = sum(COMPRESSORS["bit"].compress(window).nbytes for window in windows)
     assert packed > spikes.nbytes
@@ -345,7 +345,7 @@ def test_pitfall_30_warm_up_is_not_timed(tmp_path: Path, monkeypatch: pytest.Mon
     worker.bench.model.register_forward_pre_hook(lambda *_: calls.append("step"))
     take_time = timed._time_step
 
-    def timing(bench: Bench, step: Step, **asked: Any) -> Any:
+    def timing(bench: Bench, step: TrainingStep, **asked: Any) -> Any:
         calls.append("timed")
         return take_time(bench, step, **asked)
 
@@ -463,7 +463,7 @@ def test_pitfall_43_gradients_do_not_vanish_in_the_proof() -> None:
     net = nn.Sequential(mlp(), nn.Softmax(-1))
     x = torch.randn(3, 4)
     by_sum = torch.autograd.grad(net(x).sum(), list(net.parameters()))
-    found = effects(Step(model=net, args=(x,), kwargs={}, settings=StepSettings()))
+    found = effects(TrainingStep(model=net, args=(x,), kwargs={}, settings=StepSettings()))
     largest = max(g.abs().max() for g in by_sum)
     assert all(found[f"gradient of {name}"].abs().max() > 1e3 * largest for name, _ in net.named_parameters())
 

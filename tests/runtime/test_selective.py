@@ -24,7 +24,7 @@ from memopt_cli.runtime.selective import KeptOutputs
 from memopt_cli.trace import count_step
 from memopt_cli.trace.fake import FakeStep
 from memopt_cli.training.apply import apply_plan, plan_of, remove_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Parts
 from tests.zoo.segments import with_segments
 
@@ -310,8 +310,8 @@ def test_what_no_recomputation_comes_to_is_not_kept() -> None:
     output.sum().backward()
 
 
-def step_of(model: nn.Module, x: Tensor) -> Step:
-    return Step(model=model, args=(x,), kwargs={}, settings=StepSettings())
+def step_of(model: nn.Module, x: Tensor) -> TrainingStep:
+    return TrainingStep(model=model, args=(x,), kwargs={}, settings=StepSettings())
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.targets import match_targets
 from memopt_cli.trace import count_step, record
 from memopt_cli.training.apply import apply_plan, remove_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.chunking import capture_call, find_rule
 from tests.zoo.models import GIVEN, Parts
 
@@ -227,11 +227,11 @@ class Net(Parts, split=lambda: Splitting(x_compressor=Halves()), cell=Membranes)
         return sequence * membrane
 
 
-def step_of(model: nn.Module, *shape: int) -> Step:
-    return Step(model=model, args=(spikes(*(shape or (8, WIDTH))),), kwargs={}, settings=StepSettings())
+def step_of(model: nn.Module, *shape: int) -> TrainingStep:
+    return TrainingStep(model=model, args=(spikes(*(shape or (8, WIDTH))),), kwargs={}, settings=StepSettings())
 
 
-def climbed(step: Step, level: int, *targets: str, tried: list[Plan] | None = None) -> Plan:
+def climbed(step: TrainingStep, level: int, *targets: str, tried: list[Plan] | None = None) -> Plan:
     """Return the plan of a level, with every probe run for real in this process."""
 
     def probe(plan: Plan) -> Counted:

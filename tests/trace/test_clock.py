@@ -9,7 +9,7 @@ from torch import nn
 from memopt_cli.records import StepSettings
 from memopt_cli.trace import segment_overhead, time_operators
 from memopt_cli.trace.clock import Clock, OperatorTime, scale_to, shortest_times
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 
 def test_operators_share_the_time_of_a_step_that_takes_less_than_they_do_one_by_one() -> None:
@@ -36,7 +36,7 @@ def test_what_is_run_to_learn_a_segments_overhead_draws_no_random_numbers_and_ta
 def test_on_a_gpu_operators_take_no_longer_together_than_the_step() -> None:
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(50))).cuda()
     settings = StepSettings(device="cuda:0")
-    step = Step(model=layers, args=(torch.ones(4, 8, device="cuda:0"),), kwargs={}, settings=settings)
+    step = TrainingStep(model=layers, args=(torch.ones(4, 8, device="cuda:0"),), kwargs={}, settings=settings)
     with Clock("cuda:0") as clock:
         step.take()
     assert sum(timed.seconds for timed in time_operators(step)) < sum(timed.seconds for timed in clock.times)

@@ -17,7 +17,7 @@ from memopt_cli.records import Collective, StepSettings
 from memopt_cli.runtime.private_torch import start_fake_group
 from memopt_cli.trace import FakeStep, count_step, record, resident_bytes
 from memopt_cli.trace.collectives import resizes_seen
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Parts
 
 FLOAT = 4
@@ -38,8 +38,8 @@ class Reviving(Parts, linear=lambda: nn.Linear(8, 8)):
         return y.sin()
 
 
-def step_of(model: nn.Module) -> Step:
-    return Step(model=model, args=(torch.ones(2, 8),), kwargs={}, settings=StepSettings())
+def step_of(model: nn.Module) -> TrainingStep:
+    return TrainingStep(model=model, args=(torch.ones(2, 8),), kwargs={}, settings=StepSettings())
 
 
 def test_a_storage_that_is_resized_holds_what_it_holds() -> None:

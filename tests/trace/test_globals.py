@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.trace import FakeStep, count_step, record
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Parts
 
 TABLE = torch.linspace(0, 1, 12)
@@ -26,7 +26,7 @@ class Reading(Parts, inner=lambda: nn.Linear(12, 12)):
 
 def test_a_dry_run_leaves_a_global_tensor_as_it_is() -> None:
     before, values = TABLE, TABLE.clone()
-    step = Step(model=Reading().train(), args=(torch.rand(3, 12),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=Reading().train(), args=(torch.rand(3, 12),), kwargs={}, settings=StepSettings())
     counted = count_step(step)
     trace = record(step, 3, contents=False)
     dry = FakeStep(step)
@@ -50,7 +50,7 @@ HELD = {"count": torch.zeros(())}
 def test_a_segment_that_reads_a_small_tensor_has_a_dry_run() -> None:
     model = nn.Sequential(Counting(), nn.Linear(12, 12)).train()
     memopt_cli.apply_plan(model, Plan(segments=(SegmentPlan(path="0"),)))
-    step = Step(model=model, args=(torch.rand(3, 12),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=model, args=(torch.rand(3, 12),), kwargs={}, settings=StepSettings())
     assert FakeStep(step).count() == count_step(step)
 
 
@@ -63,6 +63,6 @@ class Copying(Parts, inner=lambda: nn.Linear(12, 12)):
 
 @pytest.mark.slow
 def test_a_dry_run_of_a_model_that_copies_a_layer_leaves_memory_alone() -> None:
-    step = Step(model=Copying().train(), args=(torch.rand(3, 12),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=Copying().train(), args=(torch.rand(3, 12),), kwargs={}, settings=StepSettings())
     dry = FakeStep(step)
     assert {dry.count().tensor_peak_bytes for _ in range(20)} == {count_step(step).tensor_peak_bytes}

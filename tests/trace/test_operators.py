@@ -17,7 +17,7 @@ from benchmarks.operators import PLANS, OneOperator, is_equal, tensors_allocated
 from memopt_cli.records import StepSettings
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA, FakeTensorMode
 from memopt_cli.trace import FakeStep, count_step, record
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 SIDE = 96
 ROWS = torch.arange(0, SIDE, 2)
@@ -105,10 +105,10 @@ UNLIKE = {
 }
 
 
-def step_of(call: Callable[..., Any], tensors: int) -> Step:
+def step_of(call: Callable[..., Any], tensors: int) -> TrainingStep:
     torch.manual_seed(0)
     leaves = [torch.rand(SIDE, SIDE, requires_grad=True) for _ in range(tensors)]
-    return Step(model=OneOperator(call, leaves).train(), args=(), kwargs={}, settings=StepSettings())
+    return TrainingStep(model=OneOperator(call, leaves).train(), args=(), kwargs={}, settings=StepSettings())
 
 
 CASES = [

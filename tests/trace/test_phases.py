@@ -22,7 +22,7 @@ from memopt_cli.trace import FakeStep, count_step
 from memopt_cli.trace.log import resident_bytes
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.optimizers import optimizer_maker
-from memopt_cli.training.step import Step, make_scaler
+from memopt_cli.training.step import TrainingStep, make_scaler
 from tests.zoo.models import Parts
 
 
@@ -33,11 +33,11 @@ class Loss(Parts, layers=lambda: nn.Sequential(nn.Linear(256, 512), nn.ReLU(), n
         return self.layers(x).float().square().mean()  # type: ignore[no-any-return]
 
 
-def step_of(optimizer: str, **settings: Any) -> Step:
+def step_of(optimizer: str, **settings: Any) -> TrainingStep:
     model, make = Loss(), optimizer_maker(parse_optimizer(optimizer))
     given = StepSettings(optimizer=optimizer, **settings)
     made = make(model)
-    return Step(
+    return TrainingStep(
         model=model,
         args=(torch.randn(16, 256),),
         kwargs={},
@@ -48,14 +48,14 @@ def step_of(optimizer: str, **settings: Any) -> Step:
     )
 
 
-def warmed(step: Step) -> Step:
+def warmed(step: TrainingStep) -> TrainingStep:
     """With the optimizer's state made."""
     step.take()
     step.reset_gradients()
     return step
 
 
-def measured(step: Step) -> Allocated:
+def measured(step: TrainingStep) -> Allocated:
     return measure_allocated(step.take, "cpu", resident_bytes(step))
 
 

@@ -14,7 +14,7 @@ from memopt_cli.runtime.private_torch import FakeTensorMode
 from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.trace import FakeStep, count_step
 from memopt_cli.trace.real_storages import corrected_output
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Parts
 
 aten = torch.ops.aten
@@ -66,5 +66,5 @@ class Pooled(
 
 
 def test_a_norm_whose_gradient_is_transposed_has_the_peak_of_a_real_step() -> None:
-    step = Step(model=Pooled(), args=(torch.randn(16, 64, 8),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=Pooled(), args=(torch.randn(16, 64, 8),), kwargs={}, settings=StepSettings())
     assert FakeStep(step).count().tensor_peak_bytes == count_step(step).tensor_peak_bytes

@@ -37,7 +37,7 @@ from memopt_cli.trace import (
     count_step,
     fake_mode,
     match_compressors,
-    place_fake,
+    move_fake_model,
     record,
     time_operators,
     with_contents,
@@ -48,7 +48,7 @@ from memopt_cli.trace.log import StorageLog, active, module_stack, run_step
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.optimizers import optimizer_maker
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.rows import quick
 from tests.zoo.models import Parts
 
@@ -83,14 +83,16 @@ def test_a_step_that_accumulates_is_one_after_another(optimizer: str) -> None:
     assert counted.breakdown.gradients_bytes == sum(p.nbytes for p in net.parameters())
 
 
-def step_of(model: nn.Module, *args: Any, optimizer: str = "none", loss: Callable[[Any], Tensor] | None = None) -> Step:
+def step_of(
+    model: nn.Module, *args: Any, optimizer: str = "none", loss: Callable[[Any], Tensor] | None = None
+) -> TrainingStep:
     settings = StepSettings(optimizer=optimizer)
     make = optimizer_maker(parse_optimizer(optimizer))
-    step = Step(model=model.train(), args=args, kwargs={}, settings=settings, loss=loss)
+    step = TrainingStep(model=model.train(), args=args, kwargs={}, settings=settings, loss=loss)
     return replace(step, optimizer=make(model), make_optimizer=make)
 
 
-def sample_step(name: str) -> Step:
+def sample_step(name: str) -> TrainingStep:
     module = importlib.import_module(f"sample_models.{name}")
     tensors = []
     for entry in module.INPUTS["inputs"]:
@@ -98,7 +100,7 @@ def sample_step(name: str) -> Step:
         tensors.append(parse_tensor(f"{prefix}{entry['shape']}@{entry.get('dtype', 'float32')}={entry['values']}"))
     spec = InputSpec(tensors=tuple(tensors), dims=SMALL[name], source="here")
     args, kwargs = make_inputs(spec, seed=0, device="cpu", dtype=None)
-    return Step(model=module.build().train(), args=args, kwargs=kwargs, settings=StepSettings())
+    return TrainingStep(model=module.build().train(), args=args, kwargs=kwargs, settings=StepSettings())
 
 
 @pytest.fixture(scope="module", params=quick(SMALL, {*SMALL} - {"spiking_vgg"}))
@@ -452,7 +454,7 @@ def test_a_model_without_data_is_placed_with_its_ties() -> None:
         model = nn.Sequential(nn.Linear(1 << 20, 1 << 20), nn.Linear(1 << 20, 1 << 20), nn.BatchNorm1d(1 << 20)).eval()
         model[1].weight = model[0].weight
         model[1].requires_grad_(False)
-        place_fake(model, StepSettings(precision="fp64"))
+        move_fake_model(model, StepSettings(precision="fp64"))
         x = torch.randn(2, 1 << 20, dtype=torch.float64)
     assert model[1].weight is model[0].weight
     assert model.training
@@ -471,7 +473,7 @@ class Sliced(Parts, cell=lambda: nn.Linear(32, 32)):
 
 @pytest.mark.parametrize(("x", "compressor"), [(torch.randn(10, 8, 32), "null"), (torch.ones(10, 8, 32), "bit")])
 def test_a_slice_packs_as_a_slice(x: Tensor, compressor: str) -> None:
-    step = Step(model=Sliced(), args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
+    step = TrainingStep(model=Sliced(), args=(x,), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
     cell = next(m for m in record(step, batch=8, contents=True).modules if m.path == "cell")
     assert cell.compressor == compressor
 

@@ -19,7 +19,7 @@ from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.trace import FakeStep
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.optimizers import optimizer_maker
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from sample_models import gpt
 from tests.rows import quick
 from tests.zoo.models import Parts
@@ -127,7 +127,7 @@ class Transposed(Parts, linear=lambda: nn.Linear(16, 16)):
 def step_of(model: nn.Module, *args: Any, optimizer: str = "", precision: Any = "stored") -> FakeStep:
     make = optimizer_maker(parse_optimizer(optimizer))
     return FakeStep(
-        Step(
+        TrainingStep(
             model=model,
             args=args,
             kwargs={},

@@ -18,7 +18,7 @@ from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.trace import FakeStep, count_step, fake_mode, log, record, resident_bytes
 from memopt_cli.training.apply import apply_plan, remove_plan
 from memopt_cli.training.optimizers import optimizer_maker
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import GIVEN, Parts
 
 FLOAT = 4
@@ -51,10 +51,12 @@ def segment(path: str, **changes: Any) -> SegmentPlan:
     return SegmentPlan(path=path, **changes)
 
 
-def step_of(model: nn.Module, args: tuple[Any, ...], optimizer: str = "none", **kwargs: Any) -> Step:
+def step_of(model: nn.Module, args: tuple[Any, ...], optimizer: str = "none", **kwargs: Any) -> TrainingStep:
     make = optimizer_maker(parse_optimizer(optimizer))
     settings = StepSettings(optimizer=optimizer)
-    return Step(model=model, args=args, kwargs=kwargs, settings=settings, optimizer=make(model), make_optimizer=make)
+    return TrainingStep(
+        model=model, args=args, kwargs=kwargs, settings=settings, optimizer=make(model), make_optimizer=make
+    )
 
 
 PLANS: list[tuple[Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], tuple[SegmentPlan, ...]]] = [
@@ -281,7 +283,7 @@ def test_a_sparse_gradient_is_added_in_place_only_to_a_contiguous_one() -> None:
     assert not_contiguous - contiguous == 48 * 48 * FLOAT
 
 
-def counted_as_allocated(step: Step) -> None:
+def counted_as_allocated(step: TrainingStep) -> None:
     """The step's tensor peak, measured and in a dry run, is what is allocated at most."""
 
     def take() -> None:

@@ -15,7 +15,7 @@ from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.trace import FakeStep, resident_bytes
 from memopt_cli.trace.workspace import OperatorRun, Workspaces, argument_shapes, find_workspaces
 from memopt_cli.training.apply import apply_plan, remove_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 KIB = 1 << 10
 SHAPES = ((8, 4), (4, 4))
@@ -190,7 +190,7 @@ def test_the_predicted_allocated_peak_is_the_measured_one(build: Any, segments: 
     """Within 10 %, where the tensor peak alone is further off; workspaces come from the original's step."""
     model, x = build(), torch.randn(8, 2, 32, 32)
     model(x)
-    step = Step(model=model, args=(x,), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=model, args=(x,), kwargs={}, settings=StepSettings())
     measure(step)  # the first run also fills caches of oneDNN
     workspaces = measure(step).workspaces
     plan = Plan(segments=tuple(SegmentPlan(path=path) for path in segments))
@@ -209,7 +209,8 @@ def test_a_recurrent_layer_in_chunks() -> None:
     """Its kernels lay the weights out anew in each chunk; within 5 %, where a scaled workspace is 10 % off."""
     model = Recurrent(57)
     full, small = (
-        Step(model=model, args=(torch.randn(12, batch, 57),), kwargs={}, settings=StepSettings()) for batch in (32, 3)
+        TrainingStep(model=model, args=(torch.randn(12, batch, 57),), kwargs={}, settings=StepSettings())
+        for batch in (32, 3)
     )
     for step in (full, small):
         measure(step)
@@ -233,7 +234,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[1][0][-1])
 
 
-def measure(step: Step) -> Any:
+def measure(step: TrainingStep) -> Any:
     torch.manual_seed(0)
     try:
         return measure_allocated(lambda _: step.backward(step.forward()), "cpu", resident_bytes(step))

@@ -21,7 +21,7 @@ from memopt_cli.runtime.in_backward import install_in_backward
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.trace import clock, time_operators
 from memopt_cli.training.apply import remove_plan
-from memopt_cli.training.step import Step, begin, make_scaler
+from memopt_cli.training.step import TrainingStep, make_scaler, reset_step
 from memopt_cli.verification import further_steps
 from memopt_cli.verification.effects import bit_equal, effects
 from memopt_cli.verification.further_steps import first_samples
@@ -68,8 +68,8 @@ def inputs() -> Tensor:
     return torch.ones(5, 4, 3)
 
 
-def step_of(model: nn.Module, **settings: Any) -> Step:
-    return Step(model=model, args=(inputs(),), kwargs={}, settings=StepSettings(**settings))
+def step_of(model: nn.Module, **settings: Any) -> TrainingStep:
+    return TrainingStep(model=model, args=(inputs(),), kwargs={}, settings=StepSettings(**settings))
 
 
 def test_a_step_that_fails_half_way_leaves_no_gradients() -> None:
@@ -116,7 +116,7 @@ def test_updates_in_backward() -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.0)
 
-    step = Step(model=step.model, args=step.args, kwargs={}, settings=step.settings, make_optimizer=make)
+    step = TrainingStep(model=step.model, args=step.args, kwargs={}, settings=step.settings, make_optimizer=make)
     _, found = compare_updates(
         step, lambda model, optimizer: None, lambda model, optimizer: install_in_backward(optimizer, model), batch=5
     )
@@ -132,10 +132,10 @@ class Steep(Net):
 
 def test_a_scaler_that_finds_its_scale() -> None:
     model, settings = Steep(), StepSettings(precision="fp16")
-    step = Step(model=model, args=(inputs(),), kwargs={}, settings=settings, scaler=make_scaler(settings))
+    step = TrainingStep(model=model, args=(inputs(),), kwargs={}, settings=settings, scaler=make_scaler(settings))
     step.find_scale(StartingState(model))
     assert step.scaler.get_scale() < 2**16
-    assert step.has_scale()
+    assert step.has_usable_scale()
 
 
 def test_steps_on_ranks() -> None:
@@ -149,7 +149,7 @@ def test_steps_that_are_timed_one_after_the_other() -> None:
     step = step_of(Net())
     assert time_operators(step)
     start = StartingState(step.model)
-    begin(step, start)
+    reset_step(step, start)
     step.take()
     assert clock._step_s(step, start) > 0
 

@@ -13,7 +13,7 @@ from memopt_cli.records import StepSettings
 from memopt_cli.text.optimizer_text import NoOptimizer, parse_optimizer
 from memopt_cli.trace import FakeStep, count_step
 from memopt_cli.training.optimizers import optimizer_maker
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 
 def own(make: Any) -> Any:
@@ -52,7 +52,7 @@ def test_steps_stay_alike(text: str) -> None:
 def test_the_users_own_counts_with_all_its_state() -> None:
     model = nn.Linear(64, 32)
     make = own(two_groups)
-    step = Step(
+    step = TrainingStep(
         model=model,
         args=(torch.randn(4, 64),),
         kwargs={},
@@ -136,7 +136,7 @@ def test_one_that_cannot_be_had_is_named(make: Any, message: str) -> None:
     ],
 )
 def test_one_that_cannot_take_a_step_is_named(model: nn.Module, args: torch.Tensor, make: Any) -> None:
-    step = Step(model=model, args=(args,), kwargs={}, settings=StepSettings(), optimizer=own(make)(model))
+    step = TrainingStep(model=model, args=(args,), kwargs={}, settings=StepSettings(), optimizer=own(make)(model))
     step.backward(step.forward())
     with pytest.raises(StepError, match="cannot take a step"):
         step.update()

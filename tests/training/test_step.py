@@ -27,7 +27,7 @@ from memopt_cli.records import (
     TensorSpec,
 )
 from memopt_cli.search.plan.policy import SearchOverrides, resolve
-from memopt_cli.training.step import Step, seeds_of_backward
+from memopt_cli.training.step import TrainingStep, seeds_of_backward
 from tests.zoo.prepared import prepare_here
 
 LOGITS = torch.ones(2, 3, requires_grad=True)
@@ -174,7 +174,7 @@ def test_an_argument_that_no_forward_names_is_told(kind: Callable[..., nn.Module
 
 
 def test_of_a_model_with_no_parameters_no_loss_is_asked_for() -> None:
-    step = Step(model=nn.Tanh(), args=(torch.ones(2),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=nn.Tanh(), args=(torch.ones(2),), kwargs={}, settings=StepSettings())
     with pytest.raises(StepError, match="nothing to differentiate") as raised:
         step.backward(step.forward())
     assert raised.value.hint.startswith("The model has no parameters, so no loss can train it. torch.jit.freeze")

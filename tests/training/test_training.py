@@ -21,7 +21,7 @@ from memopt_cli.records import InputSpec, Plan, SegmentPlan, StepSettings, Tenso
 from memopt_cli.runtime import refusal, segment_of
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.module_calls import module_hooks
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.effects import bit_equal, difference, effects
 from sample_models.spiking_vgg import LIF, MultiStep
 from tests.rows import quick
@@ -121,7 +121,7 @@ def test_chunks_train_alike_in_float64(digits: tuple[Tensor, Tensor]) -> None:
 SMALL = {"T": 3, "B": 2, "S": 16}
 
 
-def sample_step(name: str) -> Step:
+def sample_step(name: str) -> TrainingStep:
     """One step of a sample model at a small size, in float64."""
     sample = importlib.import_module(f"sample_models.{name}")
     tensors = tuple(_tensor(entry) for entry in sample.INPUTS["inputs"])
@@ -129,7 +129,7 @@ def sample_step(name: str) -> Step:
     spec = InputSpec(tensors=tensors, dims=dims, source="the sample")
     settings = StepSettings(precision="fp64")
     args, kwargs = make_inputs(spec, seed=0, device="cpu", dtype=torch.float64)
-    return Step(model=sample.build().double(), args=args, kwargs=kwargs, settings=settings)
+    return TrainingStep(model=sample.build().double(), args=args, kwargs=kwargs, settings=settings)
 
 
 def _tensor(entry: dict[str, Any]) -> TensorSpec:
@@ -146,13 +146,13 @@ BLOCKS = {
 
 
 @pytest.fixture(scope="module")
-def sample(request: pytest.FixtureRequest) -> tuple[str, Step, dict[str, Tensor]]:
+def sample(request: pytest.FixtureRequest) -> tuple[str, TrainingStep, dict[str, Tensor]]:
     """A sample's name, its step, and what the step leaves behind without a plan."""
     step = sample_step(request.param)
     return request.param, step, effects(on_a_copy(step))
 
 
-def on_a_copy(step: Step) -> Step:
+def on_a_copy(step: TrainingStep) -> TrainingStep:
     return replace(step, model=copy.deepcopy(step.model))
 
 
@@ -163,7 +163,7 @@ LARGEST = {("spiking_vgg", "blocks"), ("resnet", "every module")}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sample", "which"), quick(SAMPLES, {*SAMPLES} - LARGEST), indirect=["sample"])
-def test_gradients_of_the_samples(which: str, sample: tuple[str, Step, dict[str, Tensor]]) -> None:
+def test_gradients_of_the_samples(which: str, sample: tuple[str, TrainingStep, dict[str, Tensor]]) -> None:
     """1e-9 is asked; without chunks the very bits are found."""
     name, step, expected = sample
     step = on_a_copy(step)
@@ -175,7 +175,7 @@ def test_gradients_of_the_samples(which: str, sample: tuple[str, Step, dict[str,
     assert bit_equal(expected, found)
 
 
-def called(step: Step) -> list[str]:
+def called(step: TrainingStep) -> list[str]:
     """Paths of the modules that a step calls and that can be segments, the root aside."""
     model = copy.deepcopy(step.model)
     seen: dict[str, None] = {}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt_cli.records import ChunkRule, Refused, StepSettings
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.chunking import capture_call, find_rule
 from memopt_cli.verification.effects import copy_state
 from tests.zoo.models import GIVEN, Parts
@@ -257,7 +257,7 @@ def test_keyword_arguments_are_not_cut() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_what_is_given_half_precision_under_autocast_is_accepted(precision: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()))
-    step = Step(model=model, args=(x(4, 6),), kwargs={}, settings=StepSettings(precision=precision))
+    step = TrainingStep(model=model, args=(x(4, 6),), kwargs={}, settings=StepSettings(precision=precision))
     module, args, kwargs = capture_call(step, "1")
     assert args[0].dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     assert find_rule(module, args, kwargs) == rule(0)
@@ -298,8 +298,8 @@ class Calling(Parts, a=lambda: nn.BatchNorm1d(6), b=Two, idle=lambda: nn.Linear(
         return self.b(y, y + 1, scale=y.sum())[0]
 
 
-def step_of(model: nn.Module) -> Step:
-    return Step(model=model, args=(x(4, 6),), kwargs={}, settings=StepSettings())
+def step_of(model: nn.Module) -> TrainingStep:
+    return TrainingStep(model=model, args=(x(4, 6),), kwargs={}, settings=StepSettings())
 
 
 def test_capture_call() -> None:

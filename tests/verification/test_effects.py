@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memopt_cli.records import TOLERANCE, StepSettings
 from memopt_cli.training import step as step_module
-from memopt_cli.training.step import Step, seed_torch
+from memopt_cli.training.step import TrainingStep, seed_torch
 from memopt_cli.verification.effects import (
     EffectDifference,
     bit_equal,
@@ -44,10 +44,10 @@ class Net(Parts, inner=lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4),
         return y, {"index": table["index"] + 1}
 
 
-def step_of(model: nn.Module, seed: int = 0) -> Step:
+def step_of(model: nn.Module, seed: int = 0) -> TrainingStep:
     table = {"scale": torch.ones(4).double(), "index": torch.arange(3)}
     x = torch.linspace(-1, 1, 12).double().view(3, 4)
-    return Step(model=model.double(), args=(x,), kwargs={"table": table}, settings=StepSettings(seed=seed))
+    return TrainingStep(model=model.double(), args=(x,), kwargs={"table": table}, settings=StepSettings(seed=seed))
 
 
 def run(model: nn.Module, slip: str = "", seed: int = 0) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ def test_the_caller_keeps_what_it_had() -> None:
 
 def test_sparse_gradients() -> None:
     net = nn.Embedding(9, 3, sparse=True)
-    step = Step(model=net, args=(torch.tensor([1, 2, 2]),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=net, args=(torch.tensor([1, 2, 2]),), kwargs={}, settings=StepSettings())
     assert bit_equal(effects(step), effects(step))
 
 

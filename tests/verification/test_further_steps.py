@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import StepError
 from memopt_cli.records import FurtherCheck, Plan, SegmentPlan, StepSettings, Verification
 from memopt_cli.training.apply import apply_plan, remove_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification import further_steps
 from memopt_cli.verification.further_steps import RecordedStep, _Deadline, first_samples
 from memopt_cli.verification.recorded_step import verify_step
@@ -62,7 +62,7 @@ class Net(
 
 def check(model: nn.Module, plan: Plan = EXACT, install: Install | None = None, **kwargs: Tensor) -> Verification:
     torch.manual_seed(0)
-    step = Step(model=model, args=(torch.randn(4, 3),), kwargs=kwargs, settings=StepSettings(seed=5))
+    step = TrainingStep(model=model, args=(torch.randn(4, 3),), kwargs=kwargs, settings=StepSettings(seed=5))
     resize = functools.partial(first_samples, step.args, step.kwargs)
     right: Install = lambda m: apply_plan(m, plan)  # noqa: E731
     return verify_step(step, plan, install or right, without, batch=4, full_size=True, resize=resize)
@@ -241,7 +241,7 @@ def test_a_check_of_fewer_samples_says_nothing_of_how_long_those_of_all_take(mon
     monkeypatch.setattr(further_steps, "_MIN_LIMIT_S", 4.5)
     now = 0.0
     monkeypatch.setattr(further_steps.time, "monotonic", lambda: now)
-    step = Step(model=Net(), args=(), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
+    step = TrainingStep(model=Net(), args=(), kwargs={}, settings=StepSettings(), loss=None, optimizer=None)
     recorded = RecordedStep(step=step, batch=8, gradients={}, plain_s=0.1, original_step_s=0.0, tolerance=0.0)
     deadline, batches = _Deadline(recorded), list[int]()
     for batch in (8, 1, 8, 8):

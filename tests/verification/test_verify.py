@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import PlanError, StepError
 from memopt_cli.records import TOLERANCE, Plan, SegmentPlan, StepSettings, Verification
 from memopt_cli.training.apply import apply_plan, remove_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.recorded_step import _noise, verify_step
 from tests.zoo.models import Parts
 
@@ -42,9 +42,9 @@ EXACT = Plan(segments=(SegmentPlan(path="body"), SegmentPlan(path="head")))
 CHUNKED = Plan(segments=(SegmentPlan(path="head", chunks=2),))
 
 
-def step_of(model: nn.Module) -> Step:
+def step_of(model: nn.Module) -> TrainingStep:
     x = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1))
-    return Step(model=model, args=(x,), kwargs={}, settings=StepSettings(seed=5))
+    return TrainingStep(model=model, args=(x,), kwargs={}, settings=StepSettings(seed=5))
 
 
 def check(plan: Plan, install: Install | None = None, model: nn.Module | None = None) -> Verification:

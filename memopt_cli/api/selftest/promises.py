@@ -19,7 +19,7 @@ from memopt_cli.pipeline.batches.recommendation import recommend_batch
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.plans.optimization import optimize
 from memopt_cli.pipeline.plans.plan_measurements import measurement_in
-from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
+from memopt_cli.pipeline.prepare import Prepared, load_request_for, prepare
 from memopt_cli.records import (
     BatchRequest,
     Failure,
@@ -237,7 +237,7 @@ def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
 
 def _prepare(case: _Case, device: str) -> Prepared:
     request = ProfileRequest(source=case.source, spec=case.spec, timeout_s=_TIMEOUT_S)
-    return prepare(opening_of(request, case.settings_on(device)), progress=Progress(), ask=None)
+    return prepare(load_request_for(request, case.settings_on(device)), progress=Progress(), ask=None)
 
 
 def _test_repetition(case: _Case, device: str) -> Iterator[SelftestRow]:

@@ -33,7 +33,7 @@ from memopt_cli.training.apply import apply_plan, refusing_in_backward, remove_s
 from memopt_cli.training.module_calls import one_step_noted, runs_alike, skipped_layers
 from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, seed_everything
+from memopt_cli.training.step import TrainingStep, input_dtype, make_scaler, reset_step, seed_everything
 from memopt_cli.training.user_step import StepModels
 from memopt_cli.training.wrappers import suspend_compilation, unwrap
 from memopt_cli.verification.further_steps import first_samples
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _Sizes = tuple[int | None, Mapping[str, int] | None]
 """Batch and further sizes of a step; ``None`` for those that the description of the inputs gives."""
-_SEEDS: Final = 8
+_MAX_EXTRA_SEEDS: Final = 8
 """Number of further seeds to try for a step that skips no layers."""
 Value = TypeVar("Value")
 Fact = TypeVar("Fact")
@@ -96,7 +96,7 @@ class Bench:
         with self._maker.without_data():
             model = self._maker.build()
             came_in_eval = [path for path, module in model.named_modules() if not module.training]
-            self.model = self._maker.place(model)
+            self.model = self._maker.move(model)
         self.evaluating = tuple(path for path in came_in_eval if self.model.get_submodule(path).training)
         """Paths of the modules that were saved in eval mode; they are in training mode now, as all modules are."""
         if subject.layer_runs:
@@ -110,7 +110,7 @@ class Bench:
         self.messages: dict[str, None] = {}
         """Sentences for the user on the steps that were run, each once."""
         self._facts: dict[Callable[[Bench], Any], Any] = {}
-        """Function that finds out a fact about the original -> the fact."""
+        """Function that computes a fact about the original -> the fact."""
         self._sizes: _Sizes = None, None
         """The sizes of the last step that was made."""
         self._skipping: dict[tuple[str, ...], _Sizes | None] = {}
@@ -131,26 +131,26 @@ class Bench:
         check_spreadable(self.model, plan, "predicted")
         function = spread_function(layout, self._functions)
         with self._maker.without_data():
-            model = apply_plan(self._maker.place(self._maker.build()), plan)
+            model = apply_plan(self._maker.move(self._maker.build()), plan)
         with fake_group(layout, self.subject.rank) as mesh:
             with fake_parameters_swappable():
                 sharded = shard_for_prediction(model, mesh, layout, function)
             yield sharded
 
-    def fact(self, find_out: Callable[[Bench], Fact]) -> Fact:
-        """Return ``find_out(bench)``, a fact about the original, which is computed once for all jobs."""
-        if find_out not in self._facts:
-            self._facts[find_out] = find_out(self)
-        fact: Fact = self._facts[find_out]
+    def cached(self, compute: Callable[[Bench], Fact]) -> Fact:
+        """Return ``compute(bench)``, a fact about the original, which is computed once for all jobs."""
+        if compute not in self._facts:
+            self._facts[compute] = compute(self)
+        fact: Fact = self._facts[compute]
         return fact
 
-    def has_fact(self, find_out: Callable[[Bench], object]) -> bool:
-        """Return whether the result of ``find_out`` is known."""
-        return find_out in self._facts
+    def is_cached(self, compute: Callable[[Bench], object]) -> bool:
+        """Return whether the result of ``compute`` is known."""
+        return compute in self._facts
 
-    def remember(self, find_out: Callable[[Bench], object], fact: object) -> None:
-        """Cache ``fact`` as the result of ``find_out``, if steps that ran for another purpose have shown it."""
-        self._facts.setdefault(find_out, fact)
+    def remember(self, compute: Callable[[Bench], object], fact: object) -> None:
+        """Cache ``fact`` as the result of ``compute``, if steps that ran for another purpose have shown it."""
+        self._facts.setdefault(compute, fact)
 
     # ------------------------------------------------------------------------------------------ state of the bench
 
@@ -169,12 +169,12 @@ class Bench:
         self._note_skipped_layers()
 
     @contextlib.contextmanager
-    def with_plan(self, plan: Plan, step: Step | None = None) -> Iterator[None]:
+    def with_plan(self, plan: Plan, step: TrainingStep | None = None) -> Iterator[None]:
         """Apply ``plan`` in the ``with`` block, to the model and optimizer of ``step``, or to the bench's own."""
         model, optimizer = (step.model, step.optimizer) if step is not None else (self.model, self.optimizer)
         self.enter_start()
         if plan.in_backward:
-            self.fact(_check_steps_alone)
+            self.cached(_check_steps_alone)
         apply_plan(model, plan, optimizer)
         try:
             yield
@@ -192,7 +192,9 @@ class Bench:
 
     # ------------------------------------------------------------------------------------------ steps of the bench
 
-    def step(self, batch: int | None = None, dims: Mapping[str, int] | None = None, *, seed: int | None = None) -> Step:
+    def step(
+        self, batch: int | None = None, dims: Mapping[str, int] | None = None, *, seed: int | None = None
+    ) -> TrainingStep:
         """Make a step at the sizes ``batch`` and ``dims``; the description of the inputs gives the other sizes.
 
         ``seed``: in place of that of the settings.
@@ -209,7 +211,7 @@ class Bench:
             return OwnStep(model=self.model, args=args, kwargs=kwargs, settings=settings)
         for note in unnamed_arguments(unwrap(self.model), kwargs):
             self.messages.setdefault(note)
-        return Step(
+        return TrainingStep(
             model=self.model,
             args=args,
             kwargs=kwargs,
@@ -249,7 +251,7 @@ class Bench:
         if isinstance(self.model, StepModels):  # a step of the user's own has no forward alone
             return None
         first = self.settings.seed + 1
-        for seed in range(first, first + _SEEDS):
+        for seed in range(first, first + _MAX_EXTRA_SEEDS):
             self.enter_start()
             step = self.step(*sizes, seed=seed)
             seed_everything(seed)
@@ -263,7 +265,7 @@ class Bench:
         """Note if the step in the ``with`` block is one time step of a loop that the user's script runs."""
         return one_step_noted(self.model, self.messages.setdefault)
 
-    def step_at(self, batch: int, dims: Mapping[str, int]) -> Step:
+    def step_at(self, batch: int, dims: Mapping[str, int]) -> TrainingStep:
         """Make a step at the sizes ``batch`` and ``dims``; of inputs from a file it takes the first samples."""
         try:
             return self.step(batch, dims)
@@ -272,16 +274,16 @@ class Bench:
             args, kwargs = first_samples(step.args, step.kwargs, batch)
             return replace(step, args=args, kwargs=kwargs)
 
-    def begin(self, step: Step) -> None:
-        """Begin ``step`` from the state in which the model was loaded: see :func:`memopt_cli.training.step.begin`."""
-        begin(step, self._start)
+    def reset_step(self, step: TrainingStep) -> None:
+        """Reset ``step`` to the state in which the model was loaded: :func:`memopt_cli.training.step.reset_step`."""
+        reset_step(step, self._start)
 
-    def find_scale(self, step: Step) -> None:
+    def find_scale(self, step: TrainingStep) -> None:
         """Let the gradient scaler of ``step`` find a scale at which gradients are finite, then restore the model."""
         step.find_scale(self._start)
         self.reset()
 
-    def warmed_up(self, step: Step) -> Step:
+    def warmed_up(self, step: TrainingStep) -> TrainingStep:
         """Return ``step`` after its scaler has found a scale and its optimizers have made their state."""
         self.find_scale(step)
         if any(not optimizer.state for optimizer in step.optimizers()):

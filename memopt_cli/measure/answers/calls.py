@@ -12,7 +12,7 @@ from memopt_cli.measure.answers.small_step import SMALL_BATCH
 from memopt_cli.measure.answers.without_data import may_need_data, step_under
 from memopt_cli.measure.jobs import ORIGINAL, CallJob
 from memopt_cli.records import ModelCall, TensorSpec
-from memopt_cli.training.step import Step, loss_entry
+from memopt_cli.training.step import TrainingStep, loss_entry
 
 _IGNORED: Final = -100
 """Label that PyTorch's losses ignore by default."""
@@ -36,7 +36,7 @@ def _draws_ignored(tensor: TensorSpec) -> bool:
     return bounds is not None and (bounds[0] == _IGNORED or _IGNORED in range(*bounds[1:]))
 
 
-def _call_of(step: Step, *, draws_ignored: bool) -> ModelCall:
+def _call_of(step: TrainingStep, *, draws_ignored: bool) -> ModelCall:
     call = ModelCall(positional=len(step.args), keywords=bool(step.kwargs), draws_ignored=draws_ignored)
     if step.loss is not None:
         return call

@@ -22,7 +22,7 @@ _WIDTHS = {"in_channels", "out_channels", "in_features", "out_features", "num_fe
 
 def try_in_chunks(bench: Bench, job: ChunkingJob) -> ChunkRule | Refused:
     """Try whether the module of ``job`` can run in chunks, on its inputs in a small step."""
-    return bench.fact(ChunkTrials).rule(job.path, allow_inexact=job.allow_inexact)
+    return bench.cached(_TrialResults).rule(job.path, allow_inexact=job.allow_inexact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class _Kind:
     """Size of the input along each axis, at most ``TRIAL_LENGTH``: trials do not tell larger sizes apart."""
 
 
-class ChunkTrials:
+class _TrialResults:
     """The results of trials; of modules that differ only in their widths, only the cheapest is tried."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self._small = bench.fact(small_step)
+        self._small = bench.cached(small_step)
         self._rules: dict[tuple[str, bool], ChunkRule | Refused] = {}
 
     def rule(self, path: str, *, allow_inexact: bool) -> ChunkRule | Refused:

@@ -15,14 +15,14 @@ from memopt_cli.trace.log import optimizer_tensors
 from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, is_out_of_memory
+from memopt_cli.training.step import TrainingStep, is_out_of_memory
 
 _COMPILING_STEPS = 2
 """Number of steps until nothing is compiled any more: the first starts without gradients.  Later steps start with
 gradients, for which PyTorch may compile the model again."""
 
 
-def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
+def compile_step(bench: Bench, plan: Plan, step: TrainingStep) -> str:
     """Apply ``plan``, which compiles the model, and take ``step`` until nothing is compiled any more.
 
     Return the reason why the model is not one graph.  Earlier compilations are dropped first: PyTorch compiles a
@@ -49,7 +49,7 @@ def compile_step(bench: Bench, plan: Plan, step: Step) -> str:
     return breaks[0] if breaks else ""
 
 
-def breakdown_of(step: Step, peak_bytes: int) -> Breakdown:
+def breakdown_of(step: TrainingStep, peak_bytes: int) -> Breakdown:
     """Divide ``peak_bytes`` of a compiled ``step``: tensors that live through the step by kind, and activations."""
     parameters = list(step.model.parameters())
     known = {

@@ -29,7 +29,7 @@ from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA
 from memopt_cli.search.estimation import Lifetime, add_seconds, estimate, library_blocks, needed_bytes, replay_lives
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.own_checkpoints import watched_checkpoints
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 _USE_DATA = "Check the inputs. If they are right, use a batch that fits, without `--fake` if you gave it."
 _MAX_HOLDERS = 400
@@ -54,7 +54,7 @@ def _trace_step(bench: Bench, job: TraceJob) -> TraceAnswer:
     if not job.fake:
         return _with_seconds(bench, job.plan, record_on_data(bench, job.plan))
     recorded = (
-        bench.fact(_original_trace)
+        bench.cached(_original_trace)
         if job.plan == ORIGINAL
         else _record(bench, job.plan, workspaces_for(bench, job.plan))
     )
@@ -84,7 +84,7 @@ def _count_without_data(bench: Bench, job: CountJob) -> Counted:
     card = bench.subject.card
     workspaces = workspaces_for(bench, job.plan) if described and card is None else Workspaces()
     allocated = None if card is None else _allocator_of(bench, card, to_fit=job.batch is not None)
-    compressors = bench.fact(_compressors) if job.plan != ORIGINAL else None
+    compressors = bench.cached(_compressors) if job.plan != ORIGINAL else None
     try:
         with step_under(bench, job.plan, job.batch, job.dims) as fake:
             counted = fake.count(workspaces, compressors, allocated)
@@ -102,7 +102,7 @@ def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.A
 
     ``to_fit``: whether to estimate the smallest memory in which the step fits, as the search for a batch does.
     """
-    library = library_blocks(bench.fact(_original_trace).trace.ops, card)
+    library = library_blocks(bench.cached(_original_trace).trace.ops, card)
 
     def allocated(lives: Iterable[trace.Life]) -> int:
         lifetimes = [Lifetime(nbytes=nbytes, born=born, died=died) for nbytes, born, died in lives]
@@ -147,7 +147,7 @@ def _record(bench: Bench, plan: Plan, workspaces: Workspaces) -> TraceAnswer:
         return replace(record_on_data(bench, plan), note=reason)
     called = tuple(dict.fromkeys(checkpoints))
     traced = TraceAnswer(trace=recorded, fake=True, dry_run_bytes=recorded.tensor_peak_bytes, checkpoints=called)
-    small = bench.fact(small_step)
+    small = bench.cached(small_step)
     if small is None:
         return traced
     with bench.with_plan(plan):
@@ -171,7 +171,7 @@ def _cannot_run(error: Exception) -> str:
     return f"the model cannot run on tensors without data: {failed_without_data(error)}"
 
 
-def _checkpoints_of(step: Step, plan: Plan) -> contextlib.AbstractContextManager[list[str]]:
+def _checkpoints_of(step: TrainingStep, plan: Plan) -> contextlib.AbstractContextManager[list[str]]:
     """Watch which modules call ``torch.utils.checkpoint``; not under a plan, whose segments call it as well."""
     return watched_checkpoints(step.unwrapped_model) if plan == ORIGINAL else contextlib.nullcontext([])
 
@@ -192,7 +192,7 @@ def _require_data(bench: Bench, reason: str) -> NoReturn:
 def compressors_for(bench: Bench, plan: Plan) -> trace.Compressors | None:
     """Return which tensors compressors can hold in fewer bytes; ``None`` for a ``plan`` that packs nothing."""
     packs = plan.packs or any(segment.compressor != "null" for segment in plan.everywhere)
-    return bench.fact(_compressors) if packs else None
+    return bench.cached(_compressors) if packs else None
 
 
 def _compressors(bench: Bench) -> trace.Compressors:
@@ -202,7 +202,7 @@ def _compressors(bench: Bench) -> trace.Compressors:
     """
     if bench.subject.data == "none":
         return trace.Compressors()
-    dry_run = bench.fact(_original_trace if bench.has_fact(_original_trace) else _original_trace_without_workspaces)
+    dry_run = bench.cached(_original_trace if bench.is_cached(_original_trace) else _original_trace_without_workspaces)
     if _wants_data(bench, dry_run):
         with contextlib.suppress(Exception):  # the model's own code, or too little memory
             return trace.match_compressors(record_on_data(bench, ORIGINAL).trace, dry_run.trace)
@@ -215,7 +215,7 @@ def _compressors(bench: Bench) -> trace.Compressors:
 def _with_seconds(bench: Bench, plan: Plan, traced: TraceAnswer) -> TraceAnswer:
     """Return ``traced`` with the seconds of its operators, which takes a step at full size."""
     if plan == ORIGINAL:
-        times = bench.fact(operator_times)
+        times = bench.cached(operator_times)
     else:
         with bench.with_plan(plan):
             times = operator_times(bench)

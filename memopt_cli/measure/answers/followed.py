@@ -19,7 +19,7 @@ from memopt_cli.records import FollowedSteps, StepPrint
 from memopt_cli.runtime.module_state import reset_hidden_state
 from memopt_cli.runtime.private_torch import compiled_with_eager_random, compiled_within_budget, is_compiled
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.consecutive import take_steps
 from memopt_cli.verification.effects import step_cast_to_double, step_in_double
 
@@ -61,7 +61,7 @@ def _enter_mode(bench: Bench, mode: Mode) -> None:
             module.train(is_training)
 
 
-def _cast(step: Step, *, double: bool) -> AbstractContextManager[Step]:
+def _cast(step: TrainingStep, *, double: bool) -> AbstractContextManager[TrainingStep]:
     if not double:
         return contextlib.nullcontext(step)
     is_known_to_compiler = any(map(is_compiled, step.model.modules()))

@@ -13,7 +13,7 @@ from memopt_cli.loading import load_model
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.training.apply import remove_plan
 from memopt_cli.training.own_checkpoints import turn_off
-from memopt_cli.training.step import place as place_model
+from memopt_cli.training.step import move_model
 from memopt_cli.training.user_step import StepModels
 
 
@@ -39,9 +39,9 @@ class ModelMaker:
             turn_off(model)
         return model
 
-    def place(self, model: nn.Module) -> nn.Module:
-        """Put ``model`` on the step's device, in its dtype and in training mode."""
+    def move(self, model: nn.Module) -> nn.Module:
+        """Move ``model`` to the step's device and dtype, and set it to training mode."""
         settings = self._subject.settings
         if isinstance(model, StepModels):  # the user's step sets the modes of its models itself
             return model.on_device(settings.device)
-        return (place_model if self._has_data else trace.place_fake)(model, settings)
+        return (move_model if self._has_data else trace.move_fake_model)(model, settings)

@@ -37,7 +37,7 @@ from memopt_cli.training.sharded.agreement import Ranks, parameter_signatures, r
 from memopt_cli.training.sharded.group import real_group
 from memopt_cli.training.sharded.reduced import buckets_seen
 from memopt_cli.training.sharded.spread import data_ranks, shard_for_measurement
-from memopt_cli.training.step import Step, begin, input_dtype, make_scaler, place, synchronize
+from memopt_cli.training.step import TrainingStep, input_dtype, make_scaler, move_model, reset_step, synchronize
 
 _COUNT_REPEATS = 3
 """Number of counts of a step, whose median is used: gloo may free a buffer late."""
@@ -78,7 +78,7 @@ def _measure_ranks(
         warm_up(step, start)
         times = tuple(_time_step(step, start, ranks) for _ in range(_TIMED_STEPS))
         step = with_buckets(step, start)
-        begin(step, start)
+        reset_step(step, start)
         held_bytes = trace.resident_bytes(step) + sum(bucket.nbytes for bucket in step.buckets)
         allocated = measure_allocated(step.take, step.settings.device, held_bytes)
         counted = median_count(step, start)
@@ -106,13 +106,13 @@ def _build(subject: Subject, job: GroupJob) -> tuple[nn.Module, InputSpec]:
     spec = facts_of(loaded, DescribeJob(spec=job.spec)).spec
     assert spec is not None, "a DescribeJob asks for the inputs by default"
     is_whole = not any(parameter.is_meta for parameter in model.parameters())
-    return apply_plan(place(model, subject.settings) if is_whole else model.train(), job.plan), spec
+    return apply_plan(move_model(model, subject.settings) if is_whole else model.train(), job.plan), spec
 
 
-def _step(settings: StepSettings, spec: InputSpec, model: nn.Module) -> Step:
+def _step(settings: StepSettings, spec: InputSpec, model: nn.Module) -> TrainingStep:
     args, kwargs = make_inputs(spec, seed=settings.seed, device=settings.device, dtype=input_dtype(settings))
     make = maker_of_optimizer(settings.optimizer)
-    return Step(
+    return TrainingStep(
         model=model,
         args=args,
         kwargs=kwargs,
@@ -127,37 +127,37 @@ def _step(settings: StepSettings, spec: InputSpec, model: nn.Module) -> Step:
 # ---------------------------------------------------------------------------------------------- steps together
 
 
-def warm_up(step: Step, start: StartingState) -> None:
+def warm_up(step: TrainingStep, start: StartingState) -> None:
     """Take two steps: the optimizer makes its state, and DDP makes its buckets and rebuilds them in the second.
 
     Raises :class:`StepError` if a step cannot be taken.
     """
     step.find_scale(start)
-    begin(step, start)
+    reset_step(step, start)
     step.run_checked()
     step.unscale_and_clip()
     step.update()
-    begin(step, start)
+    reset_step(step, start)
     step.take()
 
 
-def with_buckets(step: Step, start: StartingState) -> Step:
+def with_buckets(step: TrainingStep, start: StartingState) -> TrainingStep:
     """Return ``step`` with the buckets in which DDP reduces gradients; none without DDP."""
-    begin(step, start)
+    reset_step(step, start)
     return replace(step, buckets=buckets_seen(step))
 
 
-def median_count(step: Step, start: StartingState) -> Counted:
+def median_count(step: TrainingStep, start: StartingState) -> Counted:
     """Count the tensor peak of ``step`` a few times, and return the median."""
     counts = []
     for _ in range(_COUNT_REPEATS):
-        begin(step, start)
+        reset_step(step, start)
         counts.append(trace.count_step(step))
     return sorted(counts, key=lambda counted: counted.tensor_peak_bytes)[_COUNT_REPEATS // 2]
 
 
-def _time_step(step: Step, start: StartingState, ranks: Ranks) -> float:
-    begin(step, start)
+def _time_step(step: TrainingStep, start: StartingState, ranks: Ranks) -> float:
+    reset_step(step, start)
     ranks.on_each(lambda: synchronize(step.settings.device))
     started = time.perf_counter()
     step.take()

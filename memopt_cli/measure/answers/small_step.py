@@ -10,7 +10,7 @@ from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.without_data import needed_by_original, require_room
 from memopt_cli.records import StepTrace
 from memopt_cli.trace.workspace import Workspaces
-from memopt_cli.training.step import Step, is_out_of_memory
+from memopt_cli.training.step import TrainingStep, is_out_of_memory
 
 SMALL_BATCH = 3
 """Number of samples of the small step: the smallest batch that two chunks divide unevenly, into 2 and 1."""
@@ -20,7 +20,7 @@ SMALL_BATCH = 3
 class SmallStep:
     """A step that is quick to run: of a few samples, or the full one if its size cannot be changed."""
 
-    step: Step
+    step: TrainingStep
     recorded: StepTrace
     """The trace of the step, with the contents of its tensors."""
     workspaces: Workspaces
@@ -34,7 +34,7 @@ def small_step(bench: Bench) -> SmallStep | None:
     bench.enter_start()
     try:
         if bench.batch <= SMALL_BATCH:
-            require_room(bench, bench.fact(needed_by_original))
+            require_room(bench, bench.cached(needed_by_original))
         step = replace(bench.step(min(SMALL_BATCH, bench.batch)), optimizer=None)
         traces: list[StepTrace] = []
         allocated = measure_allocated(
@@ -52,6 +52,6 @@ def small_step(bench: Bench) -> SmallStep | None:
     return SmallStep(step, record_contents(bench, step), Workspaces())
 
 
-def record_contents(bench: Bench, step: Step) -> StepTrace:
+def record_contents(bench: Bench, step: TrainingStep) -> StepTrace:
     """Record ``step`` with the contents of its tensors, under the plan on the model."""
     return trace.record(step, bench.batch, contents=True, frees=False)

@@ -11,7 +11,7 @@ from memopt_cli.measure.allocated import Allocated, measure_allocated
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.records import Phase
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 Found = TypeVar("Found")
 
@@ -19,7 +19,7 @@ HOLDERS = 40
 """Maximum number of modules that an answer names as holders of memory."""
 
 
-def allocated_by(bench: Bench, step: Step) -> Allocated:
+def allocated_by(bench: Bench, step: TrainingStep) -> Allocated:
     """Measure the allocated peak of ``step`` from the model's starting state; gradients stay."""
     device = bench.settings.device
     return take_from_start(
@@ -29,15 +29,15 @@ def allocated_by(bench: Bench, step: Step) -> Allocated:
     )
 
 
-def take_from_start(bench: Bench, step: Step, run: Callable[[Step], Found]) -> Found:
+def take_from_start(bench: Bench, step: TrainingStep, run: Callable[[TrainingStep], Found]) -> Found:
     """Call ``run`` with ``step`` in the model's starting state, and return the result; gradients stay."""
-    bench.begin(step)
+    bench.reset_step(step)
     if isinstance(step, OwnStep):  # the user's step frees old gradients, and so would be seen to free memory
         step.model.zero_grad(set_to_none=True)
     return run(step)
 
 
-def _take_step(step: Step, entered: Callable[[Phase], None]) -> None:
+def _take_step(step: TrainingStep, entered: Callable[[Phase], None]) -> None:
     if isinstance(step, OwnStep):
         step.reset_gradients()
     step.take(entered)

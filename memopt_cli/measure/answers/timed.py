@@ -57,7 +57,7 @@ from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.apply import apply_plan, remove_segments
 from memopt_cli.training.module_calls import module_hooks
 from memopt_cli.training.own_step import OwnStep
-from memopt_cli.training.step import Step, is_out_of_memory, seed_everything, synchronize
+from memopt_cli.training.step import TrainingStep, is_out_of_memory, seed_everything, synchronize
 from memopt_cli.verification.effects import UpdateGradients, parameters_kept, tensors_on
 from memopt_cli.verification.fingerprint import fingerprint, mark_repeatable, tensors_after_step
 
@@ -168,7 +168,7 @@ def _measurement(
     )
 
 
-def _refuse_growth(bench: Bench, step: Step) -> None:
+def _refuse_growth(bench: Bench, step: TrainingStep) -> None:
     """Raise :class:`StepError` if each step under the plan leaves more memory behind than a step of the original.
 
     The plan is removed from the model on the way.
@@ -242,7 +242,7 @@ def _waited_share(since: tuple[float, float], device: str) -> float:
     return max(0.0, 1 - run_s / wall_s) if device == "cpu" and wall_s > 0 else 0.0
 
 
-def _time_in_turn(bench: Bench, step: Step) -> float:
+def _time_in_turn(bench: Bench, step: TrainingStep) -> float:
     """Return the seconds of ``step`` as the model is now: the shorter of two steps after a warm-up.
 
     The first step without a plan takes up to a tenth longer, since the plan's steps have left the allocator other free
@@ -268,7 +268,7 @@ def probe(bench: Bench, job: ProbeJob) -> BatchProbe:
     return BatchProbe(batch=job.batch, allocated_peak_bytes=peak_bytes, step_s=step_s, waited=waited)
 
 
-def measure_peak_and_time(bench: Bench, step: Step) -> tuple[int, float]:
+def measure_peak_and_time(bench: Bench, step: TrainingStep) -> tuple[int, float]:
     """Return the allocated peak of ``step`` in bytes and its time in seconds, with the optimizer's state in memory."""
     bench.find_scale(step)
     if any(not optimizer.state for optimizer in step.optimizers()):
@@ -278,7 +278,7 @@ def measure_peak_and_time(bench: Bench, step: Step) -> tuple[int, float]:
             allocated = allocated_by(bench, step)
     except Exception as error:
         if not is_out_of_memory(error):
-            bench.begin(step)
+            bench.reset_step(step)
             step.run_checked()  # fails in the same way, with an error that names the module
         raise
     bench.look_for_skipped_layers()
@@ -302,7 +302,7 @@ def device_of(limit_bytes: int | None, device: str) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def _install(bench: Bench, plan: Plan, step: Step) -> tuple[float, Fingerprint]:
+def _install(bench: Bench, plan: Plan, step: TrainingStep) -> tuple[float, Fingerprint]:
     """Apply ``plan``, take a first step, check that every segment runs, and return its seconds and its results."""
     apply_plan(bench.model, plan, bench.optimizer)
     segments = plan.at(bench.subject.spec.dims).segments
@@ -332,10 +332,10 @@ def take_rounded(bench: Bench, job: RoundedJob) -> Fingerprint:
         return _take_first(bench, bench.step())[1]
 
 
-def _take_first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
+def _take_first(bench: Bench, step: TrainingStep) -> tuple[float, Fingerprint]:
     """Take a step with finite gradients, drop the gradients, and return the seconds and the results of the step."""
     seconds, fingerprints = _take_checked(bench, step)
-    if not step.has_scale():
+    if not step.has_usable_scale():
         bench.find_scale(step)
         seconds, fingerprints = _take_checked(bench, step)
     bench.look_for_skipped_layers()
@@ -343,7 +343,7 @@ def _take_first(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
     return seconds, fingerprints
 
 
-def _take_checked(bench: Bench, step: Step) -> tuple[float, Fingerprint]:
+def _take_checked(bench: Bench, step: TrainingStep) -> tuple[float, Fingerprint]:
     seed_everything(bench.settings.seed)
     synchronize(bench.settings.device)
     started = time.perf_counter()
@@ -397,9 +397,9 @@ class _Timed:
         return time.perf_counter()
 
 
-def _time_step(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
+def _time_step(bench: Bench, step: TrainingStep, *, phases: bool = False) -> _Timed:
     """Time ``step`` and, with ``phases``, its update, for which it waits for the device before and after."""
-    bench.begin(step)
+    bench.reset_step(step)
     timed = _Timed(bench.settings.device)
     with timed.running():
         step.take(timed.enter if phases else ignore)
@@ -408,7 +408,7 @@ def _time_step(bench: Bench, step: Step, *, phases: bool = False) -> _Timed:
     return timed
 
 
-def _time_steps(bench: Bench, step: Step, least: int, *, phases: bool = False) -> list[_Timed]:
+def _time_steps(bench: Bench, step: TrainingStep, least: int, *, phases: bool = False) -> list[_Timed]:
     """Time ``step`` at least ``least`` times, and a step that is short more often."""
     steps: list[_Timed] = []
     while _needs_more([timed.step_s for timed in steps], least):

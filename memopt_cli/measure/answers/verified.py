@@ -21,7 +21,7 @@ from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.unsafe import forget_unsafe
 from memopt_cli.text.units import format_count
 from memopt_cli.training.apply import apply_plan, remove_segments
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.further_steps import first_samples
 from memopt_cli.verification.recorded_step import verify_step
 from memopt_cli.verification.sizes import smallest_sizes
@@ -85,7 +85,7 @@ def verify_plan(bench: Bench, job: VerifyJob) -> Verification:
     )
 
 
-def _with_updates(step: Step, plan: Plan, verification: Verification) -> Verification:
+def _with_updates(step: TrainingStep, plan: Plan, verification: Verification) -> Verification:
     def install(model: nn.Module, optimizer: Optimizer) -> None:
         check_steps_alone(optimizer)
         apply_plan(model, plan, optimizer)

@@ -18,7 +18,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.search.batch_size.capacity import runnable_bytes
 from memopt_cli.trace.storages import unique_bytes
 from memopt_cli.training.module_calls import raised_at
-from memopt_cli.training.step import Step, is_of_loss, is_out_of_memory
+from memopt_cli.training.step import TrainingStep, is_out_of_memory, was_raised_in_loss
 
 Value = TypeVar("Value")
 
@@ -40,13 +40,13 @@ def may_run_in_full(bench: Bench) -> bool:
     if bench.subject.data != "full size":
         return False
     try:
-        require_room(bench, bench.fact(needed_by_original))
+        require_room(bench, bench.cached(needed_by_original))
     except StepTooLargeError:
         return False
     return True
 
 
-def run_at_full_size(bench: Bench, run: Callable[[Step], Value]) -> Value | None:
+def run_at_full_size(bench: Bench, run: Callable[[TrainingStep], Value]) -> Value | None:
     """Return the result of ``run`` for a step at full size; ``None`` if it does not fit or must not be tried."""
     if not may_run_in_full(bench):
         return None
@@ -116,7 +116,7 @@ def failed_without_data(error: Exception) -> str:
     """Describe ``error`` of a step on tensors without data, with the user's line that raised it."""
     if not isinstance(error, UNKNOWN_WITHOUT_DATA):
         return f"{first_line(error)}{raised_at(error)}"
-    reader = "the loss" if is_of_loss(error) else "it"
+    reader = "the loss" if was_raised_in_loss(error) else "it"
     return f"{reader} reads a tensor's values, which a dry run does not have{raised_at(error)}"
 
 
@@ -134,7 +134,7 @@ def step_under(
         with _step_of_rank(bench, bench.subject.layout, plan, batch, dims) as fake:
             yield fake
         return
-    fake = bench.fact(_step_as_described)
+    fake = bench.cached(_step_as_described)
     described = batch is None and not dims
     with (
         contextlib.nullcontext(fake) if described else fake.using_inputs(_step_at(bench, batch, dims)),
@@ -147,7 +147,7 @@ def _step_as_described(bench: Bench) -> trace.FakeStep:
     return trace.FakeStep(_step_at(bench, None, {}), bench.mode)
 
 
-def _step_at(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> Step:
+def _step_at(bench: Bench, batch: int | None, dims: Mapping[str, int]) -> TrainingStep:
     # Inputs from a file or a script are made with data.  Inputs that are described by sizes are not: a search for a
     # batch may try sizes that do not fit into memory.
     is_described = batch is None and not dims

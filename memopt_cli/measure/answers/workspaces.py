@@ -17,15 +17,15 @@ from memopt_cli.measure.answers.steps import allocated_by, take_from_start
 from memopt_cli.measure.answers.without_data import run_at_full_size
 from memopt_cli.records import Plan
 from memopt_cli.trace.workspace import Workspaces
-from memopt_cli.training.step import Step, is_out_of_memory
+from memopt_cli.training.step import TrainingStep, is_out_of_memory
 
 
 def workspaces_for(bench: Bench, plan: Plan) -> Workspaces:
     """Return the workspaces for steps under ``plan``: measured on the original at full size, or estimated."""
-    workspaces = bench.fact(full_workspaces)
+    workspaces = bench.cached(full_workspaces)
     if workspaces is None:
-        return bench.fact(_estimate)
-    return bench.fact(_with_growth) if plan.has_chunks else workspaces
+        return bench.cached(_estimate)
+    return bench.cached(_with_growth) if plan.has_chunks else workspaces
 
 
 def full_workspaces(bench: Bench) -> Workspaces | None:
@@ -33,7 +33,7 @@ def full_workspaces(bench: Bench) -> Workspaces | None:
     return run_at_full_size(bench, functools.partial(_workspaces_by, bench))
 
 
-def _workspaces_by(bench: Bench, step: Step) -> Workspaces:
+def _workspaces_by(bench: Bench, step: TrainingStep) -> Workspaces:
     meter = trace.meter_on(bench.settings.device)
     if meter is not None:
         with meter:
@@ -49,13 +49,13 @@ def workspaces_seen(meter: trace.Meter | None, allocated: Allocated) -> Workspac
 
 def _with_growth(bench: Bench) -> Workspaces:
     """Return the workspaces of the full step, with their growth from the small step, which chunks need."""
-    workspaces = bench.fact(full_workspaces)
+    workspaces = bench.cached(full_workspaces)
     assert workspaces is not None
     return workspaces.pair_with(_of_small_step(bench))
 
 
 def _of_small_step(bench: Bench) -> Workspaces:
-    small = bench.fact(small_step)
+    small = bench.cached(small_step)
     return small.workspaces if small else Workspaces()
 
 

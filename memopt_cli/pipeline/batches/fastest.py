@@ -32,7 +32,7 @@ from memopt_cli.pipeline.batches.scaled_models import ScaledModels
 from memopt_cli.pipeline.batches.trials import Trials
 from memopt_cli.pipeline.heads import heads_notes
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.prepare import Prepared, file_header, load_request_for, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import fault_in, verify_plan
@@ -364,7 +364,7 @@ def recommend_fastest(request: BatchRequest, *, progress: Progress, ask: Ask | N
     """
     batch_path, plan_path = pair_paths(request.source.location, request.output)
     check_targets([batch_path, plan_path], force=request.force)
-    prepared = prepare(opening_of(request, request.step), progress=progress, ask=ask)
+    prepared = prepare(load_request_for(request, request.step), progress=progress, ask=ask)
     training = fastest_prepared(request, prepared)
     if training.answer.plan.is_empty:
         files = {batch_path: batch_file(training.header, fastest_data(training, None))}

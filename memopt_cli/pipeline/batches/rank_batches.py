@@ -18,7 +18,7 @@ from memopt_cli.pipeline.batches.batch_probes import (
     optimizer_state_notes,
 )
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.prepare import Prepared, file_header, load_request_for, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     BatchRequest,
@@ -47,8 +47,8 @@ def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if the smallest batch fits nowhere.
     """
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else None
-    opening = opening_of(request, request.settings, layout=request.layouts[-1])
-    prepared = prepare(replace(opening, plan=plan or ORIGINAL), progress=progress, ask=ask)
+    load_request = load_request_for(request, request.settings, layout=request.layouts[-1])
+    prepared = prepare(replace(load_request, plan=plan or ORIGINAL), progress=progress, ask=ask)
     return recommend_ranks_prepared(request, prepared, plan)
 
 

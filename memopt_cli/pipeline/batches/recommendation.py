@@ -19,7 +19,7 @@ from memopt_cli.measure.jobs import ORIGINAL, CallJob, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import check_varied, limit_text, optimizer_state_notes
 from memopt_cli.pipeline.failures import require_answer
-from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, Prepared, file_header, opening_of, prepare_with_plan
+from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, Prepared, file_header, load_request_for, prepare_with_plan
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     Accumulation,
@@ -60,11 +60,13 @@ def recommend_batch(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     lengths = read_lengths(request.lengths_path) if request.lengths_path is not None else []
     if request.output is not None:
         check_outputs([Path(request.output)], request.source.location, force=request.force)
-    opening = opening_of(request, request.step, card=request.card, fake=request.fake, backend=request.backend)
-    opening = replace(
-        opening, plan=plan or ORIGINAL, replicas=request.replicas is not None, dim_range=request.dim_range
+    load_request = load_request_for(
+        request, request.step, card=request.card, fake=request.fake, backend=request.backend
     )
-    prepared = prepare_with_plan(opening, progress=progress, ask=ask)  # fails if the plan does not suit the model
+    load_request = replace(
+        load_request, plan=plan or ORIGINAL, replicas=request.replicas is not None, dim_range=request.dim_range
+    )
+    prepared = prepare_with_plan(load_request, progress=progress, ask=ask)  # fails if the plan does not suit the model
     if plan is None and request.replicas is None and prepared.carried == ORIGINAL:
         prepared = replace(prepared, notes=(*prepared.notes, *_unused_plan_notes(request, prepared.facts)))
     return recommend_prepared(request, prepared, plan, lengths)

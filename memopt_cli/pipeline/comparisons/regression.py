@@ -23,7 +23,7 @@ from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.fingerprints.imports import code_in_words
 from memopt_cli.pipeline.memory.step_peaks import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.pipeline.prediction import predicted_ranks
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare_with_plan
+from memopt_cli.pipeline.prepare import Prepared, file_header, load_request_for, prepare_with_plan
 from memopt_cli.pipeline.terms import command_line, differences, step_flags
 from memopt_cli.records import (
     BUILT_IN,
@@ -58,8 +58,8 @@ _MAX_FLAG_CHARACTERS = 1000
 def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -> BaselineResult:
     """Measure a training step and write what it needs."""
     check_outputs([Path(request.output)], request.source.location, force=request.force)
-    opening = opening_of(request, request.settings, layout=request.layout)
-    prepared = prepare_with_plan(opening, progress=progress, ask=ask)
+    load_request = load_request_for(request, request.settings, layout=request.layout)
+    prepared = prepare_with_plan(load_request, progress=progress, ask=ask)
     return record_prepared(request, prepared)
 
 
@@ -88,8 +88,8 @@ def check(request: CheckRequest, *, progress: Progress, ask: Ask | None) -> Comp
     conditions, and :class:`MemoptError` if the step cannot be measured.
     """
     before, request, settings = step_of_baseline(request)
-    opening = opening_of(request, settings, layout=request.layout)
-    prepared = prepare_with_plan(opening, progress=progress, ask=ask)
+    load_request = load_request_for(request, settings, layout=request.layout)
+    prepared = prepare_with_plan(load_request, progress=progress, ask=ask)
     return check_prepared(request, before, prepared)
 
 

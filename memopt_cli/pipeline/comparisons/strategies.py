@@ -16,7 +16,7 @@ from memopt_cli.files.contents import read_plan
 from memopt_cli.measure.jobs import ORIGINAL, AgreementJob, OnlineJob, ProbeJob, VerifyJob
 from memopt_cli.pipeline.batches.recommendation import check_inputs
 from memopt_cli.pipeline.plans.optimization import find_plan
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.prepare import Prepared, file_header, load_request_for, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     ONLINE_RULES,
@@ -64,7 +64,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     plan: Plan | StepFailed | None = read_plan(request.plan_path)[1] if request.plan_path is not None else None
     if isinstance(plan, Plan):
         plan.require_eager("strategies are measured without a compiler")
-    prepared = prepare(opening_of(request, request.settings), progress=progress, ask=ask)
+    prepared = prepare(load_request_for(request, request.settings), progress=progress, ask=ask)
     steps = _steps(request, prepared)
     limits = compute_limits(request.memory, prepared.subject.settings.device, request.longest_step_s)
     job = _StrategySearch(request=request, steps=steps, prepared=prepared, limits=limits, notes=list(prepared.notes))

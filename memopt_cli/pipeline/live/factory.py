@@ -15,7 +15,7 @@ from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.live.model import unimportable_functions
-from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
 from memopt_cli.records import LoadedModel, Plan
 from memopt_cli.records.progress import Progress
 from memopt_cli.trace import built_without_data, fake_mode
@@ -43,8 +43,10 @@ def prepared_factory(
         facts = replace(facts, spec=subject.spec, batch=batch_of(subject.spec))
         prepared = Prepared(subject=subject, facts=facts, notes=(), progress=progress)
     else:
-        opening = Opening(source=subject.source, spec=subject.spec, settings=subject.settings, timeout_s=timeout_s)
-        prepared = prepare(replace(opening, plan=plan, data=subject.data), progress=progress, ask=None)
+        load_request = LoadRequest(
+            source=subject.source, spec=subject.spec, settings=subject.settings, timeout_s=timeout_s
+        )
+        prepared = prepare(replace(load_request, plan=plan, data=subject.data), progress=progress, ask=None)
     if not obstacle:
         return prepared
     return replace(

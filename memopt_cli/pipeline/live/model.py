@@ -50,7 +50,7 @@ from memopt_cli.runtime.module_state import copy_module
 from memopt_cli.runtime.tree import map_leaves, tensors_of
 from memopt_cli.text.units import dtype_name
 from memopt_cli.training.apply import plan_of, remove_plan
-from memopt_cli.training.step import Step, place
+from memopt_cli.training.step import TrainingStep, move_model
 from memopt_cli.training.wrappers import compiled_notes, unwrap
 from memopt_cli.verification.effects import as_leaf, gradients_kept
 
@@ -278,14 +278,14 @@ def _describe_input(name: str | None, value: Any) -> TensorSpec:
     return parse_tensor(format_tensor(tensor))  # refuses a tensor that cannot be described
 
 
-def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> Step:
+def step_of_copies(model: nn.Module, inputs: Arguments, settings: StepSettings) -> TrainingStep:
     """Make a step of copies of ``model`` and ``inputs``.  Raises :class:`StepError` if the model cannot be copied."""
-    model_copy = place(detached_copy(model), settings)
+    model_copy = move_model(detached_copy(model), settings)
     input_copies = map_leaves(
         lambda leaf: leaf.detach().to(settings.device, copy=True) if isinstance(leaf, Tensor) else leaf, inputs
     )
     args, kwargs = ((), dict(input_copies)) if isinstance(input_copies, Mapping) else (input_copies, {})
-    return Step(model=model_copy, args=args, kwargs=kwargs, settings=settings)
+    return TrainingStep(model=model_copy, args=args, kwargs=kwargs, settings=settings)
 
 
 def _save_for_subprocess(model: nn.Module, path: Path) -> tuple[str, list[str]]:

@@ -15,7 +15,7 @@ from memopt_cli.measure.jobs import ORIGINAL, GroupJob, Subject
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prediction import predicted_ranks
-from memopt_cli.pipeline.prepare import NAME_BUILDER_HINT, header_of, inputs_note, opening_of, prepare
+from memopt_cli.pipeline.prepare import NAME_BUILDER_HINT, header_of, inputs_note, load_request_for, prepare
 from memopt_cli.records import (
     GroupMeasurement,
     MeasureRequest,
@@ -108,9 +108,9 @@ def _predict_first_rank(
 ) -> RankPrediction | None:
     """Predict the first rank's step in a process without a group; ``None``, and a note, where that fails."""
     settings = replace(request.settings, device="cpu")  # tensors have the same bytes there
-    opening = opening_of(request, settings, layout=request.layout)
+    load_request = load_request_for(request, settings, layout=request.layout)
     try:
-        prepared = replace(prepare(opening, progress=Progress(), ask=None), progress=progress)
+        prepared = replace(prepare(load_request, progress=Progress(), ask=None), progress=progress)
         with predicted_ranks(prepared, request.layout, plan, rank=0) as (_, predictions):
             return predictions[0]
     except MemoptError as err:

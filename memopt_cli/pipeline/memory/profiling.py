@@ -14,7 +14,7 @@ from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.step_peaks import allocated_peak, is_alive, live_bytes, phase_peaks, saved_tensors
 from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes
 from memopt_cli.pipeline.prediction import predicted_ranks
-from memopt_cli.pipeline.prepare import Prepared, file_header, opening_of, prepare
+from memopt_cli.pipeline.prepare import Prepared, file_header, load_request_for, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     STEP,
@@ -52,8 +52,8 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     plan = read_plan(request.plan_path)[1] if request.plan_path is not None else ORIGINAL
     fake = request.fake or request.card is not None
     card, layout, backend = request.card, request.layout, request.backend
-    opening = opening_of(request, request.settings, card=card, layout=layout, fake=fake, backend=backend)
-    prepared = prepare(opening, progress=progress, ask=ask)
+    load_request = load_request_for(request, request.settings, card=card, layout=layout, fake=fake, backend=backend)
+    prepared = prepare(load_request, progress=progress, ask=ask)
     if request.layout is not None:
         return _profile_ranks(request, request.layout, prepared, plan)
     return profile_prepared(request, prepared, plan)

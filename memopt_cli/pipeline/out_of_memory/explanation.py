@@ -23,7 +23,7 @@ from memopt_cli.pipeline.memory.step_peaks import allocated_peak, first_beyond, 
 from memopt_cli.pipeline.out_of_memory.change_trials import ChangeTrials
 from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes
-from memopt_cli.pipeline.prepare import Opening, Prepared, file_header, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, Prepared, file_header, prepare
 from memopt_cli.records import (
     LONGEST_STEP_S,
     STEP,
@@ -86,10 +86,10 @@ def explain(request: ExplainRequest, *, progress: Progress, ask: Ask | None = No
     if error is not None and error.is_of_loading:
         explanation = Explanation(header=None, limit_bytes=0, limit="", needed_bytes=0, notes=(_LOADING_NOTE,))
     elif request.source is not None:
-        opening = Opening(
+        load_request = LoadRequest(
             source=request.source, spec=request.spec, settings=request.settings, timeout_s=request.timeout_s
         )
-        prepared = prepare(opening, progress=progress, ask=ask)
+        prepared = prepare(load_request, progress=progress, ask=ask)
         reported_limit = _reported_limit(error, snapshot) if request.memory is None else None
         limit_bytes, limit = reported_limit or _limit_here(request, prepared)
         is_of_gpu = (error is not None and error.is_of_gpu) or snapshot is not None

@@ -16,9 +16,9 @@ from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD_NOTE
 from memopt_cli.pipeline.prepare import (
     Prepared,
     inputs_of_file,
+    load_request_for,
     model_writer,
     open_model,
-    opening_of,
     prepare,
     reader_notes,
 )
@@ -64,8 +64,8 @@ def _try_out(
     if request.spec is None:
         request = replace(request, spec=inputs_of_file(header.spec, request.plan_path))
     settings = with_predicted_settings(request.settings, predicted)
-    opening = replace(opening_of(request, settings), plan=plan.of_model)
-    prepared = prepare(opening, progress=progress, ask=ask)
+    load_request = replace(load_request_for(request, settings), plan=plan.of_model)
+    prepared = prepare(load_request, progress=progress, ask=ask)
     confirmation = None
     if request.confirm:
         differs = differing_settings(prepared.subject, predicted, header)

@@ -30,7 +30,7 @@ from memopt_cli.pipeline.plans.result_writer import ResultWriter
 from memopt_cli.pipeline.plans.shown import check_frontier_target, check_original, check_shown, with_shown_plans
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.plans.worth import judge_measurement
-from memopt_cli.pipeline.prepare import Prepared, opening_of, prepare
+from memopt_cli.pipeline.prepare import Prepared, load_request_for, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.terms import command_line
 from memopt_cli.records import (
@@ -76,8 +76,8 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
         check_targets(paths.all(), force=request.force)
     try:
         card, layout, backend = request.card, request.layout, request.backend
-        opening = opening_of(request, request.settings, card=card, layout=layout, backend=backend)
-        prepared = prepare(opening, progress=progress, ask=ask)
+        load_request = load_request_for(request, request.settings, card=card, layout=layout, backend=backend)
+        prepared = prepare(load_request, progress=progress, ask=ask)
         check_shown(request, prepared)
         findings = find_plan(request, prepared)
     except KeyboardInterrupt as err:

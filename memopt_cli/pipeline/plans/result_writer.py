@@ -180,7 +180,7 @@ class ResultWriter:
 
     def _choose_free_names(self) -> None:
         """Choose other names if files have appeared since the search began, so that no file is replaced."""
-        paths = self.paths.free()
+        paths = self.paths.with_free_names()
         if paths != self.paths:
             note = f"Files of {self.paths.model.stem} appeared meanwhile, so these are named {paths.model.stem}."
             self.findings.notes.append(note)

@@ -192,7 +192,7 @@ def _check_state(module: LiftedModule) -> None:
     if not all(t is None or isinstance(t, kind) for kind, tensors in registered for t in tensors.values()):
         raise BadProgramError("a parameter or buffer is not a tensor")
     shadowed = state.keys() & {*children, *state["_parameters"], *state["_buffers"]}
-    shadowed |= {name for name in state if _is_of_class(module, name)}
+    shadowed |= {name for name in state if _class_has(module, name)}
     if shadowed:
         raise BadProgramError(f"the attribute {', '.join(sorted(shadowed))} hides another one")
     constants = state.get("_constants", ())
@@ -202,7 +202,7 @@ def _check_state(module: LiftedModule) -> None:
         raise BadProgramError("its device is not a device")
 
 
-def _is_of_class(module: nn.Module, name: str) -> bool:
+def _class_has(module: nn.Module, name: str) -> bool:
     """Return whether the class of ``module`` has a method, property or other attribute ``name``."""
     return any(name in vars(kind) for kind in type(module).__mro__)
 
@@ -226,7 +226,7 @@ def _module_at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
     """Return the module at ``path`` in ``module``; raise if Python would find another object there."""
     for name in path:
         child = children_of(module).get(name)
-        if child is None or name in vars(module) or _is_of_class(module, name):
+        if child is None or name in vars(module) or _class_has(module, name):
             raise BadProgramError(f"there is no module {'.'.join(path)}")
         module = child
     return module
@@ -244,11 +244,11 @@ def _can_get(owner: nn.Module, name: str) -> bool:
     """Return whether ``owner`` has an attribute ``name`` that is data."""
     for table in (parameters_of(owner), buffers_of(owner)):
         if name in table:
-            return is_data(table[name]) and not _is_of_class(owner, name)
-    return name in vars(owner) and not _is_of_class(owner, name) and is_data(vars(owner)[name])
+            return is_data(table[name]) and not _class_has(owner, name)
+    return name in vars(owner) and not _class_has(owner, name) and is_data(vars(owner)[name])
 
 
 def _can_set(owner: nn.Module, name: str) -> bool:
     """Return whether a program may set ``name`` of ``owner``: data that is there, or a new name in a lifted module."""
     is_new = isinstance(owner, LiftedModule) and not any(name in table for table in (vars(owner), children_of(owner)))
-    return _can_get(owner, name) or (is_new and not _is_of_class(owner, name))
+    return _can_get(owner, name) or (is_new and not _class_has(owner, name))

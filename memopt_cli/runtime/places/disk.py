@@ -202,7 +202,7 @@ class Disk(Place):
             "space."
         )
 
-    def is_of_this_process(self) -> bool:
+    def was_started_here(self) -> bool:
         """Return whether this process started the threads; a fork of that process does not have them."""
         return os.getpid() == self._process
 
@@ -226,7 +226,7 @@ class Disk(Place):
         atexit.register(self._stop)
 
     def _stop(self) -> None:
-        if self.is_of_this_process():
+        if self.was_started_here():
             self._writer.stop()
             self._reader.stop()
 
@@ -299,7 +299,7 @@ class _InFile(Sent):
         self._reading: _Job | None = None
 
     def wait_until_sent(self) -> bool:
-        if not self._disk.is_of_this_process():
+        if not self._disk.was_started_here():
             return False
         if error := self._writing.wait():
             self._disk.close(error)
@@ -307,13 +307,13 @@ class _InFile(Sent):
 
     def fetch(self, into: Tensor) -> None:
         # In a fork no thread can read it; ``wait_until_fetched`` raises if it is needed.
-        if not self._disk.is_of_this_process():
+        if not self._disk.was_started_here():
             return
         self._reading = _Job(into.data_ptr(), self.nbytes, self._writing.offset)
         self._disk.read(self._reading)
 
     def wait_until_fetched(self) -> None:
-        if not self._disk.is_of_this_process():
+        if not self._disk.was_started_here():
             raise RuntimeError(
                 "a tensor that backward needs was sent to a file before this process was forked, and only the parent "
                 "process can read it. Run forward again in this process, or run backward before the fork."
@@ -328,7 +328,7 @@ class _InFile(Sent):
         self._reading = None
 
     def _release(self) -> None:
-        if not self._disk.is_of_this_process():
+        if not self._disk.was_started_here():
             return
         self._writing.cancel()
         if self._reading is not None:

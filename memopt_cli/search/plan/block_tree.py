@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.records import CompressorName, ModuleCall, ModuleTrace
-from memopt_cli.search.plan.cost_model import CostModel, Rerun, packed_inputs, packing_s
+from memopt_cli.search.plan.cost_model import CostModel, Recomputation, packed_inputs, packing_s
 from memopt_cli.search.plan.keeping import CostlyCall, costly_calls
 from memopt_cli.search.plan.operator_bytes import OperatorBytes
 
@@ -45,7 +45,7 @@ class Block:
     """Like ``peak_bytes``, with packing; while forward uses tensors to be packed, they exist unpacked as well."""
     resident_bytes: int = 0
     """Part of ``peak_bytes`` that no schedule changes: parameters, their gradients so far, inputs."""
-    rerun: Rerun = field(default_factory=Rerun)
+    recomputation: Recomputation = field(default_factory=Recomputation)
     """Cost of recomputing the block's forward."""
     costly: tuple[CostlyCall, ...] = ()
     """Costly calls in the block, in the order of execution."""
@@ -191,10 +191,10 @@ class _Builder:
         storages, payers = self._trace.storages, self._bytes.payer
         inputs = [s for s in call.inputs if storages[s].born >= 0]
         paid = [storages[s] for s in inputs if payers.get(s, call.start) >= call.start]
-        rerun = self._model.rerun(call)
-        block = self._make_block(call.path, call.forward, call.backward, rerun.stop)
+        recomputation = self._model.recomputation(call)
+        block = self._make_block(call.path, call.forward, call.backward, recomputation.stop)
         block.forward_bytes = self._bytes.forward_alone(call)
-        block.rerun = rerun
+        block.recomputation = recomputation
         block.input_bytes = sum(storage.nbytes for storage in paid)
         block.unsaved_input_bytes = sum(storages[s].nbytes for s in inputs if payers.get(s, call.end) >= call.end)
         block.packing_s = packing_s(self._trace, sum(storage.packing_cost_bytes for storage in paid), len(inputs))

@@ -69,7 +69,7 @@ KEEP_OP_S = 10e-6
 NORM_S = 150e-6
 """Seconds that each norm adds to a chunk where batch statistics are gathered.  The norm is then a dozen small operators
 in forward, recomputation and backward, whether it gathers or normalizes."""
-_NORM_SHARE = 0.4
+_NORM_TIME_RATIO = 0.4
 """Time of the dozen operators on large tensors, divided by the time of the norm's own kernel (0.48 where it gathers,
 0.33 where it normalizes)."""
 _FLOPS_PER_S = 5e10
@@ -107,7 +107,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Rerun:
+class Recomputation:
     """The recomputation of one call's forward: its seconds, and the numbers that set its overhead."""
 
     stop: int = 0
@@ -198,8 +198,8 @@ def statistics_passes(
             seconds += 2 * until_s - maker_s
         else:  # not linked: the next pass's backward goes through this pass as well, at twice the time of its forward
             seconds += 4 * until_s
-        seconds += _NORM_SHARE * norm_s
-        saved_s += (1 - _NORM_SHARE) * norm_s
+        seconds += _NORM_TIME_RATIO * norm_s
+        saved_s += (1 - _NORM_TIME_RATIO) * norm_s
     ops = sum(norm.op + 1 - start for norm in inner_norms)
     # The run after the passes normalizes by their statistics, which saves as much in forward and recomputation.
     return Passes(norms=len(inner_norms), ops=ops, seconds=seconds - 2 * saved_s)
@@ -278,7 +278,7 @@ class CostModel:
         self._outliving_bytes = [0, *accumulate(s.nbytes for s in outliving)]
         """Bytes of these activations, as prefix sums."""
         self._predicted: dict[Plan, Prediction] = {}
-        self._reruns: dict[tuple[str, int, int], Rerun] = {}
+        self._recomputations: dict[tuple[str, int, int], Recomputation] = {}
 
     def predict(self, plan: Plan) -> Prediction:
         """Predict the step under ``plan``: its allocated peak, the module that runs at the peak, and its seconds."""
@@ -313,20 +313,20 @@ class CostModel:
         return waits_s(replay.sent, [0.0, *accumulate(seconds)], out_rate, in_rate)
 
     def _added_s(self, replayed: ReplayedSegment) -> float:
-        rerun = self.rerun(replayed.call)
+        recomputation = self.recomputation(replayed.call)
         saved_s = self.trace.recompute_factor * sum(self.seconds[op] for op in replayed.kept)
         packed_bytes = sum(self.trace.storages[s].packing_cost_bytes for s in replayed.packed)
         inputs_s = packing_s(self.trace, packed_bytes, len(replayed.packed))
-        return rerun.seconds - saved_s + rerun.overhead_s(replayed.segment) + inputs_s
+        return recomputation.seconds - saved_s + recomputation.overhead_s(replayed.segment) + inputs_s
 
-    def rerun(self, call: ModuleCall) -> Rerun:
+    def recomputation(self, call: ModuleCall) -> Recomputation:
         """Return the cost of recomputing the forward of ``call``, up to the last operator that autograd saves for."""
         key = call.path, call.start, call.end
-        if key not in self._reruns:
+        if key not in self._recomputations:
             last = bisect.bisect_left(self._ends, (call.end, 0)) - 1
             stop = max(call.start, self._ends[last][1]) if last >= 0 else call.start
             trained_bytes = trained_input_bytes(self.trace, call)
-            self._reruns[key] = Rerun(
+            self._recomputations[key] = Recomputation(
                 stop=stop,
                 seconds=self.trace.recompute_factor * (self.elapsed[stop] - self.elapsed[call.start]),
                 ops=call.end - call.start,
@@ -335,7 +335,7 @@ class CostModel:
                 passes=statistics_passes(self.elapsed, self.norms, call.start, stop, trained_bytes),
                 scale=self.trace.segment_overhead,
             )
-        return self._reruns[key]
+        return self._recomputations[key]
 
     def _replayed_segments(self, plan: Plan) -> list[ReplayedSegment]:
         """Return the segments of ``plan`` as calls to replay, outer ones first, in the order of their forward."""
@@ -375,7 +375,7 @@ class CostModel:
         :meth:`_replayed_segments` sets packed and kept tensors, which depend on other segments.
         """
         replayed = ReplayedSegment(call, segment, parent)
-        replayed.stop = self.rerun(call).stop
+        replayed.stop = self.recomputation(call).stop
         replayed.state_bytes = self.modules[call.path].state_bytes
         if segment.gathers:
             first, last = (_first_from(self.norms, op) for op in (call.start, replayed.stop))
@@ -508,7 +508,7 @@ def packed_inputs(
 
 
 def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
-    """List each operator of forward for which autograd saves tensors, with the operator before which a rerun may stop.
+    """List each operator of forward that autograd saves tensors for, and the one before which a recomputation may stop.
 
     If only inputs of an operator are saved, like a linear layer's, it need not run again: autograd saves inputs before
     the operator runs.  If its output is saved, like a ReLU's, it must run again.

@@ -73,7 +73,7 @@ class Segments:
         An inner segment keeps none: the outer segment would recompute the calls all the same.
         """
         may_keep = self._allowed.keep and not context.recomputed
-        return candidate_sets([c for c in block.costly if c.op < block.rerun.stop]) if may_keep else []
+        return candidate_sets([c for c in block.costly if c.op < block.recomputation.stop]) if may_keep else []
 
     def schedules_on(
         self, block: Block, inside: Schedule, kept: frozenset[int], context: Context, *, is_counted: bool
@@ -105,8 +105,8 @@ class Segments:
                 continue
             is_whole = segment.chunks == 1
             highest = peak + packed_bytes if is_whole else stored + self._peak_in_chunks(block, segment, peak)
-            rerun_s = block.rerun.seconds + block.rerun.overhead_s(segment)
-            added_s = rerun_s + inside.added_s + (block.packing_s if packed else 0.0)
+            recomputation_s = block.recomputation.seconds + block.recomputation.overhead_s(segment)
+            added_s = recomputation_s + inside.added_s + (block.packing_s if packed else 0.0)
             yield Schedule(
                 stored + states,
                 max(stored + states, highest),

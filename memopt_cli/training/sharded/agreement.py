@@ -76,7 +76,7 @@ class Ranks:
         except MemoptError as err:
             raise _with_rank(err, self.rank, self.count) from err
         except Exception as err:
-            if is_out_of_memory(err) or _is_of_lost_rank(err):
+            if is_out_of_memory(err) or _comes_from_lost_rank(err):
                 raise
             raise _with_rank(StepError(first_line(err)), self.rank, self.count) from err
 
@@ -132,7 +132,7 @@ def reporting_lost_ranks() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, RankLostError) or not _is_of_lost_rank(error):
+        if isinstance(error, RankLostError) or not _comes_from_lost_rank(error):
             raise
         raise RankLostError(
             f"another rank has ended, or does not answer: {first_line(error)}",
@@ -154,7 +154,7 @@ def compute_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(to_data(value), sort_keys=True).encode()).hexdigest()
 
 
-def _is_of_lost_rank(error: BaseException) -> bool:
+def _comes_from_lost_rank(error: BaseException) -> bool:
     """Return whether ``error``, or an error that caused it, means that a rank is gone."""
     return any(map(means_lost_rank, error_chain(error)))
 

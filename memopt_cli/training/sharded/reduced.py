@@ -9,10 +9,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt_cli.errors import StepError, first_line
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 
 
-def buckets_seen(step: Step) -> tuple[Tensor, ...]:
+def buckets_seen(step: TrainingStep) -> tuple[Tensor, ...]:
     """Take ``step`` once, and return the buckets of all its DDP modules.
 
     DDP shows its buckets only to a communication hook.  The hook stays on the modules, and reduces as DDP does by

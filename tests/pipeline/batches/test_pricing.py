@@ -20,7 +20,7 @@ from memopt_cli.records.progress import Progress
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.scaled import pair_records
 from memopt_cli.trace import FakeStep
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.api.live_model import Block
 
 
@@ -32,7 +32,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def record(batch: int) -> StepTrace:
     model = nn.Sequential(*(Block(8) for _ in range(6)))
     x = torch.randn(batch, 64, 8)
-    step = Step(model=model, args=(x,), kwargs={}, settings=StepSettings(), optimizer=sgd(model), make_optimizer=sgd)
+    step = TrainingStep(
+        model=model, args=(x,), kwargs={}, settings=StepSettings(), optimizer=sgd(model), make_optimizer=sgd
+    )
     return FakeStep(step).record(batch)
 
 

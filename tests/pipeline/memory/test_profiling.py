@@ -18,7 +18,7 @@ from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline import profile
 from memopt_cli.pipeline.memory import profiling
 from memopt_cli.pipeline.memory.profiling import profile_prepared
-from memopt_cli.pipeline.prepare import opening_of, prepare
+from memopt_cli.pipeline.prepare import load_request_for, prepare
 from memopt_cli.records import (
     PACKING,
     SEGMENT,
@@ -121,7 +121,7 @@ def test_what_packing_and_segments_keep_is_named(tmp_path: Path) -> None:
     )
     spec = InputSpec(tensors=(parse_tensor("96x64"),), source="here")
     request = ProfileRequest(source=ModelSource(location=str(path)), spec=spec, fake=True)
-    prepared = prepare(opening_of(request, request.settings, fake=True), progress=Progress(), ask=None)
+    prepared = prepare(load_request_for(request, request.settings, fake=True), progress=Progress(), ask=None)
     plans = Plan(packed=True), Plan(packed=True, segments=(SegmentPlan(path="2", compressor="sparse"),))
     packed, segment = (profile_prepared(request, prepared, plan).saved for plan in plans)
     assert [(s.op, s.module, s.nbytes) for s in packed if s.made_by] == [
@@ -131,7 +131,7 @@ def test_what_packing_and_segments_keep_is_named(tmp_path: Path) -> None:
     assert {(s.op, s.module) for s in segment if s.made_by} == {(SEGMENT, "2"), ("aten::addmm", "2.1")}
     torch.save(nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 4)), path)
     found = profile_prepared(
-        request, prepare(opening_of(request, request.settings), progress=Progress(), ask=None), plans[0]
+        request, prepare(load_request_for(request, request.settings), progress=Progress(), ask=None), plans[0]
     )
     assert PACKING in {s.op for s in found.saved}  # the mask
 
@@ -271,7 +271,7 @@ def test_an_estimate_needs_no_memory(model_file: str) -> None:
 def test_an_estimate_says_that_chunks_were_not_tried(model_file: str) -> None:
     spec = InputSpec(tensors=(parse_tensor("128x256"),), source="here")
     request = ProfileRequest(source=ModelSource(location=model_file), spec=spec, fake=True)
-    prepared = prepare(opening_of(request, request.settings, fake=True), progress=Progress(), ask=None)
+    prepared = prepare(load_request_for(request, request.settings, fake=True), progress=Progress(), ask=None)
     for chunks, told in ((1, False), (2, True)):
         plan = Plan(segments=(SegmentPlan(path="0", chunks=chunks),))
         notes = profile_prepared(request, prepared, plan).notes

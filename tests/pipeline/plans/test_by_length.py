@@ -104,10 +104,12 @@ def test_every_range_meets_the_budget_at_its_largest_length(optimize: Memopt, me
     model = memopt_cli.load("net.memopt.pt")
     assert plan_of(model) == plan
     from memopt_cli.records import StepSettings
-    from memopt_cli.training.step import Step
+    from memopt_cli.training.step import TrainingStep
 
     for row in rows:
-        step = Step(model=model, args=(torch.randn(4, row.up_to, 64),), kwargs={}, settings=StepSettings(device="cpu"))
+        step = TrainingStep(
+            model=model, args=(torch.randn(4, row.up_to, 64),), kwargs={}, settings=StepSettings(device="cpu")
+        )
         assert count_step(step).tensor_peak_bytes == row.outcome.tensor_peak_bytes
 
     # The report has a row for each range.

@@ -30,7 +30,7 @@ from memopt_cli.runtime.places import interface
 from memopt_cli.runtime.places.disk import disk
 from memopt_cli.runtime.places.interface import Elsewhere, counted_elsewhere
 from memopt_cli.trace import FakeStep, count_step
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Parts
 
 ROWS, WIDTH = 1024, 64
@@ -141,7 +141,7 @@ def test_gradients_are_equal_and_the_peak_is_predicted(name: str, block: type[nn
         pytest.skip("its rows are not independent")
     plan = PLANS[name]
     net = planned(plan, block)
-    step = Step(model=net, args=(inputs(),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=net, args=(inputs(),), kwargs={}, settings=StepSettings())
     counted, dry = count_step(step), FakeStep(step).count()
     assert dry.tensor_peak_bytes == counted.tensor_peak_bytes == count_step(step).tensor_peak_bytes
     assert dry.elsewhere_bytes == counted.elsewhere_bytes >= 3 * TENSOR_BYTES
@@ -152,7 +152,7 @@ def test_gradients_are_equal_and_the_peak_is_predicted(name: str, block: type[nn
 def test_the_peak_falls_and_is_the_same_on_a_slow_disk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def peak(plan: Plan) -> int:
         return count_step(
-            Step(model=planned(plan), args=(inputs(),), kwargs={}, settings=StepSettings())
+            TrainingStep(model=planned(plan), args=(inputs(),), kwargs={}, settings=StepSettings())
         ).tensor_peak_bytes
 
     plain, sent = peak(here(PLANS[name])), peak(PLANS[name])
@@ -283,7 +283,9 @@ def test_a_tensor_that_somebody_holds_is_not_taken_twice() -> None:
         held.clear()
         net = model(Keeping)
         memopt_cli.apply_plan(net, plan)
-        return count_step(Step(model=net, args=(inputs(),), kwargs={}, settings=StepSettings())).tensor_peak_bytes
+        return count_step(
+            TrainingStep(model=net, args=(inputs(),), kwargs={}, settings=StepSettings())
+        ).tensor_peak_bytes
 
     assert peak(SEGMENTS) == peak(here(SEGMENTS))
     assert all(torch.isfinite(t).all() for t in held)

@@ -27,7 +27,7 @@ from memopt_cli.search.plan.planner import Planner
 from memopt_cli.text.paths import is_within
 from memopt_cli.trace import FakeStep
 from memopt_cli.training.apply import apply_plan, remove_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from sample_models import gpt, resnet
 from tests.zoo.models import GIVEN, Parts
 
@@ -69,7 +69,7 @@ class Subject:
     """A step on tensors without data, recorded and ready to be counted under plans."""
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        step = Step(model=model, args=args, kwargs=kwargs, settings=StepSettings(), loss=None, optimizer=None)
+        step = TrainingStep(model=model, args=args, kwargs=kwargs, settings=StepSettings(), loss=None, optimizer=None)
         self.real = step
         self.fake = FakeStep(step)
         self._counted: dict[Plan, Counted] = {}

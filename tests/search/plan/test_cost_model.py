@@ -27,7 +27,7 @@ from memopt_cli.search.plan.cost_model import (
     CostModel,
     NormOperator,
     Passes,
-    Rerun,
+    Recomputation,
     chunk_counts,
     statistics_passes,
 )
@@ -38,7 +38,7 @@ from memopt_cli.text.paths import is_within
 from memopt_cli.trace import FakeStep, record, resident_bytes
 from memopt_cli.trace.workspace import Workspaces
 from memopt_cli.training.apply import apply_plan, remove_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.rows import quick
 from tests.search.plan.subjects import SUBJECTS, Subject, carriers, carrying, drawn, segments
 from tests.zoo.models import GIVEN, Parts
@@ -140,7 +140,8 @@ def test_of_a_recurrent_layer_in_chunks_not_all_workspace_is_divided(chunks: int
     """Its kernel lays the weights out anew in every chunk."""
     model = nn.LSTM(57, 128)
     full, small = (
-        Step(model=model, args=(torch.randn(24, batch, 57),), kwargs={}, settings=StepSettings()) for batch in (16, 8)
+        TrainingStep(model=model, args=(torch.randn(24, batch, 57),), kwargs={}, settings=StepSettings())
+        for batch in (16, 8)
     )
     workspaces = taken(full).pair_with(taken(small))
     fake = FakeStep(full)
@@ -152,7 +153,7 @@ def test_of_a_recurrent_layer_in_chunks_not_all_workspace_is_divided(chunks: int
     assert CostModel(trace).predict(plan).allocated_peak_bytes == pytest.approx(wanted, rel=0.1)
 
 
-def taken(step: Step) -> Workspaces:
+def taken(step: TrainingStep) -> Workspaces:
     """What the step's kernels take for themselves."""
     for _ in range(2):  # the first run fills caches
         step.model.zero_grad(set_to_none=True)
@@ -200,7 +201,9 @@ def test_nested_segments_are_close_to_their_dry_run() -> None:
 def keeping(subject: Subject, root: Block, chance: random.Random) -> Plan:
     """Some segments, none in another, each keeping some costly outputs."""
     blocks = {block.path: block for block in root}
-    worthy = {p: candidate_sets([c for c in blocks[p].costly if c.op < blocks[p].rerun.stop]) for p in subject.usable}
+    worthy = {
+        p: candidate_sets([c for c in blocks[p].costly if c.op < blocks[p].recomputation.stop]) for p in subject.usable
+    }
     able = [path for path, sets in worthy.items() if sets]
     chosen = chance.sample(able, min(len(able), chance.randint(1, 5)))
     outermost = [p for p in able if p in chosen and not any(p != o and is_within(p, o) for o in chosen)]
@@ -239,8 +242,8 @@ def test_a_segment_of_operators_that_take_no_time_takes_some(
     model = CostModel(replace(subject.trace, ops=ops, segment_overhead=scale))
     (call,) = (call for call in subject.trace.calls if call.path == "blocks.2")
     added_s = model.predict(Plan(segments=(SegmentPlan(path="blocks.2", keep=keep),))).step_s - model.step_s
-    rerun = model.rerun(call)
-    watched_s = SEGMENT_S + MODULE_S * rerun.modules + per_op_s * rerun.ops
+    recomputation = model.recomputation(call)
+    watched_s = SEGMENT_S + MODULE_S * recomputation.modules + per_op_s * recomputation.ops
     assert added_s == pytest.approx(scale * watched_s, rel=0.01)
 
 
@@ -325,10 +328,10 @@ def test_the_runs_that_are_priced_are_those_that_chunks_take(norms: int) -> None
     ops, segments_run = 2 * norms, runs.count(layers[0])
     norms_met = sum(isinstance(module, nn.BatchNorm2d) for module in runs)
     passes = statistics_passes([0.0] * (ops + 1), [NormOperator(op, op - 1) for op in range(1, ops, 2)], 0, ops, 0)
-    rerun = Rerun(ops=ops, min_s=1e-3, modules=ops + 1, passes=passes)
+    recomputation = Recomputation(ops=ops, min_s=1e-3, modules=ops + 1, passes=passes)
     again = len(runs) / ops - 1
-    assert rerun.overhead_s(segment) == pytest.approx(
-        (SEGMENT_S + MODULE_S * rerun.modules) * segments_run
+    assert recomputation.overhead_s(segment) == pytest.approx(
+        (SEGMENT_S + MODULE_S * recomputation.modules) * segments_run
         + SEGMENT_OP_S * len(runs)
         + 3 * again * 1e-3
         + NORM_S * norms_met
@@ -336,9 +339,9 @@ def test_the_runs_that_are_priced_are_those_that_chunks_take(norms: int) -> None
 
 
 def test_passes_cost_nothing_where_no_statistics_are_gathered() -> None:
-    segment, rerun = SegmentPlan(path="", chunks=4), Rerun(seconds=1.0, ops=9)
-    with_norms = replace(rerun, passes=Passes(norms=2, ops=7, seconds=5.0))
-    assert with_norms.overhead_s(segment) == rerun.overhead_s(segment)
+    segment, recomputation = SegmentPlan(path="", chunks=4), Recomputation(seconds=1.0, ops=9)
+    with_norms = replace(recomputation, passes=Passes(norms=2, ops=7, seconds=5.0))
+    assert with_norms.overhead_s(segment) == recomputation.overhead_s(segment)
 
 
 def test_a_recomputation_ends_where_autograd_has_what_it_saved() -> None:
@@ -428,7 +431,7 @@ class Firing(Parts, layers=lambda: nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1)
 
 
 def test_packing_takes_as_long_as_it_took_on_the_device() -> None:
-    step = Step(model=Firing(), args=(torch.rand(4, 16, 24, 24),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=Firing(), args=(torch.rand(4, 16, 24, 24),), kwargs={}, settings=StepSettings())
     trace = record(step, 4, contents=True)
     added = []
     for rate in (1e9, 2e9, math.inf):
@@ -441,7 +444,7 @@ def test_packing_takes_as_long_as_it_took_on_the_device() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_sums_of_a_step_without_segments_are_those_of_the_cost_model(packed: bool) -> None:
-    step = Step(model=Firing(), args=(torch.rand(4, 16, 24, 24),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(model=Firing(), args=(torch.rand(4, 16, 24, 24),), kwargs={}, settings=StepSettings())
     trace = record(step, 4, contents=True)
     model = CostModel(trace)
     assert model.packable_bytes > 0
@@ -672,9 +675,11 @@ class CallsItself(Parts, layer=lambda: nn.Linear(8, 8)):
 
 
 def test_running_a_call_again_is_priced_apart_from_one_that_begins_with_it() -> None:
-    step = Step(model=nn.Sequential(CallsItself()), args=(torch.randn(4, 8),), kwargs={}, settings=StepSettings())
+    step = TrainingStep(
+        model=nn.Sequential(CallsItself()), args=(torch.randn(4, 8),), kwargs={}, settings=StepSettings()
+    )
     trace = record(step, 4, contents=False)
     outer, inner = (call for call in trace.calls if call.path == "0")
     assert outer.start == inner.start
     model = CostModel(trace)
-    assert [model.rerun(call).ops for call in (outer, inner)] == [len(outer.forward), len(inner.forward)]
+    assert [model.recomputation(call).ops for call in (outer, inner)] == [len(outer.forward), len(inner.forward)]

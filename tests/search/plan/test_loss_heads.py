@@ -17,7 +17,7 @@ from memopt_cli.search.plan.cost_model import copy_times
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.loss_heads import add_heads, loss_heads
 from memopt_cli.training.apply import apply_plan, remove_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.chunking import capture_call, find_rule
 from memopt_cli.verification.recorded_step import verify_step
 from tests.search.plan.subjects import Subject
@@ -204,7 +204,9 @@ def test_feed_forward_blocks_run_in_chunks_where_heads_no_longer_stand_at_the_pe
     """That a block is independent along the batch is found by trying; the whole plan is verified."""
     subject = subject_of(alone, hidden=1024)
     ids = torch.randint(VOCABULARY, (8, 64))
-    step = Step(model=LanguageModel(alone, hidden=1024).train(), args=(ids,), kwargs={}, settings=StepSettings())
+    step = TrainingStep(
+        model=LanguageModel(alone, hidden=1024).train(), args=(ids,), kwargs={}, settings=StepSettings()
+    )
     whole = subject.planner().least(4)
     found = subject.planner(lambda path: find_rule(*capture_call(step, path))).least(4)
     assert found.peak_bytes < whole.peak_bytes

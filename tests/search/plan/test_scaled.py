@@ -14,7 +14,7 @@ from memopt_cli.records import Plan, SegmentPlan, StepSettings, StepTrace
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.scaled import ScaledStep, pair_records
 from memopt_cli.trace import FakeStep
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.search.plan.subjects import Chain, Steps
 
 
@@ -30,7 +30,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def recorded(model: nn.Module, x: Tensor, batch: int) -> StepTrace:
-    step = Step(
+    step = TrainingStep(
         model=model,
         args=(x,),
         kwargs={},

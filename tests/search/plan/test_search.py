@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memopt_cli.records import ChunkRule, SegmentPlan
 from memopt_cli.search.plan import schedules
 from memopt_cli.search.plan.block_tree import Block
-from memopt_cli.search.plan.cost_model import SEGMENT_S, Rerun
+from memopt_cli.search.plan.cost_model import SEGMENT_S, Recomputation
 from memopt_cli.search.plan.keeping import CostlyCall, candidate_sets
 from memopt_cli.search.plan.schedules import Schedule, SegmentLimits, _pareto_set, count_segments, thin_out
 from memopt_cli.search.plan.search import Solver
@@ -31,9 +31,9 @@ def block(path: str, children: tuple[Block, ...] = (), **numbers: int | float) -
         kept_bytes=int(numbers.get("kept", 0)),
         peak_bytes=int(numbers.get("peak", 0)),
         forward_bytes=int(numbers.get("forward", 0)),
-        rerun=Rerun(
+        recomputation=Recomputation(
             stop=sys.maxsize,
-            seconds=float(numbers.get("seconds", 0)) + sum(c.rerun.seconds for c in children),
+            seconds=float(numbers.get("seconds", 0)) + sum(c.recomputation.seconds for c in children),
             ops=int(numbers.get("ops", 0)),
         ),
         input_bytes=int(numbers.get("input", 0)),
@@ -87,7 +87,7 @@ def step(root: Block, segments: frozenset[str]) -> tuple[int, int, float]:
         kept, peak, added = root.kept_bytes, root.kept_bytes + root.peak_bytes, 0.0
     if root.path not in segments:
         return kept, peak, added
-    added += root.rerun.seconds + root.rerun.overhead_s(SegmentPlan(path=""))
+    added += root.recomputation.seconds + root.recomputation.overhead_s(SegmentPlan(path=""))
     return root.input_bytes, max(root.input_bytes, peak, root.forward_bytes), added
 
 
@@ -204,8 +204,8 @@ def chunked_step(root: Block, plan: Chunked) -> tuple[int, int, float]:
             root.output_bytes + 2 * root.all_input_bytes,
             2 * root.output_bytes,
         )
-    overhead = root.rerun.overhead_s(SegmentPlan(path="", chunks=chunks))
-    return root.input_bytes, max(root.input_bytes, peak), added + root.rerun.seconds + overhead
+    overhead = root.recomputation.overhead_s(SegmentPlan(path="", chunks=chunks))
+    return root.input_bytes, max(root.input_bytes, peak), added + root.recomputation.seconds + overhead
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def keeping_step(root: Block, segments: Kept, around: frozenset[int] = frozenset
         return kept, peak, added, held
     stored = root.input_bytes + held
     segment = SegmentPlan(path="", keep=("costly",) if inner else ())
-    added += root.rerun.seconds + root.rerun.overhead_s(segment)
+    added += root.recomputation.seconds + root.recomputation.overhead_s(segment)
     return stored, max(stored, peak, root.forward_bytes + held), added, 0
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
 from memopt_cli.trace import count_step
 from memopt_cli.training.apply import apply_plan
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from memopt_cli.verification.effects import bit_equal, effects
 from tests.search.plan.subjects import Subject
 
@@ -121,10 +121,10 @@ def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return model, {("x" if name == "tied" else "input"): torch.randn(ROWS, WIDTH)}
 
 
-def step_under(plan: Plan, model: nn.Module, inputs: dict[str, Any]) -> Step:
+def step_under(plan: Plan, model: nn.Module, inputs: dict[str, Any]) -> TrainingStep:
     planned = copy.deepcopy(model)
     apply_plan(planned, plan)
-    return Step(model=planned, args=(), kwargs=inputs, settings=StepSettings())
+    return TrainingStep(model=planned, args=(), kwargs=inputs, settings=StepSettings())
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.optimizers import optimizer_maker
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.training.sharded import models
 
 WAIT = timedelta(minutes=2)
@@ -161,7 +161,7 @@ def _counts(cases: tuple[Case, ...]) -> dict[str, Counted]:
     return found
 
 
-def real_step(case: Case) -> Step:
+def real_step(case: Case) -> TrainingStep:
     """One rank's, in a process that has a group."""
     mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
     model = case.shard(apply_plan(case.build().train(), case.plan), mesh)
@@ -172,4 +172,6 @@ def real_step(case: Case) -> Step:
         if case.build is models.convolutional
         else torch.randint(0, models.WORDS, (4, models.LENGTH))
     )
-    return Step(model=model, args=(given,), kwargs={}, settings=settings, optimizer=make(model), make_optimizer=make)
+    return TrainingStep(
+        model=model, args=(given,), kwargs={}, settings=settings, optimizer=make(model), make_optimizer=make
+    )

@@ -17,7 +17,7 @@ from memopt_cli.records import Plan, SegmentPlan, StepSettings, to_data
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.apply import apply_plan, plan_of
 from memopt_cli.training.sharded.agreement import Ranks, ranks_of
-from memopt_cli.training.step import Step
+from memopt_cli.training.step import TrainingStep
 from tests.training.sharded.cases import WAIT
 
 CARRIED = Plan(segments=(SegmentPlan(path="first"),))
@@ -78,7 +78,7 @@ def alone(ranks: Ranks) -> None:
 def misfit(ranks: Ranks) -> None:
     """A step whose input the model does not take."""
     model = nn.parallel.DistributedDataParallel(Net())
-    step = Step(model=model, args=(torch.ones(2, 15),), kwargs={}, settings=StepSettings(device="cpu"))
+    step = TrainingStep(model=model, args=(torch.ones(2, 15),), kwargs={}, settings=StepSettings(device="cpu"))
     with ranks.alone():
         warm_up(step, StartingState(step.unwrapped_model))
 
