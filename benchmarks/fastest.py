@@ -30,7 +30,7 @@ from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes
-from memopt_cli.pipeline.batches.fastest import fastest_prepared
+from memopt_cli.pipeline.batches.fastest_search import fastest_prepared
 from memopt_cli.pipeline.batches.trials import Pair, Trials
 from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare

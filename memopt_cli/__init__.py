@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # the names of _PUBLIC and _MODULES, for editors and type che
     from memopt_cli.errors import MemoptError as MemoptError
     from memopt_cli.errors import NothingFitsError as NothingFitsError
     from memopt_cli.errors import VerificationError as VerificationError
-    from memopt_cli.files.contents import read_plan as read_plan
+    from memopt_cli.files.memopt_files import read_plan as read_plan
     from memopt_cli.loading import load as load
     from memopt_cli.records import DeviceProfile as DeviceProfile
     from memopt_cli.records import Plan as Plan
@@ -54,7 +54,7 @@ _NAMES = {
     "api.verified": "verify",
     "api.verified_plan": "apply_plan",
     "errors": "MemoptError NothingFitsError VerificationError",
-    "files.contents": "read_plan",
+    "files.memopt_files": "read_plan",
     "loading": "load",
     "records": "DeviceProfile Plan SegmentPlan Trust",
     "training.apply": "plan_of remove_plan",

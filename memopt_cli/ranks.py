@@ -29,12 +29,12 @@ from memopt_cli.api.arguments import (
 )
 from memopt_cli.api.shown import Optimized, RanksRecommended
 from memopt_cli.errors import OptionError
-from memopt_cli.files.contents import load_plan
+from memopt_cli.files.memopt_files import load_plan
 from memopt_cli.inputs.spec_text import is_factory, layout_of, ranks_asked
 from memopt_cli.measure import processes
+from memopt_cli.measure.importable import UserFunction, locate_function
 from memopt_cli.measure.jobs import ORIGINAL, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.measure.reach import UserFunction, locate_function
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.batches.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.live.factory import prepared_factory

@@ -22,7 +22,7 @@ from memopt_cli.measure.devices import process_device
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.model_batching.module import refuse_batched
-from memopt_cli.pipeline.live.group import on_every_rank
+from memopt_cli.pipeline.live.every_rank import on_every_rank
 from memopt_cli.pipeline.live.model import (
     FORMAT,
     carried_note,

@@ -33,7 +33,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "measure": (
         *(
             ("processes", "seccomp"),
-            ("confinement", "devices", "folder", "reach", "wire"),
+            ("confinement", "devices", "folder", "importable", "wire"),
             ("allocated", "jobs", "sandbox"),
         ),
         ("channel", "conditions", "model_file", "replies"),
@@ -185,8 +185,8 @@ def plant(root: Path, file: str, source: str) -> list[str]:
     [
         ("errors.py", "from memopt_cli.text import units", "errors must not import memopt_cli.text.units"),
         ("records/plan.py", "import torch", "records must work without torch"),
-        ("search/plan/search.py", "from torch import nn", "search.plan must work without torch.nn"),
-        ("search/plan/search.py", "import torch.nn as nn", "search.plan must work without torch.nn"),
+        ("search/plan/solver.py", "from torch import nn", "search.plan must work without torch.nn"),
+        ("search/plan/solver.py", "import torch.nn as nn", "search.plan must work without torch.nn"),
         ("search/plan/a.py", "def f():\n    import memopt_cli.trace", "search.plan.a must not import memopt_cli.trace"),
         ("search/plan/a.py", "from ...training import g", "search.plan.a must not import memopt_cli.training.g"),
         ("search/plan/__init__.py", "from ...cli import g", "search.plan must not import memopt_cli.cli.g"),

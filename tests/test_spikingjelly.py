@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli import spikingjelly as api
 from memopt_cli.errors import MemoptError, OptionError, StepError, VerificationError
+from memopt_cli.measure.importable import _unreachable_in_main
 from memopt_cli.measure.jobs import CountJob, MeasureJob
-from memopt_cli.measure.reach import _unreachable_in_main
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.live.model import prepared_model
 from memopt_cli.records import Differs, Measurement, StepSettings, from_data

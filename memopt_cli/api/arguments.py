@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memopt_cli.errors import OptionError, for_message, type_in_words
 from memopt_cli.inputs.spec_text import check_inputs, parse_device, parse_tensor, require_used
 from memopt_cli.measure.devices import process_device, resolve_device
-from memopt_cli.measure.reach import UserFunction, locate_function
+from memopt_cli.measure.importable import UserFunction, locate_function
 from memopt_cli.model_batching.module import refuse_batched
 from memopt_cli.records import (
     Budget,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memopt_cli.api import plain
-from memopt_cli.files.contents import load_plan
+from memopt_cli.files.memopt_files import load_plan
 from memopt_cli.records import Plan, SegmentPlan
 from memopt_cli.text.documents import printable
 from memopt_cli.text.paths import is_within, module_name

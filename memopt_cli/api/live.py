@@ -39,15 +39,15 @@ from memopt_cli.api.arguments import (
 )
 from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
 from memopt_cli.errors import OptionError
-from memopt_cli.files.contents import load_plan
+from memopt_cli.files.memopt_files import load_plan
 from memopt_cli.inputs.spec_text import parse_limit
 from memopt_cli.measure import processes
 from memopt_cli.measure.devices import resolve_device
 from memopt_cli.pipeline.batches.batch_advice import NO_BATCH, advise
-from memopt_cli.pipeline.batches.fastest import fastest_prepared
+from memopt_cli.pipeline.batches.fastest_search import fastest_prepared
 from memopt_cli.pipeline.batches.recommendation import recommend_prepared
 from memopt_cli.pipeline.comparisons.regression import check_prepared, record_prepared, step_of_baseline
-from memopt_cli.pipeline.live.group import on_every_rank
+from memopt_cli.pipeline.live.every_rank import on_every_rank
 from memopt_cli.pipeline.live.model import carried_note, describe_inputs, find_and_verify, prepared_model
 from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.plans.findings import Findings

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from memopt_cli.api.arguments import check_model
 from memopt_cli.errors import OptionError, StepError, VerificationError
-from memopt_cli.files.contents import load_plan
+from memopt_cli.files.memopt_files import load_plan
 from memopt_cli.records import CHANGES_NOTHING, Plan, StepSettings
 from memopt_cli.runtime.in_backward import check_steps_alone
 from memopt_cli.runtime.module_state import ModuleState, detach_state

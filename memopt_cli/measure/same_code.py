@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from memopt_cli.loading.user_code import UserCode
 from memopt_cli.loading.user_function import user_function
+from memopt_cli.measure.importable import UserFunction
 from memopt_cli.measure.jobs import CodeJob, CodeRead, Subject
-from memopt_cli.measure.reach import UserFunction
 from memopt_cli.measure.runner import Session
 from memopt_cli.records import ModelSource
 from memopt_cli.runtime.frozen import ATOMS

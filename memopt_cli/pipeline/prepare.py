@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from memopt_cli.errors import MemoptError, UnsafeFileError, UsageError
-from memopt_cli.files.contents import read_header, read_plan
+from memopt_cli.files.memopt_files import read_header, read_plan
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.files.trusted import recall_trust, remember_trust
 from memopt_cli.inputs.batch_axis import BATCH, with_batch

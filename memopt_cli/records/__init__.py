@@ -11,7 +11,7 @@ from memopt_cli.records.device import *
 from memopt_cli.records.dropped import *
 from memopt_cli.records.equivalence import *
 from memopt_cli.records.explanation import *
-from memopt_cli.records.fastest import *
+from memopt_cli.records.fastest_training import *
 from memopt_cli.records.header import *
 from memopt_cli.records.inputs import *
 from memopt_cli.records.inspection import *
@@ -24,7 +24,7 @@ from memopt_cli.records.plan import *
 from memopt_cli.records.profile import *
 from memopt_cli.records.rank import *
 from memopt_cli.records.request import *
-from memopt_cli.records.search import *
+from memopt_cli.records.search_options import *
 from memopt_cli.records.selftest import *
 from memopt_cli.records.settings import *
 from memopt_cli.records.summary import *

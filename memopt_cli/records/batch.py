@@ -11,7 +11,7 @@ from memopt_cli.records.header import FileHeader
 from memopt_cli.records.layout import RankLayout
 from memopt_cli.records.learning import StrategyName
 from memopt_cli.records.request import StepRequest
-from memopt_cli.records.search import ResolvedSearch
+from memopt_cli.records.search_options import ResolvedSearch
 from memopt_cli.records.settings import StepSettings
 
 LONGEST_STEP_S: Final = 60.0

@@ -12,7 +12,7 @@ from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.layout import RankLayout
 from memopt_cli.records.request import StepRequest
-from memopt_cli.records.search import ResolvedSearch, SearchGoal, SearchOptions
+from memopt_cli.records.search_options import ResolvedSearch, SearchGoal, SearchOptions
 from memopt_cli.records.settings import StepSettings
 from memopt_cli.records.summary import MemOptSummary, ParetoPoint
 from memopt_cli.records.trace import StepTrace

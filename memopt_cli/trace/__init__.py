@@ -10,7 +10,7 @@ from memopt_cli.trace.clock import (
     with_link,
     with_seconds,
 )
-from memopt_cli.trace.contents import with_contents
+from memopt_cli.trace.compressor_choice import with_contents
 from memopt_cli.trace.counting import AllocatedPeak, Life, count_step, match_compressors
 from memopt_cli.trace.fake import FakeStep, built_without_data, fake_mode, move_fake_model
 from memopt_cli.trace.inputs import compressors_failing_on_zeros, record_inputs

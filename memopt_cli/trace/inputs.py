@@ -11,7 +11,7 @@ from memopt_cli.records import ModuleTrace
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.compressor import OWN_COMPRESSOR, OwnCompressor
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.trace.contents import ContentsReader
+from memopt_cli.trace.compressor_choice import ContentsReader
 from memopt_cli.trace.log import StorageLog, active, module_stack
 from memopt_cli.trace.modules import ModuleNotes, requested_compressor, taking_notes
 from memopt_cli.training.module_calls import module_hooks

@@ -15,7 +15,7 @@ from memopt_cli.runtime.compressor import COMPRESSORS, OWN_COMPRESSOR, Compresso
 from memopt_cli.runtime.module_state import find_matrices
 from memopt_cli.runtime.private_torch import version_counter
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.trace.contents import ContentsReader, outside_of_step
+from memopt_cli.trace.compressor_choice import ContentsReader, outside_of_step
 from memopt_cli.trace.log import StorageLog
 from memopt_cli.trace.storages import Storage, held_bytes
 from memopt_cli.training.module_calls import module_hooks

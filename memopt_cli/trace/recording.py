@@ -16,7 +16,7 @@ from memopt_cli.records import ModuleCall, ModuleTrace, OpTrace, StepTrace, Stor
 from memopt_cli.runtime import find_part
 from memopt_cli.runtime.module_state import ModuleState
 from memopt_cli.runtime.state import StartingState
-from memopt_cli.trace.contents import ContentsReader, with_parts
+from memopt_cli.trace.compressor_choice import ContentsReader, with_parts
 from memopt_cli.trace.log import Compressors, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
 from memopt_cli.trace.modules import ModuleNotes, taking_notes
 from memopt_cli.trace.step_log import StepLog

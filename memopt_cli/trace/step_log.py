@@ -26,7 +26,7 @@ from memopt_cli.runtime.compressor import makes_internal_tensors
 from memopt_cli.runtime.private_torch import is_fake, next_node, running_node, sequence_number, tree_leaves, walk_parts
 from memopt_cli.runtime.running import recomputing_module
 from memopt_cli.runtime.tree import tensors_of
-from memopt_cli.trace.contents import ContentsReader, outside_of_step
+from memopt_cli.trace.compressor_choice import ContentsReader, outside_of_step
 from memopt_cli.trace.lines import line_of_the_model
 from memopt_cli.trace.log import StorageLog, shapes_of
 from memopt_cli.trace.operators import count_flops, find_dtype, is_random, operator_name, written_tensors

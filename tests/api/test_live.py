@@ -28,7 +28,7 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.plans.proof import Prover
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import Measurement, Plan, TimedOut, from_data
-from memopt_cli.search.batch_size.search import BatchSearch
+from memopt_cli.search.batch_size.batch_search import BatchSearch
 from memopt_cli.training.apply import apply_plan
 from tests.api.live_model import Block, mean_square
 

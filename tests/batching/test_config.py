@@ -64,7 +64,7 @@ def test_values_are_taken_and_the_rest_is_default(tmp_path: Path) -> None:
 
 
 def test_a_file_that_memopt_wrote_is_read(tmp_path: Path) -> None:
-    from memopt_cli.files.contents import batch_yaml
+    from memopt_cli.files.memopt_files import batch_yaml
     from memopt_cli.records import to_data
 
     header = a_header()

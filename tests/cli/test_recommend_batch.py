@@ -15,7 +15,7 @@ import pytest
 
 from memopt_cli.cli.app import main
 from memopt_cli.errors import StepError
-from memopt_cli.pipeline.batches import fastest
+from memopt_cli.pipeline.batches import fastest_search
 from memopt_cli.records import (
     BatchRequest,
     DimRange,
@@ -334,7 +334,7 @@ def test_nothing_fits(memopt: Callable[..., Any], net: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_search_where_nothing_fits_without_a_plan(memopt: Callable[..., Any], six_blocks: str) -> None:
-    from memopt_cli.files.contents import read_plan
+    from memopt_cli.files.memopt_files import read_plan
 
     net = six_blocks
     flags = ("-i", "2x1024x16", "--memory", "1700KiB", "--search")
@@ -383,7 +383,7 @@ def test_a_search_runs_a_batch_of_use_though_its_share_of_runs_is_spent(
     memopt: Callable[..., Any], six_blocks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of the runs was of a batch that makes up the global one, and nothing was said to fit."""
-    monkeypatch.setattr(fastest, "_MAX_ORIGINAL_RUNS", 1)
+    monkeypatch.setattr(fastest_search, "_MAX_ORIGINAL_RUNS", 1)
     flags = ("-i", "3x1024x16", "--memory", "8MiB", "--search", "--global-batch", "16", "--level", "1", "--json")
     found = json.loads(memopt("recommend-batch", six_blocks, *flags).out)
     answer = found["runs"][found["chosen"]]

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from memopt_cli.files.contents import recommended_data
+from memopt_cli.files.memopt_files import recommended_data
 from memopt_cli.pipeline.batches.recommendation import accumulation_notes
 from memopt_cli.records import (
     Accumulation,

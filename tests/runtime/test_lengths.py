@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt_cli
 from memopt_cli.errors import PlanError, UsageError
-from memopt_cli.files.contents import read_plan
+from memopt_cli.files.memopt_files import read_plan
 from memopt_cli.loading import read_file
 from memopt_cli.loading.description import describe_file
 from memopt_cli.records import (

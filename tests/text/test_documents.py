@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from memopt_cli.errors import BaselineError, UsageError
-from memopt_cli.files.contents import read_measured
+from memopt_cli.files.memopt_files import read_measured
 from memopt_cli.text import documents
 from memopt_cli.text.documents import kept_below, printable, quoted_flag, quoted_path, read_bytes, read_json
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import memopt_cli
 from memopt_cli.errors import MemoptError, PlanError, UsageError
-from memopt_cli.files.contents import read_plan
+from memopt_cli.files.memopt_files import read_plan
 from memopt_cli.records import CompilePlan, FileHeader, InputDimension, InputSpec, Plan, PlanRange, SegmentPlan
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.runtime.private_torch import is_compiled

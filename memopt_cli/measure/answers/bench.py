@@ -125,7 +125,7 @@ class Bench:
         Raises :class:`StepError` for a model or plan whose ranks cannot be predicted, and :class:`UsageError` if the
         function that spreads the model cannot be found.
         """
-        from memopt_cli.training.sharded.group import fake_group  # takes seconds to import
+        from memopt_cli.training.sharded.process_groups import fake_group  # takes seconds to import
         from memopt_cli.training.sharded.spread import shard_for_prediction
 
         check_spreadable(self.model, plan, "predicted")

@@ -34,7 +34,7 @@ from memopt_cli.records import (
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.apply import apply_plan
 from memopt_cli.training.sharded.agreement import Ranks, parameter_signatures, ranks_of, reporting_lost_ranks
-from memopt_cli.training.sharded.group import real_group
+from memopt_cli.training.sharded.process_groups import real_group
 from memopt_cli.training.sharded.reduced import buckets_seen
 from memopt_cli.training.sharded.spread import data_ranks, shard_for_measurement
 from memopt_cli.training.step import TrainingStep, input_dtype, make_scaler, move_model, reset_step, synchronize

@@ -23,7 +23,7 @@ from memopt_cli import trace
 from memopt_cli.errors import StepError
 from memopt_cli.measure.allocated import Allocated, least_growth
 from memopt_cli.measure.answers.bench import Bench
-from memopt_cli.measure.answers.compiled import breakdown_of, compile_step
+from memopt_cli.measure.answers.compiled_step import breakdown_of, compile_step
 from memopt_cli.measure.answers.dry_runs import compressors_for, operator_times
 from memopt_cli.measure.answers.steps import HOLDERS, allocated_by
 from memopt_cli.measure.answers.without_data import count_step_bytes, require_room

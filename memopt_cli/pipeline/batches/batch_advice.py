@@ -26,8 +26,8 @@ from memopt_cli.records import (
     OptimizeRequest,
     Plan,
 )
+from memopt_cli.search.batch_size.batch_search import BatchSearch
 from memopt_cli.search.batch_size.memory_limit import limits_of_device
-from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_seconds
 
 NO_BATCH = "Interrupted: no batch is recommended; the plan is verified. Ctrl-C again: stop."

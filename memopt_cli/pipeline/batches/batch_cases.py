@@ -17,9 +17,9 @@ from memopt_cli.pipeline.batches.batch_probes import (
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import BatchProbe, BatchRow, Counted, Failure, OutOfMemory, Plan, ReplicaAdvice, describe
+from memopt_cli.search.batch_size.batch_search import BatchSearch
 from memopt_cli.search.batch_size.replicas import ReplicaSearch
 from memopt_cli.search.batch_size.runs import Limits
-from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_copies
 
 _LOOP_TIME_SHARE = 0.02

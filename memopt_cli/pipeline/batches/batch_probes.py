@@ -13,9 +13,9 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.prepare import Prepared
 from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan, StepFailed, describe
 from memopt_cli.records.progress import Progress
+from memopt_cli.search.batch_size.batch_search import BatchSearch
 from memopt_cli.search.batch_size.lines import fit_line, interpolate
 from memopt_cli.search.batch_size.runs import Limits
-from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.units import format_bytes
 
 _MAX_OPERATORS = 50_000

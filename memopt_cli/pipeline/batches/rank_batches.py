@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import NothingFitsError
-from memopt_cli.files.contents import read_plan
+from memopt_cli.files.memopt_files import read_plan
 from memopt_cli.inputs.spec_text import ranks_asked
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.batch_probes import (

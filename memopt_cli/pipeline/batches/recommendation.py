@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt_cli.errors import MemoptError, NothingFitsError, UsageError
-from memopt_cli.files.contents import batch_yaml, read_plan, recommended_data, replicas_data
+from memopt_cli.files.memopt_files import batch_yaml, read_plan, recommended_data, replicas_data
 from memopt_cli.files.outputs import check_outputs, output_paths
 from memopt_cli.inputs.batch_axis import BATCH, with_batch
 from memopt_cli.measure.jobs import ORIGINAL, CallJob, ProbeJob
@@ -42,10 +42,10 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 from memopt_cli.search.batch_size.accumulation import accumulate, make_accumulation
+from memopt_cli.search.batch_size.batch_search import BatchSearch
 from memopt_cli.search.batch_size.length_comparison import RUNS, compare_lengths, size_of_length_symbol
 from memopt_cli.search.batch_size.length_strategies import read_lengths
 from memopt_cli.search.batch_size.memory_limit import compute_limits, limits_elsewhere
-from memopt_cli.search.batch_size.search import BatchSearch
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.units import format_bytes, format_copies
 from memopt_cli.text.writing import Fill, content, write_all

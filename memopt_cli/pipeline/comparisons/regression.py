@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memopt_cli.errors import BaselineError, UnsafeFileError
-from memopt_cli.files.contents import baseline_json, read_measured, read_plan
+from memopt_cli.files.memopt_files import baseline_json, read_measured, read_plan
 from memopt_cli.files.outputs import check_outputs
 from memopt_cli.measure.devices import resolve_device
 from memopt_cli.measure.jobs import ConditionsJob, MeasureJob, RecordJob, TraceJob

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from memopt_cli.errors import MemoptError, UsageError
-from memopt_cli.files.contents import read_plan
+from memopt_cli.files.memopt_files import read_plan
 from memopt_cli.measure.jobs import ORIGINAL, AgreementJob, OnlineJob, ProbeJob, VerifyJob
 from memopt_cli.pipeline.batches.recommendation import check_inputs
 from memopt_cli.pipeline.plans.optimization import find_plan

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from memopt_cli.loading.input_spec import batch_of
 from memopt_cli.measure.answers.without_steps import facts_of
+from memopt_cli.measure.importable import UserFunction
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, isolate_state
-from memopt_cli.measure.reach import UserFunction
 from memopt_cli.pipeline.live.model import unimportable_functions
 from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
 from memopt_cli.records import LoadedModel, Plan

@@ -25,9 +25,9 @@ from memopt_cli.inputs.spec_text import format_tensor, parse_tensor
 from memopt_cli.loading.input_spec import batch_of, range_like
 from memopt_cli.loading.module_pickle import load_tensors
 from memopt_cli.measure.answers.without_steps import facts_of
+from memopt_cli.measure.importable import UserFunction, main_script, unreachable
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, isolate_state
-from memopt_cli.measure.reach import UserFunction, main_script, unreachable
 from memopt_cli.measure.same_code import find_difference
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.optimization import find_plan

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from memopt_cli.loading.factory import make_step
+from memopt_cli.measure.importable import UserFunction, main_script, unreachable
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import isolate_state
-from memopt_cli.measure.reach import UserFunction, main_script, unreachable
 from memopt_cli.measure.same_code import find_difference
 from memopt_cli.pipeline.live.model import Arguments, prepare_here, save_inputs
 from memopt_cli.pipeline.prepare import Prepared

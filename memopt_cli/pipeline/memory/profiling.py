@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from memopt_cli.errors import StepError
-from memopt_cli.files.contents import read_plan
+from memopt_cli.files.memopt_files import read_plan
 from memopt_cli.measure.jobs import ORIGINAL, MeasureAnswer, MeasureJob, TraceAnswer, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import require_answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memopt_cli.errors import VerificationError
-from memopt_cli.files.contents import read_plan, read_prediction
+from memopt_cli.files.memopt_files import read_plan, read_prediction
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.measure.jobs import DescribeJob
 from memopt_cli.pipeline.failures import require_answer

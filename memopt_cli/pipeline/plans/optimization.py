@@ -17,7 +17,7 @@ from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.budget_errors import require_parameters_fit
 from memopt_cli.pipeline.plans.by_length import find_by_length
 from memopt_cli.pipeline.plans.climb import Climb
-from memopt_cli.pipeline.plans.compiled import Compiled, FastestCompiled, SmallestCompiled, SpreadCompiled
+from memopt_cli.pipeline.plans.compiled_search import Compiled, FastestCompiled, SmallestCompiled, SpreadCompiled
 from memopt_cli.pipeline.plans.elsewhere import find_elsewhere
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.frontier import check_pick, without_beaten

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memopt_cli.errors import Interrupted, MemoptError, NothingFitsError
-from memopt_cli.files.contents import recommended_data, summary_json
+from memopt_cli.files.memopt_files import recommended_data, summary_json
 from memopt_cli.files.outputs import OutputPaths
 from memopt_cli.inputs.spec_text import parse_factory
 from memopt_cli.measure.jobs import Data

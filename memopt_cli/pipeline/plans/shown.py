@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt_cli.errors import UsageError, WriteError
-from memopt_cli.files.contents import frontier_json, read_frontier
+from memopt_cli.files.memopt_files import frontier_json, read_frontier
 from memopt_cli.files.outputs import output_paths
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.frontier import check_pick

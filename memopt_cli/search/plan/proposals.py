@@ -11,8 +11,8 @@ from memopt_cli.records import ChunkRule, Plan, Prediction, SegmentPlan, StepTra
 from memopt_cli.search.plan.block_tree import block_tree
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.schedules import Schedule
-from memopt_cli.search.plan.search import SolvedBlocks, Solver
 from memopt_cli.search.plan.segment_schedules import Allowed
+from memopt_cli.search.plan.solver import SolvedBlocks, Solver
 
 _OVERSHOOT = 1.1
 """Factor on every reduction of the solver's time limit, so that rounding cannot make it too small."""

@@ -1,6 +1,6 @@
 """Schedules: the possible choices of segments in a block of the model, how they combine, and which are worth keeping.
 
-The dynamic programming of ``search.py`` works on these.  A schedule has three numbers, (kept, peak, added time): the
+The dynamic programming of ``solver.py`` works on these.  A schedule has three numbers, (kept, peak, added time): the
 bytes that the block keeps from its forward to its backward; the most bytes at any instant of its forward and backward,
 kept ones included; and the time that recomputation adds.  They combine by two rules:
 

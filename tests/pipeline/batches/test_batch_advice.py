@@ -8,8 +8,8 @@ import pytest
 
 from memopt_cli.pipeline.batches.batch_advice import advise_by_dry_runs
 from memopt_cli.records import BatchEstimate, BatchProbe
+from memopt_cli.search.batch_size.batch_search import BatchSearch
 from memopt_cli.search.batch_size.runs import Limits
-from memopt_cli.search.batch_size.search import BatchSearch
 
 
 @pytest.mark.parametrize(

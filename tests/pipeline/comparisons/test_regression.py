@@ -17,7 +17,7 @@ from torch import nn
 
 from memopt_cli import trace
 from memopt_cli.errors import BaselineError
-from memopt_cli.files.contents import read_measured
+from memopt_cli.files.memopt_files import read_measured
 from memopt_cli.inputs.spec_text import parse_limit, parse_tensor
 from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.measure.local import LocalSession

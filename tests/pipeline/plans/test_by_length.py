@@ -20,7 +20,7 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli.errors import NothingFitsError
-from memopt_cli.files.contents import read_plan
+from memopt_cli.files.memopt_files import read_plan
 from memopt_cli.measure.jobs import MeasureJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.plans import by_length

@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.files.contents import read_plan, read_prediction
+from memopt_cli.files.memopt_files import read_plan, read_prediction
 from memopt_cli.measure.jobs import MeasureAnswer, Subject
 from memopt_cli.pipeline.plans.confirmation import confirm, differing_settings, with_predicted_settings
 from memopt_cli.records import (

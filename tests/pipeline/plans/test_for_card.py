@@ -13,7 +13,7 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli.errors import OptionError
-from memopt_cli.files.contents import read_prediction
+from memopt_cli.files.memopt_files import read_prediction
 from memopt_cli.records import DeviceProfile
 
 pytestmark = pytest.mark.usefixtures("in_process")

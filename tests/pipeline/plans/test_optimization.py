@@ -30,7 +30,7 @@ from torch import nn
 import memopt_cli
 from memopt_cli import pipeline
 from memopt_cli.errors import MeasurementError
-from memopt_cli.files.contents import read_plan
+from memopt_cli.files.memopt_files import read_plan
 from memopt_cli.loading import input_spec, load_model
 from memopt_cli.measure import processes
 from memopt_cli.measure.jobs import CountJob, MeasureAnswer, MeasureJob, Subject, TraceJob, VerifyJob
@@ -66,7 +66,7 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Progress
 from memopt_cli.runtime import GCContainer, named_parts, segment_of
-from memopt_cli.search.batch_size.search import BatchSearch
+from memopt_cli.search.batch_size.batch_search import BatchSearch
 from memopt_cli.search.plan.policy import resolve
 from memopt_cli.text.units import exact_bytes
 from tests.zoo.models import Parts, deep_net

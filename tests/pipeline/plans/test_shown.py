@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memopt_cli.errors import WriteError
-from memopt_cli.files.contents import read_frontier
+from memopt_cli.files.memopt_files import read_frontier
 from memopt_cli.pipeline.plans import goal, optimization, shown
 from memopt_cli.records import Breakdown
 from tests.zoo.records import summary_of

@@ -32,8 +32,8 @@ from memopt_cli.search.plan.cost_model import (
     statistics_passes,
 )
 from memopt_cli.search.plan.keeping import candidate_sets, keep_names
-from memopt_cli.search.plan.search import Solver
 from memopt_cli.search.plan.segment_schedules import Allowed, Context
+from memopt_cli.search.plan.solver import Solver
 from memopt_cli.text.paths import is_within
 from memopt_cli.trace import FakeStep, record, resident_bytes
 from memopt_cli.trace.workspace import Workspaces

@@ -25,8 +25,8 @@ from memopt_cli.search.plan.levels import find_level
 from memopt_cli.search.plan.planner import Planner
 from memopt_cli.search.plan.proposals import Proposals, Solvers
 from memopt_cli.search.plan.schedules import Schedule, count_segments
-from memopt_cli.search.plan.search import Solver
 from memopt_cli.search.plan.search_spaces import SearchSpaces
+from memopt_cli.search.plan.solver import Solver
 from memopt_cli.text.paths import is_within
 from sample_models import gpt
 from tests.rows import quick

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from memopt_cli.cli.app import main
-from memopt_cli.files.contents import read_plan
+from memopt_cli.files.memopt_files import read_plan
 from memopt_cli.pipeline.plans import elsewhere
 from memopt_cli.ranks import plan_rank, predict_rank
 from memopt_cli.records import RankLayout

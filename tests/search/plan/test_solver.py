@@ -16,8 +16,8 @@ from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.cost_model import SEGMENT_S, Recomputation
 from memopt_cli.search.plan.keeping import CostlyCall, candidate_sets
 from memopt_cli.search.plan.schedules import Schedule, SegmentLimits, _pareto_set, count_segments, thin_out
-from memopt_cli.search.plan.search import Solver
 from memopt_cli.search.plan.segment_schedules import Allowed, Context
+from memopt_cli.search.plan.solver import Solver
 from memopt_cli.text.paths import is_within
 
 BYTES = st.integers(0, 50)

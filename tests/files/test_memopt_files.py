@@ -13,7 +13,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from memopt_cli.errors import BaselineError, UsageError
-from memopt_cli.files.contents import batch_yaml, read_measured, read_plan, recommended_data, summary_json
+from memopt_cli.files.memopt_files import batch_yaml, read_measured, read_plan, recommended_data, summary_json
 from memopt_cli.inputs.spec_text import DTYPES
 from memopt_cli.records import (
     BatchAdvice,

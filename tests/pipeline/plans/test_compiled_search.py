@@ -14,10 +14,10 @@ from torch import nn
 
 import memopt_cli
 from memopt_cli.errors import NothingFitsError
-from memopt_cli.files.contents import read_plan
+from memopt_cli.files.memopt_files import read_plan
 from memopt_cli.pipeline import optimize
-from memopt_cli.pipeline.plans import compiled, optimization
-from memopt_cli.pipeline.plans.compiled import CompiledSearch, FastestCompiled, SmallestCompiled, SpreadCompiled
+from memopt_cli.pipeline.plans import compiled_search, optimization
+from memopt_cli.pipeline.plans.compiled_search import CompiledSearch, FastestCompiled, SmallestCompiled, SpreadCompiled
 from memopt_cli.pipeline.plans.goal import GoalSearch
 from memopt_cli.records import (
     Budget,
@@ -289,7 +289,7 @@ def requested(folder: Path, share: float, *, p: float = 0.0, backend: str = BACK
 
 def optimized(request: OptimizeRequest) -> MemOptSummary:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "_TURNS", 1)  # each compiles again
+        patch.setattr(compiled_search, "_TURNS", 1)  # each compiles again
         return optimize(request, progress=Progress(), ask=None).summary
 
 
@@ -342,7 +342,7 @@ def test_where_nothing_else_fits_a_compiled_model_is_written(tmp_path: Path, mon
 @pytest.mark.usefixtures("in_process")
 def test_wrong_gradients_are_dropped_by_their_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pytorch#190758: under a memory budget, dropout has another mask in backward."""
-    monkeypatch.setattr(compiled, "_MEMORY_BUDGETS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(compiled_search, "_MEMORY_BUDGETS", (0.0, 0.0, 0.0))
     monkeypatch.setattr(FastestCompiled, "_regions", lambda self: iter(()))
     monkeypatch.setattr(FastestCompiled, "_ends_here", lambda self, plain: False)
     summary = optimized(requested(tmp_path, 1.5, p=0.5))
@@ -369,7 +369,7 @@ def test_without_the_backend_the_eager_plan_is_the_answer(tmp_path: Path) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("in_process")
 def test_without_a_budget_the_lowest_peak_is_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_MAX_COMPILED", 2)  # as it is, and with segments
+    monkeypatch.setattr(compiled_search, "_MAX_COMPILED", 2)  # as it is, and with segments
     asked = requested(tmp_path, 1.0, p=0.1)
     summary = optimized(replace(asked, goal=SearchGoal(), search=resolve({"level": 2, "max_slowdown": math.inf})))
     right = [row for row in summary.compiled if not row.dropped and isinstance(row.outcome, Measurement)]
@@ -385,7 +385,7 @@ def test_without_a_budget_the_lowest_peak_is_the_answer(tmp_path: Path, monkeypa
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_compiled_steps_are_on_the_frontier_and_can_be_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_MAX_COMPILED", 1)
+    monkeypatch.setattr(compiled_search, "_MAX_COMPILED", 1)
     monkeypatch.setattr(optimization, "without_beaten", lambda points: (points, ""))  # of steps so short, any may be
     asked = requested(tmp_path, 1.0, backend="eager")
     asked = replace(asked, goal=SearchGoal(frontier=True), search=resolve({"level": 1}))

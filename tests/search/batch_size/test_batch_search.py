@@ -30,11 +30,11 @@ from memopt_cli.records import (
     StepFailed,
 )
 from memopt_cli.search.batch_size import capacity
+from memopt_cli.search.batch_size.batch_search import BatchSearch
 from memopt_cli.search.batch_size.capacity import device_capacity, free_capacity, runnable_bytes
 from memopt_cli.search.batch_size.lines import fit_line, interpolate, largest_root
 from memopt_cli.search.batch_size.memory_limit import limits_of_device
 from memopt_cli.search.batch_size.runs import MAX_PROBES, Limits
-from memopt_cli.search.batch_size.search import BatchSearch
 
 
 def answer(search: BatchSearch) -> BatchOutcome:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt_cli.pipeline.batches import fastest
+from memopt_cli.pipeline.batches import fastest_search
 from memopt_cli.pipeline.batches.pair_runs import PairRuns, best_original, finalists, rank_pairs, samples_per_s
 from memopt_cli.records import (
     SCHEMA_VERSION,
@@ -87,13 +87,13 @@ def test_a_plan_is_written_only_where_the_answer_has_one(
         files=(),
         spent_s=1.0,
     )
-    monkeypatch.setattr(fastest, "prepare", lambda *_, **__: None)
-    monkeypatch.setattr(fastest, "fastest_prepared", lambda *_: found)
+    monkeypatch.setattr(fastest_search, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(fastest_search, "fastest_prepared", lambda *_: found)
     request = BatchRequest(
         source=ModelSource(location="net.pt"), spec=None, memory=0.9, search=resolve(SearchOverrides()), force=True
     )
     Path("net.memopt.plan.yaml").write_text("of an earlier run")
-    answer = fastest.recommend_fastest(request, progress=Progress(), ask=None)
+    answer = fastest_search.recommend_fastest(request, progress=Progress(), ask=None)
     is_left = plan.is_empty
     assert (Path("net.memopt.plan.yaml").read_text() == "of an earlier run") is is_left
     assert answer.files == ("net.memopt.batch.yaml", *["net.memopt.plan.yaml"] * (not is_left))
@@ -164,6 +164,6 @@ def test_all_passes_have_one_update(steps: int, update_s: float, rate: float) ->
 )
 def test_a_larger_batch_that_fits_with_a_plan_is_told(priced: list[tuple[Plan, int]], larger: str) -> None:
     runs = [pair(ORIGINAL, 8, 100), pair(ORIGINAL, 64, 90, usable=False), FAILED]
-    notes = list(fastest.larger_batch_notes(priced, runs, 1024))
+    notes = list(fastest_search.larger_batch_notes(priced, runs, 1024))
     assert len(notes) == bool(larger)
     assert all(larger in note for note in notes)

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memopt_cli.errors import NothingFitsError, VerificationError
-from memopt_cli.files.contents import fastest_data
+from memopt_cli.files.memopt_files import fastest_data
 from memopt_cli.files.outputs import pair_paths
 from memopt_cli.measure.jobs import ORIGINAL, Data, TraceAnswer, TraceJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch

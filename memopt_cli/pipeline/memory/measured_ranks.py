@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from memopt_cli.errors import MemoptError, RankLostError, UsageError
-from memopt_cli.files.contents import read_plan
+from memopt_cli.files.memopt_files import read_plan
 from memopt_cli.files.outputs import check_outputs
 from memopt_cli.inputs.spec_text import is_factory
 from memopt_cli.measure.devices import resolve_device
